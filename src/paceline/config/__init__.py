@@ -1,0 +1,1 @@
+"""The config: schema, loading, the keys of other tools, derived values. Never imports torch."""

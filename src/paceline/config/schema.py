@@ -1,0 +1,232 @@
+"""The schema of a config file: every key, its type, its default, its range, and what it is for.
+
+``docs/config.md`` and ``docs/config.schema.json`` are generated from here (``python -m paceline.config.docs``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+Auto = Literal["auto"]
+
+
+def _only_str(value: object) -> object:
+    # YAML reads `model: 7` as a number; a name is a name.
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Text = Annotated[str, BeforeValidator(_only_str)]
+
+
+class Section(BaseModel):
+    """A part of the config. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=())
+
+
+class DatasetSource(Section):
+    """One source of samples, where a plain path or hub id does not say enough."""
+
+    path: Text = Field(description="File, folder or hub id; `path#N` takes the first N samples of a seeded shuffle.")
+    format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"] = Field(
+        "auto", description="Shape of a row; `auto` finds it from the columns."
+    )
+    split: Text = Field("train", description="Split of a hub dataset.")
+    name: Text | None = Field(None, description="Configuration (subset) of a hub dataset.")
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Names of the columns where they are not the usual ones, as `{expected: yours}`; "
+        "e.g. `{prompt: question, completion: answer}`.",
+    )
+
+
+class Parallel(Section):
+    """How training is spread over devices."""
+
+    mode: Text = Field(
+        "auto", description="`auto`, `single` (one rank) or `ddp` (a replica on each rank). `auto`: `ddp` on several ranks."
+    )
+    num_gpus: Auto | Annotated[int, Field(ge=1)] = Field(
+        "auto",
+        description="Number of devices, one rank each. `auto`: every visible GPU; without one, two CPU ranks where there "
+        "are two cores. With `device: cpu` it is the number of CPU ranks.",
+    )
+    device: Text = Field(
+        "auto", description="`auto`, `cpu`, or an accelerator type (`cuda`, `xpu`, `mps`…). Never falls back in silence."
+    )
+    bucket_cap_mb: float = Field(
+        25.0, gt=0, description="Size in MiB of a gradient bucket; each bucket is all-reduced while backward goes on."
+    )
+    timeout_s: float = Field(600.0, ge=10, description="Seconds after which a collective that does not end fails the run.")
+
+
+class Lora(Section):
+    """Low-rank adaptation (Hu et al., 2021), through peft."""
+
+    enable: bool = Field(False, description="Train low-rank adapters and leave the model's own weights frozen.")
+    rank: int = Field(8, ge=1, description="Rank r of the update.")
+    alpha: float = Field(32.0, gt=0, description="The update is scaled by alpha / rank.")
+    dropout: float = Field(0.05, ge=0, lt=1, description="Dropout on the adapter's input.")
+    target_modules: Text | list[Text] = Field(
+        "all-linear", description="Module names that get an adapter, or `all-linear` (all but the output head)."
+    )
+    modules_to_save: list[Text] = Field(
+        default_factory=list, description="Modules trained in full beside the adapters, e.g. `[lm_head]`."
+    )
+    adapter: Text | None = Field(None, description="Folder of an adapter to go on from, instead of a fresh one.")
+
+
+class TrainArgs(Section):
+    """The training itself, under the names of transformers' TrainingArguments."""
+
+    learning_rate: float | None = Field(
+        None, ge=0, description="Peak learning rate. Default: 1e-4 with LoRA, 2e-5 for full fine-tuning of a pretrained "
+        "model, 1e-3 for a built-in or the user's own model."
+    )
+    per_device_train_batch_size: int = Field(4, ge=1, description="Samples in a micro-batch on one rank.")
+    per_device_eval_batch_size: int | None = Field(
+        None, ge=1, description="Samples in an evaluation batch on one rank. Default: that of training."
+    )
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Micro-batches a rank adds up before one update.")
+    num_train_epochs: float = Field(3.0, gt=0, description="Passes over the data, where max_steps is not given.")
+    max_steps: int | None = Field(None, ge=1, description="Number of updates; overrides num_train_epochs.")
+    warmup_ratio: float = Field(0.0, ge=0, le=1, description="Share of the steps in which the learning rate rises.")
+    warmup_steps: int | None = Field(None, ge=0, description="Number of those steps; overrides warmup_ratio.")
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "constant",
+        "constant_with_warmup", "inverse_sqrt", "warmup_stable_decay",
+    ] = Field("cosine", description="Shape of the learning rate over the run (transformers' schedules).")  # fmt: skip
+    lr_scheduler_kwargs: dict[str, float | int | str] = Field(
+        default_factory=dict, description="More arguments of the schedule, e.g. `{min_lr: 1e-6}`."
+    )
+    optim: Literal["adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"] = Field(
+        "adamw", description="Optimizer; torch's, fused where it can be, and transformers' Adafactor."
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; never on biases and norms.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam's beta 1.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="Adam's beta 2.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of `sgd` and `rmsprop`.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this global norm; 0 turns it off.")
+    bf16: bool = Field(
+        False, description="bfloat16 mixed precision: autocast over float32 trained weights; frozen weights are kept in bfloat16."
+    )
+    fp16: bool = Field(False, description="float16 mixed precision with dynamic loss scaling.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in backward instead of keeping them.")
+    max_length: int = Field(1024, ge=8, description="Most tokens of a sample.")
+    overlong: Literal["truncate", "drop"] = Field(
+        "truncate", description="What is done with a longer sample; how many is printed and reported."
+    )
+    packing: Auto | bool = Field(
+        "auto",
+        description="Put a micro-batch's samples in one row without padding; samples never see each other and the batch "
+        "size still counts samples, so the gradient is that of the padded batch. `auto`: where the model passes a check "
+        "of it at the start.",
+    )
+    train_on_inputs: bool = Field(False, description="Loss on the prompt too, not on the answers alone.")
+    logging_steps: int = Field(1, ge=1, description="A `step` event and a progress line every so many steps.")
+    save_steps: int = Field(500, ge=0, description="A checkpoint every so many steps; one is always written at the end. 0: only then.")
+    save_total_limit: int | None = Field(3, ge=1, description="How many checkpoints are kept; null keeps all.")
+    eval_steps: int = Field(0, ge=0, description="Evaluate every so many steps; 0: at the end of each epoch.")
+    seed: int = Field(42, ge=0, description="Fixes the weights' start, the order of samples, dropout and augmentation.")
+    dataloader_num_workers: int = Field(0, ge=0, description="Loader processes a rank; each prefetches batches.")
+    dataloader_prefetch_factor: int = Field(2, ge=1, description="Batches each loader process keeps ready.")
+    dataloader_pin_memory: bool = Field(True, description="Page-locked batches, for faster copies to a GPU.")
+
+    @field_validator("max_steps", mode="before")
+    @classmethod
+    def _minus_one_is_none(cls, value: object) -> object:
+        return None if value == -1 else value
+
+    @field_validator("save_total_limit", mode="before")
+    @classmethod
+    def _zero_keeps_all(cls, value: object) -> object:
+        return None if value == 0 else value
+
+    @model_validator(mode="after")
+    def _one_precision(self) -> TrainArgs:
+        if self.bf16 and self.fp16:
+            raise ValueError("bf16 and fp16 are both on; choose one")
+        return self
+
+
+class Evaluation(Section):
+    """How the validation data is run."""
+
+    where: Literal["all", "rank0"] = Field(
+        "all", description="`all`: every rank takes a share, exact to the last row. `rank0`: one rank does it all, for comparison."
+    )
+
+
+class Classify(Section):
+    """Settings of `task: classify`."""
+
+    image_size: int = Field(32, ge=4, description="Images of a folder are resized to this height and width, in pixels.")
+    hidden: int = Field(64, ge=4, description="Width of the built-in image models.")
+    augment: bool = Field(False, description="Random shifts and flips of training images, fixed by the seed.")
+
+
+class Config(Section):
+    """A run of Paceline."""
+
+    model: Text = Field(description="Hub id, local folder, or `builtin:NAME`.")
+    tokenizer: Text | None = Field(None, description="Hub id or folder of the tokenizer. Default: the model's.")
+    task: Text = Field(
+        "sft", description="`sft`, `pretrain`, `classify`, or your own as `./file.py:Class`."
+    )
+    dataset: Text | DatasetSource | list[Text | DatasetSource] = Field(
+        description="Path, hub id, well-known name, `builtin:NAME`, any of them as `path#N` for N samples, or a list."
+    )
+    format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"] = Field(
+        "auto", description="Shape of the rows of every source that does not say its own."
+    )
+    val_dataset: Text | DatasetSource | list[Text | DatasetSource] | None = Field(
+        None, description="Validation data, as `dataset`."
+    )
+    split_dataset_ratio: float = Field(
+        0.0, ge=0, lt=1, description="Share of the dataset held out for validation, where val_dataset is not given."
+    )
+    system: Text | None = Field(None, description="System message put before samples that have none.")
+    chat_template: Text | None = Field(None, description="File with a Jinja chat template, instead of the tokenizer's.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with a hub model.")
+    output_dir: Text = Field("./output/run", description="Folder of this run: config, events, checkpoints, report, model.")
+    resume: Text = Field("auto", description="`auto`: go on where the run in output_dir stopped; `never`; or a checkpoint's path.")
+    parallel: Parallel = Field(default_factory=Parallel, description="How training is spread over devices.")
+    lora: Lora = Field(default_factory=Lora, description="Low-rank adapters.")
+    train_args: TrainArgs = Field(default_factory=TrainArgs, description="The training itself.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="How the validation data is run.")
+    classify: Classify = Field(default_factory=Classify, description="Settings of `task: classify`.")
+    task_args: dict[str, object] = Field(
+        default_factory=dict, description="Free settings for your own task; it reads them as `self.config.task_args`."
+    )
+    report_to: list[Literal["tensorboard"]] = Field(default_factory=list, description="More places that get the figures.")
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_or_none(cls, value: object) -> object:
+        if value in (None, "none", "None", ["none"]):
+            return []
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _some_data(self) -> Config:
+        if isinstance(self.dataset, list) and not self.dataset:
+            raise ValueError("dataset is an empty list")
+        if self.val_dataset is not None and self.split_dataset_ratio > 0:
+            raise ValueError("val_dataset and split_dataset_ratio are both given; keep one")
+        return self
+
+    def sources(self, validation: bool = False) -> list[DatasetSource]:
+        """The data sources as a list of :class:`DatasetSource`, the section's ``format`` filled in where a source has none."""
+        given = self.val_dataset if validation else self.dataset
+        if given is None:
+            return []
+        out = []
+        for one in given if isinstance(given, list) else [given]:
+            source = DatasetSource(path=one) if isinstance(one, str) else one
+            if source.format == "auto" and self.format != "auto":
+                source = source.model_copy(update={"format": self.format})
+            out.append(source)
+        return out

@@ -1,0 +1,66 @@
+"""Errors that say what was given, what is allowed, and how to fix it."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Iterable
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_SIGINT = 130
+EXIT_SIGTERM = 143
+
+
+class PacelineError(Exception):
+    """A failure that a person reads as one paragraph.
+
+    Args:
+        what: what happened or what was given, with its value and place.
+        allowed: what would have been accepted.
+        fix: what to type or change to go on.
+    """
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, what: str, *, allowed: str | None = None, fix: str | None = None) -> None:
+        self.what = what.strip()
+        self.allowed = allowed.strip() if allowed else None
+        self.fix = fix.strip() if fix else None
+        super().__init__(self.paragraph())
+
+    def paragraph(self) -> str:
+        """The whole message as one paragraph: what, what is allowed, how to fix it."""
+        parts = [_sentence(self.what)]
+        if self.allowed:
+            parts.append(_sentence(f"Allowed: {self.allowed}"))
+        if self.fix:
+            parts.append(_sentence(f"To fix: {self.fix}"))
+        return " ".join(parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.allowed, self.fix))
+
+
+class ConfigError(PacelineError):
+    """The config, the input or the usage is wrong: nothing was started or written (exit code 2)."""
+
+    exit_code = EXIT_USAGE
+
+
+class RunError(PacelineError):
+    """A run that had started failed (exit code 1)."""
+
+
+def _rebuild(kind: type[PacelineError], what: str, allowed: str | None, fix: str | None) -> PacelineError:
+    return kind(what, allowed=allowed, fix=fix)
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?", ":", "`")) else text + "."
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word closest to ``word``, or None where nothing comes near."""
+    found = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None

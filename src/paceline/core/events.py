@@ -1,0 +1,138 @@
+"""The event log: rank 0 appends one JSON line for each thing that happens; everything else only reads it.
+
+Types and their fields (every line also has ``time``, seconds since the epoch, and ``type``):
+
+- ``run_start``: ``config`` (resolved), ``derived`` (see :class:`paceline.config.resolve.Derived`), ``world_size``,
+  ``device``, ``strategy``, ``model`` {name, parameters, trainable_parameters}, ``data`` {read, kept, truncated, dropped},
+  ``versions``.
+- ``resume``: ``step``, ``path``. Steps logged after that step by an earlier life of the run no longer count.
+- ``notice``: ``level`` (info | warning), ``text``.
+- ``step``: ``step, epoch, loss, grad_norm, learning_rate, tokens, step_time_s, data_wait_s, comm_wait_s, memory_bytes,
+  ranks`` (null where not known). ``tokens`` is the number of tokens of the global batch, ``step_time_s`` the mean over the
+  steps since the last such line.
+- ``eval``: ``step``, ``loss``, ``count``, ``wall_s``, ``metrics``.
+- ``checkpoint``: ``step``, ``path``, ``size_bytes``, ``wall_s``; or with ``error`` where it could not be written.
+- ``run_end``: ``status`` (done | stopped | failed), ``step``, ``reason``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """Appends events to a file and hands each to the listeners (the console). A listener must not raise.
+
+    A write that fails (full disk) never stops the training: it is counted in ``lost`` and said once by the listeners.
+    """
+
+    def __init__(self, path: Path | None, listeners: list[Callable[[Event], None]] | None = None) -> None:
+        self.listeners = listeners or []
+        self.lost = 0
+        self._handle = None
+        if path is not None:
+            _end_cut_line(path)
+            self._handle = open(path, "ab", buffering=0)  # noqa: SIM115  (kept open for the life of the run)
+
+    def emit(self, type: str, **fields: Any) -> Event:
+        event: Event = {"time": time.time(), "type": type, **fields}
+        for listener in self.listeners:
+            listener(event)
+        if self._handle is not None:
+            try:
+                self._handle.write(json.dumps(_finite(event), ensure_ascii=False).encode() + b"\n")
+            except OSError as error:
+                self.lost += 1
+                if self.lost == 1:
+                    text = f"events.jsonl cannot be written ({error.strerror}); training goes on, events are lost."
+                    for listener in self.listeners:
+                        listener({"time": time.time(), "type": "notice", "level": "warning", "text": text})
+        return event
+
+    def notice(self, text: str, level: str = "info") -> None:
+        self.emit("notice", level=level, text=text)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+
+
+def _end_cut_line(path: Path) -> None:
+    # A run killed in the middle of a write leaves half a line; the next line must not be glued to it.
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with open(path, "rb+") as handle:
+        handle.seek(-1, os.SEEK_END)
+        if handle.read(1) != b"\n":
+            handle.write(b"\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become the strings "nan", "inf", "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def read_events(path: Path) -> list[Event]:
+    """All whole lines of an event log, in order. A line cut off by a crash is passed over."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as handle:
+        return [event for line in handle if (event := _parse(line)) is not None]
+
+
+def follow_events(path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | None = None) -> Iterator[Event]:
+    """Yield the events that are there, then each new one, until ``run_end`` or until ``stop()`` is true."""
+    while not path.exists():
+        if stop is not None and stop():
+            return
+        time.sleep(poll_s)
+    rest = b""
+    with open(path, "rb") as handle:
+        while True:
+            chunk = handle.read()
+            if chunk:
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    event = _parse(line)
+                    if event is not None:
+                        yield event
+                continue
+            if stop is not None and stop():
+                return
+            time.sleep(poll_s)
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "type" in event else None
+
+
+def effective_steps(events: list[Event]) -> list[Event]:
+    """The ``step`` events that count: where a run went back to a checkpoint, the later life's steps replace the earlier's."""
+    steps: list[Event] = []
+    for event in events:
+        if event["type"] == "resume":
+            steps = [one for one in steps if one["step"] <= event["step"]]
+        elif event["type"] == "run_start" and not event.get("resumed_from_step"):
+            steps = []
+        elif event["type"] == "step":
+            steps.append(event)
+    return steps

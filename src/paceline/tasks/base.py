@@ -1,0 +1,152 @@
+"""The contract of a task: what a sample is, how samples become a batch, and what the loss is.
+
+A task knows nothing of ranks, accumulation or precision. It gives the *sum* of the loss over a batch and the *count* that
+sum is over (tokens, images); the engine divides by the global count, so the loss is the same for every number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from paceline.config.schema import Config
+
+
+@dataclass
+class DataCounts:
+    """What became of the rows: read = kept + everything dropped. ``truncated`` rows are kept."""
+
+    read: int = 0
+    kept: int = 0
+    truncated: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"read": self.read, "kept": self.kept, "truncated": self.truncated, "dropped": dict(self.dropped)}
+
+
+@dataclass
+class Prepared:
+    """What :meth:`Task.prepare` found, before any rank exists. Small and picklable: it is sent to every rank.
+
+    Args:
+        num_train: number of training samples.
+        num_eval: number of validation samples (0: no evaluation).
+        counts: the data accounting of the training data (and of the split held out from it).
+        train_tokens: tokens of one epoch, or None where samples have no tokens.
+        label_tokens: tokens that carry loss in one epoch, or None.
+        notices: lines for the person, as (level, text), level "info" or "warning".
+        handle: whatever the task's ``build_datasets`` needs to find the prepared data again (a cache folder, say).
+    """
+
+    num_train: int
+    num_eval: int = 0
+    counts: DataCounts = field(default_factory=DataCounts)
+    train_tokens: int | None = None
+    label_tokens: int | None = None
+    notices: list[tuple[str, str]] = field(default_factory=list)
+    handle: Any = None
+
+
+class Task:
+    """Base class of all tasks. Your own needs ``build_model``, ``build_datasets`` and ``loss``; the rest has defaults.
+
+    Example::
+
+        class Regression(paceline.Task):
+            def build_datasets(self):
+                x = torch.linspace(-3, 3, 1000).unsqueeze(1)
+                return TensorDataset(x, x.sin()), None
+
+            def build_model(self):
+                return nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
+
+            def loss(self, model, batch):
+                x, y = batch
+                return F.mse_loss(model(x), y, reduction="sum")   # the SUM over the batch, never the mean
+
+    The config is ``self.config``; free settings stand in ``self.config.task_args``.
+    """
+
+    #: what ``count`` counts, for the report
+    unit = "samples"
+    #: peak learning rate where the config gives none
+    default_learning_rate = 1e-3
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    # -- before any rank exists ---------------------------------------------------------------------------------------
+    def check(self) -> None:
+        """Raise :class:`~paceline.core.errors.ConfigError` for what can be seen to be wrong without reading the data."""
+
+    def prepare(self) -> Prepared:
+        """Read, tokenise and cache the data; called before the process group exists, once a node at a time.
+
+        The default builds the datasets and counts their rows.
+        """
+        train, evaluation = self.build_datasets()
+        counts = DataCounts(read=len(train), kept=len(train))
+        return Prepared(num_train=len(train), num_eval=0 if evaluation is None else len(evaluation), counts=counts)
+
+    # -- on every rank ------------------------------------------------------------------------------------------------
+    prepared: Prepared | None = None  #: set by the engine before ``build_datasets`` is called on a rank
+
+    def build_datasets(self) -> tuple[Any, Any | None]:
+        """(training dataset, validation dataset or None): map-style, with ``__len__`` and ``__getitem__(int)``.
+
+        A dataset may have an attribute ``lengths``, an int array [num_samples] of tokens a sample: ranks then get shares of
+        the global batch that are equal in tokens.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs build_datasets(self)")
+
+    def build_model(self) -> nn.Module:
+        """The module to train, on the CPU, in float32, initialised from torch's global random state (already seeded)."""
+        raise NotImplementedError(f"{type(self).__name__} needs build_model(self)")
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Samples to a batch (tensors in tuples, lists or dicts). Default: torch's ``default_collate``."""
+        from torch.utils.data import default_collate
+
+        return default_collate(list(samples))
+
+    def count(self, batch: Any) -> int:
+        """What the loss of this batch is a sum over. Default: the first dimension of the batch's first tensor."""
+        return int(_first_tensor(batch).shape[0])
+
+    def num_tokens(self, batch: Any) -> int | None:
+        """Tokens of the batch, for the throughput; None where samples have no tokens."""
+        return None
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The SUM of the loss over the batch: a scalar tensor with gradient."""
+        raise NotImplementedError(f"{type(self).__name__} needs loss(self, model, batch)")
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """Sums over the batch, by name; the engine divides them by the global count. Must hold "loss"."""
+        return {"loss": self.loss(model, batch)}
+
+    # -- at the end ---------------------------------------------------------------------------------------------------
+    def save_model(self, model: nn.Module, folder: Path) -> None:
+        """Write the trained model into ``folder`` (there, empty). Default: ``model.safetensors`` of its state dict."""
+        from safetensors.torch import save_model
+
+        save_model(model, str(folder / "model.safetensors"))
+
+
+def _first_tensor(batch: Any) -> torch.Tensor:
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return batch
+    items = batch.values() if isinstance(batch, dict) else batch
+    for item in items:
+        if isinstance(item, torch.Tensor | dict | list | tuple):
+            return _first_tensor(item)
+    raise TypeError(f"no tensor in a batch of type {type(batch).__name__}; give your task a count(self, batch)")
