@@ -111,7 +111,7 @@ class TrainArgs(Section):
     momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of `sgd` and `rmsprop`.")
     max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this global norm; 0 turns it off.")
     bf16: bool = Field(
-        False, description="bfloat16 mixed precision: autocast over float32 trained weights; frozen weights are kept in bfloat16."
+        False, description="bfloat16 mixed precision: autocast over float32 trained weights; frozen weights are kept in bf16."
     )
     fp16: bool = Field(False, description="float16 mixed precision with dynamic loss scaling.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in backward instead of keeping them.")
@@ -127,7 +127,7 @@ class TrainArgs(Section):
     )
     train_on_inputs: bool = Field(False, description="Loss on the prompt too, not on the answers alone.")
     logging_steps: int = Field(1, ge=1, description="A `step` event and a progress line every so many steps.")
-    save_steps: int = Field(500, ge=0, description="A checkpoint every so many steps; one is always written at the end. 0: only then.")
+    save_steps: int = Field(500, ge=0, description="A checkpoint every so many steps (0: never) and always one at the end.")
     save_total_limit: int | None = Field(3, ge=1, description="How many checkpoints are kept; null keeps all.")
     eval_steps: int = Field(0, ge=0, description="Evaluate every so many steps; 0: at the end of each epoch.")
     seed: int = Field(42, ge=0, description="Fixes the weights' start, the order of samples, dropout and augmentation.")
@@ -156,7 +156,7 @@ class Evaluation(Section):
     """How the validation data is run."""
 
     where: Literal["all", "rank0"] = Field(
-        "all", description="`all`: every rank takes a share, exact to the last row. `rank0`: one rank does it all, for comparison."
+        "all", description="`all`: every rank takes a share, exact to the last row. `rank0`: one does all, for comparison."
     )
 
 
@@ -192,7 +192,7 @@ class Config(Section):
     chat_template: Text | None = Field(None, description="File with a Jinja chat template, instead of the tokenizer's.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with a hub model.")
     output_dir: Text = Field("./output/run", description="Folder of this run: config, events, checkpoints, report, model.")
-    resume: Text = Field("auto", description="`auto`: go on where the run in output_dir stopped; `never`; or a checkpoint's path.")
+    resume: Text = Field("auto", description="`auto`: go on where the run in output_dir stopped; `never`; a checkpoint's path.")
     parallel: Parallel = Field(default_factory=Parallel, description="How training is spread over devices.")
     lora: Lora = Field(default_factory=Lora, description="Low-rank adapters.")
     train_args: TrainArgs = Field(default_factory=TrainArgs, description="The training itself.")

@@ -42,9 +42,10 @@ class EventLog:
             _end_cut_line(path)
             self._handle = open(path, "ab", buffering=0)  # noqa: SIM115  (kept open for the life of the run)
 
-    def emit(self, type: str, **fields: Any) -> Event:
+    def emit(self, type: str, said: bool = False, **fields: Any) -> Event:
+        """Append one event. ``said``: a person has seen it already, so only the file gets it."""
         event: Event = {"time": time.time(), "type": type, **fields}
-        for listener in self.listeners:
+        for listener in [] if said else self.listeners:
             listener(event)
         if self._handle is not None:
             try:
@@ -57,8 +58,8 @@ class EventLog:
                         listener({"time": time.time(), "type": "notice", "level": "warning", "text": text})
         return event
 
-    def notice(self, text: str, level: str = "info") -> None:
-        self.emit("notice", level=level, text=text)
+    def notice(self, text: str, level: str = "info", said: bool = False) -> None:
+        self.emit("notice", said=said, level=level, text=text)
 
     def close(self) -> None:
         if self._handle is not None:

@@ -42,6 +42,7 @@ class Prepared:
         train_tokens: tokens of one epoch, or None where samples have no tokens.
         label_tokens: tokens that carry loss in one epoch, or None.
         notices: lines for the person, as (level, text), level "info" or "warning".
+        fingerprint: changes when the data does; a resumed run is refused where it differs. None: not known.
         handle: whatever the task's ``build_datasets`` needs to find the prepared data again (a cache folder, say).
     """
 
@@ -51,6 +52,7 @@ class Prepared:
     train_tokens: int | None = None
     label_tokens: int | None = None
     notices: list[tuple[str, str]] = field(default_factory=list)
+    fingerprint: str | None = None
     handle: Any = None
 
 
@@ -109,6 +111,10 @@ class Task:
     def build_model(self) -> nn.Module:
         """The module to train, on the CPU, in float32, initialised from torch's global random state (already seeded)."""
         raise NotImplementedError(f"{type(self).__name__} needs build_model(self)")
+
+    def setup(self, model: nn.Module) -> list[tuple[str, str]]:
+        """Called once on every rank with the model on its device, before any batch is made. Returns (level, text) notices."""
+        return []
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Samples to a batch (tensors in tuples, lists or dicts). Default: torch's ``default_collate``."""

@@ -1,0 +1,54 @@
+# Everything runs in .venv, which `make setup` builds. Another interpreter: make PYTHON=python3.12 setup
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The stamp's name holds a checksum of what the installation follows from: touched files change nothing, edited ones do.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -s ' \t' '-')
+
+.PHONY: help setup demo test lint format bench clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Make .venv and install Paceline with everything it needs
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Paceline needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	       "To fix: install one and name it, as in: make PYTHON=python3.12 setup" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "The virtual environment could not be made." \
+	       "To fix: install your system's venv package (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 2; }
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+demo: setup  ## Train the built-in model on two ranks, then ask it something
+	$(BIN)/paceline sft --config examples/demo.yaml
+	@echo
+	@echo "The report: output/demo/report.html"
+	@echo "Asking the trained model: What does json.dumps do?"
+	$(BIN)/paceline generate output/demo "What does json.dumps do?"
+
+test: setup  ## Run the tests
+	$(BIN)/python -m pytest
+
+lint: setup  ## Style, types, layers, and whether the generated docs are fresh
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m paceline.config.docs --check
+
+format: setup  ## Let ruff put the style right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## Measure against a hand-written loop and the transformers Trainer, and print the ratios
+	$(BIN)/python benchmarks/run.py
+
+clean:  ## Remove .venv, caches and the demo's output
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache output/demo
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

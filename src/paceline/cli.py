@@ -1,0 +1,198 @@
+"""The verbs: parse, call one function, print."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_SIGINT, ConfigError, PacelineError, nearest
+
+USAGE = """\
+usage: paceline VERB …
+
+  sft, train   CONFIG.yaml [key=value …]     train what the file says (--dry-run, --allow-config-change, --debug)
+  watch        RUN                           follow a run from another terminal (--once)
+  generate     RUN "a question"              answer with a run's model (--max-new-tokens N, --temperature T, --system TEXT)
+  export       RUN --merge --output DIR      write the merged model, ready for plain transformers
+  inspect      CHECKPOINT                    what a checkpoint holds, and its digest
+
+Every verb takes --json: the result alone on standard output. Keys: docs/config.md.
+The shortest run: paceline sft model=builtin:qwen2-tiny dataset=builtin:python-docs
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code: 0 done, 1 failed, 2 wrong usage or config, 130/143 stopped by a signal."""
+    started_at = _process_start()
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in tokens
+    try:
+        return _dispatch(tokens, started_at)
+    except PacelineError as error:
+        _print_error(error.paragraph())
+        if debug:
+            raise
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\nstopped before the training began; nothing was written to output_dir", file=sys.stderr)
+        return EXIT_SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except Exception as error:
+        if debug:
+            raise
+        _print_error(f"{type(error).__name__}: {error}. This was not expected; run again with --debug for the whole traceback.")
+        return EXIT_FAILED
+
+
+def _dispatch(tokens: list[str], started_at: float) -> int:
+    if not tokens or tokens[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return EXIT_DONE
+    if tokens[0] == "--version":
+        from paceline import __version__
+
+        print(__version__)
+        return EXIT_DONE
+    verb, rest = tokens[0], tokens[1:]
+    if verb not in _VERBS:
+        near = nearest(verb, _VERBS)
+        raise ConfigError(
+            f"`paceline {verb}` is no verb", allowed=", ".join(_VERBS), fix=f"type `paceline {near or '--help'}`"
+        )
+    if "-h" in rest or "--help" in rest:
+        print(USAGE, end="")
+        return EXIT_DONE
+    return _VERBS[verb](rest, started_at)
+
+
+def _train(tokens: list[str], started_at: float) -> int:
+    from paceline.config.load import load_config, split_cli, to_yaml
+    from paceline.launch.api import Options, run
+
+    flags, tokens = _take_flags(tokens, "json", "debug", "dry-run", "allow-config-change")
+    path, overrides = split_cli(tokens)
+    loaded = load_config(path, overrides)
+    options = Options(flags["dry-run"], flags["debug"], flags["allow-config-change"], quiet=flags["json"])
+    result = run(loaded, options, started_at)
+    if options.dry_run:
+        print(json.dumps(result.resolved, indent=2) if flags["json"] else to_yaml(loaded.config), end="")
+    elif flags["json"]:
+        print(json.dumps(result.report, indent=2))
+    return result.exit_code
+
+
+def _watch(tokens: list[str], _: float) -> int:
+    from paceline.engine.watch import watch
+
+    flags, tokens = _take_flags(tokens, "once", "json", "debug")
+    run = _exactly(tokens, "watch", "RUN")[0]
+    return watch(Path(run), sys.stdout, once=flags["once"])
+
+
+def _generate(tokens: list[str], _: float) -> int:
+    from paceline.engine.generate import generate
+
+    flags, tokens = _take_flags(tokens, "json", "debug")
+    values, tokens = _take_values(tokens, {"max-new-tokens": int, "temperature": float, "system": str, "seed": int})
+    run, question = _exactly(tokens, "generate", "RUN", "QUESTION")
+    answer = generate(Path(run), question, **{key.replace("-", "_"): value for key, value in values.items()})
+    print(json.dumps({"question": question, "answer": answer}, ensure_ascii=False) if flags["json"] else answer)
+    return EXIT_DONE
+
+
+def _export(tokens: list[str], _: float) -> int:
+    from paceline.engine.export import export
+
+    flags, tokens = _take_flags(tokens, "json", "debug", "merge")
+    values, tokens = _take_values(tokens, {"output": str, "dtype": str})
+    run = _exactly(tokens, "export", "RUN")[0]
+    folder = export(Path(run), merge=flags["merge"], **values)
+    print(json.dumps({"path": str(folder)}) if flags["json"] else f"written: {folder}")
+    return EXIT_DONE
+
+
+def _inspect(tokens: list[str], _: float) -> int:
+    from paceline.engine import checkpoint
+
+    flags, tokens = _take_flags(tokens, "json", "debug")
+    path = checkpoint.find(Path(_exactly(tokens, "inspect", "CHECKPOINT")[0]))
+    found = checkpoint.inspect(path)
+    if flags["json"]:
+        print(json.dumps(found, indent=2))
+        return EXIT_DONE
+    print(f"{path}\nstep {found['step']}, written by {found['strategy']} on {found['world_size']} ranks")
+    print(f"digest        {found['digest']}\nmodel_digest  {found['model_digest']}")
+    for name, one in found["tensors"].items():
+        print(f"  {one['sha256'][:12]}  {one['dtype']:<5} {one['shape']!s:<16} {name}")
+    return EXIT_DONE
+
+
+_VERBS: dict[str, Callable[[list[str], float], int]] = {
+    "sft": _train,
+    "train": _train,
+    "watch": _watch,
+    "generate": _generate,
+    "export": _export,
+    "inspect": _inspect,
+}
+
+
+def _take_flags(tokens: list[str], *names: str) -> tuple[dict[str, bool], list[str]]:
+    known = {f"--{name}": name for name in names}
+    return {name: f"--{name}" in tokens for name in names}, [one for one in tokens if one not in known]
+
+
+def _take_values(tokens: list[str], kinds: dict[str, Callable[[str], Any]]) -> tuple[dict[str, Any], list[str]]:
+    """Options with a value, as ``--name value`` or ``--name=value``."""
+    values: dict[str, Any] = {}
+    rest = []
+    left = iter(tokens)
+    for token in left:
+        name, equals, value = token.removeprefix("--").partition("=")
+        if not token.startswith("--") or name.replace("_", "-") not in kinds:
+            rest.append(token)
+            continue
+        name = name.replace("_", "-")
+        if not equals:
+            value = next(left, "")
+        try:
+            values[name] = kinds[name](value)
+        except ValueError as error:
+            raise ConfigError(f"`--{name} {value}` is not of type {kinds[name].__name__}") from error
+    return values, rest
+
+
+def _exactly(tokens: list[str], verb: str, *names: str) -> list[str]:
+    unknown = [one for one in tokens if one.startswith("--")]
+    if unknown or len(tokens) != len(names):
+        got = " ".join(tokens) or "nothing"
+        raise ConfigError(f"`paceline {verb}` was given {got}", allowed=f"paceline {verb} {' '.join(names)}", fix="see `paceline --help`")
+    return tokens
+
+
+def _print_error(text: str) -> None:
+    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    print(f"\033[1;31merror:\033[0m {text}" if colour else f"error: {text}", file=sys.stderr)
+
+
+def _process_start() -> float:
+    """When this process began, in seconds since the epoch: Python's own start-up counts in the time to the first step."""
+    try:
+        with open("/proc/self/stat") as handle:
+            ticks = int(handle.read().rpartition(")")[2].split()[19])
+        with open("/proc/uptime") as handle:
+            uptime_s = float(handle.read().split()[0])
+        return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return time.time()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

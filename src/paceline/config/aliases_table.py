@@ -1,0 +1,192 @@
+"""Keys of ms-swift (s), LLaMA-Factory (l), axolotl (a) and TRL with transformers (t) that are read as keys of Paceline."""
+
+from __future__ import annotations
+
+from paceline.config import convert as c
+from paceline.config.aliases import Alias
+from paceline.config.sources import eval_sources, mixture, mixture_by_share, pretraining_sources, train_sources
+
+_T = "train_args."
+_SHUFFLED = "the order of samples is a shuffle fixed by the seed"
+_CHAT = "`task: sft` uses the chat template; for plain text use `task: pretrain`"
+
+ALIASES: dict[str, Alias] = {
+    # -- model
+    "model_name_or_path": Alias("model", "lt", c.to("model")),
+    "base_model": Alias("model", "a", c.to("model")),
+    "model_id_or_path": Alias("model", "s", c.to("model")),
+    "model_id": Alias("model", "s", c.to("model")),
+    "model_name": Alias("model", "ts", c.weakly("model"), "gives way to any other name of the model"),
+    "model_path": Alias("model", "t", c.to("model")),
+    "tokenizer_name_or_path": Alias("tokenizer", "t", c.to("tokenizer")),
+    "tokenizer_name": Alias("tokenizer", "t", c.to("tokenizer")),
+    "tokenizer_path": Alias("tokenizer", "l", c.to("tokenizer")),
+    "tokenizer_config": Alias("tokenizer", "a", c.to("tokenizer")),
+    # -- task
+    "stage": Alias("task", "l", c.task, "`sft`, or `pt` as `pretrain`; preference training is refused"),
+    "task_type": Alias("task", "st", c.causal_only, "`causal_lm`; others are refused"),
+    "rlhf_type": Alias("task", "s", c.preference, "refused: preference training is not there"),
+    "rl": Alias("task", "a", c.preference, "refused: preference training is not there"),
+    # -- data
+    "datasets": Alias("dataset", "at", train_sources, "each `{path, type, split, name, ...}` as `{path, format, ...}`"),
+    "dataset_name": Alias("dataset", "t", train_sources),
+    "dataset_name_or_path": Alias("dataset", "t", train_sources),
+    "dataset_id": Alias("dataset", "t", train_sources),
+    "dataset_path": Alias("dataset", "t", train_sources),
+    "dataset_mixture": Alias("dataset", "t", mixture, "`datasets`, and `test_split_size` as `split_dataset_ratio`"),
+    "dataset_mixer": Alias("dataset", "t", mixture_by_share, "all rows of each; shares are named as ignored"),
+    "custom_train_dataset_path": Alias("dataset", "s", train_sources),
+    "pretraining_dataset": Alias("dataset", "a", pretraining_sources, "with `task: pretrain` and `format: text`"),
+    "dataset_config": Alias("dataset", "t", c.to("_name"), "the `name` of each source"),
+    "dataset_config_name": Alias("dataset", "t", c.to("_name"), "the `name` of each source"),
+    "dataset_train_split": Alias("dataset", "t", c.to("_split"), "the `split` of each source"),
+    "dataset_split": Alias("dataset", "t", c.to("_split"), "the `split` of each source"),
+    "dataset_text_field": Alias("dataset", "t", c.to("_text_field"), "`columns: {text: ...}` of each source, where not `text`"),
+    "dataset_dir": Alias("dataset", "l", c.to("_dataset_dir"), "where names of datasets are files in that folder, these"),
+    "max_samples": Alias("dataset", "l", c.to("_max_samples"), "`path#N` for each source that has none"),
+    "train_dataset_sample": Alias("dataset", "s", c.to("_max_samples"), "`path#N` for each source that has none"),
+    "eval_dataset": Alias("val_dataset", "lt", eval_sources),
+    "test_datasets": Alias("val_dataset", "a", eval_sources),
+    "custom_val_dataset_path": Alias("val_dataset", "s", eval_sources),
+    "dataset_test_split": Alias("val_dataset", "t", c.to("_test_split"), "the same source with that split"),
+    "val_size": Alias("split_dataset_ratio", "l", c.ratio, "a share below 1; a number of rows is refused"),
+    "val_set_size": Alias("split_dataset_ratio", "a", c.ratio, "a share below 1; a number of rows is refused"),
+    "test_split_size": Alias("split_dataset_ratio", "t", c.ratio, "a share below 1; a number of rows is refused"),
+    "dataset_test_ratio": Alias("split_dataset_ratio", "s", c.ratio),
+    "default_system": Alias("system", "l", c.to("system")),
+    "default_system_message": Alias("system", "a", c.to("system")),
+    "system_prompt": Alias("system", "t", c.to("system")),
+    "system_message": Alias("system", "t", c.to("system")),
+    "chat_template_jinja": Alias("chat_template", "a", c.chat_template),
+    "chat_template_path": Alias("chat_template", "t", c.chat_template),
+    # -- run
+    "resume_from_checkpoint": Alias("resume", "slat", c.resume, "true as `auto`, false as `never`, or a path"),
+    "auto_resume_from_checkpoints": Alias("resume", "a", c.resume, "true as `auto`, false as `never`"),
+    "use_tensorboard": Alias("report_to", "a", c.tensorboard),
+    # -- devices
+    "nproc_per_node": Alias("parallel.num_gpus", "s", c.ranks),
+    "NPROC_PER_NODE": Alias("parallel.num_gpus", "s", c.ranks),
+    "num_processes": Alias("parallel.num_gpus", "t", c.ranks),
+    "nnodes": Alias("parallel.num_gpus", "s", c.one_node, "1; several machines are refused"),
+    "NNODES": Alias("parallel.num_gpus", "s", c.one_node, "1; several machines are refused"),
+    "num_machines": Alias("parallel.num_gpus", "t", c.one_node, "1; several machines are refused"),
+    "use_cpu": Alias("parallel.device", "t", c.cpu, "true as `cpu`"),
+    "no_cuda": Alias("parallel.device", "t", c.cpu, "true as `cpu`"),
+    "device": Alias("parallel.device", "at", c.to("parallel.device")),
+    "device_map": Alias("parallel.device", "sat", c.device_map, "`cpu`; others are named as ignored"),
+    "ddp_bucket_cap_mb": Alias("parallel.bucket_cap_mb", "at", c.to("parallel.bucket_cap_mb")),
+    # -- method
+    "finetuning_type": Alias("lora.enable", "l", c.tuner, "`lora` or `full`"),
+    "tuner_type": Alias("lora.enable", "s", c.tuner, "`lora` or `full`"),
+    "train_type": Alias("lora.enable", "s", c.tuner, "`lora` or `full`"),
+    "sft_type": Alias("lora.enable", "s", c.tuner, "`lora` or `full`"),
+    "adapter": Alias("lora.enable", "a", c.adapter, "`lora` or `qlora`; a path as `lora.adapter`"),
+    "use_peft": Alias("lora.enable", "t", c.flag("lora.enable")),
+    "use_lora": Alias("lora.enable", "t", c.flag("lora.enable")),
+    "lora_r": Alias("lora.rank", "at", c.to("lora.rank")),
+    "lora_rank": Alias("lora.rank", "sl", c.to("lora.rank")),
+    "lora_alpha": Alias("lora.alpha", "slat", c.to("lora.alpha")),
+    "lora_dropout": Alias("lora.dropout", "slat", c.to("lora.dropout")),
+    "lora_dropout_p": Alias("lora.dropout", "s", c.to("lora.dropout")),
+    "lora_target": Alias("lora.target_modules", "l", c.targets, "`all` as `all-linear`; text with commas as a list"),
+    "lora_target_modules": Alias("lora.target_modules", "sat", c.targets, "`all` as `all-linear`; text with commas as a list"),
+    "target_modules": Alias("lora.target_modules", "st", c.targets, "`all` as `all-linear`; text with commas as a list"),
+    "lora_target_linear": Alias("lora.target_modules", "a", c.target_linear, "true as `all-linear`"),
+    "lora_modules_to_save": Alias("lora.modules_to_save", "sat", c.listed("lora.modules_to_save")),
+    "modules_to_save": Alias("lora.modules_to_save", "s", c.listed("lora.modules_to_save")),
+    "additional_target": Alias("lora.modules_to_save", "l", c.listed("lora.modules_to_save")),
+    "lora_model_dir": Alias("lora.adapter", "a", c.adapter_path),
+    "adapter_name_or_path": Alias("lora.adapter", "lt", c.adapter_path),
+    "adapters": Alias("lora.adapter", "s", c.adapter_path),
+    # -- precision and memory
+    "torch_dtype": Alias(f"{_T}bf16", "slt", c.dtype, "`bfloat16` as bf16, `float16` as fp16, `float32` as neither"),
+    "dtype": Alias(f"{_T}bf16", "st", c.dtype, "`bfloat16` as bf16, `float16` as fp16, `float32` as neither"),
+    "model_dtype": Alias(f"{_T}bf16", "t", c.dtype, "`bfloat16` as bf16, `float16` as fp16, `float32` as neither"),
+    "bfloat16": Alias(f"{_T}bf16", "a", c.flag(f"{_T}bf16")),
+    "float16": Alias(f"{_T}fp16", "a", c.flag(f"{_T}fp16")),
+    "pure_bf16": Alias(f"{_T}bf16", "l", c.flag(f"{_T}bf16"), "mixed precision, weights that are trained in float32"),
+    "activation_checkpointing": Alias(f"{_T}gradient_checkpointing", "t", c.checkpointing),
+    "disable_gradient_checkpointing": Alias(
+        f"{_T}gradient_checkpointing", "l", c.inverse(f"{_T}gradient_checkpointing", weak_when=False), "with the opposite sense"
+    ),
+    # -- batch, length, steps
+    "micro_batch_size": Alias(f"{_T}per_device_train_batch_size", "a", c.to(f"{_T}per_device_train_batch_size")),
+    "eval_batch_size": Alias(f"{_T}per_device_eval_batch_size", "as", c.to(f"{_T}per_device_eval_batch_size")),
+    "cutoff_len": Alias(f"{_T}max_length", "l", c.to(f"{_T}max_length")),
+    "max_seq_length": Alias(f"{_T}max_length", "t", c.to(f"{_T}max_length")),
+    "max_seq_len": Alias(f"{_T}max_length", "t", c.to(f"{_T}max_length")),
+    "sequence_len": Alias(f"{_T}max_length", "a", c.to(f"{_T}max_length")),
+    "model_max_length": Alias(f"{_T}max_length", "t", c.to(f"{_T}max_length")),
+    "truncation_strategy": Alias(f"{_T}overlong", "s", c.overlong, "`delete` as `drop`; cutting as `truncate`"),
+    "truncation_mode": Alias(f"{_T}overlong", "t", c.overlong, "`truncate`"),
+    "excess_length_strategy": Alias(f"{_T}overlong", "a", c.overlong, "`drop` or `truncate`"),
+    "sample_packing": Alias(f"{_T}packing", "a", c.packing, "the batch size goes on counting samples"),
+    "neat_packing": Alias(f"{_T}packing", "l", c.neat_packing, "the batch size goes on counting samples"),
+    "padding_free": Alias(f"{_T}packing", "st", c.padding_free),
+    "batch_flattening": Alias(f"{_T}packing", "a", c.padding_free),
+    "num_epochs": Alias(f"{_T}num_train_epochs", "a", c.to(f"{_T}num_train_epochs")),
+    "max_epochs": Alias(f"{_T}num_train_epochs", "s", c.to(f"{_T}num_train_epochs")),
+    "save_strategy": Alias(f"{_T}save_steps", "slat", c.save_strategy, "`no` as 0; `epoch` is named as ignored"),
+    "eval_strategy": Alias(f"{_T}eval_steps", "slat", c.eval_strategy, "`epoch` as 0; `no` is named as ignored"),
+    "evaluation_strategy": Alias(f"{_T}eval_steps", "slat", c.eval_strategy, "`epoch` as 0; `no` is named as ignored"),
+    # -- optimizer
+    "lr": Alias(f"{_T}learning_rate", "t", c.to(f"{_T}learning_rate")),
+    "lr_scheduler": Alias(f"{_T}lr_scheduler_type", "a", c.scheduler),
+    "optimizer": Alias(f"{_T}optim", "a", c.optim, "each AdamW as `adamw`; 8-bit states are float32 here"),
+    "sgd_momentum": Alias(f"{_T}momentum", "t", c.to(f"{_T}momentum")),
+    "gradient_clipping": Alias(f"{_T}max_grad_norm", "t", c.to(f"{_T}max_grad_norm")),
+    # -- loss
+    "train_on_prompt": Alias(f"{_T}train_on_inputs", "l", c.flag(f"{_T}train_on_inputs")),
+    "completion_only_loss": Alias(f"{_T}train_on_inputs", "t", c.inverse(f"{_T}train_on_inputs"), "with the opposite sense"),
+    "assistant_only_loss": Alias(
+        f"{_T}train_on_inputs", "t", c.inverse(f"{_T}train_on_inputs", weak_when=False), "with the opposite sense"
+    ),
+    "loss_scale": Alias(f"{_T}train_on_inputs", "s", c.loss_scale, "`all` as true, `default` as false"),
+    # -- set nothing; what is said depends on the value
+    "env": Alias("", "t", c.variables, "named as ignored: environment variables are not set from a config"),
+    "ENV": Alias("", "s", c.variables, "named as ignored: environment variables are not set from a config"),
+    "do_train": Alias("", "lt", c.trains, "true; the command trains"),
+    "mask_history": Alias("", "l", c.mask_history, "false; every answer of a conversation carries the loss"),
+    "use_chat_template": Alias("", "s", c.on_here(_CHAT), "true; for plain text use `task: pretrain`"),
+    "dataset_shuffle": Alias("", "s", c.on_here(_SHUFFLED), "true; samples are shuffled, fixed by the seed"),
+    "train_dataloader_shuffle": Alias("", "s", c.on_here(_SHUFFLED), "true; samples are shuffled, fixed by the seed"),
+    "shuffle_merged_datasets": Alias("", "a", c.on_here(_SHUFFLED), "true; samples are shuffled, fixed by the seed"),
+    "shuffle_dataset": Alias("", "t", c.on_here(_SHUFFLED), "true; samples are shuffled, fixed by the seed"),
+    "disable_shuffling": Alias("", "l", c.off_here(_SHUFFLED), "false; samples are shuffled, fixed by the seed"),
+}
+
+#: names that are only clear inside their section, such as those of peft's LoraConfig under `lora`
+SECTION_ALIASES: dict[str, Alias] = {
+    "lora.r": Alias("lora.rank", "t", c.to("lora.rank")),
+    "lora.target": Alias("lora.target_modules", "l", c.targets),
+    "lora.enabled": Alias("lora.enable", "t", c.flag("lora.enable")),
+}
+
+#: Paceline's own keys whose name other tools share: values of theirs that ours does not take. Always applied.
+SHARED: dict[str, Alias] = {
+    "task": Alias("task", "s", lambda value: c.task(value) if str(value).lower() in _PREFERENCE else c.Out({"task": value})),
+    "split_dataset_ratio": Alias("split_dataset_ratio", "s", c.ratio),
+    "report_to": Alias("report_to", "slt", c.report_to),
+    f"{_T}bf16": Alias(f"{_T}bf16", "a", c.bf16),
+    f"{_T}fp16": Alias(f"{_T}fp16", "a", c.flag(f"{_T}fp16")),
+    f"{_T}gradient_checkpointing": Alias(f"{_T}gradient_checkpointing", "sat", c.checkpointing),
+    f"{_T}optim": Alias(f"{_T}optim", "slt", c.optim),
+    f"{_T}lr_scheduler_type": Alias(f"{_T}lr_scheduler_type", "slt", c.scheduler),
+    f"{_T}lr_scheduler_kwargs": Alias(f"{_T}lr_scheduler_kwargs", "slt", c.scheduler_args),
+    f"{_T}warmup_steps": Alias(f"{_T}warmup_steps", "t", c.warmup_steps),
+    f"{_T}logging_steps": Alias(f"{_T}logging_steps", "t", c.steps(f"{_T}logging_steps")),
+    f"{_T}save_steps": Alias(f"{_T}save_steps", "t", c.steps(f"{_T}save_steps")),
+    f"{_T}eval_steps": Alias(f"{_T}eval_steps", "t", c.steps(f"{_T}eval_steps")),
+}
+
+#: the same, applied only in a config that has keys of other tools: a native one means what it says
+SHARED_IF_FOREIGN: dict[str, Alias] = {
+    "dataset": Alias("dataset", "sl", train_sources),
+    "val_dataset": Alias("val_dataset", "s", eval_sources),
+    "chat_template": Alias("chat_template", "at", c.chat_template),
+    "lora.target_modules": Alias("lora.target_modules", "sat", c.targets),
+    "lora.modules_to_save": Alias("lora.modules_to_save", "sat", c.listed("lora.modules_to_save")),
+    f"{_T}packing": Alias(f"{_T}packing", "slt", c.packing),
+}
+
+_PREFERENCE = ("dpo", "kto", "ppo", "grpo", "orpo", "rm", "rlhf", "gkd", "cpo", "simpo", "reward", "pt", "instruct")

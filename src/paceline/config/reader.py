@@ -1,0 +1,274 @@
+"""Safe YAML with the line of every key. Builds plain values only: no tag can make an object."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.core.errors import ConfigError, nearest
+
+KeyPath = tuple[str | int, ...]
+
+_FLOAT = re.compile(
+    r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_MAX_VALUES = 100_000
+_TAG = "tag:yaml.org,2002:"
+_BOOLS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):  # type: ignore[misc]
+    """Only its composer is used: text to nodes with line numbers. Values are made by :class:`_Builder`."""
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes every text that :func:`parse_yaml` would otherwise read as a number."""
+
+
+for _kind in (_Loader, Dumper):
+    # YAML 1.1 reads `1e-4` as text; nobody who writes it in a config means that.
+    _kind.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
+
+
+@dataclass
+class Document:
+    """A parsed file: its value, and the line (from 1) of every key and list item, by path."""
+
+    value: Any
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+
+
+def read_config_file(path: Path) -> Document:
+    """Read and parse a config file.
+
+    Raises:
+        ConfigError: the file is not there, a folder, not UTF-8, not valid YAML, or empty.
+    """
+    if not path.exists():
+        raise missing_file(path)
+    if path.is_dir():
+        inside = sorted(one.name for one in path.iterdir() if one.suffix in (".yaml", ".yml"))
+        hint = f"give a file, such as {path / inside[0]}" if inside else "give the path of a YAML file"
+        raise ConfigError(f"{path} is a folder, not a config file", fix=hint)
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", fix="check the file's permissions") from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} on line {line} does not fit", fix="save it as UTF-8"
+        ) from None
+    document = parse_yaml(text, str(path))
+    if document.value is None:
+        raise ConfigError(f"{path} is empty", fix="write at least `model:` and `dataset:` into it; docs/config.md lists all keys")
+    if not isinstance(document.value, dict):
+        raise ConfigError(
+            f"{path} holds {kind_of(document.value)}, not keys with values", allowed="lines such as `model: Qwen/Qwen2.5-0.5B`"
+        )
+    return document
+
+
+def missing_file(path: Path) -> ConfigError:
+    """The error for a config file that is not there, with the files that are near."""
+    folder = path.parent
+    if not folder.is_dir():
+        return ConfigError(f"there is no config file {path}: the folder {folder} does not exist", fix="check the path")
+    near = sorted(one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml") and one.is_file())
+    if not near:
+        return ConfigError(f"there is no config file {path}, and no *.yaml in {folder.resolve()}", fix="check the path")
+    close = nearest(path.name, near)
+    guess = f"did you mean {folder / close}? " if close else ""
+    listed = ", ".join(near[:8]) + (f" and {len(near) - 8} more" if len(near) > 8 else "")
+    return ConfigError(f"there is no config file {path}", fix=f"{guess}In {folder.resolve()} there are: {listed}")
+
+
+def parse_yaml(text: str, name: str) -> Document:
+    """Parse YAML text into plain values (mappings, lists, text, numbers, true/false, null) with line numbers.
+
+    Raises:
+        ConfigError: with line and column where the text is not YAML, where a key stands twice in one mapping, or where a
+            tag asks for an object.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+        finally:
+            loader.dispose()
+        if node is None:
+            return Document(None)
+        builder = _Builder(name)
+        return Document(builder.build(node, ()), builder.lines)
+    except yaml.MarkedYAMLError as error:
+        raise _syntax_error(error, text, name) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}", fix="remove that character") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply to be a config") from None
+
+
+def parse_value(text: str, name: str) -> Any:
+    """Parse a value of the command line: a YAML scalar, or a flow list or mapping (``[a, b]``, ``{x: 1}``)."""
+    stripped = text.strip()
+    if stripped[:1] in ("[", "{", '"', "'"):
+        try:
+            return parse_yaml(stripped, name).value
+        except ConfigError:
+            if stripped[0] in "[{":
+                raise
+            return text
+    return scalar(stripped) if stripped else None
+
+
+def scalar(text: str) -> Any:
+    """What a plain (unquoted) YAML scalar means."""
+    loader = _Loader("")
+    try:
+        tag = str(loader.resolve(yaml.ScalarNode, text, (True, False)))
+    finally:
+        loader.dispose()
+    return _plain(tag, text)
+
+
+def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigError:
+    lines = text.splitlines()
+    mark = error.problem_mark or error.context_mark
+    if mark is not None and mark.line >= len(lines) and error.context_mark is not None:
+        mark = error.context_mark  # the file ended: what was left open says more than its end
+    if mark is None or mark.line >= len(lines):
+        return ConfigError(f"{name} is not valid YAML: {error.problem or error.context}", fix="close what was opened")
+    place = f"{name} line {mark.line + 1}, column {mark.column + 1}"
+    shown = lines[mark.line].rstrip()
+    if "\t" in shown[: mark.column + 1]:
+        return ConfigError(f"{place}: a tab; YAML indents with spaces only", fix="put spaces in the place of the tab")
+    if "single document" in str(error.context):
+        return ConfigError(f"{place}: a second document begins (`---`)", fix="keep one config in a file")
+    problem = str(error.problem or error.context or "cannot be read")
+    return ConfigError(
+        f"{place}: not valid YAML ({problem}): `{shown.strip()[:80]}`",
+        fix="check the colon, the indentation and the quotes on this line and the one above",
+    )
+
+
+class _Builder:
+    """Nodes to plain values."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lines: dict[KeyPath, int] = {}
+        self.open: set[int] = set()
+        self.count = 0
+
+    def build(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.count += 1
+        if self.count > _MAX_VALUES:
+            raise ConfigError(f"{self.name} has more than {_MAX_VALUES:,} values: not a config", fix="check its anchors (`&`, `*`)")
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        if id(node) in self.open:
+            raise ConfigError(f"{self._place(node)}: an anchor refers to itself", fix="write the value out")
+        self.open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                self._check_tag(node, "map")
+                return self._mapping(node, path)
+            assert isinstance(node, yaml.SequenceNode)
+            self._check_tag(node, "seq")
+            return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
+        finally:
+            self.open.discard(id(node))
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        first: dict[str, int] = {}
+        merged: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == f"{_TAG}merge":
+                merged.update(self._merge(value_node, path))
+                continue
+            key = self._key(key_node)
+            if key in first:
+                raise ConfigError(
+                    f"{self.name} line {line}: the key `{key}` stands twice, first on line {first[key]}", fix="keep one of the two"
+                )
+            first[key] = line
+            self.lines[(*path, key)] = line
+            out[key] = self.build(value_node, (*path, key))
+        return {**merged, **out} if merged else out
+
+    def _merge(self, node: yaml.Node, path: KeyPath) -> dict[str, Any]:
+        parts = list(reversed(node.value)) if isinstance(node, yaml.SequenceNode) else [node]
+        out: dict[str, Any] = {}
+        for part in parts:
+            if not isinstance(part, yaml.MappingNode):
+                raise ConfigError(f"{self._place(part)}: `<<` takes a mapping", fix="refer to an anchor that is a mapping")
+            out.update(self.build(part, path))
+        return out
+
+    def _key(self, node: yaml.Node) -> str:
+        if isinstance(node, yaml.ScalarNode):
+            self._check_tag(node, "str", "int", "float", "bool", "null", "timestamp", "value")
+            return str(node.value)
+        raise ConfigError(f"{self._place(node)}: a key that is a list or a mapping", allowed="a word as a key, then a colon")
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        self._check_tag(node, "str", "int", "float", "bool", "null", "timestamp", "value", "merge")
+        try:
+            return _plain(str(node.tag), str(node.value))
+        except ValueError:
+            raise ConfigError(f"{self._place(node)}: `{node.value}` does not fit its tag `{node.tag}`") from None
+
+    def _check_tag(self, node: yaml.Node, *allowed: str) -> None:
+        tag = str(node.tag)
+        if tag.startswith(_TAG) and tag[len(_TAG) :] in allowed:
+            return
+        shown = tag.replace(_TAG, "!!")
+        raise ConfigError(
+            f"{self._place(node)}: the YAML tag `{shown}` is refused: a tag can build objects and run code, and a config is data only",
+            allowed="text, numbers, true/false, null, lists and mappings",
+            fix="remove the tag and write the plain value",
+        )
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self.name} line {node.start_mark.line + 1}"
+
+
+def _plain(tag: str, text: str) -> Any:
+    kind = tag.removeprefix(_TAG)
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return _BOOLS[text.lower()] if text.lower() in _BOOLS else bool(int(text))
+    if ":" not in text and kind == "int":  # with a colon it is YAML 1.1's base 60: text, to everyone else
+        digits = text.replace("_", "")
+        return int(digits, 0) if re.match(r"^[-+]?0[xb]", digits) else int(digits)
+    if ":" not in text and kind == "float":
+        return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text  # dates too stay as they are written
+
+
+def kind_of(value: object) -> str:
+    """A value's type in plain words."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true/false"
+    if isinstance(value, int):
+        return "a whole number"
+    if isinstance(value, float):
+        return "a number"
+    if isinstance(value, str):
+        return "text"
+    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else type(value).__name__

@@ -1,0 +1,79 @@
+"""Values that follow from the config, the world and the data: printed before the start and kept in the events."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What the numbers in the config come to.
+
+    ``steps`` are updates of the weights; ``tokens_per_step`` is the mean over the data, None where samples have no tokens.
+    """
+
+    world_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    global_batch_size: int
+    steps_per_epoch: int
+    steps: int
+    epochs: float
+    warmup_steps: int
+    learning_rate: float
+    tokens_per_step: int | None
+    eval_every_steps: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For a person, one value a line."""
+        tokens = f", about {self.tokens_per_step:,} tokens a step" if self.tokens_per_step is not None else ""
+        every = f"every {self.eval_every_steps} steps" if self.eval_every_steps else "none"
+        return [
+            f"global batch   {self.global_batch_size} samples = {self.micro_batch_size} a micro-batch × "
+            f"{self.gradient_accumulation_steps} accumulation × {self.world_size} ranks{tokens}",
+            f"steps          {self.steps:,} ({self.steps_per_epoch:,} an epoch, {self.epochs:.3g} epochs)",
+            f"warm-up        {self.warmup_steps:,} steps to learning rate {self.learning_rate:g}",
+            f"evaluation     {every}",
+        ]
+
+
+def derive(
+    config: Config,
+    *,
+    world_size: int,
+    num_train: int,
+    num_eval: int,
+    default_learning_rate: float,
+    train_tokens: int | None = None,
+) -> Derived:
+    """Work out batch, steps, warm-up and learning rate. ``num_train`` and ``num_eval`` are samples after filtering.
+
+    An epoch has ceil(num_train / global batch) steps: the last batch may be short, no sample is left out.
+    """
+    args = config.train_args
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
+    per_epoch = max(1, math.ceil(num_train / batch))
+    steps = args.max_steps if args.max_steps is not None else max(1, math.ceil(args.num_train_epochs * per_epoch))
+    warmup = args.warmup_steps if args.warmup_steps is not None else math.ceil(args.warmup_ratio * steps)
+    rate = args.learning_rate if args.learning_rate is not None else default_learning_rate
+    tokens = round(train_tokens / num_train * min(batch, num_train)) if train_tokens is not None else None
+    return Derived(
+        world_size=world_size,
+        micro_batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        global_batch_size=batch,
+        steps_per_epoch=per_epoch,
+        steps=steps,
+        epochs=steps / per_epoch,
+        warmup_steps=min(warmup, steps),
+        learning_rate=rate,
+        tokens_per_step=tokens,
+        eval_every_steps=(args.eval_steps or per_epoch) if num_eval else 0,
+    )

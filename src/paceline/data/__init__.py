@@ -1,0 +1,1 @@
+"""Sources and formats, tokenising, packing, the sample order, the loader with a saveable position."""

@@ -1,0 +1,188 @@
+"""Data that needs no download, made from the source of the interpreter's own standard library.
+
+Sources are parsed, never imported: some modules act when they are imported. What comes out depends on the Python version
+alone, so that version is part of the name under which it is kept.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import platform
+import re
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.core.errors import ConfigError, nearest
+from paceline.core.files import cache_dir
+from paceline.data.cache import build_once
+
+_LAYOUT = 1
+_ANSWER_CHARS = 600
+_DOCUMENT_CHARS = 6000
+#: Packages that hold tests, generated tables, or programs rather than a library.
+_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "__pycache__", "encodings", "site",
+            "this", "antigravity", "turtle", "tkinter", "distutils", "idle_test", "__phello__", "sre_compile", "sre_constants",
+            "sre_parse"}  # fmt: skip
+_QUESTIONS = {
+    "function": ["What does {name} do?", "Explain the Python function {name}.", "What is {name}{args} for?",
+                 "How does {name}{args} behave?"],
+    "method": ["What does the method {name} do?", "Explain {name} in Python.", "What happens when {name}{args} is called?",
+               "What is the method {name} for?"],
+    "class": ["What is the class {name}?", "Explain the Python class {name}.", "What is {name} used for?"],
+    "module": ["What is the Python module {name} for?", "What does the module {name} offer?"],
+}  # fmt: skip
+
+
+def builtin_datasets() -> list[str]:
+    """Names of the built-in datasets, without the ``builtin:`` before them."""
+    return ["python-docs", "python-source"]
+
+
+def builtin_dataset(name: str) -> Path:
+    """The JSONL file of ``builtin:NAME``, made on first use. Rows are ``{"messages"}`` or ``{"text"}``.
+
+    Raises:
+        ConfigError: no such name, or this Python has no sources of its standard library.
+    """
+    if name not in builtin_datasets():
+        near = nearest(name, builtin_datasets())
+        raise ConfigError(
+            f"there is no built-in dataset `builtin:{name}`",
+            allowed=", ".join(f"`builtin:{one}`" for one in builtin_datasets()),
+            fix=f"write `builtin:{near}`" if near else None,
+        )
+    folder = cache_dir() / "builtin" / f"{name}-{python_version()}-v{_LAYOUT}"
+    build_once(folder, "rows.jsonl", lambda aside: _write(name, aside / "rows.jsonl"))
+    return folder / "rows.jsonl"
+
+
+def python_version() -> str:
+    """The interpreter in one word, e.g. ``cpython3.11.7``."""
+    return f"{platform.python_implementation().lower()}{platform.python_version()}"
+
+
+def _write(name: str, path: Path) -> None:
+    rows = python_docs() if name == "python-docs" else python_source()
+    with open(path, "w", encoding="utf-8") as handle:
+        for row in rows:
+            handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def python_docs() -> Iterator[dict[str, object]]:
+    """One chat of a question and its answer for each documented public function, method, class and module."""
+    seen: set[str] = set()
+    for module, path in stdlib_modules():
+        tree = _parse(path)
+        if tree is None:
+            continue
+        for kind, name, args, answer in _documented(module, tree):
+            if answer in seen:  # one docstring under many names would be learnt by heart: it is kept once
+                continue
+            seen.add(answer)
+            wordings = _QUESTIONS[kind]
+            wording = wordings[zlib.crc32(name.encode()) % len(wordings)]
+            yield {
+                "messages": [
+                    {"role": "user", "content": wording.format(name=name, args=args)},
+                    {"role": "assistant", "content": answer},
+                ]
+            }
+
+
+def python_source() -> Iterator[dict[str, str]]:
+    """Documents of plain text: the sources of the top-level modules, cut between top-level statements."""
+    for _, path in stdlib_modules(packages=False):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        document = ""
+        for block in re.split(r"\n(?=(?:class|def|async def|@)\b|@)", text):
+            if document and len(document) + len(block) > _DOCUMENT_CHARS:
+                yield {"text": document}
+                document = ""
+            document += ("\n" if document else "") + block
+        if document.strip():
+            yield {"text": document}
+
+
+def stdlib_modules(packages: bool = True) -> list[tuple[str, Path]]:
+    """(dotted name, source file) of the public modules of the standard library, in order of their names.
+
+    Raises:
+        ConfigError: the sources are not there (an interpreter shipped as bytecode).
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found: list[tuple[str, Path]] = []
+    for name in sorted(sys.stdlib_module_names):
+        if name.startswith("_") or name in _SKIPPED:
+            continue
+        if (root / f"{name}.py").is_file():
+            found.append((name, root / f"{name}.py"))
+        elif packages and (root / name / "__init__.py").is_file():
+            found.extend(_package(name, root / name))
+    if not found:
+        raise ConfigError(
+            f"the built-in data is made from the standard library's sources, and there are none in {root}",
+            fix="give a dataset of your own, or use a Python that ships its sources",
+        )
+    return found
+
+
+def _package(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(folder.iterdir(), key=lambda one: one.name):
+        stem = path.stem
+        if path.suffix == ".py" and stem == "__init__":
+            yield name, path
+        elif path.suffix == ".py" and not stem.startswith("_"):
+            yield f"{name}.{stem}", path
+
+
+def _parse(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # e.g. a template that only ends in .py
+        return None
+
+
+def _documented(module: str, tree: ast.Module) -> Iterator[tuple[str, str, str, str]]:
+    """(kind, dotted name, arguments, answer) of everything public that has a docstring, in the order of the source."""
+    if answer := _answer(tree):
+        yield "module", module, "", answer
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            if answer := _answer(node):
+                yield "function", f"{module}.{node.name}", _args(node), answer
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if answer := _answer(node):
+                yield "class", f"{module}.{node.name}", "", answer
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and not inner.name.startswith("_"):
+                    if answer := _answer(inner):
+                        yield "method", f"{module}.{node.name}.{inner.name}", _args(inner), answer
+
+
+def _args(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    names = [one.arg for one in [*node.args.posonlyargs, *node.args.args] if one.arg not in ("self", "cls")]
+    return f"({', '.join(names)})" if len(names) <= 4 else f"({', '.join(names[:4])}, ...)"
+
+
+def _answer(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
+    """The docstring's first paragraphs, up to about 600 characters, lines of prose joined; None where it says too little."""
+    raw = ast.get_docstring(node, clean=False)
+    if not raw:
+        return None
+    paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(raw))
+    answer = ""
+    for paragraph in paragraphs:
+        if ">>>" in paragraph or len(answer) + len(paragraph) > _ANSWER_CHARS and answer:
+            break
+        is_prose = not any(line.startswith((" ", "\t", "-", "*", "|", "+")) for line in paragraph.splitlines())
+        text = " ".join(paragraph.split()) if is_prose else paragraph.rstrip()
+        answer += ("\n\n" if answer else "") + text
+    if len(answer) > _ANSWER_CHARS:
+        cut = answer.rfind(". ", 0, _ANSWER_CHARS)
+        answer = answer[: cut + 1] if cut > 0 else answer[:_ANSWER_CHARS].rsplit(" ", 1)[0]
+    return answer if len(answer) >= 20 else None

@@ -1,0 +1,65 @@
+"""Token samples to batches: packed into one row without padding, or padded.
+
+Both give the same loss and gradient. The language-model head is needed only where the next token carries loss, so a batch
+names these positions and the rest of the logits are never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def collate_packed(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
+    """Samples one after the other in one row; position_ids start at 0 with each, which keeps them apart in attention.
+
+    Returns:
+        input_ids, position_ids: int64 [1, tokens]; keep: int64 [labels], positions whose next token carries loss;
+        targets: int64 [labels]; num_labels, num_tokens: int.
+    """
+    ids = np.concatenate([one["input_ids"] for one in samples]).astype(np.int64)
+    positions = np.concatenate([np.arange(len(one["input_ids"]), dtype=np.int64) for one in samples])
+    mask = np.concatenate([one["labels_mask"] for one in samples]).copy()
+    mask[positions == 0] = False  # nothing comes before a sample's first token
+    target_places = np.flatnonzero(mask)
+    return {
+        "input_ids": torch.from_numpy(ids).unsqueeze(0),
+        "position_ids": torch.from_numpy(positions).unsqueeze(0),
+        "keep": torch.from_numpy(target_places - 1),
+        "targets": torch.from_numpy(ids[target_places]),
+        "num_labels": len(target_places),
+        "num_tokens": len(ids),
+    }
+
+
+def collate_padded(samples: Sequence[dict[str, np.ndarray]], pad_token_id: int) -> dict[str, Any]:
+    """A row a sample, padded on the right to the longest.
+
+    Returns:
+        input_ids, attention_mask: int64 [rows, longest]; keep: int64 [columns], those where any row's next token carries
+        loss; targets: int64 [rows, columns], -100 where that row's does not; num_labels, num_tokens: int (padding not
+        counted).
+    """
+    longest = max(len(one["input_ids"]) for one in samples)
+    ids = np.full((len(samples), longest), pad_token_id, dtype=np.int64)
+    attention = np.zeros((len(samples), longest), dtype=np.int64)
+    next_targets = np.full((len(samples), longest), -100, dtype=np.int64)
+    for row, one in enumerate(samples):
+        tokens = one["input_ids"]
+        ids[row, : len(tokens)] = tokens
+        attention[row, : len(tokens)] = 1
+        places = np.flatnonzero(one["labels_mask"][1:])
+        next_targets[row, places] = tokens[places + 1]
+    keep = np.flatnonzero((next_targets != -100).any(axis=0))
+    targets = next_targets[:, keep]
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "attention_mask": torch.from_numpy(attention),
+        "keep": torch.from_numpy(keep),
+        "targets": torch.from_numpy(np.ascontiguousarray(targets)),
+        "num_labels": int((targets != -100).sum()),
+        "num_tokens": int(attention.sum()),
+    }

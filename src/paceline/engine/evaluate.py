@@ -1,0 +1,68 @@
+"""Evaluation over all ranks, exact to the last row: sums and counts are added up, then divided once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.data.loader import LoaderOptions, eval_batches
+from paceline.engine.precision import Precision
+from paceline.tasks.base import Task
+from paceline.world.group import World
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Means over the whole set; ``count`` is what they are over (label tokens, images)."""
+
+    loss: float
+    metrics: dict[str, float]
+    count: int
+    wall_s: float
+
+
+def evaluate(
+    task: Task, model: nn.Module, dataset: object, config: Config, world: World, precision: Precision, options: LoaderOptions
+) -> EvalResult:
+    """Loss and metrics over ``dataset``. The result is that of one rank over the whole set.
+
+    With ``evaluation.where: rank0`` rank 0 runs all rows and the others wait.
+    """
+    start = time.perf_counter()
+    args = config.train_args
+    alone = config.evaluation.where == "rank0"
+    sums: dict[str, torch.Tensor] = {}
+    count = 0
+    was_training = model.training
+    model.eval()
+    try:
+        if world.is_first or not alone:
+            batches = eval_batches(
+                dataset,
+                task.collate,
+                batch_size=args.per_device_eval_batch_size or args.per_device_train_batch_size,
+                rank=0 if alone else world.rank,
+                world_size=1 if alone else world.size,
+                seed=args.seed,
+                options=options,
+            )
+            for batch in batches:
+                batch = batch.to(world.device)
+                with torch.no_grad(), precision.autocast():
+                    found = task.evaluate(model, batch.data)
+                if batch.weight == 0:
+                    continue
+                count += task.count(batch.data)
+                for name, value in found.items():
+                    sums[name] = sums.get(name, torch.zeros((), device=world.device, dtype=world.wide_dtype)) + value
+    finally:
+        model.train(was_training)
+    names = sorted(world.broadcast_object(sorted(sums)))  # type: ignore[call-overload]
+    total, *values = world.sum(float(count), *(float(sums[name]) if name in sums else 0.0 for name in names))
+    means = {name: value / max(total, 1.0) for name, value in zip(names, values, strict=True)}
+    loss = means.pop("loss")
+    return EvalResult(loss, means, int(total), time.perf_counter() - start)

@@ -1,0 +1,82 @@
+"""Ask the model of a run a question."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError
+
+
+def model_folder(run: Path) -> Path:
+    """The model that ``run`` means: a run's ``model/``, or a model or adapter folder itself.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (run / "model", run):
+        if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
+            return folder
+    raise ConfigError(
+        f"{run} holds no model" if run.exists() else f"{run} does not exist",
+        allowed="a finished run's folder (with model/ in it), or a folder that save_pretrained wrote",
+        fix="let the run finish: the same training command goes on where it stopped",
+    )
+
+
+def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
+    """(model in evaluation mode on the CPU, tokenizer); adapters are put on their base model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    folder = model_folder(run)
+    base = folder
+    if (folder / "adapter_config.json").is_file():
+        base = Path(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"])
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(base), dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the model in {folder} cannot be loaded as a causal language model: {str(error).splitlines()[0][:300]}",
+            fix=f"check that {base} is there" if base != folder else None,
+        ) from error
+    if base != folder:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(folder))
+    return model.eval(), tokenizer
+
+
+def generate(
+    run: Path,
+    question: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    system: str | None = None,
+    seed: int = 0,
+) -> str:
+    """The model's answer, by its chat template where it has one. ``temperature`` 0 takes the likeliest token each time."""
+    import torch
+
+    model, tokenizer = load_model(run)
+    if torch.accelerator.is_available():
+        model.to(torch.accelerator.current_accelerator())
+    messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": question}]
+    if tokenizer.chat_template is not None:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    else:
+        inputs = tokenizer(question, return_tensors="pt")
+    inputs = {key: value.to(model.device) for key, value in inputs.items() if key in ("input_ids", "attention_mask")}
+    torch.manual_seed(seed)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    with torch.no_grad():
+        output = model.generate(
+            **inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id, use_cache=True, **sampling
+        )
+    answer: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return answer.strip()

@@ -1,0 +1,144 @@
+"""Time, tokens, memory and traffic of the steps, cheap enough to be always on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from paceline.world.group import World
+
+
+class Meter:
+    """Adds up on the device; waits for it only where figures are asked for (:meth:`gather`)."""
+
+    def __init__(self, world: World, started_at: float, has_tokens: bool) -> None:
+        self.world = world
+        self.started_at = started_at  # seconds since the epoch, when the command began
+        self.has_tokens = has_tokens
+        self.time_to_first_step_s: float | None = None
+        self.traffic_per_step: list[int] = []
+        self.train_s = 0.0  # seconds in steps after the first
+        self.train_counts = [0.0, 0.0, 0.0]  # labels, tokens, samples after the first step
+        self.all_counts = [0.0, 0.0, 0.0]
+        self._reset()
+        self._steps_done = 0
+
+    def _reset(self) -> None:
+        self._loss = torch.zeros((), dtype=self.world.wide_dtype, device=self.world.device)
+        self._counts = torch.zeros(4, dtype=self.world.wide_dtype, device=self.world.device)
+        self._steps = 0
+        self._window_s = self._data_s = self._comm_s = 0.0
+
+    def begin(self) -> None:
+        self._start = time.perf_counter()
+        self._wait_before = self.world.wait_s
+        self._traffic_before = self.world.traffic.total
+
+    def data_ready(self) -> None:
+        self._data_s += time.perf_counter() - self._start
+
+    def end(self, counts: torch.Tensor, loss_sum: torch.Tensor) -> None:
+        """``counts``: global [labels, tokens, samples, …]; ``loss_sum``: this rank's sum."""
+        self._loss += loss_sum
+        self._counts += counts
+        self._steps += 1
+        self._steps_done += 1
+        self._comm_s += self.world.wait_s - self._wait_before
+        self._window_s += time.perf_counter() - self._start
+        self.traffic_per_step.append(self.world.traffic.total - self._traffic_before)
+        if self._steps_done == 1:
+            if self.world.device.type != "cpu":
+                torch.accelerator.synchronize()
+            self.time_to_first_step_s = time.time() - self.started_at
+
+    def gather(self, grad_norm: float) -> dict[str, Any]:
+        """Figures since the last call, over all ranks; a collective."""
+        labels, tokens, samples, _ = self._counts.tolist()
+        if self.world.device.type != "cpu":
+            mark = time.perf_counter()
+            torch.accelerator.synchronize()
+            self._window_s += time.perf_counter() - mark
+        loss_sum = self._loss.item()
+        mine = [loss_sum, self._data_s, self._comm_s, float(memory_now(self.world.device))]
+        table = self._table(mine)
+        steps = max(1, self._steps)
+        after_first = self._steps_done > 1
+        for index, value in enumerate((labels, tokens, samples)):
+            self.all_counts[index] += value
+            if after_first:
+                self.train_counts[index] += value
+        if after_first:
+            self.train_s += self._window_s
+        figures = {
+            "loss": sum(row[0] for row in table) / max(labels, 1.0),
+            "grad_norm": grad_norm,
+            "tokens": int(tokens) if self.has_tokens else None,
+            "samples": int(samples),
+            "step_time_s": self._window_s / steps,
+            "data_wait_s": max(row[1] for row in table) / steps,
+            "comm_wait_s": max(row[2] for row in table) / steps if self.world.size > 1 else None,
+            "memory_bytes": [int(row[3]) for row in table],
+            "ranks": [
+                {"rank": rank, "data_wait_s": row[1] / steps, "comm_wait_s": row[2] / steps} for rank, row in enumerate(table)
+            ],
+        }
+        if self._steps_done == 1:
+            figures["since_start_s"] = self.time_to_first_step_s
+        self._reset()
+        return figures
+
+    def _table(self, mine: list[float]) -> list[list[float]]:
+        """One row a rank."""
+        if self.world.size == 1:
+            return [mine]
+        table = torch.zeros(self.world.size, len(mine), dtype=self.world.wide_dtype, device=self.world.device)
+        table[self.world.rank] = torch.tensor(mine, dtype=self.world.wide_dtype)
+        self.world.wait(self.world.all_reduce(table))
+        rows: list[list[float]] = table.tolist()
+        return rows
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second over the steps after the first, evaluation and checkpoints left out."""
+        return self.train_counts[1] / self.train_s if self.has_tokens and self.train_s > 0 else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        return self.train_counts[2] / self.train_s if self.train_s > 0 else None
+
+    @property
+    def usual_traffic(self) -> int | None:
+        """Median bytes this rank sent in a step."""
+        ordered = sorted(self.traffic_per_step)
+        return ordered[len(ordered) // 2] if ordered else None
+
+
+def memory_now(device: torch.device) -> int:
+    """Bytes: allocated on the accelerator, or this process's resident set on a CPU."""
+    if device.type == "cpu":
+        return _proc_status("VmRSS")
+    return int(torch.accelerator.memory_allocated(device.index))
+
+
+def memory_peak(device: torch.device) -> int:
+    """Highest so far, as :func:`memory_now`."""
+    if device.type == "cpu":
+        return _proc_status("VmHWM")
+    return int(torch.accelerator.max_memory_allocated(device.index))
+
+
+def _proc_status(field: str) -> int:
+    try:
+        with open("/proc/self/status") as handle:
+            for line in handle:
+                if line.startswith(field + ":"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,92 @@
+"""Mixed precision and activation checkpointing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.config.schema import TrainArgs
+from paceline.core.errors import ConfigError
+
+
+class Precision:
+    """Autocast around forward and, for float16, dynamic loss scaling (Micikevicius et al., 2018, section 3.2).
+
+    float32 runs through here unchanged. The scale is part of the checkpoint.
+    """
+
+    def __init__(self, args: TrainArgs, device: torch.device) -> None:
+        self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        self.device = device
+        self.scaler = torch.amp.GradScaler(device.type) if args.fp16 else None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Make the optimizer's step. False where float16 gradients overflowed and the step was skipped on every rank."""
+        if self.scaler is None:
+            optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
+
+    def state(self) -> dict[str, torch.Tensor]:
+        if self.scaler is None:
+            return {}
+        held = self.scaler.state_dict()
+        return {
+            "scaler/scale": torch.tensor(held["scale"], dtype=torch.float64),
+            "scaler/growth_tracker": torch.tensor(held["_growth_tracker"]),
+        }
+
+    def load_state(self, numbers: dict[str, float]) -> None:
+        if self.scaler is None or "scaler/scale" not in numbers:
+            return
+        held = self.scaler.state_dict()
+        held["scale"] = float(numbers["scaler/scale"])
+        held["_growth_tracker"] = int(numbers["scaler/growth_tracker"])
+        self.scaler.load_state_dict(held)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Recompute activations in backward, block by block: by the model's own switch where it has one, else for each child of
+    every ModuleList and Sequential.
+
+    Raises:
+        ConfigError: the model has no blocks to do it for.
+    """
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(enable):
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    blocks = [
+        child
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        for child in module
+        if not isinstance(child, nn.ModuleList | nn.Sequential) and any(True for _ in child.parameters())
+    ]
+    if not blocks:
+        raise ConfigError(
+            f"`gradient_checkpointing: true`, and {type(model).__name__} has no ModuleList or Sequential whose blocks could be recomputed",
+            fix="turn it off, or give the model a method gradient_checkpointing_enable(gradient_checkpointing_kwargs)",
+        )
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -1,0 +1,85 @@
+"""A run's result: ``report.json`` for programs, ``report.html`` for people."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from paceline.core.events import read_events
+from paceline.core.files import write_atomic, write_json_atomic
+from paceline.core.run_dir import RunDir
+from paceline.engine import wording
+
+REPORT_KEYS = (
+    "status", "strategy", "world_size", "device", "steps", "epochs", "samples_seen", "train_tokens", "label_tokens",
+    "tokens_per_second", "time_to_first_step_s", "wall_s", "first_train_loss", "final_train_loss", "final_eval_loss",
+    "peak_memory_bytes", "state_memory_bytes", "traffic_bytes_per_step", "restarts", "resumed_from_step", "data",
+)  # fmt: skip
+MORE_KEYS = ("samples_per_second", "final_eval_metrics")  # may stand beside them
+_PREDICTED = ("predicted", "measured")
+_INNER_KEYS = {"state_memory_bytes": _PREDICTED, "traffic_bytes_per_step": _PREDICTED, "data": ("read", "kept", "dropped")}
+_INNER_OPTIONAL = {"data": ("truncated",)}
+
+
+def check_report(report: dict[str, Any]) -> None:
+    """Raise KeyError, naming every missing and every unknown key, where ``report`` is not of the fixed shape."""
+    wrong = _differences(report, REPORT_KEYS, MORE_KEYS, "")
+    for key, inner in _INNER_KEYS.items():
+        if isinstance(report.get(key), dict):
+            wrong += _differences(report[key], inner, _INNER_OPTIONAL.get(key, ()), f"{key}.")
+    if wrong:
+        raise KeyError("; ".join(wrong))
+
+
+def _differences(found: dict[str, Any], keys: tuple[str, ...], optional: tuple[str, ...], prefix: str) -> list[str]:
+    missing = [f"missing {prefix}{key}" for key in keys if key not in found]
+    return missing + [f"unknown {prefix}{key}" for key in found if key not in keys and key not in optional]
+
+
+def write_reports(run_dir: RunDir, report: dict[str, Any]) -> None:
+    """Write ``report.json`` and, from it and the run's events and config, ``report.html``; each whole or not at all.
+
+    NaN and the infinities, which JSON has not, become the strings "nan", "inf", "-inf".
+
+    Raises:
+        KeyError: a key of :data:`REPORT_KEYS` is missing, or one is not known.
+        OSError: a file cannot be written.
+    """
+    from paceline.engine.report_html import render_report
+
+    check_report(report)
+    write_json_atomic(run_dir.report, _for_json(report))
+    config_yaml = run_dir.config.read_text(encoding="utf-8", errors="replace") if run_dir.config.is_file() else ""
+    write_atomic(run_dir.report_html, render_report(report, read_events(run_dir.events), config_yaml))
+
+
+def _for_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _for_json(item) for key, item in value.items()}
+    return [_for_json(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def console_summary(report: dict[str, Any]) -> list[str]:
+    """The result for a person, a few lines; what was not measured is left out."""
+    get = report.get
+    lines = [
+        f"status         {get('status')}: {wording.count(get('steps'))} steps, {wording.count(get('samples_seen'))} samples, "
+        f"{get('strategy')}, {wording.ranks(get('world_size'))}, {get('device')}"
+    ]
+    losses = f"{wording.loss(get('first_train_loss'))} → {wording.loss(get('final_train_loss'))}"
+    evaluation = f", evaluation {wording.loss(get('final_eval_loss'))}" if get("final_eval_loss") is not None else ""
+    lines.append(f"loss           {losses}{evaluation}")
+    speed = [f"wall {wording.duration(get('wall_s'))}"]
+    if get("time_to_first_step_s") is not None:
+        speed.append(f"first step after {wording.duration(get('time_to_first_step_s'))}")
+    for key, unit in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
+        if get(key) is not None:
+            speed.append(f"{wording.short_count(get(key))} {unit}")
+    lines.append(f"time           {', '.join(speed)}")
+    if (peak := wording.fullest(get("peak_memory_bytes"))) is not None:
+        lines.append(f"memory         {wording.size(peak)} at the peak of the fullest rank")
+    if get("data"):
+        lines.append(f"data           {wording.data_line(report['data'])}")
+    return lines

@@ -1,0 +1,310 @@
+"""From a job to a finished run, on one rank: model, strategy, optimizer, resume, training, model folder, report."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+
+from paceline.config.load import to_yaml
+from paceline.config.resolve import Derived
+from paceline.config.schema import Config
+from paceline.core.errors import RunError
+from paceline.core.events import EventLog
+from paceline.core.files import replace_dir, write_atomic
+from paceline.core.run_dir import RunDir
+from paceline.data.loader import LoaderOptions, train_steps
+from paceline.data.order import SampleOrder
+from paceline.engine import checkpoint
+from paceline.engine.console import Console
+from paceline.engine.meter import Meter
+from paceline.engine.optim import Schedule, build_optimizer
+from paceline.engine.precision import Precision, checkpoint_activations
+from paceline.engine.report import write_reports
+from paceline.engine.state import load_training_state
+from paceline.engine.stop import StopFlag
+from paceline.engine.summary import build_report
+from paceline.engine.train import Session, train
+from paceline.parallel import make_strategy
+from paceline.tasks import load_task
+from paceline.tasks.base import Prepared, Task
+from paceline.tasks.user import guard_model
+from paceline.world.env import RankEnv
+from paceline.world.group import World, open_world
+from paceline.world.seeds import seed_everything
+
+
+@dataclass
+class Job:
+    """What the launcher worked out before any rank existed; sent to every rank. Small and picklable."""
+
+    config: Config
+    derived: Derived
+    prepared: Prepared
+    strategy: str
+    device_type: str
+    started_at: float  # seconds since the epoch, when the command began
+    resume_from: str | None = None
+    notices: list[tuple[str, str]] = field(default_factory=list)
+    quiet: bool = False
+
+
+def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
+    """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``, the report on rank 0 only."""
+    world = open_world(env, job.device_type, job.config.parallel.timeout_s)
+    run_dir = RunDir(Path(job.config.output_dir))
+    events = EventLog(None)
+    try:
+        with _locked(run_dir, world):
+            if world.is_first:
+                events = _open_events(job, run_dir)
+            session = _begin(job, world, run_dir, events, stop)
+            status = train(session)
+            if status == "done":
+                _save_model(session)
+            report = build_report(session, job, status)
+            if world.is_first:
+                write_reports(run_dir, report)
+                events.emit("run_end", status=status, step=session.step, reason=_stop_reason(stop) if status == "stopped" else None)
+            world.barrier()
+            return {"status": status, "report": report if world.is_first else None}
+    except BaseException as error:
+        if world.is_first:
+            events.emit("run_end", status="failed", step=None, reason=f"{type(error).__name__}: {error}"[:2000])
+        raise
+    finally:
+        events.close()
+        for listener in events.listeners:
+            close = getattr(listener, "close", None)
+            if close is not None:
+                close()
+        world.close()
+
+
+def _stop_reason(stop: StopFlag) -> str:
+    return f"signal {stop.signal}" if stop.signal is not None else "another rank was asked to stop"
+
+
+@contextmanager
+def _locked(run_dir: RunDir, world: World) -> Any:
+    """Rank 0 holds the run's folder, so that no second run writes into it. The lock ends with the process."""
+    handle: IO[str] | None = None
+    if world.is_first:
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        handle = take_lock(run_dir, wait_s=20.0)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.close()
+
+
+def take_lock(run_dir: RunDir, wait_s: float) -> IO[str]:
+    """An exclusive lock on a run's folder.
+
+    Raises:
+        RunError: another process holds it for longer than ``wait_s``.
+    """
+    handle = open(run_dir.lock, "a+")  # noqa: SIM115  (the lock lives as long as the handle)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                handle.seek(0)
+                who = handle.read().strip() or "not known"
+                handle.close()
+                raise RunError(
+                    f"another run is going on in {run_dir.root} (process {who})",
+                    fix="wait for it, stop it, or set another `output_dir`",
+                ) from error
+            time.sleep(0.1)
+    handle.truncate(0)
+    handle.write(f"{os.getpid()} on {socket.gethostname()}")
+    handle.flush()
+    return handle
+
+
+def _open_events(job: Job, run_dir: RunDir) -> EventLog:
+    if job.resume_from is None and run_dir.events.exists():
+        # An earlier life that reached no checkpoint: its steps are done again from the start.
+        run_dir.events.unlink()
+    write_atomic(run_dir.config, to_yaml(job.config))
+    listeners: list[Any] = [] if job.quiet else [Console()]
+    if "tensorboard" in job.config.report_to:
+        from paceline.engine.tensorboard import TensorBoardListener
+
+        listeners.append(TensorBoardListener(run_dir.root))
+    return EventLog(run_dir.events, listeners)
+
+
+def _begin(job: Job, world: World, run_dir: RunDir, events: EventLog, stop: StopFlag) -> Session:
+    """Everything that a rank's training needs, at the step it shall go on from."""
+    config, args = job.config, job.config.train_args
+    _quiet_libraries()
+    task = load_task(config)
+    task.prepared = job.prepared
+    train_dataset, eval_dataset = task.build_datasets()
+    model, notices = _build_model(task, config, world)
+    strategy = make_strategy(job.strategy, config.parallel, world)
+    model = strategy.place(model)
+    optimizer = strategy.build_optimizer(lambda named: build_optimizer(args, job.derived.learning_rate, named))
+    options = LoaderOptions(
+        args.dataloader_num_workers, args.dataloader_prefetch_factor, args.dataloader_pin_memory and world.device.type != "cpu"
+    )
+    order = SampleOrder(
+        len(train_dataset), job.derived.global_batch_size, args.seed, _balance_lengths(train_dataset, task)
+    )
+    session = Session(
+        config=config,
+        derived=job.derived,
+        world=world,
+        task=task,
+        model=model,
+        strategy=strategy,
+        optimizer=optimizer,
+        schedule=Schedule(optimizer, args, job.derived),
+        precision=Precision(args, world.device),
+        order=order,
+        batches=iter(()),
+        eval_dataset=eval_dataset,
+        loader_options=options,
+        events=events,
+        run_dir=run_dir,
+        stop=stop,
+        meter=Meter(world, job.started_at, has_tokens=job.prepared.train_tokens is not None),
+        fingerprint=job.prepared.fingerprint,
+    )
+    resumed = _resume(session, job)
+    session.batches = train_steps(
+        train_dataset,
+        order,
+        task.collate,
+        rank=world.rank,
+        world_size=world.size,
+        accumulation=args.gradient_accumulation_steps,
+        first_step=session.step,
+        last_step=job.derived.steps,
+        options=options,
+    )
+    _announce(session, job, notices, resumed)
+    return session
+
+
+def _build_model(task: Task, config: Config, world: World) -> tuple[nn.Module, list[tuple[str, str]]]:
+    seed_everything(config.train_args.seed, "init")
+    model = task.build_model()
+    guard_model(model)
+    if config.train_args.gradient_checkpointing:
+        checkpoint_activations(model)
+    model.to(world.device)
+    if not any(one.requires_grad for one in model.parameters()):
+        raise RunError("the model has no parameter to train: all are frozen", fix="set requires_grad on what shall be trained")
+    return model, task.setup(model)
+
+
+def _balance_lengths(dataset: Any, task: Task) -> Any:
+    # Padded rows want equal counts a rank; packed rows want equal tokens.
+    return getattr(dataset, "lengths", None) if getattr(task, "packed", True) else None
+
+
+def _resume(session: Session, job: Job) -> str | None:
+    path = session.world.broadcast_object(job.resume_from)
+    if path is None:
+        return None
+    step = session.world.broadcast_object(
+        int(checkpoint.read_meta(Path(str(path)))["step"]) if session.world.is_first else None
+    )
+    state = checkpoint.read_state(Path(str(path))) if session.world.is_first else None
+    load_training_state(session, state, int(step))  # type: ignore[call-overload]
+    return str(path)
+
+
+def _announce(session: Session, job: Job, notices: list[tuple[str, str]], resumed: str | None) -> None:
+    if not session.world.is_first:
+        return
+    parameters = list(session.model.parameters())
+    emit = session.events.emit
+    emit(
+        "run_start",
+        config=job.config.model_dump(mode="json"),
+        derived=job.derived.as_dict(),
+        world_size=session.world.size,
+        device=str(session.world.device.type),
+        strategy=session.strategy.name,
+        model={
+            "name": job.config.model,
+            "parameters": sum(one.numel() for one in parameters),
+            "trainable_parameters": sum(one.numel() for one in parameters if one.requires_grad),
+        },
+        data=job.prepared.counts.as_dict(),
+        versions=_versions(),
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        output_dir=str(session.run_dir.root),
+        resumed_from_step=session.first_step if resumed else None,
+    )
+    for level, text in job.notices:
+        session.events.notice(text, level, said=True)  # by the launcher, while the ranks were starting
+    for level, text in notices:
+        session.events.notice(text, level)
+    if resumed:
+        emit("resume", step=session.first_step, path=resumed)
+
+
+def _versions() -> dict[str, str]:
+    import platform
+
+    import paceline
+
+    found = {"paceline": paceline.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformers", "peft"):
+        import sys
+
+        module = sys.modules.get(name)
+        if module is not None:
+            found[name] = str(module.__version__)
+    return found
+
+
+def _quiet_libraries() -> None:
+    import logging
+    import sys
+
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+
+def _save_model(session: Session) -> None:
+    """``model/`` appears whole, on rank 0."""
+    if session.world.is_first:
+        final = session.run_dir.model
+        aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+        for old in final.parent.glob(f".{final.name}.*.tmp"):
+            shutil.rmtree(old, ignore_errors=True)
+        try:
+            aside.mkdir()
+            session.task.save_model(session.model, aside)
+            replace_dir(aside, final)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise RunError(
+                f"the trained model could not be written to {final}: {error.strerror or error}",
+                fix="free some space; the same command goes on from the last checkpoint and writes it",
+            ) from error
+    session.world.barrier()

@@ -1,0 +1,36 @@
+"""Being asked to stop: the step under way is finished, all ranks agree, a checkpoint is written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+# A terminal and a launcher may both pass on one Ctrl-C; signals this close together are one.
+_SAME_SIGNAL_S = 1.0
+
+
+class StopFlag:
+    """Set by SIGTERM (and SIGINT where ``sigint`` is true); a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._first_at = 0.0
+
+    @property
+    def wanted(self) -> bool:
+        return self.signal is not None
+
+    def install(self, sigint: bool) -> None:
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal if sigint else signal.SIG_IGN)
+        if hasattr(signal, "SIGHUP"):
+            signal.signal(signal.SIGHUP, self._on_signal if sigint else signal.SIG_IGN)
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._first_at = number, now
+        elif now - self._first_at > _SAME_SIGNAL_S:
+            os._exit(128 + number)

@@ -1,0 +1,91 @@
+"""The figures of ``report.json``, from the session and the events. What was not measured is None."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.core.events import effective_steps, read_events
+from paceline.engine.meter import memory_peak
+from paceline.engine.optim import optimizer_bytes_per_element
+from paceline.parallel.base import ModelShape, storage_bytes
+
+if TYPE_CHECKING:
+    from paceline.engine.session import Job
+    from paceline.engine.train import Session
+
+
+def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
+    """A collective: every rank calls it; rank 0's result is the report."""
+    world, meter = session.world, session.meter
+    peaks = [int(one) for one in world.gather_numbers(memory_peak(world.device))]
+    held = [int(one) for one in world.gather_numbers(session.strategy.state_bytes())]
+    traffic = meter.usual_traffic
+    sent = [int(one) for one in world.gather_numbers(-1 if traffic is None else traffic)]
+    events = read_events(session.run_dir.events) if world.is_first else []
+    steps = effective_steps(events)
+    cost = session.strategy.cost(_shape(session), world.size)
+    seen = samples_seen(session)
+    tokens, labels = _tokens_seen(session)
+    evals = [event for event in events if event["type"] == "eval"]
+    starts = sum(1 for event in events if event["type"] == "run_start")
+    return {
+        "status": status,
+        "strategy": session.strategy.name,
+        "world_size": world.size,
+        "device": world.device.type,
+        "steps": session.step,
+        "epochs": session.step / session.order.steps_per_epoch,
+        "samples_seen": seen,
+        "train_tokens": tokens,
+        "label_tokens": labels,
+        "tokens_per_second": meter.tokens_per_second,
+        "samples_per_second": meter.samples_per_second,
+        "time_to_first_step_s": meter.time_to_first_step_s,
+        "wall_s": time.time() - job.started_at,
+        "first_train_loss": steps[0]["loss"] if steps else None,
+        "final_train_loss": steps[-1]["loss"] if steps else None,
+        "final_eval_loss": evals[-1]["loss"] if evals else None,
+        "final_eval_metrics": evals[-1].get("metrics") if evals else None,
+        "peak_memory_bytes": peaks,
+        "state_memory_bytes": {"predicted": cost.state, "measured": max(held)},
+        "traffic_bytes_per_step": {"predicted": cost.traffic_per_step, "measured": max(sent) if max(sent) >= 0 else None},
+        "restarts": max(0, starts - 1),
+        "resumed_from_step": session.first_step if job.resume_from is not None else None,
+        "data": {**job.prepared.counts.as_dict()},
+    }
+
+
+def _shape(session: Session) -> ModelShape:
+    model = session.model
+    return ModelShape(
+        parameter_bytes=storage_bytes([*model.parameters(), *model.buffers()]),
+        trainable=[(one.numel(), one.element_size()) for one in model.parameters() if one.requires_grad],
+        optimizer_bytes_per_element=optimizer_bytes_per_element(session.config.train_args),
+    )
+
+
+def samples_seen(session: Session) -> int:
+    """Samples up to the step reached, over all lives of the run."""
+    epochs, place = divmod(session.step, session.order.steps_per_epoch)
+    return epochs * session.order.num_samples + min(place * session.order.batch_size, session.order.num_samples)
+
+
+def _tokens_seen(session: Session) -> tuple[int | None, int | None]:
+    """(tokens, label tokens) up to the step reached, over all lives; None where samples have none."""
+    from paceline.data.order import epoch_permutation
+
+    dataset, _ = session.task.build_datasets()
+    lengths, labels = getattr(dataset, "lengths", None), getattr(dataset, "label_counts", None)
+    if lengths is None:
+        return None, None
+    order = session.order
+    epochs, place = divmod(session.step, order.steps_per_epoch)
+    part = epoch_permutation(order.num_samples, order.seed, epochs)[: place * order.batch_size]
+
+    def total(values: Any) -> int | None:
+        return None if values is None else int(epochs * np.sum(values) + np.sum(values[part]))
+
+    return total(lengths), total(labels)

@@ -1,0 +1,232 @@
+"""The training loop, to be read from top to bottom. Every rank runs it; rank 0 alone speaks and writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.config.resolve import Derived
+from paceline.config.schema import Config
+from paceline.core.errors import RunError
+from paceline.core.events import EventLog
+from paceline.core.run_dir import RunDir
+from paceline.data.loader import LoaderOptions, MicroBatch
+from paceline.data.order import SampleOrder
+from paceline.engine import checkpoint
+from paceline.engine.evaluate import evaluate
+from paceline.engine.meter import Meter
+from paceline.engine.optim import Schedule
+from paceline.engine.precision import Precision
+from paceline.engine.state import training_state
+from paceline.engine.stop import StopFlag
+from paceline.parallel.base import Strategy
+from paceline.tasks.base import Task
+from paceline.world.group import World
+from paceline.world.seeds import seed_everything
+
+
+@dataclass
+class Session:
+    """Everything that a rank's training needs, put together by :mod:`paceline.engine.session`."""
+
+    config: Config
+    derived: Derived
+    world: World
+    task: Task
+    model: nn.Module
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    precision: Precision
+    order: SampleOrder
+    batches: Iterator[list[MicroBatch]]
+    eval_dataset: Any
+    loader_options: LoaderOptions
+    events: EventLog
+    run_dir: RunDir
+    stop: StopFlag
+    meter: Meter
+    fingerprint: str | None
+    first_step: int = 0
+    step: int = 0  # updates made so far
+    saved_step: int | None = None
+    eval_losses: dict[int, float] = field(default_factory=dict)
+
+
+def train(session: Session) -> str:
+    """Train to the last step, or until a stop is asked for. Returns "done" or "stopped"; either way a checkpoint of the
+    last step made is on disk."""
+    session.model.train()
+    last = session.derived.steps
+    while session.step < last:
+        stopping = train_step(session)
+        if session.step == last or stopping:
+            break
+        if session.eval_dataset is not None and session.step % session.derived.eval_every_steps == 0:
+            run_evaluation(session)
+        if session.config.train_args.save_steps and session.step % session.config.train_args.save_steps == 0:
+            save_checkpoint(session, must_succeed=False)
+    if session.saved_step != session.step:
+        save_checkpoint(session, must_succeed=True)
+    if session.step < last:
+        return "stopped"
+    if session.eval_dataset is not None:
+        run_evaluation(session)
+    return "done"
+
+
+def train_step(session: Session) -> bool:
+    """One update over a global batch. True where some rank was asked to stop: all ranks learn of it in the same step."""
+    config, world, task, meter = session.config, session.world, session.task, session.meter
+    step = session.step
+    meter.begin()
+    micro_batches = [one.to(world.device) for one in next(session.batches)]
+    meter.data_ready()
+
+    # The global count divides the loss; it travels while the first forward runs. The wish to stop travels with it.
+    counts = StepCounts(session, micro_batches)
+    first_number = world.rank * len(micro_batches)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=world.device)
+
+    def micro_step(number: int) -> torch.Tensor:
+        batch = micro_batches[number]
+        seed_everything(config.train_args.seed, "step", step, first_number + number)
+        with session.precision.autocast():
+            loss = task.loss(session.model, batch.data)
+        if step == session.first_step:
+            check_loss(loss)
+        loss = loss * batch.weight
+        loss_sum.add_(loss.detach())
+        return session.precision.scale(loss / counts.denominator())
+
+    session.strategy.backward(micro_step, len(micro_batches))
+    session.precision.unscale(session.optimizer)
+    grad_norm = session.strategy.clip(config.train_args.max_grad_norm)
+    learning_rate = session.schedule.set_step(step)
+    if not session.precision.update(session.optimizer):
+        session.events.notice(f"step {step + 1}: float16 gradients overflowed; the update was skipped, the loss scale is halved")
+    session.step += 1
+    meter.end(counts.tensor, loss_sum)
+    if session.step % config.train_args.logging_steps == 0 or session.step in (session.first_step + 1, session.derived.steps):
+        log_step(session, grad_norm, learning_rate)
+    return counts.stop_wanted()
+
+
+class StepCounts:
+    """Global sums over one step: the loss's count, tokens, samples, and how many ranks wish to stop."""
+
+    def __init__(self, session: Session, micro_batches: list[MicroBatch]) -> None:
+        task, world = session.task, session.world
+        kept = [one for one in micro_batches if one.weight]
+        numbers = [
+            float(sum(task.count(one.data) for one in kept)),
+            float(sum(task.num_tokens(one.data) or 0 for one in kept)),
+            float(sum(one.samples for one in kept)),
+            float(session.stop.wanted),
+        ]
+        self.world = world
+        self.tensor = torch.tensor(numbers, dtype=world.wide_dtype, device=world.device)
+        self.work = world.all_reduce(self.tensor)
+        self._on_host: tuple[torch.Tensor, torch.Event] | None = None
+
+    def denominator(self) -> torch.Tensor:
+        """The global count as a float32 scalar on the device, at least 1."""
+        if self.work is not None:
+            self.world.wait(self.work)
+            self.work = None
+            self._copy_to_host()
+        return self.tensor[0].clamp(min=1.0).float()
+
+    def _copy_to_host(self) -> None:
+        # On an accelerator the host must not wait for the whole step to learn of a stop: copy now, look later.
+        if self.tensor.device.type != "cpu":
+            host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
+            host.copy_(self.tensor, non_blocking=True)
+            event = torch.Event(self.tensor.device)
+            event.record()
+            self._on_host = (host, event)
+
+    def stop_wanted(self) -> bool:
+        tensor = self.tensor
+        if self._on_host is not None:
+            tensor, event = self._on_host
+            event.synchronize()
+        return bool(tensor[3] > 0)
+
+
+def check_loss(loss: Any) -> None:
+    """The first loss of a run shows whether the task keeps its contract."""
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+            got = "a scalar without gradient"
+        raise RunError(
+            f"the task's loss(model, batch) gave {got}",
+            allowed="a scalar tensor with gradient: the sum of the loss over the batch",
+            fix='return e.g. F.cross_entropy(model(x), y, reduction="sum")',
+        )
+
+
+def log_step(session: Session, grad_norm: torch.Tensor, learning_rate: float) -> None:
+    """Gather the figures since the last such line and emit a ``step`` event. A collective: every rank calls it."""
+    figures = session.meter.gather(float(grad_norm))
+    event = {
+        "step": session.step,
+        "epoch": session.step / session.order.steps_per_epoch,
+        "learning_rate": learning_rate,
+        **figures,
+    }
+    session.events.emit("step", **event)
+    if figures["loss"] != figures["loss"]:
+        session.events.notice(f"step {session.step}: the loss is not a number", level="warning")
+
+
+def run_evaluation(session: Session) -> None:
+    """Evaluate now, once a step."""
+    if session.step in session.eval_losses:
+        return
+    result = evaluate(
+        session.task, session.model, session.eval_dataset, session.config, session.world, session.precision, session.loader_options
+    )
+    session.eval_losses[session.step] = result.loss
+    session.events.emit(
+        "eval", step=session.step, loss=result.loss, count=result.count, wall_s=result.wall_s, metrics=result.metrics
+    )
+
+
+def save_checkpoint(session: Session, must_succeed: bool) -> None:
+    """Write a checkpoint on rank 0 and forget those beyond the limit. All ranks learn whether it went well; where it did
+    not, training goes on with a warning, unless it was the last."""
+    start = time.perf_counter()
+    state = training_state(session)  # a collective for strategies that shard
+    error: RunError | None = None
+    if session.world.is_first:
+        folder = session.run_dir.checkpoints
+        meta = {
+            "strategy": session.strategy.name,
+            "world_size": session.world.size,
+            "global_batch_size": session.derived.global_batch_size,
+            "fingerprint": session.fingerprint,
+            "config": session.config.model_dump(mode="json"),
+            "torch": torch.__version__,
+        }
+        try:
+            saved = checkpoint.save(folder, session.step, state, meta)
+            checkpoint.prune(folder, session.config.train_args.save_total_limit)
+            wall_s = time.perf_counter() - start
+            session.events.emit(
+                "checkpoint", step=session.step, path=str(saved.path), size_bytes=saved.size_bytes, wall_s=wall_s
+            )
+        except RunError as caught:
+            error = caught
+            session.events.emit("checkpoint", step=session.step, path=None, size_bytes=None, wall_s=None, error=str(caught))
+    error = session.world.broadcast_object(error)  # type: ignore[assignment]
+    if error is None:
+        session.saved_step = session.step
+    elif must_succeed:
+        raise error

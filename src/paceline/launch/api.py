@@ -1,0 +1,159 @@
+"""Run a config from Python or from the command line: the same path for both."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, PacelineError, RunError
+
+if TYPE_CHECKING:
+    from paceline.config.load import Loaded
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line may say beside the config."""
+
+    dry_run: bool = False
+    debug: bool = False
+    allow_config_change: bool = False
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: the process's exit code and, from rank 0, the report. ``text`` is the dry run's."""
+
+    exit_code: int
+    report: dict[str, Any] | None = None
+    resolved: dict[str, Any] | None = None
+
+
+def train(config: str | Path | Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
+    """Train as ``paceline train CONFIG`` does, and return the report (the content of ``report.json``).
+
+    Args:
+        config: path of a config file, or its content as a mapping.
+        overrides: further keys; dotted ones as ``**{"train_args.max_steps": 10}``.
+
+    Raises:
+        ConfigError: the config or the data is wrong; nothing was started or written.
+        RunError: the run failed, or was stopped by a signal.
+    """
+    from paceline.config.load import load_config
+
+    if isinstance(config, Mapping):
+        loaded = load_config(None, {**config, **overrides})
+    else:
+        loaded = load_config(config, overrides)
+    result = run(loaded, Options(), time.time())
+    if result.report is None or result.exit_code != EXIT_DONE:
+        raise RunError(f"the run was stopped by a signal; a checkpoint is in {loaded.config.output_dir}")
+    return result.report
+
+
+def run(loaded: Loaded, options: Options, started_at: float) -> Result:
+    """Check, prepare, launch, and wait. ``started_at``: seconds since the epoch.
+
+    Raises:
+        PacelineError: with its exit code and one paragraph of text.
+    """
+    from paceline.launch.preflight import check_early
+    from paceline.world.env import outer_launcher
+
+    outer = outer_launcher()
+    speaks = outer is None or outer.rank == 0
+
+    def say(level: str, text: str) -> None:
+        if speaks and not options.quiet:
+            print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
+
+    for level, text in loaded.notices:
+        say(level, text)
+    check_early(loaded.config)
+    if outer is None and not options.dry_run:
+        from paceline.launch.preload import start_fork_server
+
+        start_fork_server(loaded.config)
+    return _run_planned(loaded, options, started_at, say)
+
+
+def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) -> Result:
+    from paceline.launch.preflight import plan_run
+    from paceline.world.device import choose_devices
+    from paceline.world.env import outer_launcher
+
+    config = loaded.config
+    outer = outer_launcher()
+    devices = choose_devices(config.parallel, ranks_given=None if outer is None else outer.local_world_size)
+    for level, text in devices.notices:
+        say(level, text)
+    world_size = devices.count if outer is None else outer.world_size
+    plan = plan_run(
+        loaded,
+        started_at=started_at,
+        world_size=world_size,
+        device_type=devices.type,
+        devices=devices,
+        say=say,
+        allow_config_change=options.allow_config_change,
+        quiet=options.quiet,
+    )
+    job = plan.job
+    if options.dry_run:
+        for line in job.derived.lines():
+            say("info", line)
+        resolved = {"config": config.model_dump(mode="json"), "derived": job.derived.as_dict(), "strategy": job.strategy}
+        return Result(EXIT_DONE, resolved={**resolved, "device": devices.type})
+    if plan.finished is not None:
+        say("info", f"{config.output_dir} holds this run, done already: {plan.finished['steps']} steps, nothing left to do")
+        say("info", f"for a new run set another output_dir, or delete the folder; the report: {config.output_dir}/report.html")
+        return Result(EXIT_DONE, plan.finished)
+    if outer is not None:
+        from paceline.engine.stop import StopFlag
+        from paceline.launch.worker import run_guarded
+
+        stop = StopFlag()
+        stop.install(sigint=True)
+        outcome = run_guarded(job, outer, stop)
+    else:
+        from paceline.launch.local import LocalRun
+
+        outcome = LocalRun(job, devices.count).run()
+    return _result(outcome, options)
+
+
+def _result(outcome: dict[str, Any], options: Options) -> Result:
+    if outcome["status"] == "failed":
+        if options.debug and outcome.get("traceback"):
+            print(outcome["traceback"], file=sys.stderr)
+        raise _Told(outcome["text"], outcome["exit_code"])
+    if outcome["status"] == "stopped" and outcome.get("report") is None and outcome["exit_code"] in (EXIT_SIGINT, EXIT_SIGTERM):
+        return Result(outcome["exit_code"])
+    return Result(outcome["exit_code"], outcome["report"])
+
+
+class _Told(PacelineError):
+    """A failure whose paragraph was written on a rank."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+    def paragraph(self) -> str:
+        return self.what
+
+
+def generate(run_folder: str, question: str, **settings: Any) -> str:
+    """Answer ``question`` with the model of a run; see :func:`paceline.engine.generate.generate`."""
+    from paceline.engine.generate import generate as answer
+
+    return answer(Path(run_folder), question, **settings)
+
+
+__all__: Sequence[str] = ["ConfigError", "Options", "Result", "generate", "run", "train"]

@@ -1,0 +1,174 @@
+"""The ranks of this host, under torch's elastic agent: started together, watched, ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM
+from paceline.core.files import write_atomic
+from paceline.launch.worker import STOP_FILE, outcome_file, pid_file, worker_main
+
+if TYPE_CHECKING:
+    from paceline.engine.session import Job
+
+# How long the other ranks may take to end by themselves after one has failed.
+_GRACE_S = 4.0
+
+
+class LocalRun:
+    """Runs a job on ``num_ranks`` ranks of this host and says what became of them."""
+
+    def __init__(self, job: Job, num_ranks: int) -> None:
+        self.job = job
+        self.num_ranks = num_ranks
+        self.folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self.signal: int | None = None
+        self.agent_error: BaseException | None = None
+        self._failed_at: float | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves no process and no file."""
+        before = self._catch_signals()
+        thread = threading.Thread(target=self._run_agent, name="elastic-agent", daemon=True)
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(0.1)
+                self._end_stuck_ranks()
+            return self._outcome()
+        finally:
+            self._kill_ranks()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _run_agent(self) -> None:
+        # Elastic's start method "forkserver" draws on the server that preload.start_fork_server has warmed up.
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        os.environ.setdefault("TORCH_MP_PARALLEL_START", "1")
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=self.num_ranks,
+            run_id=self.folder.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # any free port
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=str(self.folder / "logs")),
+        )
+        try:
+            elastic_launch(config, worker_main)(self.job, str(self.folder))
+        except BaseException as error:  # told by _outcome, from what the ranks left behind
+            self.agent_error = error
+
+    # -- signals ------------------------------------------------------------------------------------------------------
+    def _catch_signals(self) -> dict[int, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
+        return {number: signal.signal(number, self._on_signal) for number in numbers}
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        if self.signal is not None:
+            self._kill_ranks()
+            os._exit(_stop_code(self.signal))
+        self.signal = number
+        write_atomic(self.folder / STOP_FILE, str(number))
+        name = signal.Signals(number).name
+        with contextlib.suppress(OSError):
+            print(f"\n{name}: finishing this step and saving a checkpoint; once more ends at once", file=sys.stderr, flush=True)
+        for pid in self._pids().values():
+            _send(pid, signal.SIGTERM)
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+    def _pids(self) -> dict[int, int]:
+        found = {}
+        for rank in range(self.num_ranks):
+            with contextlib.suppress(OSError, ValueError):
+                found[rank] = int(pid_file(self.folder, rank).read_text())
+        return found
+
+    def _outcomes(self) -> dict[int, dict[str, Any]]:
+        found = {}
+        for rank in range(self.num_ranks):
+            with contextlib.suppress(OSError, ValueError):
+                found[rank] = json.loads(outcome_file(self.folder, rank).read_text())
+        return found
+
+    def _lost(self) -> list[int]:
+        """Ranks whose process is gone without a word."""
+        outcomes = self._outcomes()
+        return [rank for rank, pid in self._pids().items() if rank not in outcomes and not _alive(pid)]
+
+    def _end_stuck_ranks(self) -> None:
+        # A rank may wait for a dead one inside a collective that never ends; elastic would give it half a minute.
+        if self._failed_at is None:
+            if self._lost() or any(one["status"] == "failed" for one in self._outcomes().values()):
+                self._failed_at = time.monotonic()
+        elif time.monotonic() - self._failed_at > _GRACE_S:
+            self._kill_ranks()
+
+    def _kill_ranks(self) -> None:
+        for pid in self._pids().values():
+            if _alive(pid):
+                _send(pid, signal.SIGKILL)
+
+    def _outcome(self) -> dict[str, Any]:
+        outcomes, lost = self._outcomes(), self._lost()
+        failures = sorted((one for one in outcomes.values() if one["status"] == "failed"), key=lambda one: one["time"])
+        if lost:
+            pids = self._pids()
+            names = ", ".join(f"rank {rank} (process {pids[rank]})" for rank in lost)
+            text = (
+                f"{names} was killed or crashed without a word (often: out of memory; see `dmesg`). The other ranks were "
+                "stopped. To go on: give the same command again; it resumes from the newest checkpoint."
+            )
+            return {"status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": "", "report": None}
+        if failures:
+            first = failures[0]
+            said = first["text"] if first["exit_code"] == 2 else f"rank {first['rank']} failed. {first['text']}"
+            return {**first, "text": said, "report": None}
+        if len(outcomes) < self.num_ranks:
+            if self.signal is not None:
+                return {"status": "stopped", "exit_code": _stop_code(self.signal), "report": None}
+            text = f"the ranks could not be started: {self.agent_error}"
+            return {"status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": "", "report": None}
+        first = outcomes[0]
+        if first["status"] == "stopped" and self.signal is not None:
+            first["exit_code"] = _stop_code(self.signal)
+        return first
+
+
+def _stop_code(number: int) -> int:
+    return EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

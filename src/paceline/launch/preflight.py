@@ -1,0 +1,252 @@
+"""Everything that is decided before a rank exists. What is wrong is said here, with nothing started and nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.load import Loaded, diff_configs
+from paceline.config.resolve import Derived, derive
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.run_dir import RunDir
+from paceline.engine import checkpoint
+from paceline.parallel import resolve_mode
+from paceline.tasks import load_task
+from paceline.tasks.base import Prepared
+
+if TYPE_CHECKING:
+    from paceline.engine.session import Job
+    from paceline.world.device import Devices
+
+Say = Callable[[str, str], None]
+
+#: Keys that change no number of the training; all others must stay as they were when a run goes on.
+_FREE_KEYS = (
+    "output_dir", "resume", "report_to", "parallel.", "train_args.logging_steps", "train_args.save_steps",
+    "train_args.save_total_limit", "train_args.eval_steps", "train_args.per_device_eval_batch_size", "evaluation.",
+    "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor", "train_args.dataloader_pin_memory",
+    "train_args.gradient_checkpointing", "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
+    "trust_remote_code",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that can start: the job for its ranks, and how it stands to an earlier run in the same folder."""
+
+    job: Job
+    devices: Devices | None
+    finished: dict[str, Any] | None = None  # the report of a run that is already done
+
+
+def check_early(config: Config) -> None:
+    """What needs neither torch nor the data: the mode, the output folder, the task's and the model's names."""
+    resolve_mode(config.parallel.mode, 2)
+    check_output_dir(Path(config.output_dir))
+    if "tensorboard" in config.report_to:
+        from paceline.engine.tensorboard import check_tensorboard
+
+        check_tensorboard()
+    load_task(config).check()
+
+
+def check_output_dir(folder: Path) -> None:
+    """Raise ConfigError where a run could not write into ``folder``. Leaves nothing behind."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"`output_dir: {folder}` is a file", fix="give a folder, e.g. `output_dir=./output/run`")
+    above = folder
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir():
+        raise ConfigError(f"`output_dir: {folder}` lies below {above}, which is a file", fix="give another folder")
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"`output_dir: {folder}` cannot be written: {error.strerror or error} ({above})",
+            fix="give a folder that you may write to, e.g. `output_dir=./output/run`",
+        ) from error
+
+
+def plan_run(
+    loaded: Loaded,
+    *,
+    started_at: float,
+    world_size: int,
+    device_type: str,
+    devices: Devices | None,
+    say: Say,
+    allow_config_change: bool = False,
+    quiet: bool = False,
+) -> Plan:
+    """Read and tokenise the data, work out batch and steps, and see whether a run is to be gone on with.
+
+    Args:
+        started_at: when the command began, in seconds since the epoch.
+        say: gets (level, text) of each thing a person should know, as it comes up.
+    """
+    from paceline.engine.session import Job
+
+    config = loaded.config
+    run_dir = RunDir(Path(config.output_dir))
+    _check_another_run(config, run_dir)
+    notices: list[tuple[str, str]] = list(loaded.notices) + (list(devices.notices) if devices else [])
+    task = load_task(config)
+    prepared = task.prepare()
+    for level, text in prepared.notices:
+        say(level, text)
+    notices += prepared.notices
+    derived = derive(
+        config,
+        world_size=world_size,
+        num_train=prepared.num_train,
+        num_eval=prepared.num_eval,
+        default_learning_rate=task.default_learning_rate,
+        train_tokens=prepared.train_tokens,
+    )
+    _check_sizes(config, derived, prepared)
+    _check_schedule(config)
+    strategy = resolve_mode(config.parallel.mode, world_size)
+    job = Job(config, derived, prepared, strategy, device_type, started_at, None, notices, quiet)
+    resume_from, finished = _resume(config, derived, prepared, run_dir, say, notices, allow_config_change)
+    return Plan(replace(job, resume_from=None if resume_from is None else str(resume_from)), devices, finished)
+
+
+def _check_sizes(config: Config, derived: Derived, prepared: Prepared) -> None:
+    samples = prepared.num_train
+    if samples == 0:
+        raise ConfigError("the dataset holds no sample to train on", fix="check `dataset` and `max_length`")
+    if derived.world_size > samples:
+        raise ConfigError(
+            f"{derived.world_size} ranks are more than the {samples} training samples",
+            fix=f"set `parallel.num_gpus` to at most {samples}, or give more data",
+        )
+    if derived.global_batch_size > samples:
+        raise ConfigError(
+            f"the global batch of {derived.global_batch_size} samples ({derived.micro_batch_size} a micro-batch × "
+            f"{derived.gradient_accumulation_steps} accumulation × {derived.world_size} ranks) is larger than the data: "
+            f"{samples} training samples",
+            fix="lower `per_device_train_batch_size` or `gradient_accumulation_steps`, or give more data",
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    if config.train_args.lr_scheduler_kwargs:
+        from paceline.engine.optim import check_schedule
+
+        problem = check_schedule(config.train_args)
+        if problem:
+            raise ConfigError(f"`train_args.lr_scheduler_kwargs` has {problem}")
+
+
+def _check_another_run(config: Config, run_dir: RunDir) -> None:
+    if config.resume == "never" and run_dir.is_run():
+        raise ConfigError(
+            f"`output_dir: {run_dir.root}` holds a run already, and `resume: never` asks for a new one",
+            fix="set another `output_dir`, delete that folder, or set `resume: auto` to go on with it",
+        )
+
+
+def _resume(
+    config: Config,
+    derived: Derived,
+    prepared: Prepared,
+    run_dir: RunDir,
+    say: Say,
+    notices: list[tuple[str, str]],
+    allow_change: bool,
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """(checkpoint to go on from or None, report of the finished run or None)."""
+    if config.resume == "never":
+        return None, None
+    if config.resume == "auto":
+        path, wrong = checkpoint.newest_whole(run_dir.checkpoints)
+        for text in wrong:
+            say("warning", f"a checkpoint is passed over: {text}")
+            notices.append(("warning", f"a checkpoint is passed over: {text}"))
+        if path is None:
+            if not run_dir.config.is_file():
+                return None, None
+            _check_same_config(config, _stored_config(run_dir), run_dir.root, allow_change, say)
+            say("info", f"{run_dir.root} holds a run that reached no checkpoint: it starts again from the beginning")
+            return None, None
+    else:
+        path = checkpoint.find(Path(config.resume))
+        problem = checkpoint.verify(path)
+        if problem is not None:
+            raise ConfigError(f"`resume: {config.resume}` is not whole: {problem}", fix="give an earlier checkpoint, or `resume=auto`")
+    meta = checkpoint.read_meta(path)
+    _check_same_config(config, meta["config"], path, allow_change, say)
+    _check_same_batches(derived, prepared, meta, path, allow_change, say)
+    if meta["step"] > derived.steps:
+        raise ConfigError(
+            f"{path} is at step {meta['step']}, and the run has {derived.steps} steps",
+            fix="raise `max_steps` or `num_train_epochs`, or set another `output_dir`",
+        )
+    finished = _finished_report(run_dir, derived) if config.resume == "auto" else None
+    if finished is None:
+        say("info", f"resuming from step {meta['step']} of {derived.steps}: {path}")
+    return path, finished
+
+
+def _stored_config(run_dir: RunDir) -> dict[str, Any]:
+    from paceline.config.load import load_config
+
+    try:
+        return load_config(run_dir.config).config.model_dump(mode="json")
+    except ConfigError as error:
+        raise ConfigError(
+            f"`output_dir: {run_dir.root}` holds another run, whose config.yaml does not load: {error.what}",
+            fix="set another `output_dir`",
+        ) from error
+
+
+def _check_same_config(config: Config, stored: dict[str, Any], where: Path, allow_change: bool, say: Say) -> None:
+    changes = [one for one in diff_configs(Config.model_validate(stored), config) if not one[0].startswith(_FREE_KEYS)]
+    if not changes:
+        return
+    listing = "; ".join(f"{key}: {old!r} → {new!r}" for key, old, new in changes)
+    if allow_change:
+        say("warning", f"going on with a changed config, as told: {listing}")
+        return
+    raise ConfigError(
+        f"`output_dir` holds another run ({where}), made with another config. Changed: {listing}",
+        fix="set another `output_dir` for a new run; put the old values back to go on with it; or pass --allow-config-change to "
+        "go on with the new ones",
+    )
+
+
+def _check_same_batches(
+    derived: Derived, prepared: Prepared, meta: dict[str, Any], path: Path, allow_change: bool, say: Say
+) -> None:
+    changes = []
+    if meta["global_batch_size"] != derived.global_batch_size:
+        changes.append(f"global batch: {meta['global_batch_size']} → {derived.global_batch_size} samples")
+    if meta["fingerprint"] != prepared.fingerprint:
+        changes.append("the training data is not what it was")
+    if not changes:
+        return
+    if allow_change:
+        say("warning", f"going on from {path} although: {'; '.join(changes)}")
+        return
+    raise ConfigError(
+        f"the run in {path} cannot go on exactly: {'; '.join(changes)}",
+        fix="keep micro-batch × accumulation × ranks and the data as they were; or pass --allow-config-change; or set another "
+        "`output_dir`",
+    )
+
+
+def _finished_report(run_dir: RunDir, derived: Derived) -> dict[str, Any] | None:
+    try:
+        report = json.loads(run_dir.report.read_text())
+    except (OSError, ValueError):
+        return None
+    done = report.get("status") == "done" and report.get("steps") == derived.steps and os.path.isdir(run_dir.model)
+    return dict(report) if done else None

@@ -1,0 +1,38 @@
+"""A fork server that imports torch and the rest while the launcher reads the config and the data.
+
+The ranks are then forked from it, so the imports are paid once a host and beside other work. It is started before torch is
+imported here, and never after an accelerator was touched.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import signal
+import threading
+
+from paceline.config.schema import Config
+
+
+def start_fork_server(config: Config) -> None:
+    """Start it for this config; returns at once."""
+    modules = ["paceline.launch.worker"]
+    if config.task in ("sft", "pretrain"):
+        from paceline.models.language import model_type
+
+        modules += ["transformers.models.auto.modeling_auto", "transformers.optimization"]
+        kind = model_type(config.model)
+        if kind is not None:
+            modules.append(f"transformers.models.{kind}.modeling_{kind}")
+        if config.lora.enable:
+            modules.append("peft")
+        modules.append("paceline.launch.warm")
+    multiprocessing.set_forkserver_preload(modules)
+    # A Ctrl-C while it imports must not print its traceback: it inherits "ignore" and ends with the launcher.
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if in_main:
+            signal.signal(signal.SIGINT, before)

@@ -1,0 +1,106 @@
+"""One rank's process: who it obeys, what it leaves behind for the launcher to read."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM, PacelineError
+from paceline.core.files import write_atomic
+from paceline.engine.session import Job, run_rank
+from paceline.engine.stop import StopFlag
+from paceline.world.env import RankEnv, from_environment
+
+STOP_FILE = "stop"
+
+
+def outcome_file(folder: Path, local_rank: int) -> Path:
+    return folder / f"outcome-{local_rank}.json"
+
+
+def pid_file(folder: Path, local_rank: int) -> Path:
+    return folder / f"pid-{local_rank}"
+
+
+def worker_main(job: Job, folder: str) -> None:
+    """Entry of a rank that Paceline's own launcher started. ``folder`` is the launcher's, for pids and outcomes."""
+    here = Path(folder)
+    env = from_environment()
+    _die_with_launcher()
+    os.setpgid(0, 0)  # a Ctrl-C in the terminal reaches the launcher alone, which passes it on once
+    stop = StopFlag()
+    stop.install(sigint=False)
+    write_atomic(pid_file(here, env.local_rank), str(os.getpid()))
+    if (here / STOP_FILE).exists():
+        write_outcome(here, env, {"status": "stopped", "report": None})
+        return
+    outcome = run_guarded(job, env, stop)
+    write_outcome(here, env, outcome)
+    if outcome["status"] == "failed":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(outcome["exit_code"]))  # at once: the other ranks wait for this one and must see it gone
+
+
+def run_guarded(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
+    """Run the rank; what happened as a plain dict: status, report, and for a failure exit_code, text and traceback."""
+    try:
+        outcome = run_rank(job, env, stop)
+    except PacelineError as error:
+        return _failed(env, error.exit_code, error.paragraph())
+    except BaseException as error:  # the launcher must hear of anything that ends a rank
+        return _failed(env, EXIT_FAILED, _describe(error, job))
+    if outcome["status"] == "stopped":
+        outcome["exit_code"] = EXIT_SIGINT if stop.signal == signal.SIGINT else EXIT_SIGTERM
+    else:
+        outcome["exit_code"] = EXIT_DONE
+    return outcome
+
+
+def _failed(env: RankEnv, exit_code: int, text: str) -> dict[str, Any]:
+    return {"status": "failed", "rank": env.rank, "exit_code": exit_code, "text": text, "traceback": traceback.format_exc()}
+
+
+def _describe(error: BaseException, job: Job) -> str:
+    kind, text = type(error).__name__, str(error).strip().splitlines()
+    first = text[0][:400] if text else "no message"
+    if kind == "OutOfMemoryError" or isinstance(error, MemoryError):
+        args = job.config.train_args
+        return (
+            f"Out of memory: {first} To fix: lower `per_device_train_batch_size` (now {args.per_device_train_batch_size}) and raise "
+            f"`gradient_accumulation_steps` by the same factor (the result stays the same), lower `max_length` (now "
+            f"{args.max_length}), or set `gradient_checkpointing: true`, `bf16: true` or `lora.enable: true`."
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{kind}: {first}{where}. To see the whole traceback: run again with --debug."
+
+
+def write_outcome(folder: Path, env: RankEnv, outcome: dict[str, Any]) -> None:
+    write_atomic(outcome_file(folder, env.local_rank), json.dumps({**outcome, "rank": env.rank, "time": time.time()}))
+
+
+def _die_with_launcher() -> None:
+    """End this process as soon as the launcher or the fork server is gone, however they went."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the fork server, this process's parent
+    launcher = multiprocessing.parent_process()
+    if launcher is None:
+        return
+    sentinel = launcher.sentinel
+
+    def watch() -> None:
+        multiprocessing.connection.wait([sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

@@ -1,0 +1,225 @@
+"""The built-in models: small Qwen2-style language models with random weights, made on this machine, without a download.
+
+Each becomes an ordinary Hugging Face folder in the cache, so nothing else in the house knows a built-in from any other.
+Configuration, weights and tokenizer are written directly: the modelling code takes seconds to import and is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import ConfigError, nearest
+from paceline.core.files import cache_dir
+from paceline.data.builtin import builtin_dataset, python_version
+from paceline.data.cache import build_once
+from paceline.data.tokenizer import QWEN2_WORDS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_LAYOUT = 1
+_SEED = 20
+_INIT_STD = 0.02
+VOCAB_SIZE = 8192
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}\n"
+    "{{- '<|im_start|>' + message.role + '\\n' }}\n"
+    "{%- if message.role == 'assistant' %}\n"
+    "{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}\n"
+    "{%- else %}\n"
+    "{{- message.content + '<|im_end|>' }}\n"
+    "{%- endif %}\n"
+    "{{- '\\n' }}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n"
+    "{{- '<|im_start|>assistant\\n' }}\n"
+    "{%- endif %}"
+)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    positions: int
+
+
+_SHAPES = {
+    "qwen2-tiny": _Shape(hidden=256, layers=8, heads=8, kv_heads=4, intermediate=832, positions=2048),
+    "qwen2-micro": _Shape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=192, positions=2048),
+}
+
+
+def builtin_names() -> list[str]:
+    """Names of the built-in language models, without the ``builtin:`` before them."""
+    return list(_SHAPES)
+
+
+def resolve_model(name: str) -> str:
+    """``builtin:NAME`` to the folder that holds it, made on first use; any other name comes back as it is.
+
+    The folder has ``config.json``, ``model.safetensors`` (float32), ``tokenizer.json``, ``tokenizer_config.json`` with the
+    chat template, and ``generation_config.json``.
+
+    Raises:
+        ConfigError: no built-in model of that name.
+    """
+    if not name.startswith("builtin:"):
+        return name
+    short = name.removeprefix("builtin:")
+    if short not in _SHAPES:
+        near = nearest(short, _SHAPES)
+        raise ConfigError(
+            f"there is no built-in language model `{name}`",
+            allowed=", ".join(f"`builtin:{one}`" for one in _SHAPES),
+            fix=f"write `builtin:{near}`" if near else None,
+        )
+    folder = cache_dir() / "models" / f"{short}-{python_version()}-v{_LAYOUT}"
+    build_once(folder, "config.json", lambda aside: _write_model(aside, _SHAPES[short]))
+    return str(folder)
+
+
+def _write_model(folder: Path, shape: _Shape) -> None:
+    from safetensors.numpy import save_file
+
+    tokenizer = builtin_tokenizer()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tokenizer / name).read_bytes())
+    ids = {"eos_token_id": 2, "pad_token_id": 0}
+    _write_json(folder / "generation_config.json", {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False})
+    save_file(dict(_weights(shape)), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    _write_json(
+        folder / "config.json",
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.intermediate,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "max_position_embeddings": shape.positions,
+            "hidden_act": "silu",
+            "initializer_range": _INIT_STD,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": True,
+            "use_cache": True,
+            "use_sliding_window": False,
+            "dtype": "float32",
+            **ids,
+        },
+    )
+
+
+def _weights(shape: _Shape) -> Iterator[tuple[str, np.ndarray]]:
+    import numpy as np
+
+    hidden, kv = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
+    yield "model.embed_tokens.weight", _normal("model.embed_tokens.weight", (VOCAB_SIZE, hidden))
+    yield "model.norm.weight", np.ones(hidden, np.float32)
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}{name}.weight", np.ones(hidden, np.float32)
+        for name, size in (("q", hidden), ("k", kv), ("v", kv)):
+            yield f"{prefix}self_attn.{name}_proj.bias", np.zeros(size, np.float32)
+        for name, rows, columns in (
+            ("self_attn.q_proj", hidden, hidden),
+            ("self_attn.k_proj", kv, hidden),
+            ("self_attn.v_proj", kv, hidden),
+            ("self_attn.o_proj", hidden, hidden),
+            ("mlp.gate_proj", shape.intermediate, hidden),
+            ("mlp.up_proj", shape.intermediate, hidden),
+            ("mlp.down_proj", hidden, shape.intermediate),
+        ):
+            weight = f"{prefix}{name}.weight"
+            yield weight, _normal(weight, (rows, columns))
+
+
+def _normal(name: str, size: tuple[int, int]) -> np.ndarray:
+    """Float32 [rows, columns], near normal with standard deviation 0.02, the same bits on every machine.
+
+    A sum of four 16-bit integers (Irwin-Hall): numpy's own normal goes through the C library's logarithm, whose last bit
+    differs between platforms.
+    """
+    import numpy as np
+
+    count = size[0] * size[1]
+    raw = np.random.PCG64([_SEED, zlib.crc32(name.encode())]).random_raw(count)
+    halves = raw.astype("<u8").view("<u2").reshape(count, 4)
+    total = halves.sum(axis=1, dtype=np.int64) - 4 * 65535 // 2
+    std = 65536 / 3**0.5  # of the sum of four uniform numbers of that width
+    return (total.astype(np.float64) * (_INIT_STD / std)).astype(np.float32).reshape(size)
+
+
+def builtin_tokenizer() -> Path:
+    """Folder of the tokenizer that the built-in models share, trained on the built-in data on first use."""
+    folder = cache_dir() / "models" / f"tokenizer-{python_version()}-v{_LAYOUT}"
+    build_once(folder, "tokenizer_config.json", _write_tokenizer)
+    return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    # The pipeline of Qwen2's own tokenizer: transformers builds that one for every folder whose model is a qwen2.
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(one, special=True, normalized=False) for one in (END_OF_TEXT, TURN_START, TURN_END)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_text(), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "unk_token": END_OF_TEXT,
+            "eos_token": TURN_END,
+            "pad_token": END_OF_TEXT,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 2048,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def _training_text() -> Iterator[str]:
+    for row in _rows("python-docs"):
+        yield from (f"{message['role']}\n{message['content']}" for message in row["messages"])
+    for number, row in enumerate(_rows("python-source")):
+        if number % 3 == 0:  # enough to know what code looks like
+            yield row["text"]
+
+
+def _rows(dataset: str) -> Iterator[dict[str, Any]]:
+    with open(builtin_dataset(dataset), encoding="utf-8") as handle:
+        for line in handle:
+            yield json.loads(line)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

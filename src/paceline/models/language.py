@@ -1,0 +1,192 @@
+"""Hugging Face causal language models: loading, adapters, saving."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.models.builtin import resolve_model
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def check_model(config: Config) -> None:
+    """Raise ConfigError for a local folder that is no model, or an adapter folder that is none. Reads no weights."""
+    name = config.model
+    if name.startswith("builtin:"):
+        return
+    folder = Path(name).expanduser()
+    looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local:
+        _check_folder(folder, "model")
+    if config.lora.adapter is not None:
+        adapter = Path(config.lora.adapter).expanduser()
+        if adapter.exists() and not (adapter / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"`lora.adapter: {config.lora.adapter}` has no adapter_config.json",
+                fix="give the folder that peft's save_pretrained wrote (in a run of Paceline: RUN/model)",
+            )
+
+
+def _check_folder(folder: Path, key: str) -> None:
+    if not folder.exists():
+        raise ConfigError(
+            f"`{key}: {folder}` does not exist",
+            allowed="a folder with config.json and weights, a hub id such as Qwen/Qwen2.5-0.5B, or builtin:qwen2-tiny",
+            fix="check the path",
+        )
+    if not folder.is_dir():
+        raise ConfigError(f"`{key}: {folder}` is a file", allowed="the folder that holds config.json and the weights")
+    if not (folder / "config.json").is_file():
+        found = ", ".join(sorted(one.name for one in folder.iterdir())[:6]) or "nothing"
+        hint = ""
+        if (folder / "adapter_config.json").is_file():
+            base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+            hint = f"it is a LoRA adapter: set `model: {base}` and `lora: {{enable: true, adapter: {folder}}}`"
+        raise ConfigError(
+            f"`{key}: {folder}` is no model: it has no config.json (found: {found})",
+            allowed="a folder that save_pretrained wrote, with config.json and weights",
+            fix=hint or "check the path",
+        )
+
+
+def model_type(name: str) -> str | None:
+    """The ``model_type`` of a local model folder, without importing anything; None where it cannot be read."""
+    try:
+        found = json.loads((Path(resolve_model(name)).expanduser() / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) and found.isidentifier() else None
+
+
+def load_language_model(config: Config) -> nn.Module:
+    """The model to train on the CPU: float32, or, where adapters are trained in mixed precision, the frozen weights in
+    that precision. With LoRA the adapters are put in.
+
+    Raises:
+        ConfigError: the model cannot be loaded; the text says how to give a local path.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = str(Path(resolve_model(config.model)).expanduser()) if Path(config.model).expanduser().exists() else resolve_model(config.model)
+    low = torch.bfloat16 if config.train_args.bf16 else torch.float16 if config.train_args.fp16 else torch.float32
+    dtype = low if config.lora.enable else torch.float32
+    try:
+        model_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, config=model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"`model: {config.model}` cannot be loaded: {_first_line(error)}",
+            allowed="a folder with config.json and weights, a hub id that this machine can download, or builtin:qwen2-tiny",
+            fix="download the model where there is a network and give its folder: `model=/path/to/folder`",
+        ) from error
+    model.config.use_cache = False
+    return _add_adapters(model, config, name) if config.lora.enable else model
+
+
+def _add_adapters(model: Any, config: Config, name: str) -> nn.Module:
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    lora = config.lora
+    if lora.adapter is not None:
+        try:
+            adapted = PeftModel.from_pretrained(model, str(Path(lora.adapter).expanduser()), is_trainable=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"`lora.adapter: {lora.adapter}` cannot be loaded: {_first_line(error)}") from error
+    else:
+        targets = lora.target_modules
+        settings = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            modules_to_save=list(lora.modules_to_save) or None,
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+        try:
+            adapted = get_peft_model(model, settings)
+        except ValueError as error:
+            linear = sorted({path.rpartition(".")[2] for path, one in model.named_modules() if isinstance(one, torch.nn.Linear)})
+            raise ConfigError(
+                f"`lora.target_modules: {targets}` does not fit this model: {_first_line(error)}",
+                allowed="all-linear, or some of: " + ", ".join(linear),
+            ) from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+    return adapted  # type: ignore[return-value]
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
+def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) -> None:
+    """Write what plain ``transformers`` (or, with adapters, ``peft``) loads: weights, config, tokenizer."""
+    use_cache = getattr(model.config, "use_cache", None)
+    model.config.use_cache = True
+    extra: dict[str, Any] = {}
+    if hasattr(model, "peft_config"):
+        # "auto" would ask the hub whether the base model's vocabulary changed; here it never does.
+        extra["save_embedding_layers"] = False
+    try:
+        model.save_pretrained(str(folder), **extra)
+    finally:
+        model.config.use_cache = use_cache
+    if tokenizer_path is not None:
+        copy_tokenizer(tokenizer_path, folder)
+
+
+def copy_tokenizer(source: str, folder: Path) -> None:
+    """Put the tokenizer's files beside the weights: copied as they are from a folder, written by transformers from a hub id."""
+    import shutil
+
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source).save_pretrained(str(folder))
+        return
+    for pattern in ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "chat_template*", "*.model"):
+        for file in path.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+
+def packing_keeps_apart(model: nn.Module, device: torch.device) -> bool:
+    """Whether the model keeps samples of one row apart when only their position_ids say where each begins.
+
+    Two short samples are run alone and in one row; the logits must agree. Some architectures (state-space models, attention
+    of an older make) mix them: those are trained padded.
+    """
+    import torch
+
+    vocabulary = int(getattr(model.config.get_text_config(), "vocab_size", 0))  # type: ignore[union-attr,operator]
+    if vocabulary < 16:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, vocabulary, (1, length), generator=generator).to(device) for length in (7, 5)]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            alone = torch.cat([model(input_ids=one, use_cache=False).logits.float() for one in ids], dim=1)
+            positions = torch.cat([torch.arange(one.shape[1], device=device) for one in ids]).unsqueeze(0)
+            packed = model(input_ids=torch.cat(ids, dim=1), position_ids=positions, use_cache=False).logits.float()
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        return False
+    finally:
+        model.train(was_training)
+    tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 5e-2
+    return bool((alone - packed).abs().max() <= tolerance * alone.abs().max().clamp(min=1.0))

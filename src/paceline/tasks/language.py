@@ -1,0 +1,105 @@
+"""Causal language models: `task: sft` (loss on the answers) and `task: pretrain` (loss on every token)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.models import language
+from paceline.tasks.base import Prepared, Task
+
+
+class LanguageTask(Task):
+    """Any Hugging Face causal model, in full or through LoRA, on chats, prompts and completions, or plain text."""
+
+    unit = "label tokens"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.default_learning_rate = _default_rate(config)
+        self.packed = config.train_args.packing is not False
+        self._picks_logits = True
+
+    def check(self) -> None:
+        language.check_model(self.config)
+
+    def prepare(self) -> Prepared:
+        from paceline.data.tokenize import prepare_tokens
+
+        tokens = prepare_tokens(self.config, "pretrain" if self.config.task == "pretrain" else "sft")
+        return Prepared(
+            num_train=tokens.num_train,
+            num_eval=tokens.num_eval,
+            counts=tokens.counts,
+            train_tokens=tokens.train_tokens,
+            label_tokens=tokens.label_tokens,
+            notices=list(tokens.notices),
+            handle=tokens,
+        )
+
+    def build_datasets(self) -> tuple[Any, Any | None]:
+        from paceline.data.token_dataset import TokenDataset
+
+        assert self.prepared is not None
+        found = self.prepared.handle
+        train = TokenDataset(found.train_folder, found.train_indices)
+        return train, None if found.eval_folder is None else TokenDataset(found.eval_folder, found.eval_indices)
+
+    def build_model(self) -> Any:
+        return language.load_language_model(self.config)
+
+    def setup(self, model: Any) -> list[tuple[str, str]]:
+        """Decide between packed and padded rows, by trying. Called with the model on its device, before training."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
+        if not self.packed:
+            return []
+        if language.packing_keeps_apart(model, next(model.parameters()).device):
+            return [("info", "packing: samples of a micro-batch share one row without padding (checked: they do not mix)")]
+        if self.config.train_args.packing is True:
+            raise ConfigError(
+                "`train_args.packing: true`, and this model mixes samples that share a row",
+                fix="set `train_args.packing: auto` or `false`: the same loss, with padding",
+            )
+        self.packed = False
+        return [("warning", "packing: off; this model mixes samples that share a row, so rows are padded (same loss, slower)")]
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
+        from paceline.data.collate import collate_packed, collate_padded
+
+        if self.packed:
+            return collate_packed(samples)
+        assert self.prepared is not None
+        return collate_padded(samples, self.prepared.handle.pad_token_id)
+
+    def count(self, batch: dict[str, Any]) -> int:
+        return int(batch["num_labels"])
+
+    def num_tokens(self, batch: dict[str, Any]) -> int:
+        return int(batch["num_tokens"])
+
+    def loss(self, model: Any, batch: dict[str, Any]) -> Any:
+        """Cross entropy in nats, summed over the tokens that carry loss."""
+        from torch.nn import functional
+
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+        keep = batch["keep"]
+        if self._picks_logits:
+            logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits
+        else:
+            logits = model(**inputs, use_cache=False).logits[:, keep]
+        return functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum")
+
+    def save_model(self, model: Any, folder: Path) -> None:
+        tokenizer = None if self.prepared is None else self.prepared.handle.tokenizer_path
+        language.save_language_model(model, tokenizer, folder)
+
+
+def _default_rate(config: Config) -> float:
+    if config.lora.enable:
+        return 1e-4
+    return 1e-3 if config.model.startswith("builtin:") else 2e-5

@@ -1,0 +1,1 @@
+"""Ranks, devices, the process group, collectives that count their bytes, seeds."""

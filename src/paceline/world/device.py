@@ -1,0 +1,106 @@
+"""Which devices a run takes. Never a silent fallback: what was asked for is there, or it is an error."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from paceline.config.schema import Parallel
+from paceline.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of this host that a run takes, one rank each."""
+
+    type: str
+    count: int
+    names: list[str] = field(default_factory=list)
+    notices: list[tuple[str, str]] = field(default_factory=list)
+
+
+def cpu_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def accelerators() -> tuple[str | None, list[str]]:
+    """(accelerator type or None, the names of the visible ones). Initialises no device context."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None, []
+    current = torch.accelerator.current_accelerator()
+    assert current is not None
+    count = torch.accelerator.device_count()
+    module = getattr(torch, current.type, None)
+    names = []
+    for index in range(count):
+        try:
+            names.append(module.get_device_name(index))
+        except (AttributeError, RuntimeError):
+            names.append(current.type)
+    return current.type, names
+
+
+def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Devices:
+    """The devices for a config, on this host. ``ranks_given``: the number of ranks an outer launcher started here.
+
+    Raises:
+        ConfigError: asked-for devices are not there; the text says what was found and how to run on the CPU.
+    """
+    wanted = None if parallel.num_gpus == "auto" else int(parallel.num_gpus)
+    if ranks_given is not None:
+        if wanted not in (None, ranks_given):
+            raise ConfigError(
+                f"`parallel.num_gpus` is {wanted}, and the outer launcher started {ranks_given} ranks on this host",
+                fix=f"start it with `--nproc-per-node {wanted}`, or leave `parallel.num_gpus` out",
+            )
+        wanted = ranks_given
+    if parallel.mode == "single":
+        if wanted not in (None, 1):
+            raise ConfigError(
+                f"`parallel.mode: single` trains on one device, and `parallel.num_gpus` is {wanted}",
+                fix="set `parallel.num_gpus: 1`, or `parallel.mode: ddp`",
+            )
+        wanted = 1
+    if parallel.device == "cpu":
+        return _cpu(wanted, "asked for by `parallel.device: cpu`")
+    kind, names = accelerators()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    limited = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
+    if parallel.device not in ("auto", kind):
+        raise ConfigError(
+            f"`parallel.device: {parallel.device}` was asked for, and "
+            + (f"this machine has {len(names)} × {kind}" if kind else f"no accelerator was found{limited}"),
+            allowed="auto, cpu" + (f", {kind}" if kind else ""),
+            fix="to run on the CPU, set `parallel.device=cpu`",
+        )
+    if kind is None or not names:
+        if wanted is not None and ranks_given is None and parallel.mode != "single":
+            raise ConfigError(
+                f"`parallel.num_gpus: {wanted}` was asked for, and no GPU was found{limited}",
+                fix=f"check the driver with `nvidia-smi`; or run on the CPU with {wanted} ranks by `parallel.device=cpu`",
+            )
+        if parallel.device != "auto":
+            raise ConfigError(f"no device of type {parallel.device} was found{limited}", fix="set `parallel.device=cpu`")
+        return _cpu(wanted, f"no GPU was found{limited}")
+    if wanted is not None and wanted > len(names):
+        raise ConfigError(
+            f"`parallel.num_gpus: {wanted}` was asked for, and {len(names)} × {kind} are visible{limited}: {', '.join(names)}",
+            allowed=f"1 to {len(names)}, or auto",
+            fix=f"set `parallel.num_gpus={len(names)}`; or run {wanted} ranks on the CPU with `parallel.device=cpu`",
+        )
+    taken = names[: wanted or len(names)]
+    listing = ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(taken))
+    notices = [("info", f"devices: {len(taken)} of {len(names)} visible{limited}: {listing}")]
+    return Devices(kind, len(taken), taken, notices)
+
+
+def _cpu(wanted: int | None, why: str) -> Devices:
+    cores = cpu_cores()
+    count = wanted if wanted is not None else min(2, cores)
+    notices = [("info", f"devices: CPU ({why}), {count} rank{'s' if count > 1 else ''} on {cores} cores")]
+    if count > cores:
+        notices.append(("warning", f"{count} CPU ranks share {cores} cores: right, but slower than {cores} ranks"))
+    return Devices("cpu", count, ["cpu"] * count, notices)
