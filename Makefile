@@ -16,7 +16,7 @@ setup: $(STAMP)  ## Make .venv and install Paceline with everything it needs
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "Paceline needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	  echo "Paceline needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -1)." \
 	       "To fix: install one and name it, as in: make PYTHON=python3.12 setup" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "The virtual environment could not be made." \

@@ -63,9 +63,7 @@ def _dispatch(tokens: list[str], started_at: float) -> int:
     verb, rest = tokens[0], tokens[1:]
     if verb not in _VERBS:
         near = nearest(verb, _VERBS)
-        raise ConfigError(
-            f"`paceline {verb}` is no verb", allowed=", ".join(_VERBS), fix=f"type `paceline {near or '--help'}`"
-        )
+        raise ConfigError(f"`paceline {verb}` is no verb", allowed=", ".join(_VERBS), fix=f"type `paceline {near or '--help'}`")
     if "-h" in rest or "--help" in rest:
         print(USAGE, end="")
         return EXIT_DONE
@@ -93,7 +91,7 @@ def _watch(tokens: list[str], _: float) -> int:
 
     flags, tokens = _take_flags(tokens, "once", "json", "debug")
     run = _exactly(tokens, "watch", "RUN")[0]
-    return watch(Path(run), sys.stdout, once=flags["once"])
+    return watch(Path(run), sys.stderr if flags["json"] else sys.stdout, once=flags["once"])
 
 
 def _generate(tokens: list[str], _: float) -> int:
@@ -173,7 +171,9 @@ def _exactly(tokens: list[str], verb: str, *names: str) -> list[str]:
     unknown = [one for one in tokens if one.startswith("--")]
     if unknown or len(tokens) != len(names):
         got = " ".join(tokens) or "nothing"
-        raise ConfigError(f"`paceline {verb}` was given {got}", allowed=f"paceline {verb} {' '.join(names)}", fix="see `paceline --help`")
+        raise ConfigError(
+            f"`paceline {verb}` was given {got}", allowed=f"paceline {verb} {' '.join(names)}", fix="see `paceline --help`"
+        )
     return tokens
 
 

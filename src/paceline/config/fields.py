@@ -52,7 +52,12 @@ def _parts(annotation: Any, metadata: list[Any] | None = None) -> list[tuple[Any
 
 def literals(info: FieldInfo) -> list[str]:
     """The words a field takes, where it takes only some."""
-    return [str(word) for kind, _ in _parts(info.annotation, info.metadata) if get_origin(kind) is Literal for word in get_args(kind)]
+    return [
+        str(word)
+        for kind, _ in _parts(info.annotation, info.metadata)
+        if get_origin(kind) is Literal
+        for word in get_args(kind)
+    ]
 
 
 def takes_none(info: FieldInfo) -> bool:

@@ -9,181 +9,334 @@ from paceline.config.aliases import Ignored
 
 _GROUPS: list[tuple[str, str, dict[str, str]]] = [
     ("info", "the attention kernel is torch's scaled-dot-product attention", {
-        "a": "flash_attention xformers_attention sdp_attention flex_attention eager_attention flash_attn_cross_entropy "
-             "flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum flex_attn_compile_kwargs attention",
-        "l": "flash_attn", "s": "attn_impl use_flash_attn", "at": "attn_implementation", "t": "use_flash_attention_2"}),
+        "a": "flash_attention xformers_attention sdp_attention flex_attention eager_attention "
+             "flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum "
+             "flex_attn_compile_kwargs attention",
+        "l": "flash_attn",
+        "s": "attn_impl use_flash_attn",
+        "at": "attn_implementation",
+        "t": "use_flash_attention_2",
+    }),
     ("info", "kernels that replace a model's own are not there; the results are the same", {
-        "a": "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel unsloth_cross_entropy_loss unsloth_lora_mlp "
-             "unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm unsloth_rope use_kernels cut_cross_entropy chunked_cross_entropy "
-             "tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
-        "l": "use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels use_kt kt_optimize_rule cpu_infer chunk_size "
-             "use_kernel kt_mode kt_use_kernel use_reentrant_gc use_kv_cache",
-        "st": "use_liger_kernel", "t": "liger_kernel_config use_liger use_cache", "s": "tuner_backend use_tiled_mlp"}),
+        "a": "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel unsloth_cross_entropy_loss "
+             "unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm unsloth_rope use_kernels "
+             "cut_cross_entropy chunked_cross_entropy tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
+        "l": "use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels use_kt kt_optimize_rule cpu_infer "
+             "chunk_size use_kernel kt_mode kt_use_kernel use_reentrant_gc use_kv_cache",
+        "st": "use_liger_kernel",
+        "t": "liger_kernel_config use_liger use_cache",
+        "s": "tuner_backend use_tiled_mlp",
+    }),
     ("info", "torch.compile is not used", {
-        "at": "torch_compile torch_compile_backend torch_compile_mode"}),
-    ("info", "the matrix precision is torch's default", {"at": "tf32", "a": "float32"}),
+        "at": "torch_compile torch_compile_backend torch_compile_mode",
+    }),
+    ("info", "the matrix precision is torch's default", {
+        "at": "tf32",
+        "a": "float32",
+    }),
     ("info", "activations are recomputed the way torch recommends (without re-entry)", {
-        "sat": "gradient_checkpointing_kwargs", "t": "gradient_checkpointing_use_reentrant activation_checkpointing_kwargs",
-        "s": "vit_gradient_checkpointing"}),
-    ("warning", "`parallel.mode` chooses the strategy; this version has single and ddp, which train to the same loss, and each "
-     "rank holds the whole state: memory is not sharded", {
-        "slat": "deepspeed fsdp fsdp_config", "a": "fsdp_version fsdp_final_state_dict_type qlora_sharded_model_loading",
-        "t": "parallelism_config accelerator_config distributed_type deepspeed_config", "s": "zero_hpz_partition_size "
-        "deepspeed_autotp_size"}),
+        "sat": "gradient_checkpointing_kwargs",
+        "t": "gradient_checkpointing_use_reentrant activation_checkpointing_kwargs",
+        "s": "vit_gradient_checkpointing",
+    }),
+    ("warning",
+     "`parallel.mode` chooses the strategy; this version has single and ddp, which train to the same loss, "
+     "and each rank holds the whole state: memory is not sharded", {
+        "slat": "deepspeed fsdp fsdp_config",
+        "a": "fsdp_version fsdp_final_state_dict_type qlora_sharded_model_loading",
+        "t": "parallelism_config accelerator_config distributed_type deepspeed_config",
+        "s": "zero_hpz_partition_size deepspeed_autotp_size",
+    }),
     ("info", "one rank holds one whole replica in this version", {
-        "a": "sequence_parallel_degree heads_k_stride ring_attn_func context_parallel_size tensor_parallel_size dp_shard_size "
-             "dp_replicate_size expert_parallel_size ddp world_size",
-        "s": "sequence_parallel_size tensor_model_parallel_size pipeline_model_parallel_size", "l": "use_mca"}),
-    ("info", "the process group is Paceline's own: tokenising is done before it exists and its time limit is "
+        "a": "sequence_parallel_degree heads_k_stride ring_attn_func context_parallel_size tensor_parallel_size "
+             "dp_shard_size dp_replicate_size expert_parallel_size ddp world_size",
+        "s": "sequence_parallel_size tensor_model_parallel_size pipeline_model_parallel_size",
+        "l": "use_mca",
+    }),
+    ("info",
+     "the process group is Paceline's own: tokenising is done before it exists and its time limit is "
      "`parallel.timeout_s`", {
-        "slat": "ddp_timeout", "st": "ddp_backend", "sat": "ddp_find_unused_parameters ddp_broadcast_buffers",
-        "t": "ddp_static_graph local_rank ddp_port main_process_port", "s": "MASTER_PORT MASTER_ADDR NODE_RANK node_rank "
-        "master_port master_addr"}),
+        "slat": "ddp_timeout",
+        "st": "ddp_backend",
+        "sat": "ddp_find_unused_parameters ddp_broadcast_buffers",
+        "t": "ddp_static_graph local_rank ddp_port main_process_port",
+        "s": "MASTER_PORT MASTER_ADDR NODE_RANK node_rank master_port master_addr",
+    }),
     ("info", "Ray is not used; workers run under torch.distributed.elastic", {
-        "la": "ray_run_name ray_storage_path ray_num_workers placement_strategy resources_per_worker ray_init_kwargs",
-        "as": "use_ray", "s": "ray_exp_name device_groups"}),
+        "la": "ray_run_name ray_storage_path ray_num_workers placement_strategy resources_per_worker "
+              "ray_init_kwargs",
+        "as": "use_ray",
+        "s": "ray_exp_name device_groups",
+    }),
     ("info", "the run is followed with report.html, events.jsonl, `paceline watch` and TensorBoard", {
-        "t": "run_name project logging_nan_inf_filter log_level log_level_replica log_on_each_node include_num_input_tokens_seen "
-             "include_for_metrics skip_memory_metrics disable_tqdm trackio_space_id trackio_bucket_id trackio_static_space_id "
-             "logging_strategy include_tokens_per_second",
+        "t": "run_name project logging_nan_inf_filter log_level log_level_replica log_on_each_node "
+             "include_num_input_tokens_seen include_for_metrics skip_memory_metrics disable_tqdm trackio_space_id "
+             "trackio_bucket_id trackio_static_space_id logging_strategy include_tokens_per_second",
         "l": "plot_loss use_swanlab print_param_status include_effective_tokens_per_second compute_accuracy",
-        "st": "logging_first_step logging_dir", "s": "log_interval create_checkpoint_symlink add_version swanlab_token "
-        "swanlab_exp_name enable_channel_loss",
-        "a": "profiler_steps profiler_steps_start eval_table_size eval_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics "
-             "do_bench_eval bench_dataset bench_split use_wandb use_mlflow use_comet use_otel_metrics loss_watchdog_threshold "
-             "loss_watchdog_patience debug gc_steps hf_mlflow_log_artifacts mlflow_run_name"}),
+        "st": "logging_first_step logging_dir",
+        "s": "log_interval create_checkpoint_symlink add_version swanlab_token swanlab_exp_name "
+             "enable_channel_loss",
+        "a": "profiler_steps profiler_steps_start eval_table_size eval_max_new_tokens do_causal_lm_eval "
+             "eval_causal_lm_metrics do_bench_eval bench_dataset bench_split use_wandb use_mlflow use_comet "
+             "use_otel_metrics loss_watchdog_threshold loss_watchdog_patience debug gc_steps "
+             "hf_mlflow_log_artifacts mlflow_run_name",
+    }),
     ("info", "nothing is uploaded; `model/` in output_dir is what to upload", {
-        "st": "push_to_hub hub_model_id hub_private_repo hub_strategy hub_token hub_always_push", "at": "hub_revision",
-        "a": "push_dataset_to_hub hf_use_auth_token", "l": "hf_hub_token ms_hub_token om_hub_token export_dir export_size "
-        "export_device export_legacy_format export_hub_model_id", "s": "use_hf push_to_hub_async"}),
+        "st": "push_to_hub hub_model_id hub_private_repo hub_strategy hub_token hub_always_push",
+        "at": "hub_revision",
+        "a": "push_dataset_to_hub hf_use_auth_token",
+        "l": "hf_hub_token ms_hub_token om_hub_token export_dir export_size export_device export_legacy_format "
+             "export_hub_model_id",
+        "s": "use_hf push_to_hub_async",
+    }),
     ("info", "a checkpoint always holds all that resuming needs, in safetensors", {
-        "slat": "save_only_model", "at": "save_safetensors save_first_step",
+        "slat": "save_only_model",
+        "at": "save_safetensors save_first_step",
         "t": "save_on_each_node restore_callback_states_from_checkpoint enable_jit_checkpoint",
-        "s": "save_last resume_only_model", "a": "merge_lora merge_method"}),
+        "s": "save_last resume_only_model",
+        "a": "merge_lora merge_method",
+    }),
     ("info", "the same command goes on where the run stopped; `resume: never` starts anew", {
-        "lt": "overwrite_output_dir", "st": "ignore_data_skip", "l": "load_args"}),
+        "lt": "overwrite_output_dir",
+        "st": "ignore_data_skip",
+        "l": "load_args",
+    }),
     ("info", "tokenised data is cached by content, so it is never stale", {
-        "l": "overwrite_cache preprocessing_batch_size tokenized_path data_shared_file_system", "lt": "preprocessing_num_workers",
-        "st": "dataset_num_proc", "a": "dataset_prepared_path dataset_processes dataset_keep_in_memory skip_prepare_dataset "
-        "dataset_shard_num dataset_shard_idx is_preprocess preprocess_iterable",
-        "s": "load_from_cache_file download_mode cached_dataset lazy_tokenize preprocess_num_proc load_data_args "
-        "", "t": "dataset_kwargs dataset_batch_size", "slt": "cache_dir"}),
+        "l": "overwrite_cache preprocessing_batch_size tokenized_path data_shared_file_system",
+        "lt": "preprocessing_num_workers",
+        "st": "dataset_num_proc",
+        "a": "dataset_prepared_path dataset_processes dataset_keep_in_memory skip_prepare_dataset "
+             "dataset_shard_num dataset_shard_idx is_preprocess preprocess_iterable",
+        "s": "load_from_cache_file download_mode cached_dataset lazy_tokenize preprocess_num_proc load_data_args",
+        "t": "dataset_kwargs dataset_batch_size",
+        "slt": "cache_dir",
+    }),
     ("info", "data is read whole, not streamed", {
-        "slt": "streaming", "l": "buffer_size", "s": "shuffle_buffer_size stopping_strategy", "t": "dataset_streaming",
-        "a": "pretrain_multipack_buffer_size streaming_multipack_buffer_size shuffle_before_merging_datasets"}),
+        "slt": "streaming",
+        "l": "buffer_size",
+        "s": "shuffle_buffer_size stopping_strategy",
+        "t": "dataset_streaming",
+        "a": "pretrain_multipack_buffer_size streaming_multipack_buffer_size shuffle_before_merging_datasets",
+    }),
     ("info", "the tokenizer's own chat template is used; for another give a Jinja file as `chat_template`", {
-        "sl": "template", "s": "template_type template_backend agent_template response_prefix", "l": "tool_format enable_thinking "
-        "reasoning_effort", "a": "eot_tokens", "t": "chat_template_kwargs chat_template_name"}),
+        "sl": "template",
+        "s": "template_type template_backend agent_template response_prefix",
+        "l": "tool_format enable_thinking reasoning_effort",
+        "a": "eot_tokens",
+        "t": "chat_template_kwargs chat_template_name",
+    }),
     ("info", "classes are found from the model's own config", {
-        "a": "tokenizer_type tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common tokenizer_save_jinja_files "
-             "processor_type base_model_config cls_model_config base_model_ignore_patterns is_falcon_derived_model "
-             "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model strict low_cpu_mem_usage",
-        "sa": "model_type", "l": "use_fast_tokenizer  infer_dtype infer_backend offload_folder adapter_folder",
-        "s": "model_kwargs load_from_config external_plugins custom_register_path custom_dataset_info local_repo_path model_author "
-             "ignore_args_error init_strategy dataset_info register_path", "st": "max_memory", "t": "model_init_kwargs"}),
+        "a": "tokenizer_type tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common "
+             "tokenizer_save_jinja_files processor_type base_model_config cls_model_config "
+             "base_model_ignore_patterns is_falcon_derived_model is_llama_derived_model is_mistral_derived_model "
+             "is_qwen_derived_model low_cpu_mem_usage",
+        "sa": "model_type",
+        "l": "use_fast_tokenizer infer_dtype infer_backend offload_folder adapter_folder",
+        "s": "model_kwargs load_from_config external_plugins custom_register_path custom_dataset_info "
+             "local_repo_path model_author ignore_args_error init_strategy dataset_info register_path",
+        "st": "max_memory",
+        "t": "model_init_kwargs",
+    }),
     ("warning", "a revision cannot be named; download it and give the folder", {
-        "slt": "model_revision", "a": "revision_of_model", "t": "base_model_revision model_code_revision revision"}),
+        "slt": "model_revision",
+        "a": "revision_of_model",
+        "t": "base_model_revision model_code_revision revision",
+    }),
     ("info", "padding is to the longest sample of a micro-batch, or none with packing: the results are the same", {
-        "a": "pad_to_sequence_len pad_to_sequence_length multipack_real_batches sample_packing_group_size sample_packing_bin_size "
-             "sample_packing_eff_est pad_token_id", "t": "pad_to_multiple_of pad_token padding_value",
-        "s": "padding_side", "l": "ignore_pad_token_for_loss", "st": "packing_num_proc"}),
+        "a": "pad_to_sequence_len pad_to_sequence_length multipack_real_batches sample_packing_group_size "
+             "sample_packing_bin_size sample_packing_eff_est pad_token_id",
+        "t": "pad_to_multiple_of pad_token padding_value",
+        "s": "padding_side",
+        "l": "ignore_pad_token_for_loss",
+        "st": "packing_num_proc",
+    }),
     ("info", "samples are packed within a micro-batch; the order of samples does not depend on it", {
-        "a": "sample_packing_sequentially sample_packing_mp_start_method pretrain_multipack_attn eval_sample_packing "
-             "pretraining_sample_concatenation", "t": "eval_packing", "st": "packing_strategy", "s": "packing_length"}),
-    ("info", "loaders are set with `dataloader_num_workers`, `dataloader_prefetch_factor` and `dataloader_pin_memory`", {
-        "st": "dataloader_persistent_workers", "t": "dataloader_in_order dataloader_multiprocessing_context "
-        "label_names length_column_name", "sat": "remove_unused_columns"}),
-    ("warning", "every sample is seen once an epoch: nothing is left out at its end", {"sat": "dataloader_drop_last"}),
-    ("info", "the order of samples and the weights' start come from one `seed`", {"st": "data_seed", "t": "full_determinism"}),
+        "a": "sample_packing_sequentially sample_packing_mp_start_method pretrain_multipack_attn "
+             "eval_sample_packing pretraining_sample_concatenation",
+        "t": "eval_packing",
+        "st": "packing_strategy",
+        "s": "packing_length",
+    }),
+    ("info",
+     "loaders are set with `dataloader_num_workers`, `dataloader_prefetch_factor` and "
+     "`dataloader_pin_memory`", {
+        "st": "dataloader_persistent_workers",
+        "t": "dataloader_in_order dataloader_multiprocessing_context label_names length_column_name",
+        "sat": "remove_unused_columns",
+    }),
+    ("warning", "every sample is seen once an epoch: nothing is left out at its end", {
+        "sat": "dataloader_drop_last",
+    }),
+    ("info", "the order of samples and the weights' start come from one `seed`", {
+        "st": "data_seed",
+        "t": "full_determinism",
+    }),
     ("warning", "the order of samples is a shuffle fixed by the seed", {
-        "st": "group_by_length train_sampling_strategy", "a": "curriculum_sampling"}),
+        "sat": "group_by_length",
+        "t": "train_sampling_strategy",
+        "a": "curriculum_sampling",
+    }),
     ("info", "evaluation runs every `eval_steps`, or at the end of each epoch; its loss is exact over all rows", {
-        "t": "eval_delay eval_on_start eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
-             "prediction_loss_only bf16_full_eval fp16_full_eval", "lt": "do_eval", "s": "val_dataset_shuffle val_dataset_sample "
-        "acc_strategy acc_steps eval_use_evalscope eval_limit eval_generation_config", "l": "eval_on_each_dataset eval_num_beams "
-        "", "st": "predict_with_generate"}),
-    ("warning", "steps are counted, not shares of an epoch: give `save_steps`", {"a": "saves_per_epoch save_total_per_epoch"}),
+        "t": "eval_delay eval_on_start eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
+             "batch_eval_metrics prediction_loss_only bf16_full_eval fp16_full_eval",
+        "lt": "do_eval",
+        "s": "val_dataset_shuffle val_dataset_sample acc_strategy acc_steps eval_use_evalscope eval_limit "
+             "eval_generation_config",
+        "l": "eval_on_each_dataset eval_num_beams",
+        "st": "predict_with_generate",
+    }),
+    ("warning", "steps are counted, not shares of an epoch: give `save_steps`", {
+        "a": "saves_per_epoch save_total_per_epoch",
+    }),
     ("warning", "steps are counted, not shares of an epoch: give `eval_steps` (0: at the end of each epoch)", {
-        "a": "evals_per_epoch"}),
+        "a": "evals_per_epoch",
+    }),
     ("warning", "training runs to its end and `model/` is the last state", {
-        "slat": "load_best_model_at_end", "a": "early_stopping_patience", "l": "early_stopping_steps",
-        "s": "early_stop_interval"}),
-    ("info", "there is one metric of evaluation, the loss", {"slat": "metric_for_best_model greater_is_better"}),
-    ("warning", "this command trains; for answers use `paceline generate`", {"lt": "do_predict"}),
+        "slat": "load_best_model_at_end",
+        "a": "early_stopping_patience",
+        "l": "early_stopping_steps",
+        "s": "early_stop_interval",
+    }),
+    ("info", "there is one metric of evaluation, the loss", {
+        "slat": "metric_for_best_model greater_is_better",
+    }),
+    ("warning", "this command trains; for answers use `paceline generate`", {
+        "lt": "do_predict",
+    }),
     ("warning", "4-bit and 8-bit loading are not there: the weights are loaded in full, which takes more memory", {
-        "at": "load_in_4bit load_in_8bit", "l": "quantization_bit", "s": "quant_bits", "a": "gptq"}),
+        "at": "load_in_4bit load_in_8bit",
+        "l": "quantization_bit",
+        "s": "quant_bits",
+        "a": "gptq",
+    }),
     ("info", "it concerns quantised loading, which is not there", {
-        "l": "quantization_method quantization_type double_quantization quantization_device_map export_quantization_bit "
-             "export_quantization_dataset export_quantization_nsamples export_quantization_maxlen",
-        "s": "quant_method hqq_axis bnb_4bit_quant_storage", "st": "bnb_4bit_compute_dtype bnb_4bit_quant_type "
-        "bnb_4bit_use_double_quant", "t": "use_bnb_nested_quant", "a": "bnb_config_kwargs loftq model_quantization_config "
-        "model_quantization_config_kwargs"}),
+        "l": "quantization_method quantization_type double_quantization quantization_device_map "
+             "export_quantization_bit export_quantization_dataset export_quantization_nsamples "
+             "export_quantization_maxlen",
+        "s": "quant_method hqq_axis bnb_4bit_quant_storage",
+        "st": "bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant",
+        "t": "use_bnb_nested_quant",
+        "a": "bnb_config_kwargs loftq model_quantization_config model_quantization_config_kwargs",
+    }),
     ("warning", "8-bit and 4-bit training are not there", {
-        "la": "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather", "a": "qat quantization nvfp4_training"}),
+        "la": "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
+        "a": "qat quantization nvfp4_training",
+    }),
     ("warning", "this kind of adapter is not there; plain LoRA is trained", {
-        "slt": "use_dora use_rslora", "a": "peft_use_dora peft_use_rslora peft peft_init_lora_weights relora relora_steps "
-        "relora_prune_ratio relora_prune_method relora_cpu_offload loraplus_lr_ratio loraplus_lr_embedding "
-        "lora_target_parameters peft_layers_to_transform peft_layers_pattern peft_layer_replication "
-        "peft_trainable_token_indices lora_fan_in_fan_out",
-        "l": "pissa_init pissa_iter pissa_convert create_new_adapter oft_rank oft_block_size oft_target module_dropout",
+        "slt": "use_dora use_rslora",
+        "a": "peft_use_dora peft_use_rslora peft peft_init_lora_weights relora relora_steps relora_prune_ratio "
+             "relora_prune_method relora_cpu_offload loraplus_lr_ratio loraplus_lr_embedding "
+             "lora_target_parameters peft_layers_to_transform peft_layers_pattern peft_layer_replication "
+             "peft_trainable_token_indices lora_fan_in_fan_out",
+        "l": "pissa_init pissa_iter pissa_convert create_new_adapter oft_rank oft_block_size oft_target "
+             "module_dropout",
         "s": "lorap_lr_ratio lora_plus_lr_ratio init_weights target_regex target_parameters lora_bias lora_dtype "
-        "use_swift_lora", "t": "init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern"}),
-    ("info", "adapters are loaded and saved as peft does", {"a": "lora_on_cpu peft_autocast_adapter_dtype",
-        "t": "lora_task_type inference_mode fan_in_fan_out"}),
+             "use_swift_lora",
+        "t": "init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern",
+    }),
+    ("info", "adapters are loaded and saved as peft does", {
+        "a": "lora_on_cpu peft_autocast_adapter_dtype",
+        "t": "lora_task_type inference_mode fan_in_fan_out",
+    }),
     ("warning", "no layers are frozen or left out: `lora.enable: false` trains all weights", {
         "l": "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro",
-        "s": "freeze_parameters freeze_parameters_ratio freeze_parameters_regex trainable_parameters trainable_parameters_regex",
-        "a": "unfrozen_parameters", "sl": "freeze_vit freeze_aligner freeze_llm freeze_vision_tower "
-        "freeze_multi_modal_projector freeze_language_model"}),
+        "s": "freeze_parameters freeze_parameters_ratio freeze_parameters_regex trainable_parameters "
+             "trainable_parameters_regex",
+        "a": "unfrozen_parameters",
+        "sl": "freeze_vit freeze_aligner freeze_llm freeze_vision_tower freeze_multi_modal_projector "
+              "freeze_language_model",
+    }),
     ("warning", "the loss is the cross-entropy of each answer's tokens, as it stands", {
-        "slat": "neftune_noise_alpha label_smoothing_factor", "l": "use_dft_loss use_eaft_loss use_asft_loss moe_aux_loss_coef",
-        "s": "enable_dft_loss router_aux_loss_coef", "t": "loss_type use_weighted_loss", "a": "diffusion orpo_alpha noisy_embedding_alpha"}),
-    ("info", "the loss is normalised by the number of label tokens of the global batch, over ranks and accumulation", {
-        "st": "average_tokens_across_devices"}),
+        "slat": "neftune_noise_alpha label_smoothing_factor",
+        "l": "use_dft_loss use_eaft_loss use_asft_loss moe_aux_loss_coef",
+        "s": "enable_dft_loss router_aux_loss_coef",
+        "t": "loss_type use_weighted_loss",
+        "a": "diffusion orpo_alpha noisy_embedding_alpha",
+    }),
+    ("info",
+     "the loss is normalised by the number of label tokens of the global batch, over ranks and "
+     "accumulation", {
+        "st": "average_tokens_across_devices",
+    }),
     ("warning", "the optimizers are those of `train_args.optim`, with one learning rate for all weights", {
-        "at": "optim_args optim_target_modules", "a": "embedding_lr embedding_lr_scale lr_groups torchdistx_path adam_epsilon2 "
-        "adam_beta3", "l": "use_adam_mini use_muon use_galore use_badam use_apollo", "s": "vit_lr aligner_lr optimizer_group "
-        " lisa_activated_layers lisa_step_interval"}),
-    ("warning", "give `lr_scheduler_type: cosine_with_min_lr` and `lr_scheduler_kwargs: {min_lr_rate: ...}` for a floor", {
-        "a": "cosine_min_lr_ratio cosine_constant_lr_ratio lr_quadratic_warmup lr_div_factor"}),
-    ("warning", "give `per_device_train_batch_size` and `gradient_accumulation_steps`; their product with the ranks is the "
-     "global batch", {"as": "batch_size", "t": "auto_find_batch_size split_batches", "s": "global_batch_size",
-        "a": "total_batch_size"}),
+        "at": "optim_args optim_target_modules",
+        "a": "embedding_lr embedding_lr_scale lr_groups torchdistx_path adam_epsilon2 adam_beta3",
+        "l": "use_adam_mini use_muon use_galore use_badam use_apollo",
+        "s": "vit_lr aligner_lr optimizer_group lisa_activated_layers lisa_step_interval",
+    }),
+    ("warning",
+     "give `lr_scheduler_type: cosine_with_min_lr` and `lr_scheduler_kwargs: {min_lr_rate: ...}` for a "
+     "floor", {
+        "a": "cosine_min_lr_ratio cosine_constant_lr_ratio lr_quadratic_warmup lr_div_factor",
+    }),
+    ("warning",
+     "give `per_device_train_batch_size` and `gradient_accumulation_steps`; their product with the ranks "
+     "is the global batch", {
+        "as": "batch_size",
+        "t": "auto_find_batch_size split_batches",
+        "s": "global_batch_size",
+        "a": "total_batch_size",
+    }),
     ("warning", "each sample is seen once an epoch, whatever its source", {
-        "l": "mix_strategy interleave_probs", "s": "interleave_prob", "t": "dataset_weights dataset_mixer_eval"}),
-    ("warning", "name the split of each source: `dataset: [{path: ..., split: ...}]`", {"t": "dataset_splits dataset_configs"}),
+        "l": "mix_strategy interleave_probs",
+        "s": "interleave_prob",
+        "t": "dataset_weights dataset_mixer_eval",
+    }),
+    ("warning", "name the split of each source: `dataset: [{path: ..., split: ...}]`", {
+        "t": "dataset_splits dataset_configs",
+    }),
     ("warning", "all rows that fit a format are kept, once each", {
-        "a": "dataset_exact_deduplication min_sample_len drop_long_sequences"}),
+        "a": "dataset_exact_deduplication min_sample_len drop_long_sequences",
+        "sa": "strict",
+    }),
     ("warning", "the tokenizer and the vocabulary are taken as they are", {
         "a": "special_tokens tokens added_tokens_overrides resize_token_embeddings_to_32x mean_resizing_embeddings "
              "shrink_embeddings embeddings_skip_upcast fix_untrained_tokens",
-        "l": "resize_vocab split_special_tokens add_tokens add_special_tokens new_special_tokens_config init_special_tokens",
-        "s": "new_special_tokens", "t": "eos_token"}),
+        "l": "resize_vocab split_special_tokens add_tokens add_special_tokens new_special_tokens_config "
+             "init_special_tokens",
+        "s": "new_special_tokens",
+        "t": "eos_token",
+    }),
     ("warning", "the model is built as its config says", {
-        "sl": "rope_scaling", "l": "shift_attn mixture_of_depths upcast_layernorm upcast_lmhead_output train_from_scratch",
-        "s": "max_model_len num_labels problem_type model_config_override", "a": "s2_attention use_pose pose_split_on_token_ids "
-        "pose_max_context_len pose_num_chunks overrides_of_model_config overrides_of_model_kwargs llama4_linearized_experts "
-        " plugins llmcompressor experts_implementation"}),
+        "sl": "rope_scaling",
+        "l": "shift_attn mixture_of_depths upcast_layernorm upcast_lmhead_output train_from_scratch",
+        "s": "max_model_len num_labels problem_type model_config_override",
+        "a": "s2_attention use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks "
+             "overrides_of_model_config overrides_of_model_kwargs llama4_linearized_experts plugins llmcompressor "
+             "experts_implementation",
+    }),
     ("info", "it concerns images, video or audio, which `task: sft` does not read", {
-        "l": "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels video_fps "
-             "video_maxlen use_audio_in_video audio_sampling_rate media_dir", "s": "max_pixels norm_bbox",
-        "a": " image_resize_algorithm"}),
+        "l": "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels "
+             "video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate media_dir",
+        "s": "max_pixels norm_bbox",
+        "a": "image_resize_algorithm",
+    }),
     ("info", "it concerns writing text, not training", {
-        "sl": "max_new_tokens temperature top_k top_p num_beams repetition_penalty", "s": "stream stop_words logprobs top_logprobs",
-        "l": "do_sample length_penalty skip_special_tokens"}),
+        "sl": "max_new_tokens temperature top_k top_p num_beams repetition_penalty",
+        "s": "stream stop_words logprobs top_logprobs",
+        "l": "do_sample length_penalty skip_special_tokens",
+    }),
     ("info", "it concerns preference training, which is not there", {
-        "l": "pref_beta pref_ftx pref_loss pref_bco_weight dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma "
-             "ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model ref_model_adapters "
-             "ref_model_quantization_bit reward_model_adapters reward_model_quantization_bit reward_model_type ld_alpha",
-        "la": "reward_model", "a": "rpo_alpha cpo_alpha kto_desirable_weight kto_undesirable_weight rl_beta trl vllm "
-        "dpo_use_weighting dpo_use_logits_to_keep process_reward_model max_prompt_len", "st": "beta max_prompt_length "
-        "max_completion_length"}),
-    ("info", "memory is torch's to manage", {"t": "torch_empty_cache_steps activation_offloading", "a": "gpu_memory_limit "
-        "experimental_skip_move_to_device"}),
+        "l": "pref_beta pref_ftx pref_loss pref_bco_weight dpo_label_smoothing kto_chosen_weight "
+             "kto_rejected_weight simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target "
+             "ppo_whiten_rewards ref_model ref_model_adapters ref_model_quantization_bit reward_model_adapters "
+             "reward_model_quantization_bit reward_model_type ld_alpha",
+        "la": "reward_model",
+        "a": "rpo_alpha cpo_alpha kto_desirable_weight kto_undesirable_weight rl_beta trl vllm dpo_use_weighting "
+             "dpo_use_logits_to_keep process_reward_model max_prompt_len",
+        "st": "beta max_prompt_length max_completion_length",
+    }),
+    ("info", "memory is torch's to manage", {
+        "t": "torch_empty_cache_steps activation_offloading",
+        "a": "gpu_memory_limit experimental_skip_move_to_device",
+    }),
 ]  # fmt: skip
 
 IGNORED: dict[str, Ignored] = {
-    key: Ignored(tools, level, reason) for level, reason, by_tools in _GROUPS for tools, keys in by_tools.items() for key in keys.split()
+    key: Ignored(tools, level, reason)
+    for level, reason, by_tools in _GROUPS
+    for tools, keys in by_tools.items()
+    for key in keys.split()
 }
 
 _TRACKERS = "the run is followed with report.html, events.jsonl, `paceline watch` and TensorBoard"

@@ -70,7 +70,9 @@ def read_config_file(path: Path) -> Document:
         ) from None
     document = parse_yaml(text, str(path))
     if document.value is None:
-        raise ConfigError(f"{path} is empty", fix="write at least `model:` and `dataset:` into it; docs/config.md lists all keys")
+        raise ConfigError(
+            f"{path} is empty", fix="write at least `model:` and `dataset:` into it; docs/config.md lists all keys"
+        )
     if not isinstance(document.value, dict):
         raise ConfigError(
             f"{path} holds {kind_of(document.value)}, not keys with values", allowed="lines such as `model: Qwen/Qwen2.5-0.5B`"
@@ -83,7 +85,9 @@ def missing_file(path: Path) -> ConfigError:
     folder = path.parent
     if not folder.is_dir():
         return ConfigError(f"there is no config file {path}: the folder {folder} does not exist", fix="check the path")
-    near = sorted(one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml") and one.is_file())
+    near = sorted(
+        one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml") and one.is_file() and one.name[0] != "."
+    )
     if not near:
         return ConfigError(f"there is no config file {path}, and no *.yaml in {folder.resolve()}", fix="check the path")
     close = nearest(path.name, near)
@@ -172,7 +176,9 @@ class _Builder:
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
         self.count += 1
         if self.count > _MAX_VALUES:
-            raise ConfigError(f"{self.name} has more than {_MAX_VALUES:,} values: not a config", fix="check its anchors (`&`, `*`)")
+            raise ConfigError(
+                f"{self.name} has more than {_MAX_VALUES:,} values: not a config", fix="check its anchors (`&`, `*`)"
+            )
         self.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
@@ -201,7 +207,8 @@ class _Builder:
             key = self._key(key_node)
             if key in first:
                 raise ConfigError(
-                    f"{self.name} line {line}: the key `{key}` stands twice, first on line {first[key]}", fix="keep one of the two"
+                    f"{self.name} line {line}: the key `{key}` stands twice, first on line {first[key]}",
+                    fix="keep one of the two",
                 )
             first[key] = line
             self.lines[(*path, key)] = line
@@ -236,7 +243,7 @@ class _Builder:
             return
         shown = tag.replace(_TAG, "!!")
         raise ConfigError(
-            f"{self._place(node)}: the YAML tag `{shown}` is refused: a tag can build objects and run code, and a config is data only",
+            f"{self._place(node)}: the YAML tag `{shown}` is refused: tags build objects and run code; a config is data only",
             allowed="text, numbers, true/false, null, lists and mappings",
             fix="remove the tag and write the plain value",
         )

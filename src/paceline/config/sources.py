@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paceline.config.convert import Out, Refused, ratio, words
+from paceline.config.convert import Out, Refused, words
+from paceline.config.convert_values import ratio
 from paceline.config.schema import DatasetSource
 from paceline.core.errors import nearest
 
@@ -19,12 +20,14 @@ _COLUMNS = {  # their key → the column it names
     "message_field_content": "content", "field_instruction": "instruction", "field_input": "input", "field_output": "output",
     "field_system": "system", "field_human": "prompt", "field_model": "completion",
 }  # fmt: skip
-_DROPPED = set(
-    "roles roles_to_train train_on_eos train_on_eot conversation chat_template chat_template_jinja revision trust_remote_code "
-    "shards shards_idx preprocess_shards ds_type input_format drop_system_message message_field_training data_dir "
-    "message_field_training_detail split_thinking field_thinking template_thinking_key field_tools input_transform skip "
-    "logprobs_field temperature weight format_string system_prompt system_format no_input_format seed".split()
+_DROPPED_WORDS = (
+    "roles roles_to_train train_on_eos train_on_eot conversation chat_template chat_template_jinja revision "
+    "trust_remote_code shards shards_idx preprocess_shards ds_type input_format drop_system_message "
+    "message_field_training data_dir message_field_training_detail split_thinking field_thinking "
+    "template_thinking_key field_tools input_transform skip logprobs_field temperature weight format_string "
+    "system_prompt system_format no_input_format seed"
 )
+_DROPPED = set(_DROPPED_WORDS.split())
 _FOREIGN = set(_COLUMNS) | _DROPPED | {"type", "data_files", "id", "config", "message_property_mappings", "sampling_ratio"}
 
 
@@ -54,7 +57,9 @@ def mixture(value: Any) -> Out:
     if value.get("test_split_size") is not None:
         sets.update(ratio(value["test_split_size"]).sets)
     rest = [key for key in value if key not in ("datasets", "test_split_size", "streaming")]
-    says = out.says + ((("info", f"{_names(rest)} in it: the one `seed` and the order of the sources are used"),) if rest else ())
+    says = out.says + (
+        (("info", f"{_names(rest)} in it: the one `seed` and the order of the sources are used"),) if rest else ()
+    )
     return Out(sets, says=says)
 
 
@@ -139,7 +144,13 @@ def _set_type(kind: Any, out: dict[str, Any], columns: dict[str, str], says: lis
         out.setdefault("format", "alpaca")
         return
     name = re.split(r"[.:]", str(kind).lower())[0]
-    formats = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": "messages", "completion": "text", "pretrain": "text"}
+    formats = {
+        "alpaca": "alpaca",
+        "sharegpt": "sharegpt",
+        "chat_template": "messages",
+        "completion": "text",
+        "pretrain": "text",
+    }
     if name in formats:
         out.setdefault("format", formats[name])
     else:
@@ -166,7 +177,9 @@ def in_folder(sources: list[Any], folder: str) -> list[Any]:
             loaded = json.loads((root / "dataset_info.json").read_text(encoding="utf-8"))
             table = loaded if isinstance(loaded, dict) else {}
         except ValueError as error:
-            raise Refused(f"{root / 'dataset_info.json'} is not valid JSON: {error}", "repair it, or give the files themselves") from None
+            raise Refused(
+                f"{root / 'dataset_info.json'} is not valid JSON: {error}", "repair it, or give the files themselves"
+            ) from None
     return [_in_folder(one, root, table) if isinstance(one, str) else one for one in sources]
 
 
@@ -176,12 +189,21 @@ def _in_folder(name: str, root: Path, table: dict[str, Any]) -> Any:
     if isinstance(entry, dict) and (entry.get("file_name") or entry.get("hf_hub_url")):
         path = str(root / entry["file_name"]) if entry.get("file_name") else str(entry["hf_hub_url"])
         form = {"sharegpt": "sharegpt", "alpaca": "alpaca"}.get(str(entry.get("formatting", "alpaca")), "auto")
-        names = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations", "system": "system"}
+        names = {
+            "prompt": "instruction",
+            "query": "input",
+            "response": "output",
+            "messages": "conversations",
+            "system": "system",
+        }
         given = entry.get("columns") or {}
         columns = {names[key]: value for key, value in given.items() if key in names and names[key] != value}
         tags = entry.get("tags") or {}
         if form == "sharegpt" and tags.get("role_tag") == "role" and tags.get("content_tag") == "content":
-            form, columns = "messages", ({"messages": given["messages"]} if given.get("messages", "messages") != "messages" else {})
+            form, columns = (
+                "messages",
+                ({"messages": given["messages"]} if given.get("messages", "messages") != "messages" else {}),
+            )
         source: dict[str, Any] = {"path": path + mark + count, "format": form}
         return {**source, "columns": columns} if columns else source
     for suffix in ("", ".json", ".jsonl", ".csv", ".parquet", ".txt"):

@@ -159,9 +159,9 @@ def _documented(module: str, tree: ast.Module) -> Iterator[tuple[str, str, str, 
             if answer := _answer(node):
                 yield "class", f"{module}.{node.name}", "", answer
             for inner in node.body:
-                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and not inner.name.startswith("_"):
-                    if answer := _answer(inner):
-                        yield "method", f"{module}.{node.name}.{inner.name}", _args(inner), answer
+                is_method = isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and not inner.name.startswith("_")
+                if is_method and (answer := _answer(inner)):
+                    yield "method", f"{module}.{node.name}.{inner.name}", _args(inner), answer
 
 
 def _args(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -177,7 +177,7 @@ def _answer(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctio
     paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(raw))
     answer = ""
     for paragraph in paragraphs:
-        if ">>>" in paragraph or len(answer) + len(paragraph) > _ANSWER_CHARS and answer:
+        if ">>>" in paragraph or (answer and len(answer) + len(paragraph) > _ANSWER_CHARS):
             break
         is_prose = not any(line.startswith((" ", "\t", "-", "*", "|", "+")) for line in paragraph.splitlines())
         text = " ".join(paragraph.split()) if is_prose else paragraph.rstrip()

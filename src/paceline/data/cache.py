@@ -68,6 +68,8 @@ def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
+        if error.filename is not None and not str(error.filename).startswith(str(cache_dir())):
+            raise
         raise _cannot_write(final, error) from error
     return True
 

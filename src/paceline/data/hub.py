@@ -36,7 +36,7 @@ class HubDataset:
         try:
             self.revision = HfApi().dataset_info(self.repo, timeout=_TIMEOUT_S).sha
         except GatedRepoError as error:
-            raise self._error("its authors ask you to accept their terms first", "accept them on its page and log in") from error
+            raise self._error("its authors ask you to accept their terms first", "accept them and log in") from error
         except RepositoryNotFoundError as error:
             raise self._error("the hub has no dataset of that name, or it is private") from error
         except Exception as error:  # every kind of network trouble: each client library has its own
@@ -62,7 +62,8 @@ class HubDataset:
             f"the dataset `{self.repo}` cannot be downloaded from the Hugging Face hub: {reason}",
             allowed="a local file or folder (JSON, JSON lines, CSV, Parquet, text), a hub id that this machine can reach, "
             "or builtin:python-docs",
-            fix=(f"{fix}; or " if fix else "") + "download it where there is a network and give its path: `dataset=/path/to/data`",
+            fix=(f"{fix}; or " if fix else "")
+            + "download it where there is a network and give its path: `dataset=/path/to/data`",
         )
 
     def fingerprint(self) -> list[Any]:

@@ -73,7 +73,12 @@ class LoaderOptions:
 
 
 def _loader(
-    dataset: Any, batches: Iterator[list[Key]], collate: Callable[[Sequence[Any]], Any], options: LoaderOptions, seed: int, purpose: str
+    dataset: Any,
+    batches: Iterator[list[Key]],
+    collate: Callable[[Sequence[Any]], Any],
+    options: LoaderOptions,
+    seed: int,
+    purpose: str,
 ) -> DataLoader[Any]:
     return DataLoader(
         _KeyedDataset(dataset, seed, purpose),

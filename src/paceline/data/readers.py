@@ -71,9 +71,10 @@ def _broken(path: Path, number: int, line: str, error: ValueError) -> ConfigErro
     before, text = max(0, column - 30), line.rstrip("\r\n")
     near = ("…" if before else "") + text[before : column + 30] + ("…" if column + 30 < len(text) else "")
     reason = getattr(error, "msg", str(error))
+    cut = "" if text.rstrip().endswith(("}", "]")) else "; the file may have been cut off while it was copied"
     return ConfigError(
         f"line {number} of `{path}` is no valid JSON: {reason} at column {column + 1}, near `{near}`",
-        fix=f"correct or delete line {number}" + ("; the file may have been cut off while it was copied" if not text.endswith("}") else ""),
+        fix=f"correct or delete line {number}{cut}",
     )
 
 
@@ -115,7 +116,9 @@ def _rows_of(value: Any, path: Path, split: str) -> list[Any]:
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
-        raise ConfigError(f"`{path}` holds a single {type(value).__name__}", allowed="a list of objects, or an object that holds one")
+        raise ConfigError(
+            f"`{path}` holds a single {type(value).__name__}", allowed="a list of objects, or an object that holds one"
+        )
     lists = {key: one for key, one in value.items() if isinstance(one, list)}
     if {"messages", "conversations"} & set(lists) or not lists:
         return [value]
@@ -151,7 +154,8 @@ def _csv(path: Path, suffix: str) -> Numbered:
         except UnicodeDecodeError as error:
             raise _not_utf8(path, "the text", error) from error
         except csv.Error as error:
-            raise ConfigError(f"line {reader.line_num} of `{path}` is no valid CSV: {error}", fix="correct that line") from error
+            what = f"line {reader.line_num} of `{path}` is no valid CSV: {error}"
+            raise ConfigError(what, fix="correct that line") from error
 
 
 def _delimiter(header: str) -> str:
@@ -170,7 +174,7 @@ def _parquet(path: Path) -> Numbered:
                     number += 1
                     yield number, row
     except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"`{path}` cannot be read as Parquet: {str(error).splitlines()[0]}", fix="check or copy the file anew") from error
+        raise _unreadable(path, "Parquet", error) from error
 
 
 def _arrow(path: Path) -> Numbered:
@@ -189,7 +193,12 @@ def _arrow(path: Path) -> Numbered:
                     number += 1
                     yield number, row
     except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"`{path}` cannot be read as Arrow: {str(error).splitlines()[0]}", fix="check or copy the file anew") from error
+        raise _unreadable(path, "Arrow", error) from error
+
+
+def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigError(f"`{path}` cannot be read as {kind}: {reason}", fix="check the file, or copy it anew")
 
 
 def _text(path: Path) -> Numbered:

@@ -109,14 +109,18 @@ def open_source(given: DatasetSource) -> OpenSource:
         return OpenSource(given, files=[builtin_dataset(name.removeprefix("builtin:"))], take=take)
     if path.is_dir():
         files, notices = _folder_files(path, given.split)
-        return OpenSource(given, files=files, take=take, notices=notices)
+        return OpenSource(given, files=[_readable(one) for one in files], take=take, notices=notices)
     if path.exists():
         if path.suffix.lower() not in TABLE_SUFFIXES + TEXT_SUFFIXES:
             raise ConfigError(f"`{path}` is of no known kind", allowed=KINDS, fix="rename the file after what is in it")
-        if not os.access(path, os.R_OK):
-            raise ConfigError(f"`{path}` may not be read", fix=f"give yourself the right to: `chmod u+r {path}`")
-        return OpenSource(given, files=[path], take=take)
+        return OpenSource(given, files=[_readable(path)], take=take)
     return _elsewhere(given, name, path, take)
+
+
+def _readable(path: Path) -> Path:
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"`{path}` may not be read", fix=f"give yourself the right to: `chmod u+r {path}`")
+    return path
 
 
 def _elsewhere(given: DatasetSource, name: str, path: Path, take: int | None) -> OpenSource:
@@ -136,7 +140,8 @@ def _elsewhere(given: DatasetSource, name: str, path: Path, take: int | None) ->
 
 
 def _looks_like_file(name: str) -> bool:
-    return Path(name).suffix.lower() in TABLE_SUFFIXES + TEXT_SUFFIXES or (Path(name).parent != Path(".") and Path(name).parent.is_dir())
+    folder = Path(name).parent
+    return Path(name).suffix.lower() in TABLE_SUFFIXES + TEXT_SUFFIXES or (folder != Path(".") and folder.is_dir())
 
 
 def _no_such(name: str, path: Path) -> ConfigError:
@@ -154,7 +159,8 @@ def _no_such(name: str, path: Path) -> ConfigError:
             missing = missing.parent
         near = nearest(missing.name, [one.name for one in missing.parent.iterdir() if one.is_dir()])
         fix = f"the folder `{missing}` does not exist" + (f"; did you mean `{missing.parent / near}`?" if near else "")
-    return ConfigError(f"there is no file, folder or known dataset `{name}` (looked from {Path.cwd()})", allowed=_ALLOWED, fix=fix)
+    what = f"there is no file, folder or known dataset `{name}` (looked from {Path.cwd()})"
+    return ConfigError(what, allowed=_ALLOWED, fix=fix)
 
 
 def _folder_files(folder: Path, split: str) -> tuple[list[Path], list[tuple[str, str]]]:

@@ -11,9 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.cache import fingerprint
 
 #: How Qwen2's tokenizer cuts text into words before byte pairs are merged.
-QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "additional_chat_templates/*", "tokenization_*.py",
@@ -109,9 +107,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files that decide how text becomes tokens, sorted; empty where the folder holds no tokenizer."""
     found = sorted({file for pattern in _PATTERNS for file in folder.glob(pattern) if file.is_file()})
-    vocabulary = ("tokenizer.json", "vocab.json", "vocab.txt")
-    has_one = any(one.name in vocabulary or one.suffix in (".model", ".tiktoken") or one.suffix == ".py" for one in found)
-    return found if has_one else []
+    return found if any(one.suffix != ".py" and not one.name.startswith("chat_template") for one in found) else []
 
 
 def tokenizer_fingerprint(folder: Path) -> list[Any]:
@@ -129,7 +125,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedToken
 
 
 def _load_directly(folder: Path) -> LoadedTokenizer | None:
-    """Without transformers (seconds of import), for Qwen2's kind alone: what its class builds is known to be what the file says."""
+    """Without transformers (seconds of import), for Qwen2's kind alone: its class is known to build what the file says."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")

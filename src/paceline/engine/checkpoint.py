@@ -178,7 +178,9 @@ def inspect(path: Path) -> dict[str, Any]:
     problem = verify(path)
     meta = read_meta(path)
     if problem is not None:
-        raise ConfigError(f"the checkpoint {path} is not whole: {problem}", fix="use the one before it, or resume: auto, which does")
+        raise ConfigError(
+            f"the checkpoint {path} is not whole: {problem}", fix="use the one before it, or resume: auto, which does"
+        )
     tensors = {name: _describe(path / STATE, entry, base) for name, entry, base in _entries(path / STATE)}
     return {
         "step": meta["step"],

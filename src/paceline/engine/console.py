@@ -108,6 +108,11 @@ class Console:
         """True where a line at the foot of a terminal is redrawn in place."""
         return self._live
 
+    @property
+    def broken(self) -> bool:
+        """True once nobody can read what is printed (closed terminal, broken pipe)."""
+        return self._stream.broken
+
     def __call__(self, event: Event) -> None:
         handler = getattr(self, f"_on_{event.get('type')}", None)
         if handler is None or self._stream.broken:

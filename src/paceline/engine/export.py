@@ -48,5 +48,7 @@ def export(run: Path, *, merge: bool = False, output: str | None = None, dtype: 
         replace_dir(aside, final)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise RunError(f"{final} could not be written: {error.strerror or error}", fix="free some space or give --output DIR") from error
+        raise RunError(
+            f"{final} could not be written: {error.strerror or error}", fix="free some space or give --output DIR"
+        ) from error
     return final

@@ -74,8 +74,8 @@ class Meter:
         figures = {
             "loss": sum(row[0] for row in table) / max(labels, 1.0),
             "grad_norm": grad_norm,
-            "tokens": int(tokens) if self.has_tokens else None,
-            "samples": int(samples),
+            "tokens": round(tokens / steps) if self.has_tokens else None,
+            "samples": round(samples / steps),
             "step_time_s": self._window_s / steps,
             "data_wait_s": max(row[1] for row in table) / steps,
             "comm_wait_s": max(row[2] for row in table) / steps if self.world.size > 1 else None,

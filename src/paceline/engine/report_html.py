@@ -43,7 +43,7 @@ def render_report(report: dict[str, Any], events: list[Event], config_yaml: str)
         "config_open": config_yaml.count("\n") <= 40,
         "versions": start.get("versions") or {},
     }
-    return _template().render(page)
+    return str(_template().render(page))
 
 
 @cache
@@ -205,7 +205,11 @@ def _plots(steps: list[Event], evals: list[Event], start: Event, lives: list[dic
     markers = [(life["from"], f"resumed at step {life['from']:,}") for life in lives if life["from"]]
     x_all = [event["step"] for event in (*steps, *evals)]
     x_range = (min(x_all), max(x_all))
-    return [draw(plot, x_range, markers) for plot in made if any(y is not None for one in plot.series for _, y in one.points)]
+    return [draw(plot, x_range, markers) for plot in made if plot.notes or _has_figures(plot)]
+
+
+def _has_figures(plot: Plot) -> bool:
+    return any(y is not None for one in plot.series for _, y in one.points)
 
 
 def _points(events: list[Event], key: str, scale: float = 1.0) -> list[Point]:
@@ -282,10 +286,9 @@ def _time_plot(steps: list[Event]) -> Plot:
     layers: dict[str, list[Point]] = {key: [] for key, *_ in waits}
     for step, seconds in zip(steps, total, strict=True):
         spent = {key: wording.finite(step.get(key)) or 0.0 for key in layers}
-        known = seconds is not None
-        rest.append((step["step"], max(0.0, seconds - sum(spent.values())) / scale if known else None))
+        rest.append((step["step"], None if seconds is None else max(0.0, seconds - sum(spent.values())) / scale))
         for key, value in spent.items():
-            layers[key].append((step["step"], value / scale if known else None))
+            layers[key].append((step["step"], None if seconds is None else value / scale))
     alone = len({rank for step in steps for rank in range(len(_as_list(step.get("memory_bytes"))))}) == 1
     rest_name = "compute"
     if "data_wait_s" not in layers:

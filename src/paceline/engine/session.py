@@ -74,7 +74,9 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             report = build_report(session, job, status)
             if world.is_first:
                 write_reports(run_dir, report)
-                events.emit("run_end", status=status, step=session.step, reason=_stop_reason(stop) if status == "stopped" else None)
+                events.emit(
+                    "run_end", status=status, step=session.step, reason=_stop_reason(stop) if status == "stopped" else None
+                )
             world.barrier()
             return {"status": status, "report": report if world.is_first else None}
     except BaseException as error:
@@ -137,9 +139,6 @@ def take_lock(run_dir: RunDir, wait_s: float) -> IO[str]:
 
 
 def _open_events(job: Job, run_dir: RunDir) -> EventLog:
-    if job.resume_from is None and run_dir.events.exists():
-        # An earlier life that reached no checkpoint: its steps are done again from the start.
-        run_dir.events.unlink()
     write_atomic(run_dir.config, to_yaml(job.config))
     listeners: list[Any] = [] if job.quiet else [Console()]
     if "tensorboard" in job.config.report_to:
@@ -163,9 +162,7 @@ def _begin(job: Job, world: World, run_dir: RunDir, events: EventLog, stop: Stop
     options = LoaderOptions(
         args.dataloader_num_workers, args.dataloader_prefetch_factor, args.dataloader_pin_memory and world.device.type != "cpu"
     )
-    order = SampleOrder(
-        len(train_dataset), job.derived.global_batch_size, args.seed, _balance_lengths(train_dataset, task)
-    )
+    order = SampleOrder(len(train_dataset), job.derived.global_batch_size, args.seed, _balance_lengths(train_dataset, task))
     session = Session(
         config=config,
         derived=job.derived,

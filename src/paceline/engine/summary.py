@@ -29,7 +29,7 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
     cost = session.strategy.cost(_shape(session), world.size)
     seen = samples_seen(session)
     tokens, labels = _tokens_seen(session)
-    evals = [event for event in events if event["type"] == "eval"]
+    evals = [event for event in events if event["type"] == "eval" and event["step"] <= session.step]
     starts = sum(1 for event in events if event["type"] == "run_start")
     return {
         "status": status,

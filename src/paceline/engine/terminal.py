@@ -17,8 +17,11 @@ _BAR_WIDTH = 24
 class HasFields(Protocol):
     """What a live line draws: figures, and how far the run is."""
 
-    done: int
-    total: int | None
+    @property
+    def done(self) -> int: ...
+
+    @property
+    def total(self) -> int | None: ...
 
     def fields(self) -> list[tuple[str, str, int]]: ...
 
@@ -112,9 +115,8 @@ class LiveTerminal:
         if self._console is None:
             from rich.console import Console
 
-            self._console = Console(
-                file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False, soft_wrap=False  # type: ignore[arg-type]
-            )
+            stream: Any = self._stream
+            self._console = Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._console.size = self._stream.size()
         return self._console
 
@@ -187,4 +189,4 @@ def _bar(share: float, width: int, ascii_only: bool) -> tuple[str, str]:
     full, half = divmod(halves, 2)
     if ascii_only:
         return "#" * full, "-" * (width - full)
-    return "━" * full + "╸" * half, "━" * (width - full - half)
+    return "━" * full + "╸" * half, "─" * (width - full - half)

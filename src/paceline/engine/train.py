@@ -55,6 +55,7 @@ class Session:
     first_step: int = 0
     step: int = 0  # updates made so far
     saved_step: int | None = None
+    said_nan: bool = False
     eval_losses: dict[int, float] = field(default_factory=dict)
 
 
@@ -109,7 +110,9 @@ def train_step(session: Session) -> bool:
     grad_norm = session.strategy.clip(config.train_args.max_grad_norm)
     learning_rate = session.schedule.set_step(step)
     if not session.precision.update(session.optimizer):
-        session.events.notice(f"step {step + 1}: float16 gradients overflowed; the update was skipped, the loss scale is halved")
+        session.events.notice(
+            f"step {step + 1}: float16 gradients overflowed; the update was skipped, the loss scale is halved"
+        )
     session.step += 1
     meter.end(counts.tensor, loss_sum)
     if session.step % config.train_args.logging_steps == 0 or session.step in (session.first_step + 1, session.derived.steps):
@@ -182,8 +185,11 @@ def log_step(session: Session, grad_norm: torch.Tensor, learning_rate: float) ->
         **figures,
     }
     session.events.emit("step", **event)
-    if figures["loss"] != figures["loss"]:
-        session.events.notice(f"step {session.step}: the loss is not a number", level="warning")
+    if figures["loss"] != figures["loss"] and not session.said_nan:
+        session.said_nan = True
+        session.events.notice(
+            f"step {session.step}: the loss is not a number; lower the learning rate or use bf16", level="warning"
+        )
 
 
 def run_evaluation(session: Session) -> None:
@@ -191,7 +197,13 @@ def run_evaluation(session: Session) -> None:
     if session.step in session.eval_losses:
         return
     result = evaluate(
-        session.task, session.model, session.eval_dataset, session.config, session.world, session.precision, session.loader_options
+        session.task,
+        session.model,
+        session.eval_dataset,
+        session.config,
+        session.world,
+        session.precision,
+        session.loader_options,
     )
     session.eval_losses[session.step] = result.loss
     session.events.emit(

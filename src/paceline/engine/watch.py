@@ -33,6 +33,7 @@ def watch(run: Path, stream: TextIO | None = None, once: bool = False) -> int:
 
     Raises:
         ConfigError: there is no run at ``run``.
+        BrokenPipeError: ``stream`` was closed by its reader.
     """
     run_dir = find_run(run)
     console = Console(stream)
@@ -102,6 +103,8 @@ class _Watcher:
         """Called when every event there is has been read: True ends the watch, with ``exit_code``."""
         if self._history is not None:
             self._show_history()
+        if self.console.broken:  # `paceline watch RUN | head`
+            raise BrokenPipeError("nobody reads what is printed")
         if self._last.get("type") == "run_end":
             self.exit_code = EXIT_FAILED if self._last.get("status") == "failed" else EXIT_DONE
             return True
@@ -146,7 +149,7 @@ def _thinned(history: list[Event], console: Console) -> Iterator[Event]:
         return
     every = -(-len(steps) // _HISTORY_LINES)
     kept = {*steps[::every], steps[0], steps[-1]}
-    console.say(f"of {len(steps):,} past steps only every {every}th is shown; all are in events.jsonl")
+    console.say(f"of {len(steps):,} past steps about one in {every} is shown; all are in events.jsonl")
     yield from (event for index, event in enumerate(history) if event["type"] != "step" or index in kept)
 
 

@@ -181,7 +181,9 @@ def _resume(
         path = checkpoint.find(Path(config.resume))
         problem = checkpoint.verify(path)
         if problem is not None:
-            raise ConfigError(f"`resume: {config.resume}` is not whole: {problem}", fix="give an earlier checkpoint, or `resume=auto`")
+            raise ConfigError(
+                f"`resume: {config.resume}` is not whole: {problem}", fix="give an earlier checkpoint, or `resume=auto`"
+            )
     meta = checkpoint.read_meta(path)
     _check_same_config(config, meta["config"], path, allow_change, say)
     _check_same_batches(derived, prepared, meta, path, allow_change, say)

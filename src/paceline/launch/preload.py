@@ -16,7 +16,8 @@ from paceline.config.schema import Config
 
 def start_fork_server(config: Config) -> None:
     """Start it for this config; returns at once."""
-    modules = ["paceline.launch.worker"]
+    # Every torch optimizer imports torch._dynamo when it is made: a second that is better spent here.
+    modules = ["paceline.launch.worker", "torch._dynamo"]
     if config.task in ("sft", "pretrain"):
         from paceline.models.language import model_type
 
@@ -26,7 +27,6 @@ def start_fork_server(config: Config) -> None:
             modules.append(f"transformers.models.{kind}.modeling_{kind}")
         if config.lora.enable:
             modules.append("peft")
-        modules.append("paceline.launch.warm")
     multiprocessing.set_forkserver_preload(modules)
     # A Ctrl-C while it imports must not print its traceback: it inherits "ignore" and ends with the launcher.
     in_main = threading.current_thread() is threading.main_thread()

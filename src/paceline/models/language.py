@@ -74,7 +74,11 @@ def load_language_model(config: Config) -> nn.Module:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    name = str(Path(resolve_model(config.model)).expanduser()) if Path(config.model).expanduser().exists() else resolve_model(config.model)
+    name = (
+        str(Path(resolve_model(config.model)).expanduser())
+        if Path(config.model).expanduser().exists()
+        else resolve_model(config.model)
+    )
     low = torch.bfloat16 if config.train_args.bf16 else torch.float16 if config.train_args.fp16 else torch.float32
     dtype = low if config.lora.enable else torch.float32
     try:
@@ -116,7 +120,9 @@ def _add_adapters(model: Any, config: Config, name: str) -> nn.Module:
         try:
             adapted = get_peft_model(model, settings)
         except ValueError as error:
-            linear = sorted({path.rpartition(".")[2] for path, one in model.named_modules() if isinstance(one, torch.nn.Linear)})
+            linear = sorted(
+                {path.rpartition(".")[2] for path, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+            )
             raise ConfigError(
                 f"`lora.target_modules: {targets}` does not fit this model: {_first_line(error)}",
                 allowed="all-linear, or some of: " + ", ".join(linear),
@@ -158,7 +164,15 @@ def copy_tokenizer(source: str, folder: Path) -> None:
 
         AutoTokenizer.from_pretrained(source).save_pretrained(str(folder))
         return
-    for pattern in ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "chat_template*", "*.model"):
+    for pattern in (
+        "tokenizer*",
+        "special_tokens_map.json",
+        "vocab*",
+        "merges.txt",
+        "added_tokens.json",
+        "chat_template*",
+        "*.model",
+    ):
         for file in path.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)

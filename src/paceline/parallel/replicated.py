@@ -80,7 +80,9 @@ class DistributedDataParallel(Strategy):
             name, _, entry = key.removeprefix("optimizer/").rpartition("/")
             parameter = self.trained[name]
             # Scalars such as Adam's step stay where the optimizer makes them: beside the parameter where it is fused.
-            scalar_on_cpu = shape == () and not self.optimizer.defaults.get("fused") and not self.optimizer.defaults.get("capturable")
+            scalar_on_cpu = (
+                shape == () and not self.optimizer.defaults.get("fused") and not self.optimizer.defaults.get("capturable")
+            )
             device = torch.device("cpu") if scalar_on_cpu else parameter.device
             value = state[key].to(device) if self.world.is_first else torch.empty(shape, dtype=dtype, device=device)
             self.optimizer.state.setdefault(parameter, {})[entry] = value

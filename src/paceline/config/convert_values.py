@@ -1,0 +1,300 @@
+"""Values of other tools' keys, one function for each kind of value. Read beside :mod:`paceline.config.aliases_table`."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from paceline.config.convert import Convert, Out, Refused, as_bool, info, is_off, warning, words
+
+# -- the method ----------------------------------------------------------------------------------------------------------
+
+_QUANTISED = "4-bit and 8-bit loading are not there: the weights are loaded in full, which takes more memory"
+
+
+def tuner(value: Any) -> Out:
+    """`lora`, `qlora`, `full`: how the weights are trained."""
+    name = str(value).lower()
+    if name == "lora":
+        return Out({"lora.enable": True})
+    if name == "qlora":
+        return warning(_QUANTISED, lora__enable=True)
+    if is_off(value) or name == "full":
+        return Out({"lora.enable": False})
+    raise Refused(f"`{value}` is not a method that Paceline trains; it has `lora` and `full`", "use lora or full")
+
+
+def adapter(value: Any) -> Out:
+    """axolotl's `adapter` names the method; a path is an adapter to go on from."""
+    if isinstance(value, str) and (re.search(r"[/\\]", value) or value.startswith(".")):
+        return adapter_path(value)
+    return tuner(value)
+
+
+def adapter_path(value: Any) -> Out:
+    paths = words(value)
+    if not paths:
+        return Out()
+    if len(paths) > 1:
+        raise Refused(
+            f"{len(paths)} adapters are given; training goes on from one", "keep one of them, and merge the others before"
+        )
+    return Out({"lora.adapter": paths[0]}, weak={"lora.enable": True})
+
+
+def targets(value: Any) -> Out:
+    names = words(value)
+    everything = any(name in ("all", "all-linear", "all_linear") for name in names)
+    return Out({"lora.target_modules": "all-linear" if everything else names})
+
+
+def target_linear(value: Any) -> Out:
+    return Out({"_target_linear": True}) if as_bool(value) is True else Out()
+
+
+def task(value: Any) -> Out:
+    """Stages and task types: supervised fine-tuning and pre-training are here, preference training is not."""
+    name = str(value).lower()
+    if name in ("sft", "instruct"):
+        return Out({"task": "sft"})
+    if name in ("pt", "pretrain", "pretraining", "cpt"):
+        return Out({"task": "pretrain"})
+    raise Refused(
+        f"`{value}` is not a task of Paceline; it has `sft`, `pretrain`, `classify` and your own (`./file.py:Class`)",
+        "use sft, or the tool this config was written for",
+    )
+
+
+def causal_only(value: Any) -> Out:
+    if str(value).lower() in ("causal_lm", "tasktype.causal_lm"):
+        return info("causal language models are what `task: sft` and `task: pretrain` train")
+    raise Refused(f"`{value}` is not a task of Paceline; it trains causal language models", "use task: sft or task: pretrain")
+
+
+def preference(value: Any) -> Out:
+    return Out() if is_off(value) else task(value)
+
+
+# -- precision and device ---------------------------------------------------------------------------------------------------
+
+
+def dtype(value: Any) -> Out:
+    name = str(value).lower().removeprefix("torch.")
+    if name in ("bfloat16", "bf16"):
+        return Out({"train_args.bf16": True})
+    if name in ("float16", "fp16", "half"):
+        return Out({"train_args.fp16": True, "train_args.bf16": False})
+    if name in ("float32", "fp32", "float"):
+        return Out(weak={"train_args.bf16": False, "train_args.fp16": False})
+    if name == "auto":
+        return info("the precision of training is set by bf16 and fp16; trained weights are kept in float32")
+    raise Refused(f"`{value}` is not a precision", "use bfloat16, float16 or float32")
+
+
+def bf16(value: Any) -> Out:
+    if value == "auto":
+        words = "so that the numbers do not depend on the device; say `bf16: true` where it has it"
+        return Out(weak={"train_args.bf16": False}, says=(("info", words),))
+    return Out({"train_args.bf16": as_bool(value)})
+
+
+def quantised(value: Any) -> Out:
+    return Out() if is_off(value) or as_bool(value) is False else warning(_QUANTISED)
+
+
+def cpu(value: Any) -> Out:
+    return Out({"parallel.device": "cpu"}) if as_bool(value) is True else Out()
+
+
+def device_map(value: Any) -> Out:
+    if value == "cpu":
+        return Out({"parallel.device": "cpu"})
+    return info("a model is never split in series: every rank holds the whole of it")
+
+
+def ranks(value: Any) -> Out:
+    return Out({"parallel.num_gpus": "auto" if value in ("gpu", "auto", -1) else value})
+
+
+def one_node(value: Any) -> Out:
+    if str(value) == "1":
+        return Out()
+    raise Refused(
+        f"{value} nodes are asked for; this version trains on one machine", "remove the key, or start each machine's own run"
+    )
+
+
+# -- the training -------------------------------------------------------------------------------------------------------------
+
+_SAME_OPTIM = {"adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"}
+_EIGHT_BIT = re.compile(r"^(paged_)?(adamw?|rmsprop|adagrad|sgd)(_bnb|_torch)?_[48]bit$|^rmsprop_bnb\w*$")
+
+
+def optim(value: Any) -> Out:
+    name = str(value).lower()
+    if name in _SAME_OPTIM:
+        return Out({"train_args.optim": name})
+    if _EIGHT_BIT.match(name):
+        kind = next((one for one in ("rmsprop", "adagrad", "sgd") if one in name), "adamw")
+        return warning("the optimizer's states are float32 here, not 8-bit: more memory, the same rule", train_args__optim=kind)
+    if re.match(r"^(paged_)?adamw(_\w+)?$", name) and not name.endswith(("schedule_free", "galore", "stable")):
+        return Out({"train_args.optim": "adamw"})
+    return Out({"train_args.optim": value})  # unknown: the schema says what there is
+
+
+_SCHEDULES = {
+    "cosine_warmup_with_min_lr": "cosine_with_min_lr",
+    "cosine_annealing": "cosine",
+    "wsd": "warmup_stable_decay",
+    "constant_schedule": "constant",
+    "constant_lr": "constant",
+}
+
+
+def scheduler(value: Any) -> Out:
+    name = value.lower() if isinstance(value, str) else value
+    return Out({"train_args.lr_scheduler_type": _SCHEDULES.get(name, name) if isinstance(name, str) else value})
+
+
+def scheduler_args(value: Any) -> Out:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise Refused(f"`{value}` is not a mapping", "write it as {min_lr: 1e-6}") from None
+    return Out({"train_args.lr_scheduler_kwargs": value})
+
+
+def steps(target: str) -> Convert:
+    """A number of steps; a share of all steps (0.1) is refused, for it would be read as something else."""
+
+    def convert(value: Any) -> Out:
+        if isinstance(value, float) and 0 < value < 1:
+            name = target.split(".")[-1]
+            raise Refused(
+                f"{value} would be a share of all steps; `{name}` counts steps", f"write a whole number, e.g. {name}: 100"
+            )
+        return Out({target: value})
+
+    return convert
+
+
+def warmup_steps(value: Any) -> Out:
+    if isinstance(value, float) and 0 < value < 1:
+        return info("below 1 it is a share of the steps", train_args__warmup_ratio=value)
+    return Out({"train_args.warmup_steps": value})
+
+
+def ratio(value: Any) -> Out:
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
+        raise Refused(
+            f"{value} is a number of rows; only a share of the rows can be held out here",
+            "give a share such as split_dataset_ratio: 0.05, or a validation file as val_dataset: FILE#N",
+        )
+    return Out({"split_dataset_ratio": value})
+
+
+def checkpointing(value: Any) -> Out:
+    if isinstance(value, str) and value.lower() in ("unsloth", "offload", "offload_disk"):
+        return info("activations are recomputed by torch, not offloaded", train_args__gradient_checkpointing=True)
+    return Out({"train_args.gradient_checkpointing": as_bool(value)})
+
+
+_BATCH_NOTE = "packing here puts a micro-batch's samples in one row; the batch size goes on counting samples, not packed rows"
+
+
+def packing(value: Any) -> Out:
+    return (
+        warning(_BATCH_NOTE, train_args__packing=True)
+        if as_bool(value) is True
+        else Out({"train_args.packing": as_bool(value)})
+    )
+
+
+def padding_free(value: Any) -> Out:
+    return Out({"train_args.packing": True}) if value == "auto" or as_bool(value) is True else Out()
+
+
+def neat_packing(value: Any) -> Out:
+    return warning(_BATCH_NOTE, train_args__packing=True) if as_bool(value) is True else Out()
+
+
+def overlong(value: Any) -> Out:
+    name = str(value).lower()
+    if name in ("delete", "drop"):
+        return Out({"train_args.overlong": "drop"})
+    if name in ("right", "truncate", "truncation_right", "keep_start", "true"):
+        return Out({"train_args.overlong": "truncate"})
+    if name in ("left", "truncation_left", "keep_end", "split"):
+        return warning("too long a sample is cut at its end here", train_args__overlong="truncate")
+    raise Refused(f"`{value}` is not a way to treat samples that are too long", "use overlong: truncate or overlong: drop")
+
+
+def loss_scale(value: Any) -> Out:
+    if value == "default":
+        return Out(weak={"train_args.train_on_inputs": False})
+    if value == "all":
+        return Out({"train_args.train_on_inputs": True})
+    return warning("every answer of a conversation carries the loss, with weight 1")
+
+
+def mask_history(value: Any) -> Out:
+    return warning("every answer of a conversation carries the loss, not the last alone") if as_bool(value) is True else Out()
+
+
+def save_strategy(value: Any) -> Out:
+    return Out({"_save_strategy": "no" if is_off(value) else str(value).lower()})
+
+
+def eval_strategy(value: Any) -> Out:
+    return Out({"_eval_strategy": "no" if is_off(value) else str(value).lower()})
+
+
+def resume(value: Any) -> Out:
+    value = as_bool(value)
+    if isinstance(value, bool):
+        return Out({"resume": "auto" if value else "never"})
+    return Out({"resume": value})
+
+
+def report_to(value: Any) -> Out:
+    if is_off(value) or value == ["none"]:
+        return Out({"report_to": []})
+    names = [name.lower() for name in words(value)]
+    if "all" in names:
+        return info("of all the places, TensorBoard is there", report_to=["tensorboard"])
+    kept = [name for name in names if name == "tensorboard"]
+    lost = [name for name in names if name not in ("tensorboard", "none")]
+    if not lost:
+        return Out({"report_to": kept})
+    return warning(
+        f"{', '.join(lost)} cannot be reported to; report.html, events.jsonl and TensorBoard are there", report_to=kept
+    )
+
+
+def tensorboard(value: Any) -> Out:
+    return Out({"report_to": ["tensorboard"]}) if as_bool(value) is True else Out()
+
+
+def trains(value: Any) -> Out:
+    return Out() if as_bool(value) is True else warning("this command trains")
+
+
+def chat_template(value: Any) -> Out:
+    """A file is ours; a name, or a template written out, is theirs."""
+    text = str(value)
+    if "{%" in text or "{{" in text:
+        return warning("a template written out in the config; put it in a file and give the file as `chat_template`")
+    if re.search(r"[/\\]|\.(jinja2?|j2|txt|json)$", text):
+        return Out({"chat_template": text})
+    return template_name(value)
+
+
+def template_name(value: Any) -> Out:
+    return info("the tokenizer's own chat template is used; for another give a Jinja file as `chat_template`")
+
+
+def variables(value: Any) -> Out:
+    names = ", ".join(value) if isinstance(value, dict) else str(value)
+    return warning(f"environment variables ({names}) are not set from a config; set them in your shell")

@@ -1,0 +1,195 @@
+"""Loading a config: defaults < file < overrides, with the keys of other tools, every mistake at once, and nothing in silence.
+
+The environment plays no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from paceline.config.aliases import tool_scores
+from paceline.config.entries import FILE, OVERRIDE, Entry, Problem, Walk, meaning_of, split_key
+from paceline.config.explain import explain, strict_problems
+from paceline.config.merge import RESET, Merge
+from paceline.config.overrides import parse_tokens, split_cli
+from paceline.config.reader import Dumper, read_config_file
+from paceline.config.schema import Config
+from paceline.config.settle import settle
+from paceline.core.errors import ConfigError
+
+__all__ = ["Loaded", "diff_configs", "load_config", "split_cli", "to_yaml"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A config, and what is to be said about how it was read: (``info`` or ``warning``, text)."""
+
+    config: Config
+    notices: list[tuple[str, str]] = field(default_factory=list)
+    path: Path | None = None
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Loaded:
+    """Load a config file (or none) with overrides.
+
+    Args:
+        path: a YAML file, or None where the overrides give all that is needed.
+        overrides: words of a command line (``key=value``, ``--key value``, ``--key=value``, ``--flag``; dotted keys), or a
+            mapping (dotted or nested keys, values as they are). They go before the file.
+
+    Raises:
+        ConfigError: with the line, the key, the value, and what to write instead; all mistakes in one message.
+    """
+    file = Path(path) if path is not None else None
+    walks = []
+    if file is not None:
+        document = read_config_file(file)
+        walk = Walk(FILE, document.lines)
+        walk.tree(document.value)
+        walks.append(walk)
+    walks.append(_overrides(overrides))
+    meanings = [meaning_of(entry) for walk in walks for entry in walk.entries]
+    foreign = [one for one in meanings if one.alias or one.ignored]
+    merge = Merge(bool(foreign), tool_scores(one.tools for one in foreign))
+    merge.problems.extend(problem for walk in walks for problem in walk.problems)
+    for meaning in meanings:
+        merge.take(meaning)
+    merge.settle_precedence()
+    settled = settle(merge)
+    config = _validate(merge, file)
+    notices = [*merge.notices(), *settled, *_summary(merge)]
+    return Loaded(config, list(dict.fromkeys(notices)), file)
+
+
+def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> Walk:
+    walk = Walk(OVERRIDE)
+    if isinstance(overrides, Mapping):
+        walk.tree(overrides)
+        return walk
+    for key, value, token in parse_tokens([overrides] if isinstance(overrides, str) else overrides):
+        walk.add(split_key(key) if "." in key else (key,), value, token=token)
+    return walk
+
+
+def _validate(merge: Merge, file: Path | None) -> Config:
+    data = _nested(merge)
+    problems = list(merge.problems)
+    refused = {problem.target for problem in problems if problem.target}
+
+    def find(key: str) -> Entry | None:
+        winner = merge.winners.get(key) or next(
+            (one for name, one in merge.winners.items() if name.startswith(f"{key}.")), None
+        )
+        return winner.entry if winner and winner.value is not RESET else None
+
+    strict = strict_problems(data, find)
+    told = {id(problem.entry) for problem in strict if problem.entry}
+    problems.extend(strict)
+    config = None
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        for problem in explain(error, data, find):
+            missing = problem.entry is None and problem.what.endswith("is missing")
+            if missing and (_guessed(problem, merge.problems) or problem.what.split("`")[1] in refused):
+                continue  # the same mistake, already told as a misspelt or refused key
+            if problem.entry is None or id(problem.entry) not in told:
+                problems.append(problem)
+    if problems or config is None:
+        raise _error(problems, file)
+    return config
+
+
+def _guessed(missing: Problem, problems: list[Problem]) -> bool:
+    return any(one.fix == f"did you mean {missing.what.split(' ')[0]}?" for one in problems)
+
+
+def _nested(merge: Merge) -> dict[str, Any]:
+    """The winners as a nested mapping, shorter paths first."""
+    data: dict[str, Any] = {}
+    for target, winner in sorted(merge.winners.items(), key=lambda item: item[0].count(".")):
+        if winner.value is RESET:
+            continue
+        *parents, last = target.split(".")
+        place = data
+        for part in parents:
+            inner = place.get(part)
+            if isinstance(inner, str) and part in ("dataset", "val_dataset"):
+                inner = {"path": inner}  # `dataset.format=alpaca` beside `dataset: data.jsonl`
+            place[part] = dict(inner) if isinstance(inner, dict) else {}
+            place = place[part]
+        place[last] = winner.value
+    return data
+
+
+def _summary(merge: Merge) -> list[tuple[str, str]]:
+    """The lines that stand for many keys at once."""
+    out = []
+    if merge.moved and merge.foreign:
+        out.append(("info", f"read as keys of train_args, or of the top level: {_names(merge.moved)}"))
+    if merge.empty:
+        out.append(("info", f"left empty, so without effect: {_names(merge.empty)}"))
+    if merge.foreign:
+        out.append(("info", "what the config leaves out has Paceline's defaults, not those of the tool it was written for"))
+    return out
+
+
+def _names(entries: list[Entry]) -> str:
+    return ", ".join(f"`{entry.key}`" for entry in entries)
+
+
+def _error(problems: list[Problem], file: Path | None) -> ConfigError:
+    def line(problem: Problem) -> int:
+        entry = problem.entry
+        return 10**9 if entry is None or entry.line is None else entry.line
+
+    ordered = sorted(problems, key=line)
+    errors = [ConfigError(_stop(_placed(one, file)), allowed=_stop(one.allowed), fix=_stop(one.fix)) for one in ordered]
+    if len(errors) == 1:
+        return errors[0]
+    told = [one.paragraph() for one in errors]
+    return ConfigError(f"{len(told)} things in the config are wrong:\n" + "\n".join(f"- {one}" for one in told))
+
+
+def _stop(text: str | None) -> str:
+    """A text that ends in code takes a full stop too, for something follows it."""
+    return f"{text}." if text and text.endswith("`") else text or ""
+
+
+def _placed(problem: Problem, file: Path | None) -> str:
+    entry = problem.entry
+    if entry is None:
+        return f"{file}: {problem.what}" if file is not None else problem.what
+    if entry.layer == OVERRIDE:
+        return f"{entry.place()}: {problem.what}"
+    return f"{file} line {entry.line}: {problem.what}" if entry.line else f"{file}: {problem.what}"
+
+
+def to_yaml(config: Config) -> str:
+    """The whole config, defaults and all, as YAML that loads again to an equal config."""
+    text = yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return str(text)
+
+
+def diff_configs(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    """Every key in which two configs differ, as (dotted key, old value, new value)."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    keys = [*before, *(key for key in after if key not in before)]
+    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            out.update(_flat(value, f"{name}."))
+        else:
+            out[name] = value
+    return out

@@ -1,0 +1,160 @@
+"""The words of a command line after the verb: a config file, then overrides."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.config.aliases import alias_of
+from paceline.config.fields import KEYS, takes
+from paceline.config.reader import missing_file, parse_value
+from paceline.core.errors import ConfigError
+
+_PAIR = re.compile(r"^(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)
+_WORDS = {"true", "false", "yes", "no", "on", "off"}
+_FLAGS = {
+    "use_dora",
+    "push_to_hub",
+    "do_train",
+    "do_eval",
+    "plot_loss",
+    "overwrite_output_dir",
+    "overwrite_cache",
+    "load_in_4bit",
+}
+
+
+def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Split the words after a verb into the config file (or None) and the overrides.
+
+    Takes ``config.yaml key=value``, ``--config config.yaml --key value``, ``--key=value``, ``--flag``; the file may
+    be left out.
+    The overrides come back as ``key=value``, for :func:`paceline.config.load.load_config`.
+
+    Raises:
+        ConfigError: for a word that is neither, a file that is not there, or two files.
+    """
+    files: list[str] = []
+    overrides: list[str] = []
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        if token.startswith("--"):
+            key, values = _option(token, rest)
+            if key == "config":
+                files.extend(str(one) for one in values)
+            else:
+                overrides.append(f"{key}={_joined(values)}")
+        elif _PAIR.match(token):
+            overrides.append(token)
+        else:
+            files.append(_as_file(token))
+    if len(files) > 1:
+        raise ConfigError(
+            f"two config files are given: {files[0]} and {files[1]}", fix="give one, and change its keys with key=value"
+        )
+    path = Path(files[0]) if files else None
+    if path is not None and not path.exists():
+        raise missing_file(path)
+    return path, overrides
+
+
+def parse_tokens(tokens: Iterable[str]) -> list[tuple[str, Any, str]]:
+    """Overrides as (dotted key, value, the words as given).
+
+    Raises:
+        ConfigError: for a word that is no override.
+    """
+    out: list[tuple[str, Any, str]] = []
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        if token.startswith("--"):
+            key, values = _option(token, rest)
+            joined = _joined(values)
+            out.append((key, parse_value(joined, f"--{key}"), f"{token.split('=')[0]} {joined}"))
+            continue
+        match = _PAIR.match(token)
+        if match is None:
+            raise ConfigError(
+                f"`{token}` is not an override",
+                allowed="key=value, --key value and --key=value, dotted for nested keys",
+                fix=f"write for example lora.rank={token}" if re.fullmatch(r"-?[\d.]+", token) else "write key=value",
+            )
+        out.append((match["key"], parse_value(match["value"], f"{match['key']}="), token))
+    return out
+
+
+def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
+    """The key and the words of an option; takes its words off ``rest``."""
+    name, equals, inline = token[2:].partition("=")
+    key = name.replace("-", "_")
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+        raise ConfigError(f"`{token}` is not an option", allowed="--key value or --key=value", fix="write --key value")
+    if equals:
+        return key, [inline]
+    if not rest or _is_next(rest[0]) or (_is_flag(key) and rest[0].lower() not in _WORDS):
+        if not _is_flag(key) and key != "config" and _known(key):
+            raise ConfigError(f"`{token}` has no value", fix=f"write {token} VALUE")
+        if key == "config":
+            raise ConfigError("`--config` names no file", fix="write --config FILE.yaml")
+        return key, ["true"]
+    values = [rest.pop(0)]
+    while _is_list(key) and rest and not _is_next(rest[0]) and not rest[0].endswith((".yaml", ".yml")):
+        values.append(rest.pop(0))
+    return key, values
+
+
+def _joined(values: list[str]) -> str:
+    return values[0] if len(values) == 1 else json.dumps(values, ensure_ascii=False)
+
+
+def _is_next(token: str) -> bool:
+    return token.startswith("--") or bool(_PAIR.match(token))
+
+
+def _target(key: str) -> str | None:
+    """The native key that a key of the command line sets, if one is known."""
+    for name in (key, f"train_args.{key}"):
+        if name in KEYS:
+            return name
+    section, _, last = key.rpartition(".")
+    alias = alias_of(section, last)
+    return alias.target if alias else None
+
+
+def _known(key: str) -> bool:
+    return _target(key) is not None
+
+
+def _is_flag(key: str) -> bool:
+    target = _target(key)
+    if key in _FLAGS or not target:
+        return key in _FLAGS or key.startswith(("use_", "do_", "load_in_", "save_only_", "disable_"))
+    last = key.rpartition(".")[2]
+    return takes(KEYS[target], bool) and last not in (
+        "finetuning_type",
+        "tuner_type",
+        "train_type",
+        "sft_type",
+        "torch_dtype",
+        "dtype",
+    )
+
+
+def _is_list(key: str) -> bool:
+    target = _target(key)
+    return bool(target) and takes(KEYS[str(target)], list)
+
+
+def _as_file(token: str) -> str:
+    if Path(token).exists() or re.search(r"[/\\]|\.\w+$", token):
+        return token
+    raise ConfigError(
+        f"`{token}` is neither a config file nor an override",
+        allowed="one config file, then key=value or --key value",
+        fix="write the key too, as key=value" if not token.startswith("-") else f"options start with two dashes: -{token}",
+    )

@@ -1,0 +1,208 @@
+"""What can only be decided once all keys are known: keys of other tools that act on another key, and keys that exclude
+each other when they come from the file and from an override."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from paceline.config.convert import Refused
+from paceline.config.entries import OVERRIDE, Problem, short
+from paceline.config.merge import RESET, Assigned, Merge
+from paceline.config.sources import in_folder, limit, with_fields
+
+Notices = list[tuple[str, str]]
+
+
+def settle(merge: Merge) -> Notices:
+    """Apply the ``_`` targets and the exclusions to ``merge.winners``. Returns notices beyond those of single keys."""
+    notices: Notices = []
+    for name, act in _ACTS.items():
+        winner = merge.winners.pop(name, None)
+        if winner is not None and winner.value is not RESET:
+            try:
+                level, words = act(merge, winner)
+            except Refused as refused:
+                merge.problems.append(Problem(f"{winner.entry.shown()}: {refused.why}", winner.entry, fix=refused.fix))
+                continue
+            for line in merge.lines:
+                if any(one is winner for one in line.assigned):
+                    line.settled.append((level, words))
+    _exclusive(merge, notices)
+    _warmup(merge, notices)
+    _lora(merge, notices)
+    return notices
+
+
+def _set(merge: Merge, target: str, value: Any, by: Assigned) -> None:
+    merge.winners[target] = Assigned(target, value, by.entry)
+
+
+def _higher(merge: Merge, target: str, by: Assigned) -> bool:
+    layer = merge.layer_of(target)
+    return layer is not None and layer > by.entry.layer
+
+
+# -- keys that act on another ---------------------------------------------------------------------------------------------
+
+
+def _target_linear(merge: Merge, by: Assigned) -> tuple[str, str]:
+    if _higher(merge, "lora.target_modules", by):
+        return "info", "gives way to the command line"
+    _set(merge, "lora.target_modules", "all-linear", by)
+    return "info", "is read as `lora.target_modules: all-linear`"
+
+
+def _save_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
+    if by.value == "no":
+        if _higher(merge, "train_args.save_steps", by):
+            return "info", "gives way to the command line"
+        _set(merge, "train_args.save_steps", 0, by)
+        return "info", "is read as `train_args.save_steps: 0`: one checkpoint, at the end"
+    if by.value == "steps":
+        return "info", "is how it is here: a checkpoint every `save_steps`"
+    return "warning", "checkpoints are written every `save_steps` steps, and at the end"
+
+
+def _eval_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
+    if by.value == "steps":
+        return "info", "is how it is here: evaluation every `eval_steps`, where there is validation data"
+    if by.value == "epoch":
+        if _higher(merge, "train_args.eval_steps", by):
+            return "info", "gives way to the command line"
+        _set(merge, "train_args.eval_steps", 0, by)
+        return "info", "is read as `train_args.eval_steps: 0`: at the end of each epoch"
+    given = merge.value_of("val_dataset") is not None or bool(merge.value_of("split_dataset_ratio"))
+    if given:
+        return "warning", "validation data is given, so it is run; leave it out to save the time"
+    return "info", "is how it is here without validation data"
+
+
+def _each_source(
+    merge: Merge, by: Assigned, change: Callable[[list[Any]], list[Any]], same_layer: bool = True, key: str = "dataset"
+) -> bool:
+    """Change the sources of the training data; False where they come from another layer than the key."""
+    data = merge.winners.get(key)
+    if data is None or data.value in (RESET, None) or (same_layer and data.entry.layer != by.entry.layer):
+        return False
+    listed = data.value if isinstance(data.value, list) else [data.value]
+    new = change(listed)
+    value = new if isinstance(data.value, list) else new[0]
+    merge.winners[key] = Assigned(key, value, data.entry)
+    return True
+
+
+_OTHER_DATA = "is left out: it belongs to the dataset that an override has replaced"
+
+
+def _dataset_dir(merge: Merge, by: Assigned) -> tuple[str, str]:
+    before = merge.value_of("dataset")
+    if not _each_source(merge, by, lambda listed: in_folder(listed, str(by.value))):
+        return "info", _OTHER_DATA
+    _each_source(merge, by, lambda listed: in_folder(listed, str(by.value)), key="val_dataset")
+    after = merge.value_of("dataset")
+    if after == before:
+        return "info", "holds no file of these datasets' names; they are taken as paths or hub ids"
+    return "info", f"gives `dataset: {short(after)}`"
+
+
+def _max_samples(merge: Merge, by: Assigned) -> tuple[str, str]:
+    number = by.value
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise Refused(f"{short(number)} is not a number of samples", "give a whole number of at least 1")
+    _each_source(merge, by, lambda listed: limit(listed, number), same_layer=False)
+    _each_source(merge, by, lambda listed: limit(listed, number), key="val_dataset")
+    return "info", f"is read as `path#{number}` for each source: {short(merge.value_of('dataset'))}"
+
+
+def _field(name: str) -> Callable[[Merge, Assigned], tuple[str, str]]:
+    def act(merge: Merge, by: Assigned) -> tuple[str, str]:
+        if name == "text":
+            if by.value == "text":
+                return "info", "is the usual name here too"
+            fields: dict[str, Any] = {"columns": {"text": by.value}, "format": "text"}
+        else:
+            fields = {name: by.value}
+        if not _each_source(merge, by, lambda listed: with_fields(listed, fields)):
+            return "info", _OTHER_DATA
+        return "info", f"is read as {short(fields)} of each source"
+
+    return act
+
+
+def _test_split(merge: Merge, by: Assigned) -> tuple[str, str]:
+    data = merge.winners.get("dataset")
+    if data is None or data.entry.layer != by.entry.layer:
+        return "info", _OTHER_DATA
+    if merge.value_of("val_dataset") is not None or merge.value_of("split_dataset_ratio"):
+        return "info", "gives way to the validation data given beside it"
+    listed = data.value if isinstance(data.value, list) else [data.value]
+    split = [{**({"path": one} if isinstance(one, str) else one), "split": by.value} for one in listed]
+    _set(merge, "val_dataset", split, by)
+    return "info", f"is read as `val_dataset: {short(split)}`"
+
+
+_ACTS: dict[str, Callable[[Merge, Assigned], tuple[str, str]]] = {
+    "_target_linear": _target_linear,
+    "_save_strategy": _save_strategy,
+    "_dataset_dir": _dataset_dir,
+    "_name": _field("name"),
+    "_test_split": _test_split,
+    "_split": _field("split"),
+    "_text_field": _field("text"),
+    "_max_samples": _max_samples,
+    "_eval_strategy": _eval_strategy,
+}
+
+
+# -- keys that exclude each other ---------------------------------------------------------------------------------------------
+
+_T = "train_args."
+#: (key given by an override, key of the file that would beat or contradict it, when)
+_EXCLUSIVE: list[tuple[str, str, Callable[[Any], bool]]] = [
+    (f"{_T}warmup_ratio", f"{_T}warmup_steps", lambda value: True),
+    (f"{_T}num_train_epochs", f"{_T}max_steps", lambda value: True),
+    (f"{_T}bf16", f"{_T}fp16", bool),
+    (f"{_T}fp16", f"{_T}bf16", bool),
+    ("val_dataset", "split_dataset_ratio", lambda value: value is not None),
+    ("split_dataset_ratio", "val_dataset", bool),
+]
+
+
+def _exclusive(merge: Merge, notices: Notices) -> None:
+    for key, other, when in _EXCLUSIVE:
+        winner, beaten = merge.winners.get(key), merge.winners.get(other)
+        if winner is None or beaten is None or winner.value is RESET or beaten.value is RESET or not when(winner.value):
+            continue
+        if winner.entry.layer == OVERRIDE > beaten.entry.layer and beaten.value not in (None, False, 0, -1):
+            if not any(line.meaning.entry is beaten.entry for line in merge.lines):
+                words = f"{beaten.entry.shown()} ({beaten.entry.place()}) gives way to {winner.entry.shown()}"
+                notices.append(("info", words))
+            merge.winners[other] = Assigned(other, RESET, winner.entry)
+
+
+def _warmup(merge: Merge, notices: Notices) -> None:
+    steps, share = merge.winners.get(f"{_T}warmup_steps"), merge.value_of(f"{_T}warmup_ratio")
+    if steps is not None and steps.value == 0 and steps.value is not False and share:
+        # transformers' rule, under whose names both stand: a number of steps counts where it is more than 0
+        notices.append(("info", f"`warmup_steps: 0` gives way to `warmup_ratio: {short(share)}`"))
+        merge.winners[f"{_T}warmup_steps"] = Assigned(f"{_T}warmup_steps", RESET, steps.entry)
+
+
+def _lora(merge: Merge, notices: Notices) -> None:
+    """Say, or settle, what keys of LoRA mean in a config that does not say whether it trains LoRA."""
+    given = [one for target, one in merge.winners.items() if target.startswith("lora.") and one.value is not RESET]
+    if "lora.enable" in merge.winners or not given:
+        return
+    first = given[0].entry
+    name = first.name.split(".")[-1]
+    if (
+        merge.foreign
+        and name.startswith(("lora_", "target_modules"))
+        and max(merge.scores["s"], merge.scores["l"]) > max(merge.scores["a"], merge.scores["t"])
+    ):
+        _set(merge, "lora.enable", True, given[0])
+        text = f"{first.shown()} is given and no method: `lora.enable: true`, which is what the tool it comes from does"
+        notices.append(("info", text))
+    else:
+        notices.append(("warning", f"{first.shown()} is given but `lora.enable` is not true: all weights are trained"))

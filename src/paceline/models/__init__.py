@@ -1,0 +1,1 @@
+"""Models: Hugging Face language models, adapters, the built-in ones."""

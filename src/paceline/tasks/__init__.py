@@ -1,0 +1,4 @@
+"""The tasks."""
+def load_task(config):
+    from paceline.tasks.language import LanguageTask
+    return LanguageTask(config)

@@ -1,0 +1,131 @@
+"""What every test can rely on, and what every test must leave as it found it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+# Before anything imports a library that looks at them. The cache is shared by the whole session, so that the built-in model,
+# its tokenizer and its data are built once; Hugging Face's caches follow XDG_CACHE_HOME.
+_CACHE = tempfile.mkdtemp(prefix="paceline-tests-")
+_TOKEN = uuid.uuid4().hex
+os.environ["XDG_CACHE_HOME"] = _CACHE
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PACELINE_TEST_SESSION"] = _TOKEN  # inherited by every process that a test starts, orphans too
+for _name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TRANSFORMERS_CACHE"):
+    os.environ.pop(_name, None)
+for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(_name, None)
+
+# Set by pytest itself, and by scikit-learn the first time it is imported.
+_MAY_CHANGE = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+# Helpers that multiprocessing keeps for the life of its parent. A fork server's workers are not exempt: their parent is it.
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_GRACE_S = 5.0
+_GPU_NOT_RUN = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Quick tests first; without an accelerator the ``gpu`` ones are not run at all."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and not _accelerator():
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gpu)
+        config.stash[_GPU_NOT_RUN] = len(gpu)
+
+
+def _accelerator() -> bool:
+    import torch
+
+    return bool(torch.accelerator.is_available())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    count = config.stash.get(_GPU_NOT_RUN, 0)
+    if count:
+        terminalreporter.write_line(f"No accelerator on this machine: {count} test(s) marked gpu were not run.")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def no_process_left() -> Iterator[None]:
+    """Fail a test that leaves a process running: a child, or one further down whose parent is gone."""
+    before = {process.pid for process in _processes()}
+    yield
+    left = [process for process in _processes() if process.pid not in before]
+    _, left = psutil.wait_procs(left, timeout=_GRACE_S) if left else ([], [])
+    left = [process for process in left if _alive(process)]
+    if left:
+        names = [_describe(process) for process in left]
+        for process in left:
+            _kill(process)
+        psutil.wait_procs(left, timeout=_GRACE_S)
+        pytest.fail(f"the test left {len(left)} process(es) running: " + "; ".join(names))
+
+
+@pytest.fixture(autouse=True)
+def no_environment_change() -> Iterator[None]:
+    """Fail a test that leaves an environment variable set, changed or removed; put them back for the next one."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    changed = [name for name in changed if name not in _MAY_CHANGE]
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            os.environ.pop(name, None)
+    if changed:
+        pytest.fail("the test changed the environment: " + ", ".join(changed) + "; use monkeypatch.setenv")
+
+
+def _processes() -> list[psutil.Process]:
+    """Every live process that this session started, whoever its parent is now, without multiprocessing's own helpers."""
+    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        if process.pid in found or process.pid == os.getpid():
+            continue
+        try:
+            if process.environ().get("PACELINE_TEST_SESSION") == _TOKEN:
+                found[process.pid] = process
+        except (psutil.Error, OSError):
+            continue
+    return [process for process in found.values() if _alive(process) and not _is_helper(process)]
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    try:
+        return process.ppid() == os.getpid() and any(name in " ".join(process.cmdline()) for name in _HELPERS)
+    except psutil.Error:
+        return False
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+    except psutil.Error:
+        return str(process.pid)
+
+
+def _kill(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.Error):
+        process.kill()

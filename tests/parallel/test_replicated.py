@@ -1,0 +1,139 @@
+"""`ddp`: gradients are the sum over ranks, whatever the buckets; state goes out and comes back bit for bit."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from paceline.config.schema import Parallel
+from paceline.parallel.base import ModelShape
+from paceline.parallel.replicated import DistributedDataParallel, Single
+from paceline.world.env import RankEnv
+from paceline.world.group import World, all_reduce_bytes
+
+
+class Net(nn.Module):
+    """A weight used twice, a frozen layer, a layer that only rank 0's batches reach, and running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(7, 7)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(7)
+        self.rare = nn.Linear(7, 7)
+        self.never = nn.Linear(3, 3)
+        self.out = nn.Linear(7, 1)
+
+    def forward(self, x, rare):
+        x = self.inner(torch.tanh(self.inner(x)))
+        x = self.norm(self.frozen(x))
+        return self.out(self.rare(x) if rare else x)
+
+
+def make(world, cap_mb=25.0, optimizer=torch.optim.AdamW):
+    torch.manual_seed(world.rank)  # different weights on purpose: rank 0's must win
+    strategy = DistributedDataParallel(Parallel(bucket_cap_mb=cap_mb), world)
+    model = strategy.place(Net())
+    made = strategy.build_optimizer(lambda named: optimizer([one for _, one in named], lr=1e-2))
+    return strategy, model, made
+
+
+def batch(rank, micro, step):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    return torch.randn(5, 7, generator=generator)
+
+
+def gradients(world, cap_mb):
+    strategy, model, _ = make(world, cap_mb)
+    model.eval()
+    strategy.backward(lambda micro: model(batch(world.rank, micro, 0), world.rank == 0).square().sum(), 2)
+    grads = {name: one.grad.clone() for name, one in strategy.trained.items()}
+    weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+    return grads, weights, strategy.clip(0.0), len(strategy.buckets.buckets)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("cap_mb", [25.0, 0.00001])
+def test_gradient_is_the_sum_over_ranks_and_micro_batches(world_size, cap_mb):
+    results = run_ranks(gradients, world_size, cap_mb)
+    torch.manual_seed(0)
+    alone = Net()
+    alone.eval()
+    for rank in range(world_size):
+        for micro in range(2):
+            alone(batch(rank, micro, 0), rank == 0).square().sum().backward()
+    expected = {name: one.grad if one.grad is not None else torch.zeros_like(one) for name, one in alone.named_parameters()}
+    for grads, weights, norm, buckets in results:
+        assert "frozen.weight" not in grads
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-5)
+        for name, weight in alone.named_parameters():
+            assert torch.equal(weights[name], weight)
+        total = torch.stack([grads[name].norm() for name in grads]).norm()
+        torch.testing.assert_close(norm, total, rtol=1e-5, atol=1e-6)
+        assert buckets == (1 if cap_mb > 1 else len(grads))
+
+
+def train_some(world, steps, state=None, first=0):
+    strategy, model, optimizer = make(world, cap_mb=0.0002)
+    if state is not None:
+        strategy.load_full_state(state if world.is_first else {})
+    for step in range(first, first + steps):
+        strategy.backward(lambda micro, step=step: model(batch(world.rank, micro, step), step % 2 == 0).square().mean(), 2)
+        strategy.clip(0.5)
+        optimizer.step()
+    statistics = model.norm.running_mean.clone()
+    return strategy.full_state(), statistics, strategy.state_bytes(), strategy.optimizer.state[model.out.weight]["step"].item()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_going_on_from_the_state_is_bitwise_equal(world_size):
+    whole = run_ranks(train_some, world_size, 6)
+    half = run_ranks(train_some, world_size, 3)
+    resumed = run_ranks(train_some, world_size, 3, half[0][0], 3)
+    assert set(whole[0][0]) == set(resumed[0][0])
+    for name, value in whole[0][0].items():
+        assert torch.equal(value, resumed[0][0][name]), name
+    assert all(not result[0] for result in whole[1:])  # only rank 0 holds the full state
+    for result in whole[1:]:
+        assert torch.equal(result[1], whole[0][1])  # running statistics are the same on every rank
+
+
+def test_state_names_do_not_depend_on_the_strategy():
+    alone = run_ranks(train_some, 1, 1)[0][0]
+    several = run_ranks(train_some, 2, 1)[0][0]
+    assert set(alone) == set(several)
+    assert "model/inner.weight" in alone
+    assert "optimizer/inner.weight/exp_avg" in alone
+    assert "buffer/norm.running_mean" in alone
+    assert not any(name.startswith("model/frozen") for name in alone)
+
+
+def test_state_bytes_and_traffic_are_what_the_cost_says():
+    strategy, model, optimizer = make(World(RankEnv(), torch.device("cpu")))
+    strategy.backward(lambda micro: model(batch(0, 0, 0), True).sum(), 1)
+    optimizer.step()
+    trainable = [(one.numel(), 4) for one in model.parameters() if one.requires_grad]
+    held = sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
+    cost = DistributedDataParallel.cost(ModelShape(held, trainable, 8), world_size=4)
+    elements = sum(count for count, _ in trainable)
+    assert cost.gradients == 4 * elements
+    assert cost.optimizer == 8 * elements
+    assert cost.traffic_per_step == all_reduce_bytes(4 * elements, 4) == round(1.5 * 4 * elements)
+    assert Single.cost(ModelShape(held, trainable, 8), world_size=1).traffic_per_step == 0
+    padding = 64 * len(trainable)  # buckets align each gradient to 64 bytes; Adam keeps a step count a parameter
+    assert cost.state <= strategy.state_bytes() <= cost.state + padding + 4 * len(trainable)
+
+
+def uneven(world):
+    strategy, model, _ = make(world, cap_mb=0.0001)
+    for step in range(3):
+        strategy.backward(lambda micro, step=step: model(batch(world.rank, 0, step), world.rank == 1).sum(), 1)
+    return [flat.clone() for flat in strategy.buckets.flats]
+
+
+def test_one_order_of_collectives_whatever_order_gradients_come_in():
+    # Rank 0 never reaches `rare`, rank 1 does: were buckets sent as they fill, the ranks would issue different collectives.
+    left, right = run_ranks(uneven, 2)
+    for one, other in zip(left, right, strict=True):
+        assert torch.equal(one, other)
