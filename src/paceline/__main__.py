@@ -1,8 +1,6 @@
 """``python -m paceline``."""
 
-import sys
-
-from paceline.cli import main
+from paceline.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -49,6 +50,15 @@ def main(argv: list[str] | None = None) -> int:
             raise
         _print_error(f"{type(error).__name__}: {error}. This was not expected; run again with --debug for the whole traceback.")
         return EXIT_FAILED
+
+
+def entry() -> None:
+    """The console script: as :func:`main`, without the second that taking down an interpreter full of torch costs."""
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _dispatch(tokens: list[str], started_at: float) -> int:
@@ -195,4 +205,4 @@ def _process_start() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

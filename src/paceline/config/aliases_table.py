@@ -147,6 +147,7 @@ ALIASES: dict[str, Alias] = {
     # -- set nothing; what is said depends on the value
     "env": Alias("", "t", v.variables, "named as ignored: environment variables are not set from a config"),
     "ENV": Alias("", "s", v.variables, "named as ignored: environment variables are not set from a config"),
+    "model_revision": Alias("", "slt", v.revision, "`main`; for another download it and give the folder"),
     "do_train": Alias("", "lt", v.trains, "true; the command trains"),
     "mask_history": Alias("", "l", v.mask_history, "false; every answer of a conversation carries the loss"),
     "use_chat_template": Alias("", "s", c.on_here(_CHAT), "true; for plain text use `task: pretrain`"),

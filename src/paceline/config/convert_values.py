@@ -281,6 +281,12 @@ def trains(value: Any) -> Out:
     return Out() if as_bool(value) is True else warning("this command trains")
 
 
+def revision(value: Any) -> Out:
+    if value in ("main", "master"):
+        return Out()
+    return warning("a revision cannot be named; download it and give the folder as `model`")
+
+
 def chat_template(value: Any) -> Out:
     """A file is ours; a name, or a template written out, is theirs."""
     text = str(value)

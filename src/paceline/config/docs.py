@@ -27,7 +27,7 @@ Generated from the schema by `python -m paceline.config.docs`; do not edit by ha
 A run is one YAML file. Only `model` and `dataset` must be given:
 
 ```yaml
-# yaml-language-server: $schema=https://raw.githubusercontent.com/OWNER/paceline/main/docs/config.schema.json
+# yaml-language-server: $schema=docs/config.schema.json
 model: Qwen/Qwen2.5-0.5B
 dataset: ./questions.jsonl
 lora: {enable: true, rank: 16}
@@ -37,8 +37,7 @@ train_args:
 ```
 
 **Completion in an editor.** Editors with the YAML language server (VS Code's YAML extension, Neovim, Helix, ...) complete and
-check keys as you type where the file's first line names the schema, as above. A path works too:
-`# yaml-language-server: $schema=../docs/config.schema.json`, relative to the file.
+check keys as you type where the file's first line names the schema, as above: a path from the file's own folder, or a URL.
 
 **Precedence.** Defaults < file < command line. On the command line a key is `key=value`, `--key value` or `--key=value`,
 dotted for nested keys (`lora.rank=16`, `--lora.rank 16`), and `--flag` alone means true. Values are YAML: `[a, b]`,
@@ -111,8 +110,8 @@ def _section(title: str, words: str, keys: list[str]) -> str:
 def _source_section() -> str:
     rows = _rows(dict(DatasetSource.model_fields))
     return (
-        "## A source of samples\n\nWhere a path or hub id does not say enough, `dataset` and `val_dataset` take a mapping, or a list of "
-        "them.\n\n" + _table(["key", "takes", "default", "meaning"], rows)
+        "## A source of samples\n\nWhere a path or hub id does not say enough, `dataset` and `val_dataset` take a mapping, "
+        "or a list of them.\n\n" + _table(["key", "takes", "default", "meaning"], rows)
     )
 
 
@@ -129,8 +128,8 @@ def _mapped() -> str:
 def _values() -> str:
     shared: dict[str, Alias] = {**SHARED, **SHARED_IF_FOREIGN}
     rows = [[f"`{key}`", _tools(one.tools)] for key, one in shared.items()]
-    words = "These keys have the same name here; values that only the other tools know are converted, or refused with the reason.\n\n"
-    return f"### Shared names\n\n{words}" + _table(["key", "values of"], sorted(rows))
+    words = "These keys have the same name here; values that only other tools know are converted, or refused with the reason."
+    return f"### Shared names\n\n{words}\n\n" + _table(["key", "values of"], sorted(rows))
 
 
 def _ignored() -> str:

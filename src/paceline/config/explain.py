@@ -62,7 +62,9 @@ def _reason(value: Any, types: list[str]) -> str:
         return "is not one of the values it takes"
     if "int_from_float" in types:
         return "is not a whole number"
-    return f"is {kind_of(value)}, which it does not take"
+    return (
+        "holds a value it does not take" if isinstance(value, list | dict) else f"is {kind_of(value)}, which it does not take"
+    )
 
 
 def _source(key: str, value: Any, errors: list[dict[str, Any]], entry: Entry | None) -> Problem:

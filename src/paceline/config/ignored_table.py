@@ -78,7 +78,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
              "enable_channel_loss",
         "a": "profiler_steps profiler_steps_start eval_table_size eval_max_new_tokens do_causal_lm_eval "
              "eval_causal_lm_metrics do_bench_eval bench_dataset bench_split use_wandb use_mlflow use_comet "
-             "use_otel_metrics loss_watchdog_threshold loss_watchdog_patience debug gc_steps "
+             "use_otel_metrics loss_watchdog_threshold loss_watchdog_patience debug test_value gc_steps "
              "hf_mlflow_log_artifacts mlflow_run_name",
     }),
     ("info", "nothing is uploaded; `model/` in output_dir is what to upload", {
@@ -87,7 +87,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "a": "push_dataset_to_hub hf_use_auth_token",
         "l": "hf_hub_token ms_hub_token om_hub_token export_dir export_size export_device export_legacy_format "
              "export_hub_model_id",
-        "s": "use_hf push_to_hub_async",
+        "s": "push_to_hub_async",
     }),
     ("info", "a checkpoint always holds all that resuming needs, in safetensors", {
         "slat": "save_only_model",
@@ -133,12 +133,11 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "sa": "model_type",
         "l": "use_fast_tokenizer infer_dtype infer_backend offload_folder adapter_folder",
         "s": "model_kwargs load_from_config external_plugins custom_register_path custom_dataset_info "
-             "local_repo_path model_author ignore_args_error init_strategy dataset_info register_path",
+             "local_repo_path ignore_args_error init_strategy dataset_info register_path",
         "st": "max_memory",
         "t": "model_init_kwargs",
     }),
     ("warning", "a revision cannot be named; download it and give the folder", {
-        "slt": "model_revision",
         "a": "revision_of_model",
         "t": "base_model_revision model_code_revision revision",
     }),
@@ -162,7 +161,6 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
      "`dataloader_pin_memory`", {
         "st": "dataloader_persistent_workers",
         "t": "dataloader_in_order dataloader_multiprocessing_context label_names length_column_name",
-        "sat": "remove_unused_columns",
     }),
     ("warning", "every sample is seen once an epoch: nothing is left out at its end", {
         "sat": "dataloader_drop_last",
@@ -243,7 +241,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "s": "freeze_parameters freeze_parameters_ratio freeze_parameters_regex trainable_parameters "
              "trainable_parameters_regex",
         "a": "unfrozen_parameters",
-        "sl": "freeze_vit freeze_aligner freeze_llm freeze_vision_tower freeze_multi_modal_projector "
+        "sl": "freeze_llm "
               "freeze_language_model",
     }),
     ("warning", "the loss is the cross-entropy of each answer's tokens, as it stands", {
@@ -329,6 +327,12 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
     ("info", "memory is torch's to manage", {
         "t": "torch_empty_cache_steps activation_offloading",
         "a": "gpu_memory_limit experimental_skip_move_to_device",
+    }),
+    ("info", "models and data come from the Hugging Face hub or a local folder", {"s": "use_hf", "t": "use_auth_token token"}),
+    ("info", "it fills gaps in one of ms-swift's own datasets", {"s": "model_author"}),
+    ("info", "only the columns of the format are read", {"sat": "remove_unused_columns"}),
+    ("info", "it concerns the image and audio parts of a model, which `task: sft` does not train", {
+        "sl": "freeze_vit freeze_aligner freeze_vision_tower freeze_multi_modal_projector",
     }),
 ]  # fmt: skip
 

@@ -120,19 +120,24 @@ def _nested(merge: Merge) -> dict[str, Any]:
         place = data
         for part in parents:
             inner = place.get(part)
+            if isinstance(inner, list) and part in ("dataset", "val_dataset"):  # `dataset.format=alpaca` is for each of them
+                place[part] = [{**({"path": one} if isinstance(one, str) else one), last: winner.value} for one in inner]
+                break
             if isinstance(inner, str) and part in ("dataset", "val_dataset"):
                 inner = {"path": inner}  # `dataset.format=alpaca` beside `dataset: data.jsonl`
             place[part] = dict(inner) if isinstance(inner, dict) else {}
             place = place[part]
-        place[last] = winner.value
+        else:
+            place[last] = winner.value
     return data
 
 
 def _summary(merge: Merge) -> list[tuple[str, str]]:
     """The lines that stand for many keys at once."""
     out = []
-    if merge.moved and merge.foreign:
-        out.append(("info", f"read as keys of train_args, or of the top level: {_names(merge.moved)}"))
+    moved = [entry for entry in merge.moved if merge.foreign or entry.section]
+    if moved:
+        out.append(("info", f"read as keys of train_args, or of the top level: {_names(moved)}"))
     if merge.empty:
         out.append(("info", f"left empty, so without effect: {_names(merge.empty)}"))
     if merge.foreign:

@@ -93,21 +93,21 @@ class Merge:
         except Refused as refused:
             self.problems.append(Problem(f"{entry.shown()}: {refused.why}", entry, fix=refused.fix, target=target))
             return
-        made = [Assigned(key, value, entry) for key, value in out.sets.items()]
-        made += [Assigned(key, value, entry, weak=True) for key, value in out.weak.items()]
-        for one in made:
-            self._assign(one)
+        wanted = [Assigned(key, value, entry) for key, value in out.sets.items()]
+        wanted += [Assigned(key, value, entry, weak=True) for key, value in out.weak.items()]
+        made = [part for one in wanted for part in self._assign(one)]
         as_written = meaning.target is not None and not out.says and out.sets == {target: entry.value}
         if not as_written:
             self.lines.append(Line(meaning, made, out.says))
 
-    def _assign(self, one: Assigned) -> None:
+    def _assign(self, one: Assigned) -> list[Assigned]:
+        """Keep an assignment; a free mapping becomes one for each of its keys, so that overrides merge into it."""
         free = next((key for key in FREE if one.target == key or one.target.startswith(f"{key}.")), None)
         if free is not None and isinstance(one.value, dict) and one.value:
-            for key, value in one.value.items():
-                self._assign(Assigned(f"{one.target}.{key}", value, one.entry, one.weak))
-            return
+            parts = [Assigned(f"{one.target}.{key}", value, one.entry, one.weak) for key, value in one.value.items()]
+            return [leaf for part in parts for leaf in self._assign(part)]
         self.assigned.append(one)
+        return [one]
 
     def _ignored_says(self, meaning: Meaning) -> tuple[tuple[str, str], ...]:
         assert meaning.ignored is not None

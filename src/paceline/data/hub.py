@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir, write_json_atomic
+from paceline.data.tokenizer import first_line
 
 _TIMEOUT_S = 10.0
 
@@ -40,7 +41,7 @@ class HubDataset:
         except RepositoryNotFoundError as error:
             raise self._error("the hub has no dataset of that name, or it is private") from error
         except Exception as error:  # every kind of network trouble: each client library has its own
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
+            reason = "offline mode is on" if type(error).__name__ == "OfflineModeIsEnabled" else first_line(error)
             return self._without_network(reason, error)
         self._memo().parent.mkdir(parents=True, exist_ok=True)
         write_json_atomic(self._memo(), {"repo": self.repo, "revision": self.revision})

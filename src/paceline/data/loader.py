@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import sys
 from collections import deque
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.core.processes import end_with_parent
 from paceline.data.order import SampleOrder, split_by_length, split_even
 from paceline.world.seeds import seed_everything
 
@@ -87,6 +87,8 @@ def _loader(
         num_workers=options.num_workers,
         prefetch_factor=options.prefetch_factor if options.num_workers else None,
         pin_memory=options.pin_memory,
+        # Forked from the rank itself; a rank's default, the fork server, would have to import everything anew.
+        multiprocessing_context="fork" if options.num_workers and sys.platform == "linux" else None,
         worker_init_fn=_loader_process_start if options.num_workers else None,
     )
 
@@ -96,8 +98,7 @@ def _loader_process_start(_worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    end_with_parent()
 
 
 def train_steps(

@@ -87,21 +87,31 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
             allowed="a folder that holds a tokenizer, a hub id such as Qwen/Qwen2.5-0.5B, or builtin:qwen2-tiny",
             fix="check the path",
         )
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    patterns = [one for one in _PATTERNS if trust_remote_code or not one.endswith(".py")]
+    patterns = [*(one for one in _PATTERNS if trust_remote_code or not one.endswith(".py")), "config.json"]
     try:
-        folder = Path(snapshot_download(name, allow_patterns=[*patterns, "config.json"], etag_timeout=_HUB_TIMEOUT_S))
-    except (HFValidationError, OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"the tokenizer of `{name}` cannot be downloaded ({first_line(error)})",
-            allowed="a folder that holds a model or tokenizer, a hub id that this machine can reach, or builtin:qwen2-tiny",
-            fix="download it where there is a network and give its folder: `model=/path/to/folder`",
-        ) from error
+        revision = HfApi().model_info(name, timeout=_HUB_TIMEOUT_S).sha
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT_S))
+    except HFValidationError as error:
+        raise _no_hub_tokenizer(name, error) from error
+    except Exception as error:  # every kind of network trouble: each client library has its own
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))  # downloaded before
+        except Exception:
+            raise _no_hub_tokenizer(name, error) from error
     if not tokenizer_files(folder):
         raise ConfigError(f"`{name}` on the hub holds no tokenizer", fix="give one as `tokenizer: ...`")
     return folder
+
+
+def _no_hub_tokenizer(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the tokenizer of `{name}` cannot be downloaded ({first_line(error)})",
+        allowed="a folder that holds a model or tokenizer, a hub id that this machine can reach, or builtin:qwen2-tiny",
+        fix="download it where there is a network and give its folder: `model=/path/to/folder`",
+    )
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

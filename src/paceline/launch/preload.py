@@ -18,6 +18,10 @@ def start_fork_server(config: Config) -> None:
     """Start it for this config; returns at once."""
     # Every torch optimizer imports torch._dynamo when it is made: a second that is better spent here.
     modules = ["paceline.launch.worker", "torch._dynamo"]
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main:
+        # First of all: whatever ends the launcher ends the server with it. (The kernel ties this to the thread that starts it.)
+        modules.insert(0, "paceline.launch.bound")
     if config.task in ("sft", "pretrain"):
         from paceline.models.language import model_type
 
@@ -29,7 +33,6 @@ def start_fork_server(config: Config) -> None:
             modules.append("peft")
     multiprocessing.set_forkserver_preload(modules)
     # A Ctrl-C while it imports must not print its traceback: it inherits "ignore" and ends with the launcher.
-    in_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
     try:
         multiprocessing.forkserver.ensure_running()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -17,6 +16,7 @@ from typing import Any
 
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM, PacelineError
 from paceline.core.files import write_atomic
+from paceline.core.processes import end_with_parent
 from paceline.engine.session import Job, run_rank
 from paceline.engine.stop import StopFlag
 from paceline.world.env import RankEnv, from_environment
@@ -92,8 +92,7 @@ def write_outcome(folder: Path, env: RankEnv, outcome: dict[str, Any]) -> None:
 
 def _die_with_launcher() -> None:
     """End this process as soon as the launcher or the fork server is gone, however they went."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the fork server, this process's parent
+    end_with_parent()  # the fork server, which itself ends with the launcher
     launcher = multiprocessing.parent_process()
     if launcher is None:
         return

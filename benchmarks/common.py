@@ -1,0 +1,237 @@
+"""The work that every contender does, the data it is done on, and how a contender is started and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RIVALS = Path(__file__).resolve().parent / "rivals"
+WORLD_SIZE = 2
+PER_DEVICE = 8
+MAX_LENGTH = 1024
+SEED = 42
+LEARNING_RATE = 1e-3
+LORA_RANK, LORA_ALPHA = 8, 32
+MAX_GRAD_NORM = 1.0
+MODEL = "builtin:qwen2-tiny"
+#: Lengths of the chats in tokens: log-normal, cut to this range.
+MEDIAN_TOKENS, SIGMA, MIN_TOKENS, MAX_TOKENS = 120, 0.8, 30, 600
+EVAL_ROWS = 128
+TURN_TOKENS = 5  # what the chat template puts around a message
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """The files and numbers of one benchmark.
+
+    Args:
+        folder: scratch space; holds the cache too, so that nothing of the user's is read or changed.
+        lengths: tokens of each training chat, int [rows].
+        batches: for each step, the samples of its global batch.
+    """
+
+    folder: Path
+    model: str
+    train_file: Path
+    eval_file: Path
+    lengths: np.ndarray
+    batches: list[list[int]]
+
+    @property
+    def steps(self) -> int:
+        return len(self.batches)
+
+    @property
+    def global_batch(self) -> int:
+        return WORLD_SIZE * PER_DEVICE
+
+    @property
+    def batch_lengths(self) -> list[int]:
+        """Tokens of each global batch; what every contender must report to have done the same work."""
+        return [int(self.lengths[batch].sum()) for batch in self.batches]
+
+    def padding_factor(self) -> float:
+        """Positions a padded loop computes (ranks strided, each padded to its longest) for one that a packed loop computes."""
+        rows = [self.lengths[batch][rank::WORLD_SIZE] for batch in self.batches for rank in range(WORLD_SIZE)]
+        return float(sum(one.max() * len(one) for one in rows) / sum(one.sum() for one in rows))
+
+
+def make_work(folder: Path, steps: int) -> Work:
+    """Write model and data into ``folder``; the same for the same number of steps and version of Python."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    from paceline.data.builtin import builtin_dataset
+    from paceline.data.order import SampleOrder
+    from paceline.models.builtin import resolve_model
+    from tokenizers import Tokenizer
+
+    model = resolve_model(MODEL)
+    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    rows = [json.loads(line)["messages"] for line in builtin_dataset("python-docs").read_text(encoding="utf-8").splitlines()]
+    rng = np.random.default_rng(SEED)
+    order = rng.permutation(len(rows))
+    held_out = len(rows) // 10  # questions of the held-out chats are asked in no training chat
+    num_rows = max(1024, steps * WORLD_SIZE * PER_DEVICE)
+    train = make_chats([rows[one] for one in order[held_out:]], num_rows, tokenizer, rng)
+    evaluation = make_chats([rows[one] for one in order[:held_out]], EVAL_ROWS, tokenizer, rng)
+    write_jsonl(folder / "train.jsonl", [chat for chat, _ in train])
+    write_jsonl(folder / "eval.jsonl", [chat for chat, _ in evaluation])
+    samples = SampleOrder(num_rows, WORLD_SIZE * PER_DEVICE, SEED)
+    batches = [samples.global_batch(step).tolist() for step in range(steps)]
+    return Work(folder, model, folder / "train.jsonl", folder / "eval.jsonl", np.array([size for _, size in train]), batches)
+
+
+def make_chats(rows: list[Any], count: int, tokenizer: Any, rng: np.random.Generator) -> list[tuple[list[Any], int]]:
+    """``count`` chats with their lengths in tokens: turns are joined until a length drawn from the distribution is filled."""
+    sizes = np.array([turn_tokens(one, tokenizer) for one in rows])
+    by_size = np.argsort(sizes, kind="stable")
+    ordered = sizes[by_size]
+    chats = []
+    for target in np.clip(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, count), MIN_TOKENS, MAX_TOKENS):
+        chat: list[Any] = []
+        length = 0
+        while (fitting := int(np.searchsorted(ordered, target - length, side="right"))) > 0:
+            pick = by_size[rng.integers(fitting)]
+            chat += rows[pick]
+            length += int(sizes[pick])
+        chats.append((chat, length))
+    return chats
+
+
+def turn_tokens(messages: list[Any], tokenizer: Any) -> int:
+    text = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
+    return len(tokenizer.encode(text).ids)
+
+
+def write_jsonl(path: Path, chats: list[Any]) -> None:
+    with open(path, "w", encoding="utf-8") as handle:
+        for chat in chats:
+            handle.write(json.dumps({"messages": chat}, ensure_ascii=False) + "\n")
+
+
+# -- contenders ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of one contender. ``peak_memory_bytes``: one a rank."""
+
+    time_to_first_step_s: float
+    samples_per_second: float
+    eval_loss: float
+    eval_count: int
+    peak_memory_bytes: list[int]
+    tokens: list[int]
+    losses: list[float]
+
+
+def run_rival(work: Work, script: str) -> Measured:
+    """Run ``rivals/SCRIPT.py`` under torchrun."""
+    result_file, spec_file = work.folder / "result.json", work.folder / "spec.json"
+    result_file.unlink(missing_ok=True)
+    spec = {
+        "model": work.model,
+        "train_file": str(work.train_file),
+        "eval_file": str(work.eval_file),
+        "batches": work.batches,
+        "per_device_batch_size": PER_DEVICE,
+        "learning_rate": LEARNING_RATE,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "max_length": MAX_LENGTH,
+        "lora_rank": LORA_RANK,
+        "lora_alpha": LORA_ALPHA,
+        "seed": SEED,
+        "result_file": str(result_file),
+        "scratch": str(work.folder / "scratch"),
+    }
+    spec_file.write_text(json.dumps(spec))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
+    given_at = run_command([sys.executable, *torchrun, str(RIVALS / f"{script}.py"), str(spec_file)], work)
+    result = json.loads(result_file.read_text())
+    ends = result.pop("step_ends")
+    return Measured(ends[0] - given_at, _rate(work, ends), **result)
+
+
+def run_paceline(work: Work) -> Measured:
+    """Run `paceline sft` with an empty token cache, and read its event log and report."""
+    output = work.folder / "run"
+    shutil.rmtree(output, ignore_errors=True)
+    shutil.rmtree(work.folder / "cache" / "paceline" / "tokens", ignore_errors=True)
+    settings = {
+        "model": work.model,
+        "dataset": work.train_file,
+        "val_dataset": work.eval_file,
+        "output_dir": output,
+        "parallel.device": "cpu",
+        "parallel.num_gpus": WORLD_SIZE,
+        "lora.enable": "true",
+        "lora.rank": LORA_RANK,
+        "lora.alpha": LORA_ALPHA,
+        "lora.dropout": 0,
+        "train_args.per_device_train_batch_size": PER_DEVICE,
+        "train_args.learning_rate": LEARNING_RATE,
+        "train_args.lr_scheduler_type": "constant",
+        "train_args.max_grad_norm": MAX_GRAD_NORM,
+        "train_args.max_length": MAX_LENGTH,
+        "train_args.max_steps": work.steps,
+        "train_args.save_steps": 0,
+        "train_args.seed": SEED,
+    }
+    command = [sys.executable, "-m", "paceline", "sft", *(f"{key}={value}" for key, value in settings.items())]
+    given_at = run_command(command, work)
+    report = json.loads((output / "report.json").read_text())
+    events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
+    steps = [one for one in events if one["type"] == "step"]
+    evaluation = [one for one in events if one["type"] == "eval"][-1]
+    ends = [one["time"] for one in steps]
+    return Measured(
+        time_to_first_step_s=ends[0] - given_at,
+        samples_per_second=_rate(work, ends),
+        eval_loss=evaluation["loss"],
+        eval_count=evaluation["count"],
+        peak_memory_bytes=report["peak_memory_bytes"],
+        tokens=[one["tokens"] for one in steps],
+        losses=[one["loss"] for one in steps],
+    )
+
+
+def _rate(work: Work, ends: list[float]) -> float:
+    """Samples a second from the end of the first step to the end of the last."""
+    return (len(ends) - 1) * work.global_batch / (ends[-1] - ends[0])
+
+
+class BenchmarkFailed(Exception):
+    """A contender did not run to its end."""
+
+
+def run_command(command: list[str], work: Work) -> float:
+    """Run to the end; returns when it was given, in seconds since the epoch. Leaves no process behind."""
+    # One thread a rank for all alike (what torchrun sets by itself), and no look-up of local folders on the hub.
+    env = {**os.environ, "XDG_CACHE_HOME": str(work.folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    log = work.folder / "output.txt"
+    with open(log, "wb") as handle:
+        given_at = time.time()
+        process = subprocess.Popen(command, stdout=handle, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        try:
+            exit_code = process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if exit_code != 0:
+        tail = log.read_text(errors="replace")[-3000:]
+        how = f"ran longer than {TIMEOUT_S:.0f} s" if exit_code is None else f"ended with {exit_code}"
+        raise BenchmarkFailed(f"{' '.join(command[:6])} … {how}:\n{tail}")
+    return given_at

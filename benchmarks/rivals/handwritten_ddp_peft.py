@@ -1,0 +1,58 @@
+"""LoRA fine-tuning by hand: torchrun, transformers, peft, DistributedDataParallel; rows padded to the longest of the batch.
+
+    torchrun --standalone --nproc-per-node 2 handwritten_ddp_peft.py SPEC.json
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from shared import Record, encode, finish, num_labels, pad, read_chats, read_spec, summed_loss
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main() -> None:
+    spec = read_spec()
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(spec["seed"])
+
+    # Each rank takes every world-size-th sample of a global batch, and tokenises these alone.
+    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    chats = read_chats(spec["train_file"])
+    size = spec["per_device_batch_size"]
+    mine = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
+    samples = encode(tokenizer, mine, spec["max_length"])
+
+    base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    lora = LoraConfig(
+        r=spec["lora_rank"], lora_alpha=spec["lora_alpha"], lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    model = DistributedDataParallel(get_peft_model(base, lora))
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=spec["learning_rate"], weight_decay=0.0)
+
+    record = Record()
+    for step in range(len(spec["batches"])):
+        chunk = samples[step * size : (step + 1) * size]
+        batch = pad(chunk, tokenizer.pad_token_id)
+        count = torch.tensor(float(num_labels(chunk)))
+        dist.all_reduce(count)
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+        # DDP averages over the ranks; the loss is to be divided by the labels of all of them.
+        loss = summed_loss(logits, batch["labels"]) * world_size / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, spec["max_grad_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        record.losses.append(float(loss.detach()))
+        record.step_done(chunk)
+
+    finish(spec, record, model.module, tokenizer)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

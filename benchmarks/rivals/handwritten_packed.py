@@ -1,0 +1,68 @@
+"""LoRA fine-tuning by hand, packed: a micro-batch's samples stand in one row, and logits are made only for the answers.
+
+    torchrun --standalone --nproc-per-node 2 handwritten_packed.py SPEC.json
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from shared import Record, Sample, encode, finish, num_labels, read_chats, read_spec
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def pack(samples: list[Sample]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Inputs of the model (one row, positions that start again with each sample), and the target of each logit kept."""
+    ids = torch.tensor([token for one in samples for token in one["input_ids"]])
+    # The first token of a sample is nobody's target: what stands before it belongs to another sample.
+    labels = torch.tensor([label for one in samples for label in (-100, *one["labels"][1:])])
+    positions = torch.cat([torch.arange(len(one["input_ids"])) for one in samples])
+    places = (labels != -100).nonzero().flatten()
+    inputs = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": places - 1}
+    return inputs, labels[places]
+
+
+def main() -> None:
+    spec = read_spec()
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(spec["seed"])
+
+    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    chats = read_chats(spec["train_file"])
+    size = spec["per_device_batch_size"]
+    mine = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
+    samples = encode(tokenizer, mine, spec["max_length"])
+
+    base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    lora = LoraConfig(
+        r=spec["lora_rank"], lora_alpha=spec["lora_alpha"], lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    model = DistributedDataParallel(get_peft_model(base, lora))
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=spec["learning_rate"], weight_decay=0.0)
+
+    record = Record()
+    for step in range(len(spec["batches"])):
+        chunk = samples[step * size : (step + 1) * size]
+        inputs, targets = pack(chunk)
+        count = torch.tensor(float(num_labels(chunk)))
+        dist.all_reduce(count)
+        logits = model(**inputs, use_cache=False).logits
+        loss = functional.cross_entropy(logits[0], targets, reduction="sum") * world_size / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, spec["max_grad_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        record.losses.append(float(loss.detach()))
+        record.step_done(chunk)
+
+    finish(spec, record, model.module, tokenizer)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Measure Paceline against hand-written loops and the transformers Trainer on the same work, and print the ratios.
+
+    python benchmarks/run.py [--rounds N] [--steps N] [--only NAME,NAME] [--json] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import common
+from common import BenchmarkFailed, Measured, Work
+
+CONTENDERS: dict[str, Callable[[Work], Measured]] = {
+    "paceline": common.run_paceline,
+    "handwritten": lambda work: common.run_rival(work, "handwritten_ddp_peft"),
+    "packed": lambda work: common.run_rival(work, "handwritten_packed"),
+    "trainer": lambda work: common.run_rival(work, "hf_trainer"),
+}
+TITLES = {
+    "paceline": "Paceline",
+    "handwritten": "hand-written DDP + peft",
+    "packed": "hand-written, packed",
+    "trainer": "transformers Trainer",
+}
+Runs = dict[str, list[Measured]]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A ratio of medians, Paceline's figure over the rival's, and the bound it should keep."""
+
+    what: str
+    figure: Callable[[Measured], float]
+    rival: str
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def met(self, ratio: float) -> bool:
+        return ratio <= self.at_most if self.at_most is not None else ratio >= (self.at_least or 0.0)
+
+    @property
+    def bound(self) -> str:
+        return f"≤ {self.at_most}" if self.at_most is not None else f"≥ {self.at_least}"
+
+
+def first_step(one: Measured) -> float:
+    return one.time_to_first_step_s
+
+
+def rate(one: Measured) -> float:
+    return one.samples_per_second
+
+
+def peak(one: Measured) -> float:
+    return float(max(one.peak_memory_bytes))
+
+
+GOALS = [
+    Goal("time to first step", first_step, "handwritten", at_most=0.8),
+    Goal("time to first step", first_step, "trainer", at_most=0.8),
+    Goal("samples per second", rate, "handwritten", at_least=1.8),
+    Goal("samples per second", rate, "trainer", at_least=1.8),
+    Goal("samples per second", rate, "packed", at_least=0.98),
+    Goal("peak memory of a rank", peak, "handwritten", at_most=1.0),
+]
+MAX_LOSS_DIFFERENCE = 0.01
+
+
+def main() -> int:
+    args = _arguments()
+    names = [one for one in CONTENDERS if one in args.only]
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        work = common.make_work(Path(folder), args.steps)
+        for line in describe(work):
+            _say(line)
+        runs: Runs = {name: [] for name in names}
+        try:
+            for number in range(args.rounds + 1):  # the first round warms the file cache and is thrown away
+                for name in names:
+                    measured = CONTENDERS[name](work)
+                    _say(_progress(number, name, measured))
+                    if number > 0:
+                        runs[name].append(measured)
+        except BenchmarkFailed as error:
+            _say(f"error: {error}")
+            return 1
+        found = summary(work, runs, args.rounds)
+    text = as_markdown(found)
+    if args.output is not None:
+        for path in write_results(args.output, found, text):
+            _say(f"written: {path}")
+    print(json.dumps(found, indent=2) if args.json else text)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each contender is measured (default 3)")
+    parser.add_argument("--steps", type=int, default=30, help="training steps of a run (default 30)")
+    parser.add_argument("--only", type=_names, default=list(CONTENDERS), help="some of: " + ",".join(CONTENDERS))
+    parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
+    parser.add_argument("--output", type=Path, help="write FILE.md (the tables) and FILE.json (everything measured)")
+    args = parser.parse_args()
+    if args.rounds < 1 or args.steps < 2:
+        parser.error("--rounds is at least 1, --steps at least 2: one step has no rate after the first")
+    return args
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [one for one in names if one not in CONTENDERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; allowed: {', '.join(CONTENDERS)}")
+    return names
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _progress(number: int, name: str, one: Measured) -> str:
+    label = f"round {number}" if number else "warm-up"
+    return (
+        f"{label:<8} {name:<12} first step {one.time_to_first_step_s:5.2f} s   {one.samples_per_second:6.2f} samples/s   "
+        f"eval loss {one.eval_loss:.4f}   peak {peak(one) / 2**20:6.0f} MiB"
+    )
+
+
+def describe(work: Work) -> list[str]:
+    low, quarter, half, three, high = (int(one) for one in _quantiles(work))
+    return [
+        f"work: {work.steps} steps of {work.global_batch} chats ({common.WORLD_SIZE} CPU ranks × {common.PER_DEVICE}), "
+        f"LoRA rank {common.LORA_RANK} on {common.MODEL}, float32",
+        f"data: {len(work.lengths)} chats of {low} to {high} tokens (quartiles {quarter}, {half}, {three}); padding to the longest "
+        f"of {common.PER_DEVICE} makes {work.padding_factor():.2f} positions of each",
+    ]
+
+
+def _quantiles(work: Work) -> Any:
+    import numpy as np
+
+    return np.percentile(work.lengths, [0, 25, 50, 75, 100])
+
+
+# -- results --------------------------------------------------------------------------------------------------------------
+
+
+def summary(work: Work, runs: Runs, rounds: int) -> dict[str, Any]:
+    """Medians, ratios, checks that the work was the same, and every run behind them."""
+    medians = {name: _medians(measured) for name, measured in runs.items()}
+    goals = []
+    for goal in GOALS:
+        if "paceline" in runs and goal.rival in runs:
+            ours, theirs = ([goal.figure(one) for one in runs[name]] for name in ("paceline", goal.rival))
+            ratio = median(ours) / median(theirs)
+            spread = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
+            goals.append(
+                {"what": goal.what, "rival": goal.rival, "ratio": ratio, "lowest": spread[0], "highest": spread[-1],
+                 "bound": goal.bound, "met": goal.met(ratio)}
+            )  # fmt: skip
+    for name in runs:
+        if name != "paceline" and "paceline" in runs:
+            difference = abs(medians["paceline"]["eval_loss"] / medians[name]["eval_loss"] - 1)
+            goals.append(
+                {"what": "final evaluation loss, relative difference", "rival": name, "ratio": difference,
+                 "lowest": difference, "highest": difference, "bound": f"≤ {MAX_LOSS_DIFFERENCE}",
+                 "met": difference <= MAX_LOSS_DIFFERENCE}
+            )  # fmt: skip
+    return {
+        "date": date.today().isoformat(),
+        "machine": _machine(),
+        "work": describe(work),
+        "rounds": rounds,
+        "medians": medians,
+        "goals": goals,
+        "same_work": _same_work(work, runs),
+        "runs": {name: [asdict(one) for one in measured] for name, measured in runs.items()},
+    }
+
+
+def _medians(measured: list[Measured]) -> dict[str, float]:
+    return {
+        "time_to_first_step_s": median(map(first_step, measured)),
+        "samples_per_second": median(map(rate, measured)),
+        "peak_memory_bytes": median(map(peak, measured)),
+        "eval_loss": median(one.eval_loss for one in measured),
+    }
+
+
+def _same_work(work: Work, runs: Runs) -> dict[str, bool]:
+    """Whether each contender saw the tokens of the plan in every step, and all evaluated over the same number of labels."""
+    every = [one for measured in runs.values() for one in measured]
+    return {
+        "tokens_of_every_step": all(one.tokens == work.batch_lengths for one in every),
+        "labels_of_the_held_out_set": len({one.eval_count for one in every}) == 1,
+    }
+
+
+def _machine() -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    versions = {name: version(name) for name in ("torch", "transformers", "peft", "accelerate")}
+    return {
+        "cores": cores,
+        "architecture": platform.machine(),
+        "memory_gib": round(memory / 2**30),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def as_markdown(found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    lines = [
+        f"# Two CPU ranks, LoRA on ragged chats: {found['date']}",
+        "",
+        f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB; Python {machine['python']}, "
+        + ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "peft", "accelerate"))
+        + f". Medians of {found['rounds']} alternating rounds after one warm-up.",
+        "",
+        *(f"- {one}" for one in found["work"]),
+        f"- every step saw the planned tokens: {_yes(found['same_work']['tokens_of_every_step'])}; "
+        f"same held-out labels: {_yes(found['same_work']['labels_of_the_held_out_set'])}",
+        "",
+        "| | first step (s) | samples/s after it | final eval loss | peak of a rank (MiB) |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, one in found["medians"].items():
+        lines.append(
+            f"| {TITLES[name]} | {one['time_to_first_step_s']:.2f} | {one['samples_per_second']:.2f} | {one['eval_loss']:.4f} | "
+            f"{one['peak_memory_bytes'] / 2**20:.0f} |"
+        )
+    lines += ["", "| Paceline against | what | ratio | lowest to highest of a round | goal | |", "|---|---|---:|---:|---:|---|"]
+    for goal in found["goals"]:
+        lines.append(
+            f"| {TITLES[goal['rival']]} | {goal['what']} | {goal['ratio']:.3f} | {goal['lowest']:.3f} to {goal['highest']:.3f} | "
+            f"{goal['bound']} | {'met' if goal['met'] else 'missed'} |"
+        )
+    return "\n".join(lines)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "NO"
+
+
+def write_results(path: Path, found: dict[str, Any], text: str) -> list[Path]:
+    base = path.with_suffix("") if path.suffix in (".md", ".json") else path
+    base.parent.mkdir(parents=True, exist_ok=True)
+    written = [base.with_name(base.name + ".md"), base.with_name(base.name + ".json")]
+    written[0].write_text(text + "\n", encoding="utf-8")
+    written[1].write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return written
+
+
+if __name__ == "__main__":
+    sys.exit(main())

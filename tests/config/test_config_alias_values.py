@@ -1,0 +1,156 @@
+"""What each key and value of the other tools is read as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config.load import Loaded, load_config
+
+BASE = "model: m\ndataset: d\n"
+Load = Callable[..., Loaded]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def load_text(text: str, overrides: Any = ()) -> Loaded:
+        path = tmp_path / "c.yaml"
+        path.write_text(text)
+        return load_config(path, overrides)
+
+    return load_text
+
+
+def get(loaded: Loaded, key: str) -> Any:
+    value: Any = loaded.config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("lora_r: 16", "lora.rank", 16),
+        ("lora_rank: 16", "lora.rank", 16),
+        ("lora: {r: 16}", "lora.rank", 16),
+        ("lora: {lora_r: 16}", "lora.rank", 16),
+        ("train_args: {lora_r: 16}", "lora.rank", 16),
+        ("lora_alpha: 16", "lora.alpha", 16),
+        ("lora_dropout: 0", "lora.dropout", 0),
+        ("finetuning_type: lora", "lora.enable", True),
+        ("finetuning_type: full", "lora.enable", False),
+        ("tuner_type: lora", "lora.enable", True),
+        ("train_type: full", "lora.enable", False),
+        ("adapter: lora", "lora.enable", True),
+        ("adapter: qlora", "lora.enable", True),
+        ("adapter: ./a", "lora.adapter", "./a"),
+        ("lora: {adapter: lora}", "lora.adapter", "lora"),
+        ("lora_model_dir: ./a", "lora.adapter", "./a"),
+        ("adapter_name_or_path: ./a", "lora.enable", True),
+        ("adapters: [./a]", "lora.adapter", "./a"),
+        ("use_peft: true", "lora.enable", True),
+        ("lora_target: all", "lora.target_modules", "all-linear"),
+        ("lora_target: q,v", "lora.target_modules", ["q", "v"]),
+        ("target_modules: [q, v]", "lora.target_modules", ["q", "v"]),
+        ("target_modules: all-linear", "lora.target_modules", "all-linear"),
+        ("lora_target_linear: true", "lora.target_modules", "all-linear"),
+        ("lora_target_linear: true\nlora_target_modules: [q]", "lora.target_modules", "all-linear"),
+        ("lora_modules_to_save: [lm_head]", "lora.modules_to_save", ["lm_head"]),
+        ("additional_target: a,b", "lora.modules_to_save", ["a", "b"]),
+        ("cutoff_len: 64", "train_args.max_length", 64),
+        ("sequence_len: 64", "train_args.max_length", 64),
+        ("max_seq_length: 64", "train_args.max_length", 64),
+        ("max_length: 64", "train_args.max_length", 64),
+        ("model_max_length: 64", "train_args.max_length", 64),
+        ("train_args: {cutoff_len: 64}", "train_args.max_length", 64),
+        ("micro_batch_size: 2", "train_args.per_device_train_batch_size", 2),
+        ("eval_batch_size: 2", "train_args.per_device_eval_batch_size", 2),
+        ("per_device_train_batch_size: 2", "train_args.per_device_train_batch_size", 2),
+        ("num_epochs: 2", "train_args.num_train_epochs", 2),
+        ("num_train_epochs: 2", "train_args.num_train_epochs", 2),
+        ("max_steps: -1", "train_args.max_steps", None),
+        ("val_size: 0.1", "split_dataset_ratio", 0.1),
+        ("val_set_size: 0.1", "split_dataset_ratio", 0.1),
+        ("val_set_size: 0", "split_dataset_ratio", 0),
+        ("lr_scheduler: cosine", "train_args.lr_scheduler_type", "cosine"),
+        ("lr_scheduler_type: LINEAR", "train_args.lr_scheduler_type", "linear"),
+        ("lr_scheduler_kwargs: '{\"min_lr\": 1e-6}'", "train_args.lr_scheduler_kwargs", {"min_lr": 1e-6}),
+        ("lr: 1e-4", "train_args.learning_rate", 1e-4),
+        ("optim: adamw_torch", "train_args.optim", "adamw"),
+        ("optim: adamw_torch_fused", "train_args.optim", "adamw"),
+        ("optimizer: adamw_bnb_8bit", "train_args.optim", "adamw"),
+        ("optimizer: paged_adamw_8bit", "train_args.optim", "adamw"),
+        ("optimizer: paged_adamw_32bit", "train_args.optim", "adamw"),
+        ("optimizer: adamw_hf", "train_args.optim", "adamw"),
+        ("optimizer: adafactor", "train_args.optim", "adafactor"),
+        ("optimizer: sgd", "train_args.optim", "sgd"),
+        ("torch_dtype: bfloat16", "train_args.bf16", True),
+        ("torch_dtype: float16", "train_args.fp16", True),
+        ("torch_dtype: float32", "train_args.bf16", False),
+        ("torch_dtype: float32\nbf16: true", "train_args.bf16", True),
+        ("torch_dtype: bfloat16\nbf16: true", "train_args.bf16", True),
+        ("bf16: auto", "train_args.bf16", False),
+        ("fp16: 'true'", "train_args.fp16", True),
+        ("gradient_checkpointing: unsloth", "train_args.gradient_checkpointing", True),
+        ("activation_checkpointing: true", "train_args.gradient_checkpointing", True),
+        ("padding_free: true", "train_args.packing", True),
+        ("sample_packing: true", "train_args.packing", True),
+        ("neat_packing: true", "train_args.packing", True),
+        ("save_strategy: no", "train_args.save_steps", 0),
+        ("save_strategy: 'no'\nsave_steps: 50", "train_args.save_steps", 0),
+        ("eval_strategy: epoch\neval_steps: 50", "train_args.eval_steps", 0),
+        ("evaluation_strategy: steps\neval_steps: 50", "train_args.eval_steps", 50),
+        ("warmup_steps: 0.1", "train_args.warmup_ratio", 0.1),
+        ("warmup_steps: 0\nwarmup_ratio: 0.1", "train_args.warmup_steps", None),
+        ("truncation_strategy: delete", "train_args.overlong", "drop"),
+        ("train_on_prompt: true", "train_args.train_on_inputs", True),
+        ("completion_only_loss: false", "train_args.train_on_inputs", True),
+        ("loss_scale: all", "train_args.train_on_inputs", True),
+        ("report_to: none", "report_to", []),
+        ("report_to: [tensorboard, wandb]", "report_to", ["tensorboard"]),
+        ("report_to: all", "report_to", ["tensorboard"]),
+        ("resume_from_checkpoint: true", "resume", "auto"),
+        ("resume_from_checkpoint: false", "resume", "never"),
+        ("resume_from_checkpoint: a/b", "resume", "a/b"),
+        ("nproc_per_node: 2", "parallel.num_gpus", 2),
+        ("NPROC_PER_NODE: 2", "parallel.num_gpus", 2),
+        ("use_cpu: true", "parallel.device", "cpu"),
+        ("no_cuda: false", "parallel.device", "auto"),
+        ("ddp_bucket_cap_mb: 50", "parallel.bucket_cap_mb", 50),
+        ("stage: pt", "task", "pretrain"),
+        ("stage: sft", "task", "sft"),
+        ("default_system: hi", "system", "hi"),
+        ("tokenizer_name_or_path: t", "tokenizer", "t"),
+        ("save_total_limit: 0", "train_args.save_total_limit", None),
+        ("max_samples: 5", "dataset", "d#5"),
+        ("train_args: {output_dir: o}", "output_dir", "o"),
+        ("model_name: other", "model", "m"),
+        ("template: qwen\nchat_template: chatml", "chat_template", None),
+        ("chat_template_path: ./t.jinja", "chat_template", "./t.jinja"),
+        ("eval_dataset: v", "val_dataset", "v"),
+        ("test_datasets: [{path: v}]", "val_dataset", [{"path": "v"}]),
+        ("eval_dataset: []", "val_dataset", None),
+    ],
+)
+def test_values(load: Load, text: str, key: str, value: Any) -> None:
+    loaded = load(BASE + text)
+    found = get(loaded, key)
+    if isinstance(found, list) and found and hasattr(found[0], "model_dump"):
+        found = [one.model_dump(exclude_defaults=True) for one in found]
+    assert found == value
+    if not text.startswith(
+        ("max_length", "per_device", "num_train", "save_total", "max_steps", "report_to: none", "lora: {adapter")
+    ):
+        assert loaded.notices, "nothing is read under another name in silence"
+
+
+@pytest.mark.parametrize("spelling", ["model_name_or_path", "base_model", "model_id_or_path", "model_name"])
+def test_the_model(load: Load, spelling: str) -> None:
+    loaded = load(f"{spelling}: x\ndataset: d")
+    assert loaded.config.model == "x"
+    assert loaded.notices[0][1].startswith(f"`{spelling}: x` (")
+    assert loaded.notices[0][1].endswith("is read as `model: x`")

@@ -1,0 +1,37 @@
+"""The generated pages are those of the schema as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from paceline.config import docs
+from paceline.config.fields import KEYS
+from paceline.config.schema import Config
+
+
+def test_the_pages_are_fresh() -> None:
+    assert docs.main(["--check"]) == 0, "run python -m paceline.config.docs"
+
+
+def test_every_key_is_on_the_page() -> None:
+    page = docs.markdown()
+    assert all(f"| `{key}` |" in page for key in KEYS)
+    assert "finetuning_type" in page
+    assert "yaml-language-server" in page
+
+
+def test_the_schema_is_a_json_schema() -> None:
+    schema = json.loads(docs.schema_json())
+    assert schema["$schema"].endswith("2020-12/schema")
+    assert schema["additionalProperties"] is False
+    assert set(schema["properties"]) == set(Config.model_fields)
+    assert schema["required"] == ["model", "dataset"]
+
+
+def test_loading_a_config_imports_nothing_heavy() -> None:
+    heavy = "('torch', 'transformers', 'datasets', 'rich')"
+    code = f"import sys, paceline.config.load; print([m for m in {heavy} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

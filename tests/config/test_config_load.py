@@ -1,0 +1,303 @@
+"""Defaults < file < overrides; unknown keys, wrong values and disagreements, each with its line, its key and its way out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config.load import Loaded, diff_configs, load_config, split_cli, to_yaml
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+
+BASE = "model: m\ndataset: d\n"
+ISSUE = """model: qwen/Qwen-7B
+task: sft
+dataset: alpaca-en
+parallel:
+  mode: ddp
+  num_gpus: 4
+lora:
+  enable: true
+  rank: 64
+output_dir: ./output/qwen-7b-lora-ddp
+train_args:
+  gradient_accumulation_steps: 4
+"""
+
+Load = Callable[..., Loaded]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def load_text(text: str, overrides: Any = ()) -> Loaded:
+        path = tmp_path / "c.yaml"
+        path.write_text(text)
+        return load_config(path, overrides)
+
+    return load_text
+
+
+def error(load: Load, text: str, overrides: Any = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, overrides)
+    assert caught.value.exit_code == 2
+    assert "pydantic" not in str(caught.value).lower()
+    assert "validation error" not in str(caught.value).lower()
+    return str(caught.value)
+
+
+def test_the_config_of_the_readme_loads_as_it_stands(load: Load) -> None:
+    loaded = load(ISSUE)
+    config = loaded.config
+    assert loaded.notices == []
+    assert (config.model, config.task, config.dataset) == ("qwen/Qwen-7B", "sft", "alpaca-en")
+    assert (config.parallel.mode, config.parallel.num_gpus, config.lora.enable, config.lora.rank) == ("ddp", 4, True, 64)
+    assert config.train_args.gradient_accumulation_steps == 4
+    config = load(ISSUE, ["model=./local", "dataset=./file.jsonl", "parallel.device=cpu"]).config
+    assert (config.model, config.dataset) == ("./local", "./file.jsonl")
+    assert (config.parallel.device, config.parallel.num_gpus) == ("cpu", 4)
+
+
+def test_precedence(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEED", "7")
+    monkeypatch.setenv("PACELINE_TRAIN_ARGS_SEED", "7")
+    assert load(BASE).config.train_args.seed == 42
+    assert load(BASE + "train_args: {seed: 1, max_length: 64}").config.train_args.seed == 1
+    config = load(BASE + "train_args: {seed: 1, max_length: 64}", ["train_args.seed=2"]).config
+    assert (config.train_args.seed, config.train_args.max_length) == (2, 64)
+    assert load(BASE + "seed: 1", ["seed=null"]).config.train_args.seed == 42
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["lora.rank=16", "learning_rate=1e-4", "lora.enable=true"],
+        ["--lora.rank", "16", "--learning-rate", "1e-4", "--lora.enable"],
+        ["--lora.rank=16", "--learning_rate=1e-4", "--lora.enable", "true"],
+        ["lora={rank: 16, enable: true}", "train_args={learning_rate: 1e-4}"],
+        {"lora.rank": 16, "learning_rate": 1e-4, "lora.enable": True},
+        {"lora": {"rank": 16, "enable": True}, "train_args": {"learning_rate": 1e-4}},
+    ],
+)
+def test_forms_of_overrides(load: Load, overrides: Any) -> None:
+    config = load(BASE + "lora: {dropout: 0.5}", overrides).config
+    assert (config.lora.rank, config.lora.dropout, config.lora.enable, config.train_args.learning_rate) == (16, 0.5, True, 1e-4)
+
+
+def test_overrides_without_a_file() -> None:
+    assert load_config(None, ["model=m", "dataset=[a, b#5]"]).config.dataset == ["a", "b#5"]
+    assert load_config(None, {"model": Path("m"), "dataset": ("a", "b")}).config.dataset == ["a", "b"]
+    assert load_config(None, ["model=m", "dataset=a,b"]).config.dataset == ["a", "b"]
+    with pytest.raises(ConfigError, match="`model` is missing"):
+        load_config(None, ["dataset=d"])
+
+
+def test_an_override_wins_over_another_spelling(load: Load) -> None:
+    loaded = load("base_model: x\ndataset: d\nsequence_len: 512\n", ["model=y", "train_args.max_length=64"])
+    assert (loaded.config.model, loaded.config.train_args.max_length) == ("y", 64)
+    assert any("base_model: x" in text and "command line" in text for _, text in loaded.notices)
+    assert load(BASE + "val_size: 100", ["split_dataset_ratio=0.1"]).config.split_dataset_ratio == 0.1
+
+
+def test_an_override_ends_what_would_beat_it(load: Load) -> None:
+    args = load(BASE + "max_steps: 9\nwarmup_steps: 3\nfp16: true", ["num_train_epochs=2", "warmup_ratio=0.1", "bf16=true"])
+    train = args.config.train_args
+    assert (train.max_steps, train.warmup_steps, train.fp16, train.bf16) == (None, None, False, True)
+    assert sum("gives way" in text for _, text in args.notices) == 3
+    assert load(BASE + "split_dataset_ratio: 0.1", ["val_dataset=v"]).config.split_dataset_ratio == 0
+
+
+def test_free_mappings_and_sources_are_merged(load: Load) -> None:
+    text = BASE + "task_args: {a: 1, b: {c: 2}}\ntrain_args:\n  lr_scheduler_kwargs: {min_lr: 1e-6}\n"
+    config = load(text, ["task_args.b.c=3", "train_args.lr_scheduler_kwargs.num_cycles=2", "dataset.format=alpaca"]).config
+    assert config.task_args == {"a": 1, "b": {"c": 3}}
+    assert config.train_args.lr_scheduler_kwargs == {"min_lr": 1e-6, "num_cycles": 2}
+    assert config.sources()[0].format == "alpaca"
+    config = load("model: m\ndataset: [a, {path: b, name: n}]\n", ["dataset.format=text"]).config
+    assert [(one.path, one.format, one.name) for one in config.sources()] == [("a", "text", None), ("b", "text", "n")]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modle: x\ndataset: d\n", ["line 1", "`modle`", "did you mean `model`?"]),
+        (BASE + "lora:\n  rnk: 3\n", ["line 4", "`lora.rnk`", "did you mean `lora.rank`?"]),
+        (BASE + "rank: 3\n", ["line 3", "`rank`", "`lora.rank`"]),
+        (BASE + "num_gpus: 3\n", ["line 3", "`parallel.num_gpus`"]),
+        (BASE + "lora: {max_length: 3}\n", ["line 3", "`train_args.max_length`"]),
+        (BASE + "per_device_train_batchsize: 3\n", ["line 3", "did you mean `per_device_train_batch_size`?"]),
+        (BASE + "train_args:\n  learning_rat: 3\n", ["line 4", "did you mean `train_args.learning_rate`?"]),
+        (BASE + "finetunning_type: lora\n", ["line 3", "did you mean `finetuning_type`?"]),
+        (BASE + "xyzzy: 3\n", ["line 3", "docs/config.md"]),
+        (BASE + "lora: true\n", ["line 3", "is a section", "lora: {enable: ...}"]),
+        (BASE + "lora:\n  rank: 0\n", ["line 4", "`lora.rank: 0`", "out of range", "at least 1"]),
+        (BASE + "lora:\n  rank: true\n", ["line 4", "true/false", "a whole number"]),
+        (BASE + "max_length: 1.5\n", ["line 3", "`max_length: 1.5`", "a whole number of at least 8"]),
+        (BASE + "seed: five\n", ["line 3", "`seed: five`", "a whole number"]),
+        (BASE + "bf16: 1\n", ["line 3", "true or false"]),
+        (BASE + "learning_rate: .inf\n", ["line 3", "not a finite number"]),
+        (BASE + "learning_rate: .nan\n", ["line 3", "not a finite number"]),
+        (BASE + "weight_decay: [1]\n", ["line 3", "weight_decay: [1]", "a number of at least 0"]),
+        (BASE + "lr_scheduler_type: cosin\n", ["line 3", "`linear`", "did you mean `cosine`?"]),
+        (BASE + "overlong: cut\n", ["line 3", "`truncate`, `drop`"]),
+        (BASE + "packing: maybe\n", ["line 3", "`auto` or true or false"]),
+        (BASE + "evaluation: {where: rank_0}\n", ["line 3", "did you mean `rank0`?"]),
+        (BASE + "parallel: {num_gpus: 0}\n", ["line 3", "`auto` or a whole number of at least 1"]),
+        (BASE + "split_dataset_ratio: -1\n", ["line 3", "less than 1"]),
+        ("model: [a]\ndataset: d\n", ["line 1", "model: [a]", "text"]),
+        ("model: m\ndataset: {pth: x}\n", ["line 2", "no `path`"]),
+        ("model: m\ndataset: {path: x, format: alpca}\n", ["line 2", "did you mean `alpaca`?"]),
+        ("model: m\ndataset: {path: x, splt: y}\n", ["line 2", "`splt`", "did you mean `split`?"]),
+        ("model: m\ndataset: []\n", ["line 2", "empty list"]),
+        ("model: m\n", ["`dataset` is missing", "dataset="]),
+        ("model:\ndataset: d\n", ["`model` is missing"]),
+        (BASE + "bf16: true\nfp16: true\n", ["line 4", "line 3", "choose one"]),
+        (BASE + "val_dataset: v\nsplit_dataset_ratio: 0.1\n", ["line 3", "line 4", "keep one"]),
+        (BASE + "lora_r: 8\nlora: {rank: 16}\n", ["`lora_r: 8` (line 3)", "`lora.rank: 16` (line 4)", "disagree", "keep one"]),
+        (BASE + "cutoff_len: 64\nmax_seq_length: 65\n", ["line 3", "line 4", "disagree", "train_args.max_length"]),
+        (BASE + "torch_dtype: float16\nbf16: true\n", ["line 3", "line 4", "disagree"]),
+        (BASE + "packing: true\nsample_packing: false\n", ["line 3", "line 4", "disagree"]),
+        (BASE + "val_size: 100\n", ["line 3", "number of rows", "0.05"]),
+        (BASE + "stage: dpo\n", ["line 3", "`dpo`", "sft"]),
+        (BASE + "rl: dpo\n", ["line 3", "`dpo`"]),
+        (BASE + "task: grpo\n", ["line 3", "`grpo`"]),
+        (BASE + "task_type: seq_cls\n", ["line 3", "seq_cls"]),
+        (BASE + "finetuning_type: freeze\n", ["line 3", "freeze", "full"]),
+        (BASE + "logging_steps: 0.1\n", ["line 3", "share of all steps"]),
+        (BASE + "optim: lion\n", ["line 3", "lion", "`adamw`"]),
+        (BASE + "optimizer: muon\n", ["line 3", "muon", "`adamw`"]),
+        (BASE + "adapters: [a, b]\n", ["line 3", "2 adapters"]),
+        (BASE + "nnodes: 2\n", ["line 3", "one machine"]),
+        (BASE + "max_samples: 0\n", ["line 3", "at least 1"]),
+        ("model: m\ndatasets: [{pth: x}]\n", ["line 2", "`pth`", "did you mean `path`?"]),
+        (BASE + "lr_scheduler_kwargs: x\n", ["line 3", "min_lr"]),
+    ],
+)
+def test_mistakes(load: Load, text: str, words: list[str]) -> None:
+    told = error(load, text)
+    for word in words:
+        assert word in told, told
+
+
+def test_equal_spellings_agree(load: Load) -> None:
+    config = load(
+        BASE + "cutoff_len: 512\nmax_length: 512.0\ntarget_modules: all\nlora_target: all-linear\nuse_peft: true\n"
+    ).config
+    assert config.train_args.max_length == 512
+    assert config.lora.target_modules == "all-linear"
+
+
+def test_all_mistakes_are_told_at_once(load: Load) -> None:
+    told = error(load, "modle: m\ndataset: d\nlora: {rnk: 1}\nseed: x\n", ["lora.rank=0"])
+    assert "4 things" in told
+    assert told.count("\n- ") == 4
+    for word in ("line 1", "line 3", "line 4", "command line"):
+        assert word in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["lora.rank=1", "lora.rank=2"], ["lora.rank=1", "lora.rank=2", "disagree"]),
+        (["lora_r=1", "lora.rank=2"], ["lora_r=1", "lora.rank=2"]),
+        (["--lora-rnk", "3"], ["command line", "lora_rnk"]),
+        (["lora.rnk=3"], ["command line", "`lora.rank`"]),
+        (["seed=x"], ["command line", "`seed=x`", "whole number"]),
+        (["lora=[x"], ["lora="]),
+        (["seed"], ["`seed` is not an override", "key=value"]),
+        (["--"], ["is not an option"]),
+        (["--seed"], ["`--seed` has no value"]),
+        ({"lora": {"rnk": 3}}, ["override", "`lora.rank`"]),
+    ],
+)
+def test_mistakes_in_overrides(load: Load, overrides: Any, words: list[str]) -> None:
+    told = error(load, BASE, overrides)
+    for word in words:
+        assert word in told, told
+
+
+def test_the_same_override_twice_is_fine(load: Load) -> None:
+    assert load(BASE, ["seed=3", "--seed", "3"]).config.train_args.seed == 3
+
+
+def test_split_cli(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE)
+    file = str(path)
+    assert split_cli([file, "seed=3"]) == (path, ["seed=3"])
+    assert split_cli(["--config", file, "--seed", "3"]) == (path, ["seed=3"])
+    assert split_cli([f"--config={file}", "--lora-r=3"]) == (path, ["lora_r=3"])
+    assert split_cli(["model=m", "dataset=d"]) == (None, ["model=m", "dataset=d"])
+    assert split_cli(["--bf16", file, "--max-steps", "-1"]) == (path, ["bf16=true", "max_steps=-1"])
+    assert split_cli(["--use_peft", "--dataset", "a", "b#5", file]) == (path, ["use_peft=true", 'dataset=["a", "b#5"]'])
+    assert load_config(*split_cli([file, "--dataset", "a", "b#5"])).config.dataset == ["a", "b#5"]
+
+
+def test_split_cli_refuses(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(BASE)
+    (tmp_path / "b.yaml").write_text(BASE)
+    for tokens, word in [
+        ([str(tmp_path / "rum.yaml")], "did you mean"),
+        (["rank"], "neither a config file nor an override"),
+        (["--config"], "no file"),
+        ([str(tmp_path / "run.yaml"), str(tmp_path / "b.yaml")], "two config files"),
+        (["-x"], "two dashes"),
+    ]:
+        with pytest.raises(ConfigError, match=word):
+            split_cli(tokens)
+
+
+def _random_config(rng: random.Random) -> Config:
+    def text() -> str:
+        return rng.choice(
+            ["1e-4", "yes", "a: b", "x#5", "null", "é漢\n", "~", "010", "a,b", " x ", "{a}", "!!str", "1:30", "-"]
+        )
+
+    return Config.model_validate(
+        {
+            "model": text(),
+            "dataset": rng.choice([text(), [text(), {"path": text(), "columns": {"prompt": text()}}], {"path": text()}]),
+            "system": rng.choice([None, text()]),
+            "chat_template": rng.choice([None, text()]),
+            "output_dir": text(),
+            "task_args": rng.choice([{}, {"a": 1, "b": {"c": [1, "x"], "d": None}}, {"x": text()}]),
+            "lora": {
+                "rank": rng.randint(1, 99),
+                "dropout": rng.random() * 0.9,
+                "target_modules": rng.choice([text(), ["q", "1e5"]]),
+            },
+            "parallel": {"num_gpus": rng.choice(["auto", 3]), "device": rng.choice(["cpu", "auto"])},
+            "train_args": {
+                "learning_rate": rng.choice([None, 1e-8, rng.random()]),
+                "adam_epsilon": 10 ** -rng.uniform(1, 300),
+                "bf16": rng.random() > 0.5,
+                "save_total_limit": rng.choice([None, 2]),
+                "max_steps": rng.choice([None, 5]),
+                "warmup_steps": rng.choice([None, 0, 5]),
+                "packing": rng.choice(["auto", True, False]),
+                "lr_scheduler_kwargs": rng.choice([{}, {"min_lr": 1e-7}]),
+            },
+            "report_to": rng.choice([[], ["tensorboard"]]),
+        }
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_to_yaml_loads_again_to_an_equal_config(tmp_path: Path, seed: int) -> None:
+    config = _random_config(random.Random(seed))
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    again = load_config(path)
+    assert again.config == config, diff_configs(config, again.config)
+
+
+def test_diff_configs() -> None:
+    old = Config(model="m", dataset="d")
+    new = Config.model_validate({"model": "n", "dataset": "d", "lora": {"rank": 16}, "task_args": {"x": 1}})
+    assert diff_configs(old, old) == []
+    assert sorted(diff_configs(old, new), key=str)[:2] == [("lora.rank", 8, 16), ("model", "m", "n")]
+    assert ("task_args.x", None, 1) in diff_configs(old, new)

@@ -1,0 +1,156 @@
+"""Configs of ms-swift, LLaMA-Factory, axolotl and TRL load; every key of theirs is read or named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config.aliases_table import ALIASES, SECTION_ALIASES, SHARED, SHARED_IF_FOREIGN
+from paceline.config.fields import KEYS
+from paceline.config.ignored_table import IGNORED
+from paceline.config.load import Loaded, load_config
+from paceline.config.reader import parse_yaml
+from paceline.config.schema import TrainArgs
+
+BASE = "model: m\ndataset: d\n"
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "configs-from-other-tools").glob("*.yaml"))
+Load = Callable[..., Loaded]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def load_text(text: str, overrides: Any = ()) -> Loaded:
+        path = tmp_path / "c.yaml"
+        path.write_text(text)
+        return load_config(path, overrides)
+
+    return load_text
+
+
+def test_there_are_enough_keys_and_the_tables_agree() -> None:
+    assert len(EXAMPLES) == 4
+    assert len(ALIASES) + len(IGNORED) > 600
+    assert not set(ALIASES) & set(IGNORED)
+    top_level = {key for key in KEYS if "." not in key} | set(TrainArgs.model_fields)
+    assert not top_level & (set(ALIASES) | set(IGNORED)), "an alias may not shadow a native key"
+    for alias in [*ALIASES.values(), *SECTION_ALIASES.values(), *SHARED.values(), *SHARED_IF_FOREIGN.values()]:
+        assert alias.target in KEYS or not alias.target
+        assert set(alias.tools) <= set("slat")
+
+
+# The fields of transformers 5's TrainingArguments, and some that version 4 had. Written out: the import takes seconds.
+TRAINING_ARGUMENTS = """
+accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
+auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16 bf16_full_eval data_seed
+dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
+dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers
+ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed disable_tqdm do_eval
+do_predict do_train enable_jit_checkpoint eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start
+eval_steps eval_strategy eval_use_gather_object fp16 fp16_full_eval fsdp fsdp_config full_determinism
+gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs greater_is_better hub_always_push
+hub_model_id hub_private_repo hub_revision hub_strategy hub_token ignore_data_skip include_for_metrics
+include_num_input_tokens_seen label_names label_smoothing_factor learning_rate length_column_name liger_kernel_config
+load_best_model_at_end local_rank log_level log_level_replica log_on_each_node logging_first_step
+logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps
+metric_for_best_model neftune_noise_alpha num_train_epochs optim optim_args optim_target_modules output_dir
+parallelism_config per_device_eval_batch_size per_device_train_batch_size prediction_loss_only project push_to_hub
+remove_unused_columns report_to restore_callback_states_from_checkpoint resume_from_checkpoint run_name
+save_on_each_node save_only_model save_steps save_strategy save_total_limit seed skip_memory_metrics tf32
+torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id
+trackio_static_space_id train_sampling_strategy use_cache use_cpu use_liger_kernel warmup_steps weight_decay
+evaluation_strategy group_by_length no_cuda overwrite_output_dir warmup_ratio save_safetensors logging_dir
+"""
+
+
+def test_every_key_of_transformers_is_known() -> None:
+    known = set(TrainArgs.model_fields) | set(ALIASES) | set(IGNORED) | set(KEYS)
+    assert not set(TRAINING_ARGUMENTS.split()) - known
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
+    loaded = load_config(path)
+    words = "\n".join(text for _, text in loaded.notices)
+    for key in parse_yaml(path.read_text(), path.name).value:
+        assert f"`{key}" in words or key in KEYS, f"{key} was dropped in silence"
+    assert loaded.config.lora.enable
+    assert loaded.config.train_args.max_length == 2048
+    assert load_config(path, ["model=/m", "dataset=/d.jsonl", "parallel.device=cpu"]).config.model == "/m"
+    names = {"axolotl": "axolotl", "llama": "LLaMA-Factory", "ms": "ms-swift", "trl": "TRL"}
+    tool = names[path.stem.split("_")[0]]
+    others = set(names.values()) - {tool}
+    assert f"({tool})" in words
+    assert not any(f"({other}" in words for other in others)
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "words"),
+    [
+        ("deepspeed: ds.json", "warning", "parallel.mode"),
+        ("fsdp: [full_shard]", "warning", "not sharded"),
+        ("load_in_4bit: true", "warning", "in full"),
+        ("load_in_4bit: false", "info", "is ignored"),
+        ("adapter: qlora", "warning", "in full"),
+        ("neftune_noise_alpha: 5", "warning", "no effect here"),
+        ("group_by_length: true", "warning", "no effect here"),
+        ("use_dora: true", "warning", "plain LoRA"),
+        ("optimizer: adamw_8bit", "warning", "float32"),
+        ("flash_attention: true", "info", "is ignored"),
+        ("template: qwen", "info", "own chat template"),
+        ("env: {A: 1, B: 2}", "warning", "A, B"),
+        ("ENV: {A: 1}", "warning", "shell"),
+        ("saves_per_epoch: 2", "warning", "save_steps"),
+        ("evals_per_epoch: 2", "warning", "eval_steps"),
+        ("save_strategy: epoch", "warning", "save_steps"),
+        ("sample_packing: true", "warning", "counting samples"),
+        ("report_to: wandb", "warning", "wandb"),
+        ("wandb_project: x", "info", "report.html"),
+        ("mask_history: true", "warning", "every answer"),
+        ("do_train: false", "warning", "trains"),
+        ("dataset_shuffle: false", "warning", "shuffle"),
+        ("dataset_shuffle: true", "info", "shuffle"),
+        ("bf16: auto", "info", "bf16: true"),
+        ("model_revision: v2", "warning", "download"),
+        ("streaming: true", "info", "not streamed"),
+        ("gradient_checkpointing: unsloth", "info", "recomputed"),
+        ("batch_size: 8", "warning", "gradient_accumulation_steps"),
+        ("device_map: auto", "info", "never split"),
+        ("special_tokens: {pad_token: x}", "warning", "tokenizer"),
+        ("lora: {use_dora: true}", "warning", "plain LoRA"),
+        ("parallel: {deepspeed: zero2}", "warning", "not sharded"),
+    ],
+)
+def test_what_means_nothing_here_is_named(load: Load, text: str, level: str, words: str) -> None:
+    key = re.findall(r"\w+", text)[1 if text.startswith(("lora:", "parallel:")) else 0]
+    lines = [one for one in load(BASE + text).notices if f"{key}: " in one[1] and "is not true" not in one[1]]
+    assert lines
+    assert lines[0][0] == level
+    assert words in lines[0][1]
+
+
+def test_every_known_key_loads_with_some_value(load: Load) -> None:
+    for key in IGNORED:
+        loaded = load(BASE + f"{key}: true\n")
+        assert any(f"`{key}: true`" in text for _, text in loaded.notices), key
+    empty = load(BASE + "".join(f"{key}:\n" for key in [*IGNORED, *ALIASES]))
+    assert all(f"`{key}`" in empty.notices[0][1] for key in IGNORED)
+
+
+def test_lora_keys_without_a_method(load: Load) -> None:
+    loaded = load(BASE + "lora_rank: 4\ntemplate: qwen\n")
+    assert loaded.config.lora.enable
+    assert any("lora.enable: true" in text for _, text in loaded.notices)
+    loaded = load(BASE + "lora: {rank: 4}\n")
+    assert not loaded.config.lora.enable
+    assert loaded.notices[0][0] == "warning"
+    assert "lora.enable" in loaded.notices[0][1]
+
+
+def test_each_notice_is_given_once(load: Load) -> None:
+    notices = load(EXAMPLES[0].read_text()).notices
+    assert len(notices) == len(set(notices))
+    assert {level for level, _ in notices} == {"info", "warning"}

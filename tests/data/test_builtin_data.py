@@ -1,0 +1,34 @@
+"""The data made from the standard library's sources."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.data.builtin import builtin_dataset, python_docs, python_source, stdlib_modules
+
+
+def test_questions_and_answers() -> None:
+    rows = list(python_docs())
+    assert len(rows) > 2000
+    pairs = [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
+    assert any("json.dumps" in question and answer.startswith("Serialize ``obj``") for question, answer in pairs)
+    assert all(20 <= len(answer) <= 601 for _, answer in pairs)
+    assert len({question for question, _ in pairs}) > 0.95 * len(pairs)
+    assert [json.loads(line) for line in builtin_dataset("python-docs").read_text().splitlines()] == rows
+
+
+def test_source_text_is_whole() -> None:
+    modules = dict(stdlib_modules(packages=False))
+    documents = [row["text"] for row in python_source()]
+    text = "\n".join(documents)
+    assert modules["bisect"].read_text().strip() in text
+    assert len(documents) > 300
+    assert not any("tests" in path.parts or "idlelib" in path.parts for path in modules.values())
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ConfigError, match="write `builtin:python-docs`"):
+        builtin_dataset("pythondocs")

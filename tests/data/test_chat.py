@@ -1,0 +1,121 @@
+"""Where in a rendered chat the answers stand, under templates of many manners; transformers is the reference."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.data.chat import ChatTemplate, TemplateRefused
+from paceline.models.builtin import CHAT_TEMPLATE
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# A system message of its own where the chat has none.
+WITH_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHATML
+# The thoughts of earlier answers are taken out, and the last answer gets an empty thought where it has none.
+THINKING = """
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- set said = m.content.split('</think>')[-1].lstrip('\\n') %}
+        {%- if loop.index0 > ns.last %}
+            {%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set thought = thought if '</think>' in m.content else '' %}
+            {{- '<|im_start|>assistant\\n<think>\\n' + thought + '\\n</think>\\n\\n' + said + '<|im_end|>\\n' }}
+        {%- else %}
+            {{- '<|im_start|>assistant\\n' + said + '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+# The manner of Llama 2 and Mistral: no generation prompt, the roles must alternate.
+INST = (
+    "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
+    "{{ ' ' + m['content'] | trim + eos_token }}{% endif %}{% endfor %}"
+)
+# No generation prompt though answers have a header.
+NO_PROMPT = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+# The generation prompt opens a thought, which the finished chat does not show.
+OPENS_THOUGHT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
+CHAT = [
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "First."},
+    {"role": "user", "content": "First.?"},  # holds an answer's words
+    {"role": "assistant", "content": "Second."},
+]
+
+
+def answers(source: str, chat: list[dict[str, str]]) -> list[str]:
+    rendered = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).answers(chat)
+    return [rendered.text[start:end] for start, end in rendered.spans]
+
+
+@pytest.mark.parametrize("source", [CHATML, WITH_SYSTEM, CHAT_TEMPLATE], ids=["chatml", "own system", "marked"])
+def test_every_answer_with_its_end_of_turn(source: str) -> None:
+    assert answers(source, CHAT) == ["First.<|im_end|>", "Second.<|im_end|>"]
+    assert answers(source, [{"role": "system", "content": "Be."}, *CHAT]) == ["First.<|im_end|>", "Second.<|im_end|>"]
+
+
+def test_template_without_generation_prompt() -> None:
+    assert answers(INST, CHAT) == ["First.</s>", "Second.</s>"]
+    assert answers(NO_PROMPT, CHAT) == ["First.</s>", "Second.</s>"]
+
+
+def test_template_that_rewrites_history() -> None:
+    chat = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nFirst."}, CHAT[2], CHAT[3]]
+    assert answers(THINKING, chat) == ["First.<|im_end|>", "<think>\n\n</think>\n\nSecond.<|im_end|>"]
+    assert answers(THINKING, chat[:2]) == ["<think>\nhm\n</think>\n\nFirst.<|im_end|>"]
+    assert answers(OPENS_THOUGHT, CHAT) == ["First.<|im_end|>", "Second.<|im_end|>"]
+
+
+def test_an_answer_that_the_template_changes_beyond_finding_carries_no_loss() -> None:
+    shouting = "{% for m in messages %}{{ m.content | upper if not loop.last else m.content }}</s>\n{% endfor %}"
+    rendered = ChatTemplate(shouting, {}).answers(CHAT)
+    assert rendered.text[slice(*rendered.spans[-1])] == "Second.</s>"
+    assert (len(rendered.spans), rendered.unplaced) == (1, 1)
+
+
+def test_marks_that_leave_the_end_of_turn_out_are_extended() -> None:
+    source = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}</s>{% else %}{{ m.content }}\n{% endif %}{% endfor %}"  # noqa: E501
+    assert answers(source, CHAT) == ["First.</s>", "Second.</s>"]
+
+
+def test_answers_of_one_letter_equal_to_the_question() -> None:
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user", "assistant")]
+    for source in (CHATML, CHAT_TEMPLATE, THINKING):
+        found = answers(source, chat)
+        assert [one[-len("a<|im_end|>") :] for one in found] == ["a<|im_end|>"] * 2
+
+
+def test_a_chat_that_the_assistant_opens() -> None:
+    for source in (CHATML, WITH_SYSTEM):
+        assert answers(source, [{"role": "assistant", "content": "Hello."}, *CHAT])[0].endswith("Hello.<|im_end|>")
+
+
+def test_refusal_and_broken_template() -> None:
+    with pytest.raises(TemplateRefused, match="roles must alternate"):
+        answers(INST, CHAT[1:])
+    with pytest.raises(ConfigError, match="no valid Jinja"):
+        ChatTemplate("{% for m in messages %}", {})
+
+
+@pytest.mark.parametrize("source", [CHATML, WITH_SYSTEM, CHAT_TEMPLATE, THINKING, INST])
+@pytest.mark.parametrize("prompt", [False, True])
+def test_renders_as_transformers_does(source: str, prompt: bool) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    chat = CHAT[:-1] if prompt else CHAT
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    expected, _ = render_jinja_template([chat], chat_template=source, add_generation_prompt=prompt, **special)
+    assert ChatTemplate(source, special).render(chat, prompt) == expected[0]

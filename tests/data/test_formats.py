@@ -1,0 +1,149 @@
+"""From columns to samples, and every reason for which a row is dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.data.formats import Converter, Malformed, Sample
+from paceline.data.hub_names import HUB_NAMES, find_hub_name
+
+
+def convert(row: Any, **settings: Any) -> Sample:
+    return Converter("here", **settings)(row)
+
+
+def turns(sample: Sample) -> list[tuple[str, str]]:
+    assert sample.messages is not None
+    return [(one["role"], one["content"]) for one in sample.messages]
+
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def test_alpaca() -> None:
+    assert turns(convert({"instruction": "do", "input": "", "output": "done"})) == [("user", "do"), ("assistant", "done")]
+    with_input = convert({"instruction": "do", "input": "this", "output": "done"})
+    assert turns(with_input) == [("user", "do\nthis"), ("assistant", "done")]
+    dolly = convert({"instruction": "do", "context": "this", "response": "done", "category": "x"})
+    assert turns(dolly) == turns(with_input)
+    full = convert({"instruction": "do", "output": "done", "system": "be", "history": [["q", "a"]]})
+    assert turns(full) == [("system", "be"), ("user", "q"), ("assistant", "a"), ("user", "do"), ("assistant", "done")]
+
+
+def test_messages_and_sharegpt() -> None:
+    assert turns(convert({"messages": CHAT})) == [("user", "q"), ("assistant", "a")]
+    share = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "be"}
+    assert turns(convert(share)) == [("system", "be"), ("user", "q"), ("assistant", "a")]
+    assert turns(convert({"conversations": CHAT})) == [("user", "q"), ("assistant", "a")]
+    as_text = {"messages": '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]'}  # from a CSV
+    assert turns(convert(as_text)) == [("user", "q"), ("assistant", "a")]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "q"}]}, CHAT[1]]
+    assert turns(convert({"messages": parts})) == [("user", "q"), ("assistant", "a")]
+
+
+def test_turns_after_the_last_answer_are_left_off_and_counted() -> None:
+    sample = convert({"messages": [*CHAT, {"role": "user", "content": "and?"}]})
+    assert turns(sample) == [("user", "q"), ("assistant", "a")]
+    assert sample.left_off == 1
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("prompt", "completion"), ("question", "answer"), ("query", "response"), ("prompt", "response"), ("input", "output")],
+)
+def test_prompt_and_completion(names: tuple[str, str]) -> None:
+    assert convert({names[0]: "q", names[1]: "a"}).pair == ("q", "a")
+
+
+def test_prompt_and_completion_as_chats_or_with_a_system_message() -> None:
+    assert turns(convert({"prompt": CHAT[:1], "completion": CHAT[1:]})) == [("user", "q"), ("assistant", "a")]
+    orca = {"system_prompt": "be", "question": "q", "response": "a"}
+    assert turns(convert(orca)) == [("system", "be"), ("user", "q"), ("assistant", "a")]
+
+
+def test_numbers_are_text_and_gaps_of_tables_are_empty() -> None:
+    assert convert({"question": "6 × 7?", "answer": 42}).pair == ("6 × 7?", "42")
+    assert turns(convert({"instruction": "do", "input": float("nan"), "output": "done"}))[0] == ("user", "do")
+
+
+def test_text_and_what_comes_first() -> None:
+    assert convert({"text": "once"}).text == "once"
+    both = {"instruction": "do", "output": "done", "text": "all of it"}
+    assert convert(both).messages is not None
+    assert convert(both, pretrain=True).text == "all of it"
+
+
+def test_column_names_can_be_given() -> None:
+    assert convert({"frage": "q", "antwort": "a"}, columns={"prompt": "frage", "completion": "antwort"}).pair == ("q", "a")
+    rows = {"talk": [{"who": "human", "said": "q"}, {"who": "bot", "said": "a"}]}
+    named = convert(rows, columns={"messages": "talk", "role": "who", "content": "said"}, named="messages")
+    assert turns(named) == [("user", "q"), ("assistant", "a")]
+    with pytest.raises(ConfigError, match="write `prompt`"):
+        Converter("here", columns={"promt": "x"})
+
+
+@pytest.mark.parametrize("named", ["alpaca", "messages", "prompt_completion", "text"])
+def test_a_named_format_must_fit(named: str) -> None:
+    fitting = {
+        "alpaca": {"instruction": "do", "output": "done"}, "messages": {"messages": CHAT},
+        "prompt_completion": {"prompt": "q", "completion": "a"}, "text": {"text": "t"},
+    }  # fmt: skip
+    for kind, row in fitting.items():
+        converter = Converter("here", named=named)
+        if kind == named:
+            converter(row)
+        else:
+            with pytest.raises(Malformed, match=f"columns do not fit `{named}`"):
+                converter(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("just a string", "not an object with columns"),
+        (None, "not an object with columns"),
+        ({"foo": "x", "bar": "y"}, "columns fit no format"),
+        ({"instruction": "do", "output": ""}, "empty answer"),
+        ({"instruction": "do", "output": None}, "empty answer"),
+        ({"instruction": "", "output": "done"}, "empty prompt"),
+        ({"instruction": "do", "output": ["done"]}, "answer is not text"),
+        ({"prompt": "", "completion": "a"}, "empty prompt"),
+        ({"prompt": "q", "completion": "  "}, "empty answer"),
+        ({"prompt": {"a": 1}, "completion": "a"}, "prompt is not text"),
+        ({"text": "\n"}, "empty text"),
+        ({"messages": []}, "no messages"),
+        ({"messages": None}, "no messages"),
+        ({"messages": "hi"}, "messages are no list"),
+        ({"messages": ["hi"]}, "a message is no object"),
+        ({"messages": CHAT[:1]}, "no assistant turn"),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": ""}]}, "empty answer"),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": None}]}, "empty answer"),
+        ({"messages": [{"role": "user", "content": ""}, CHAT[1]]}, "empty prompt"),
+        ({"messages": [{"role": "wizard", "content": "q"}, CHAT[1]]}, "unknown role"),
+        ({"messages": [{"content": "q"}, CHAT[1]]}, "unknown role"),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": 3.5}]}, "a message that is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, "a message that is not text"),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool calls"),
+    ],
+)
+def test_malformed_rows_say_why(row: Any, reason: str) -> None:
+    with pytest.raises(Malformed, match=f"^{reason}$"):
+        convert(row)
+
+
+def test_what_is_not_used_is_counted() -> None:
+    converter = Converter("here")
+    converter({"messages": CHAT, "tools": '[{"name": "f"}]'})
+    converter({"messages": CHAT, "tools": ""})
+    assert converter.unused == {"tools": 1}
+
+
+def test_well_known_names() -> None:
+    assert {find_hub_name(name) for name in ("alpaca-en", "ALPACA_EN", "alpaca en", "alpacaEn")} == {HUB_NAMES["alpaca-en"]}
+    assert HUB_NAMES["alpaca-en"].repo == "tatsu-lab/alpaca"
+    assert find_hub_name("alpaca-klingon") is None
+    plain = [name.replace("-", "").replace("_", "").lower() for name in HUB_NAMES]
+    assert len(plain) == len(set(plain))

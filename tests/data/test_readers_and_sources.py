@@ -1,0 +1,204 @@
+"""Every kind of file and place that `dataset:` may name, and what is said where it is broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from paceline.config.schema import DatasetSource
+from paceline.core.errors import ConfigError
+from paceline.data.readers import DOCUMENT
+from paceline.data.sources import open_source
+
+ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(5)]
+
+
+def rows(path: Path | str, seed: int = 0, **more: Any) -> list[Any]:
+    return [row for _, row in open_source(DatasetSource(path=str(path), **more)).rows(seed)]
+
+
+def fails(path: Path | str, **more: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        rows(path, **more)
+    return str(caught.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def lines(some: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in some)
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "\ufeff" + lines(ROWS[:2]) + "\n  \n" + lines(ROWS[2:]))
+    assert rows(path) == ROWS
+    places = [place for place, _ in open_source(DatasetSource(path=str(path))).rows(0)]
+    assert places[2] == f"line 5 of {path}"  # empty lines count in the numbers
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ROWS,
+        {"version": 1, "data": ROWS},
+        {"prompt": [row["prompt"] for row in ROWS], "completion": [row["completion"] for row in ROWS]},
+    ],
+    ids=["array", "object with a list", "object of columns"],
+)
+def test_json(tmp_path: Path, value: Any) -> None:
+    assert rows(write(tmp_path / "a.json", json.dumps(value, indent=1))) == ROWS
+    assert rows(write(tmp_path / "b.jsonl", json.dumps(ROWS, indent=1))) == ROWS
+
+
+def test_json_that_is_json_lines_strings_or_one_row(tmp_path: Path) -> None:
+    assert rows(write(tmp_path / "a.json", lines(ROWS))) == ROWS
+    assert rows(write(tmp_path / "b.json", '["one", "two"]')) == [{"text": "one"}, {"text": "two"}]
+    one = {"messages": [{"role": "user", "content": "hi"}]}
+    assert rows(write(tmp_path / "c.json", json.dumps(one))) == [one]
+    assert rows(write(tmp_path / "d.json", json.dumps({"train": ROWS, "test": ROWS[:1]})), split="test") == ROWS[:1]
+
+
+def test_csv_and_tsv(tmp_path: Path) -> None:
+    text = 'prompt,completion\n"a, ""b""","two\nlines"\nc,d\n'
+    expected = [{"prompt": 'a, "b"', "completion": "two\nlines"}, {"prompt": "c", "completion": "d"}]
+    assert rows(write(tmp_path / "a.csv", text)) == expected
+    assert rows(write(tmp_path / "a.tsv", "prompt\tcompletion\nc\td\n")) == expected[1:]
+    assert rows(write(tmp_path / "b.csv", "prompt;completion\nc;d\n")) == expected[1:]
+    assert rows(write(tmp_path / "c.csv", "prompt,completion\na,b,c\nc,d\n")) == [
+        None,
+        expected[1],
+    ]  # counted later as malformed
+
+
+def test_parquet_and_arrow(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert rows(tmp_path / "a.parquet") == ROWS
+    for name, new in (("stream.arrow", pa.ipc.new_stream), ("file.arrow", pa.ipc.new_file)):
+        with new(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+        assert rows(tmp_path / name) == ROWS
+    assert "cannot be read as Parquet" in fails(write(tmp_path / "b.parquet", "no table"))
+
+
+def test_folder_saved_by_the_datasets_library(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}).save_to_disk(tmp_path / "saved")
+    assert rows(tmp_path / "saved") == ROWS
+    assert rows(tmp_path / "saved", split="test") == ROWS[:1]
+
+
+def test_plain_text(tmp_path: Path) -> None:
+    assert rows(write(tmp_path / "a.txt", "one\n\ntwo\n")) == [{DOCUMENT: "one\n\ntwo\n"}]
+    assert rows(write(tmp_path / "empty.md", " \n")) == []
+
+
+def test_folder_is_read_in_order_and_says_what_it_passes_over(tmp_path: Path) -> None:
+    write(tmp_path / "d/b/2.jsonl", lines(ROWS[3:]))
+    write(tmp_path / "d/a.json", json.dumps(ROWS[:3]))
+    write(tmp_path / "d/README.md", "about")
+    write(tmp_path / "d/.hidden.jsonl", "broken")
+    source = open_source(DatasetSource(path=str(tmp_path / "d")))
+    assert [row for _, row in source.rows(0)] == ROWS
+    assert any("README.md" in text for _, text in source.notices)
+    write(tmp_path / "t/x.txt", "one")
+    write(tmp_path / "t/y.md", "two")
+    assert rows(tmp_path / "t") == [{DOCUMENT: "one"}, {DOCUMENT: "two"}]
+
+
+def test_folder_with_splits(tmp_path: Path) -> None:
+    write(tmp_path / "data/train-00000-of-00001.jsonl", lines(ROWS))
+    write(tmp_path / "data/test-00000-of-00001.jsonl", lines(ROWS[:1]))
+    source = open_source(DatasetSource(path=str(tmp_path)))
+    assert [row for _, row in source.rows(0)] == ROWS
+    assert any("left out test-00000" in text for _, text in source.notices)
+    assert rows(tmp_path, split="test") == ROWS[:1]
+
+
+def test_first_n_of_a_seeded_shuffle(tmp_path: Path) -> None:
+    many = [{"text": str(n)} for n in range(100)]
+    path = write(tmp_path / "a.jsonl", lines(many))
+    some = rows(f"{path}#10")
+    assert len(some) == 10
+    assert some == rows(f"{path}#10")
+    assert some != rows(f"{path}#10", seed=1)
+    assert all(row in rows(f"{path}#20") for row in some)  # a larger N holds the smaller one
+    source = open_source(DatasetSource(path=f"{path}#1_000"))
+    assert len(list(source.rows(0))) == 100
+    assert any("1,000 rows asked for, it has 100" in text for _, text in source.notices)
+    assert "asks for no rows" in fails(f"{path}#0")
+
+
+def test_a_name_that_really_holds_a_number_sign(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl#2", "")
+    path.rename(tmp_path / "a#2")
+    write(tmp_path / "b#2.jsonl", lines(ROWS))
+    assert len(rows(tmp_path / "b#2.jsonl")) == 5
+    assert len(rows(f"{tmp_path}/b#2.jsonl#3")) == 3
+
+
+def test_builtin_source_with_a_number() -> None:
+    assert len(rows("builtin:python-docs#7")) == 7
+    assert "`builtin:python-docs`" in fails("builtin:python-doc")
+
+
+def test_broken_json_line_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines(ROWS[:2]) + '{"prompt": "x", "completion" "y"}\n' + lines(ROWS[2:]))
+    said = fails(path)
+    assert f"line 3 of `{path}`" in said
+    assert '"completion" "y"' in said
+    assert "line 3" in fails(path.rename(tmp_path / "a.json"))
+    cut = write(tmp_path / "b.jsonl", lines(ROWS)[:-20])
+    assert "line 5" in fails(cut)
+    assert "cut off" in fails(cut)
+    array = write(tmp_path / "c.json", '[{"a": 1},\n {"a": 2},\n {"a" 3}]')
+    assert "line 3" in fails(array)
+
+
+def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.json", "a.csv", "a.txt"):
+        (tmp_path / name).write_bytes(b'{"text": "ok"}\n{"text": "caf\xe9"}\n')
+        assert "not UTF-8" in fails(tmp_path / name)
+    assert "line 2" in fails(tmp_path / "a.jsonl")
+
+
+def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", lines(ROWS))
+    assert f"did you mean `{tmp_path / 'train.jsonl'}`" in fails(tmp_path / "trian.jsonl")
+    (tmp_path / "datasets").mkdir()
+    assert f"did you mean `{tmp_path / 'datasets'}`" in fails(tmp_path / "dataset" / "train.jsonl")
+    assert "did you mean `alpaca-en`" in fails("alpaca-eng")
+
+
+def test_folder_without_data_and_unknown_kinds(tmp_path: Path) -> None:
+    write(tmp_path / "d/weights.bin", "x")
+    assert "holds no data files (found: weights.bin)" in fails(tmp_path / "d")
+    assert "of no known kind" in fails(tmp_path / "d/weights.bin")
+    assert "single int" in fails(write(tmp_path / "a.json", "3"))
+    assert "several lists: a, b" in fails(write(tmp_path / "b.json", json.dumps({"a": ROWS, "b": ROWS})))
+
+
+@pytest.mark.parametrize("name", ["alpaca-en", "Alpaca_EN", "tatsu-lab/alpaca", "tatsu-lab/alpaca#100", "gsm8k"])
+def test_hub_without_a_network_fails_with_a_way_out(name: str) -> None:
+    said = fails(name)  # the whole test session runs with the hub switched off
+    assert "cannot be downloaded" in said
+    assert "dataset=/path/to/data" in said
+
+
+def test_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines(ROWS))
+    first = open_source(DatasetSource(path=str(path))).fingerprint()
+    copy = write(tmp_path / "b.jsonl", lines(ROWS))
+    assert open_source(DatasetSource(path=str(copy))).fingerprint() == first
+    write(path, lines(ROWS).replace("0", "9"))  # the same size
+    assert open_source(DatasetSource(path=str(path))).fingerprint() != first

@@ -1,0 +1,65 @@
+"""The built-in models: ordinary folders, the same bytes each time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.files import sha256_file
+from paceline.models.builtin import builtin_names, resolve_model
+
+SIZES = {"qwen2-tiny": (8e6, 10e6), "qwen2-micro": (0.2e6, 1e6)}
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_transformers_loads_it_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it where it is not, on first use
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
+
+    folder = resolve_model(f"builtin:{name}")
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert isinstance(model, Qwen2ForCausalLM)
+    assert not any(report.values()), report
+    low, high = SIZES[name]
+    assert low <= sum(one.numel() for one in model.parameters()) <= high
+    assert model.dtype == torch.float32
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for weight in (model.lm_head.weight, model.model.layers[1].mlp.down_proj.weight):
+        assert abs(float(weight.detach().mean())) < 1e-3
+        assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.02)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == model.config.vocab_size == 8192
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        loss = model(**ids, labels=ids["input_ids"]).loss
+    assert float(loss) == pytest.approx(9.0, abs=0.5)  # ln 8192 = 9.01: it knows nothing yet
+    assert tokenizer.decode(tokenizer("süß 漢🙂\n\n  x")["input_ids"]) == "süß 漢🙂\n\n  x"
+
+
+def test_the_same_bytes_in_another_cache_and_without_modelling_code(tmp_path: Path) -> None:
+    code = (
+        "import sys; from paceline.models.builtin import resolve_model; print(resolve_model('builtin:qwen2-tiny')); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONHASHSEED": "1"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    here, there = Path(resolve_model("builtin:qwen2-tiny")), Path(found.stdout.strip())
+    assert tmp_path in there.parents
+    names = sorted(one.name for one in here.iterdir())
+    assert names == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert [sha256_file(there / name) for name in names] == [sha256_file(here / name) for name in names]
+
+
+def test_other_names_come_back_and_unknown_ones_are_refused() -> None:
+    assert resolve_model("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    with pytest.raises(ConfigError, match=r"`builtin:qwen2-tiny`, `builtin:qwen2-micro`.*write `builtin:qwen2-tiny`"):
+        resolve_model("builtin:qwen-tiny")
