@@ -7,17 +7,16 @@ import json
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.data.builtin import builtin_dataset, python_docs, python_source, stdlib_modules
+from paceline.data.builtin import builtin_dataset, python_source, stdlib_modules
 
 
 def test_questions_and_answers() -> None:
-    rows = list(python_docs())
+    rows = [json.loads(line) for line in builtin_dataset("python-docs").read_text(encoding="utf-8").splitlines()]
     assert len(rows) > 2000
     pairs = [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
     assert any("json.dumps" in question and answer.startswith("Serialize ``obj``") for question, answer in pairs)
     assert all(20 <= len(answer) <= 601 for _, answer in pairs)
     assert len({question for question, _ in pairs}) > 0.95 * len(pairs)
-    assert [json.loads(line) for line in builtin_dataset("python-docs").read_text().splitlines()] == rows
 
 
 def test_source_text_is_whole() -> None:

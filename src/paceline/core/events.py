@@ -12,7 +12,7 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
   steps since the last such line.
 - ``eval``: ``step``, ``loss``, ``count``, ``wall_s``, ``metrics``.
 - ``checkpoint``: ``step``, ``path``, ``size_bytes``, ``wall_s``; or with ``error`` where it could not be written.
-- ``run_end``: ``status`` (done | stopped | failed), ``step``, ``reason``.
+- ``run_end``: ``status`` (done | stopped | failed), ``step``, ``reason``, ``wall_s`` (since the command was given).
 """
 
 from __future__ import annotations

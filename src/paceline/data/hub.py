@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ class HubDataset:
     split: str
     revision: str | None = None
     offline: bool = False
+    _loaded: Any = field(default=None, repr=False)
 
     def find(self) -> list[tuple[str, str]]:
         """Ask the hub which commit is current; without a network use the commit seen last. Returns notices.
@@ -77,19 +78,23 @@ class HubDataset:
         Raises:
             ConfigError: no such configuration or split (those there are, are named), or the download failed.
         """
+        if self._loaded is None:
+            self._loaded = self._load()
+        for batch in self._loaded.iter(batch_size=1000):
+            names = list(batch)
+            for values in zip(*batch.values(), strict=True):
+                yield dict(zip(names, values, strict=True))
+
+    def _load(self) -> Any:
         import datasets
 
         datasets.disable_progress_bars()
         if self.offline:
             datasets.config.HF_HUB_OFFLINE = True
         try:
-            found = datasets.load_dataset(self.repo, self.name, split=self.split, revision=self.revision)
+            return datasets.load_dataset(self.repo, self.name, split=self.split, revision=self.revision)
         except Exception as error:  # the library and its network clients raise all kinds
             reason = (str(error).strip() or type(error).__name__).replace("\n", " ")[:300].rstrip(".")
             raise self._error(
                 reason, "name the configuration or split: `dataset: {path: " + self.repo + ", name: ..., split: ...}`"
             ) from error
-        for batch in found.iter(batch_size=1000):
-            names = list(batch)
-            for values in zip(*batch.values(), strict=True):
-                yield dict(zip(names, values, strict=True))

@@ -50,6 +50,7 @@ class ImageIndex:
         classes: names of the classes, in order of their number.
         dropped: files that were left out, counted by reason.
         notices: lines for the person, as (level, text).
+        sizes: for a folder, each file's size in bytes.
     """
 
     source: str
@@ -118,7 +119,7 @@ def open_images(given: str, seed: int) -> ImageIndex:
 
 # -- digits ---------------------------------------------------------------------------------------------------------------
 def _digits_table() -> tuple[np.ndarray, np.ndarray]:
-    """(pixels float32 [1797, 1, 8, 8] in [0, 1], digits int64 [1797]); the file itself, as importing scikit-learn takes long."""
+    """(pixels float32 [1797, 1, 8, 8] in [0, 1], digits int64 [1797]), read without importing scikit-learn, which is slow."""
     spec = importlib.util.find_spec("sklearn")
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     for folder in folders:
@@ -127,7 +128,7 @@ def _digits_table() -> tuple[np.ndarray, np.ndarray]:
             with gzip.open(file, "rt") as handle:
                 table = np.loadtxt(handle, delimiter=",", dtype=np.float32)
             return table[:, :-1].reshape(-1, 1, 8, 8) / 16.0, table[:, -1].astype(np.int64)
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     pixels, digits = load_digits(return_X_y=True)
     return (pixels.reshape(-1, 1, 8, 8) / 16.0).astype(np.float32), digits.astype(np.int64)
@@ -221,11 +222,6 @@ def _unreadable(file: Path) -> str | None:
 
 
 # -- samples --------------------------------------------------------------------------------------------------------------
-def make_dataset(index: ImageIndex, form: ImageForm, augment: bool = False) -> ImageDataset:
-    """The map-style dataset of ``index``, its images in the form that the model takes."""
-    return ImageDataset(index, form, augment)
-
-
 class ImageDataset:
     """Samples (image float32 [channels, height, width], class int64 []), looked up by number.
 
@@ -233,7 +229,7 @@ class ImageDataset:
     generator, which the loader sets for each (seed, epoch, sample).
     """
 
-    def __init__(self, index: ImageIndex, form: ImageForm, augment: bool) -> None:
+    def __init__(self, index: ImageIndex, form: ImageForm, augment: bool = False) -> None:
         self.index = index
         self.form = form
         self.augment = augment

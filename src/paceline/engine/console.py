@@ -290,9 +290,9 @@ def _how_it_went(progress: Progress, event: Event) -> str:
     step = event.get("step") if event.get("step") is not None else progress.done
     total = f" of {progress.total:,}" if progress.total and step != progress.total else ""
     parts = [f"{wording.count(step)}{total} steps"]
-    begun, ended = wording.finite(progress.start.get("time")), wording.finite(event.get("time"))
-    if begun is not None and ended is not None:
-        parts[0] += f" in {wording.duration(ended - begun)}"
+    wall_s = wording.finite(event.get("wall_s"))
+    if wall_s is not None:
+        parts[0] += f" in {wording.duration(wall_s)}"
     if progress.step is not None:
         came_from = "" if progress.resumed_from else f"{wording.loss(progress.first_loss)} → "
         parts.append(f"training loss {came_from}{wording.loss(progress.step.get('loss'))}")

@@ -74,9 +74,8 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             report = build_report(session, job, status)
             if world.is_first:
                 write_reports(run_dir, report)
-                events.emit(
-                    "run_end", status=status, step=session.step, reason=_stop_reason(stop) if status == "stopped" else None
-                )
+                reason = _stop_reason(stop) if status == "stopped" else None
+                events.emit("run_end", status=status, step=session.step, reason=reason, wall_s=report["wall_s"])
             world.barrier()
             return {"status": status, "report": report if world.is_first else None}
     except BaseException as error:
@@ -93,7 +92,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
 
 
 def _stop_reason(stop: StopFlag) -> str:
-    return f"signal {stop.signal}" if stop.signal is not None else "another rank was asked to stop"
+    return "asked to stop by a signal" if stop.wanted else "another rank was asked to stop"
 
 
 @contextmanager
@@ -278,7 +277,10 @@ def _versions() -> dict[str, str]:
 def _quiet_libraries() -> None:
     import logging
     import sys
+    import warnings
 
+    # peft calls what transformers deprecates: nothing that the person who trains could change.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     if "transformers" in sys.modules:
         from transformers.utils import logging as transformers_logging
 

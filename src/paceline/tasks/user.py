@@ -120,7 +120,9 @@ def _find_class(module: ModuleType, where: str, class_name: str) -> type[Task]:
     listing = "classes that are tasks there: " + (", ".join(tasks) or "none")
     if not class_name:
         raise ConfigError(
-            f"`task: {where}` names no class", allowed=f"{_FORM}; {listing}", fix=f"write `task: {where}:{(tasks or ['Class'])[0]}`"
+            f"`task: {where}` names no class",
+            allowed=f"{_FORM}; {listing}",
+            fix=f"write `task: {where}:{(tasks or ['Class'])[0]}`",
         )
     found = getattr(module, class_name, None)
     if found is None:
@@ -131,7 +133,9 @@ def _find_class(module: ModuleType, where: str, class_name: str) -> type[Task]:
             fix=f"did you mean `task: {where}:{near or tasks[0]}`?" if tasks else "write one: a subclass of paceline.Task",
         )
     if not inspect.isclass(found) or not issubclass(found, Task) or found is Task:
-        given = f"a class of {', '.join(one.__name__ for one in found.__bases__)}" if inspect.isclass(found) else f"{found!r:.60}"
+        given = (
+            f"a class of {', '.join(one.__name__ for one in found.__bases__)}" if inspect.isclass(found) else f"{found!r:.60}"
+        )
         raise ConfigError(
             f"`task: {where}:{class_name}`: {class_name} is {'the base class itself' if found is Task else given}, not a "
             "subclass of paceline.Task",
@@ -159,7 +163,8 @@ def _construct(kind: type[Task], config: Config) -> Task:
         raise _raised(f"{kind.__name__}(config) cannot be made", error, _file_of(kind), fix) from error
     if getattr(task, "config", None) is not config:
         raise ConfigError(
-            f"{kind.__name__}.__init__ leaves self.config unset", fix="call super().__init__(config) in it, or leave __init__ out"
+            f"{kind.__name__}.__init__ leaves self.config unset",
+            fix="call super().__init__(config) in it, or leave __init__ out",
         )
     return task
 
@@ -183,6 +188,9 @@ def _build_datasets(task: Task) -> tuple[Any, Any | None]:
     guard_dataset(train, f"the training dataset of {name}")
     if evaluation is not None:
         guard_dataset(evaluation, f"the validation dataset of {name}")
+    for dataset in (train, evaluation):
+        if f"{type(dataset).__module__}.{type(dataset).__name__}" == "torch.utils.data.dataset.TensorDataset":
+            dataset.deterministic = True  # draws nothing at random: the loader need not seed each look-up
     return train, evaluation
 
 
@@ -196,7 +204,9 @@ def _prepare(task: Task) -> Prepared:
         raise _raised(f"{name}.prepare failed", error, _file_of(type(task))) from error
     if not isinstance(found, Prepared):
         raise ConfigError(
-            f"{name}.prepare gave {_kind(found)}", allowed="a paceline.tasks.base.Prepared", fix="return one, or leave prepare out"
+            f"{name}.prepare gave {_kind(found)}",
+            allowed="a paceline.tasks.base.Prepared",
+            fix="return one, or leave prepare out",
         )
     return found
 
@@ -235,7 +245,9 @@ def guard_model(model: Any) -> None:
     Works on class names, so that nothing needs to be imported to look for it.
     """
     if "Module" not in _class_names(type(model)):
-        raise ConfigError(f"build_model gave {_kind(model)}", allowed="a torch.nn.Module", fix="end build_model with `return model`")
+        raise ConfigError(
+            f"build_model gave {_kind(model)}", allowed="a torch.nn.Module", fix="end build_model with `return model`"
+        )
     for path, module in model.named_modules():
         wrapper = next((one for one in _WRAPPERS if one in _class_names(type(module))), None)
         if wrapper is None:

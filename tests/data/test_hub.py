@@ -1,0 +1,94 @@
+"""A dataset from a hub: a small server that answers as the hub does, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROWS = b'{"instruction":"do","output":"done"}\n' * 20
+COMMIT, BLOB = "a" * 40, "b" * 40
+
+
+class _Hub(BaseHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def _answer(self, body: bytes, code: int = 200, **headers: str) -> None:
+        self.send_response(code)
+        for name, value in {"Content_Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        file = {"type": "file", "path": "train.jsonl", "size": len(ROWS), "oid": BLOB}
+        if self.path.startswith("/api/datasets/me/mine/tree"):
+            self._answer(json.dumps([file]).encode(), Content_Type="application/json")
+        elif self.path.startswith("/api/datasets/me/mine"):
+            about = {
+                "id": "me/mine",
+                "sha": COMMIT,
+                "siblings": [{"rfilename": "train.jsonl"}],
+                "private": False,
+                "gated": False,
+            }
+            self._answer(json.dumps(about).encode(), Content_Type="application/json")
+        elif self.path.endswith(f"resolve/{COMMIT}/train.jsonl"):
+            self._answer(ROWS, ETag=f'"{BLOB}"', X_Repo_Commit=COMMIT)
+        elif self.path.startswith("/api/datasets/"):
+            self._answer(b"{}", 404, X_Error_Code="RepoNotFound")
+        else:
+            self._answer(b"{}", 404, X_Error_Code="EntryNotFound")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+
+@pytest.fixture
+def hub() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def prepare(dataset: str, hub: ThreadingHTTPServer, cache: Path) -> str:
+    code = (
+        "import sys; from paceline.config.schema import Config; from paceline.data.tokenize import prepare_tokens; "
+        "from paceline.core.errors import ConfigError\n"
+        f"config = Config(model='builtin:qwen2-micro', dataset={dataset!r})\n"
+        "try: t = prepare_tokens(config, 'sft'); print(t.num_train, t.notices)\n"
+        "except ConfigError as error: print(error)\n"
+        "print('datasets' in sys.modules)"
+    )
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(cache)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+def test_download_once_then_from_the_cache_with_and_without_the_hub(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    first = prepare("me/mine#7", hub, tmp_path)
+    assert first.startswith("7 ")
+    assert "tokenised in" in first
+    second = prepare("me/mine#7", hub, tmp_path)
+    assert "from the cache" in second
+    assert second.endswith("False\n")  # the library that takes seconds to import was not needed
+    assert "or it is private" in prepare("me/yours", hub, tmp_path)
+    hub.shutdown()
+    hub.server_close()
+    third = prepare("me/mine#7", hub, tmp_path)
+    assert "from the cache" in third
+    assert "using the copy downloaded before" in third

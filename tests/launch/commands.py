@@ -1,0 +1,52 @@
+"""Run the command line as a user does: a process of its own, real ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+MICRO = (
+    "model=builtin:qwen2-micro",
+    "dataset=builtin:python-docs#240",
+    "parallel.device=cpu",
+    "per_device_train_batch_size=4",
+    "max_length=128",
+)
+
+
+def start(*words: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "paceline", verb, *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
+
+
+def run(*words: str, verb: str = "sft", expect: int = 0, **settings: Any) -> subprocess.CompletedProcess[str]:
+    process = start(*words, verb=verb, **settings)
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == expect, f"exit code {process.returncode}, expected {expect}\n{err[-3000:]}"
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def train(output_dir: Path, *words: str, expect: int = 0, **settings: Any) -> subprocess.CompletedProcess[str]:
+    return run(*MICRO, f"output_dir={output_dir}", *words, expect=expect, **settings)
+
+
+def report(output_dir: Path) -> dict[str, Any]:
+    return json.loads((output_dir / "report.json").read_text())
+
+
+def events(output_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (output_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["type"] == kind]
+
+
+def losses(output_dir: Path) -> list[float]:
+    return [event["loss"] for event in events(output_dir, "step")]
+
+
+def digest(path: Path) -> str:
+    from paceline.engine import checkpoint
+
+    return checkpoint.inspect(checkpoint.find(path))["digest"]

@@ -1,0 +1,143 @@
+"""Whatever ends a run, the same command goes on and ends with the same bits; nothing is left behind."""
+
+import os
+import random
+import signal
+import time
+
+import psutil
+import pytest
+from commands import MICRO, digest, events, report, start, train
+
+pytestmark = pytest.mark.slow
+
+# Adapters with dropout, accumulation, loader processes, saves in the middle of an epoch.
+WORDS = (
+    "dataset=builtin:python-docs#150", "lora.enable=true", "lora.dropout=0.1", "gradient_accumulation_steps=2",
+    "max_steps=24", "save_steps=4", "dataloader_num_workers=1", "warmup_steps=3", "parallel.num_gpus=3",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(folder, *WORDS)
+    return digest(folder)
+
+
+def begin(folder):
+    return start(*MICRO, f"output_dir={folder}", *WORDS)
+
+
+def wait_for_step(folder, step, process, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        if (folder / "events.jsonl").exists() and any(one["step"] >= step for one in events(folder, "step")):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def ranks_of(process):
+    launcher = psutil.Process(process.pid)
+    server = next(one for one in launcher.children() if "forkserver" in " ".join(one.cmdline()))
+    return server.children(recursive=False)
+
+
+def all_gone(processes, within_s=6.0):
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("victim", ["rank 0", "rank 2", "launcher"])
+def test_killed_and_started_again_ends_with_the_same_bits(undisturbed, tmp_path, victim):
+    folder = tmp_path / "run"
+    process = begin(folder)
+    wait_for_step(folder, random.Random(victim).randint(5, 18), process)
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    if victim == "launcher":
+        process.kill()
+    else:
+        pid = next(one["pid"] for one in events(folder, "run_start"))
+        ranks = ranks_of(process)
+        first = next(one for one in ranks if one.pid == pid)
+        (first if victim == "rank 0" else next(one for one in ranks if one.pid != pid)).kill()
+    _, said = process.communicate(timeout=30)
+    if victim != "launcher":
+        assert process.returncode == 1
+        assert "was killed or crashed" in said
+        assert f"rank {victim[-1]}" in said or victim == "rank 2"
+    assert all_gone(everyone) == []
+    train(folder, *WORDS)
+    assert digest(folder) == undisturbed
+    assert report(folder)["restarts"] == 1
+    assert report(folder)["resumed_from_step"] % 4 == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+def test_stopped_by_a_signal_commits_and_goes_on(undisturbed, tmp_path, number, code):
+    folder = tmp_path / "run"
+    process = begin(folder)
+    wait_for_step(folder, 6, process)
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    assert all_gone(everyone) == []
+    stopped_at = report(folder)["steps"]
+    assert report(folder)["status"] == "stopped"
+    assert 6 <= stopped_at < 24
+    train(folder, *WORDS)
+    assert report(folder)["resumed_from_step"] == stopped_at
+    assert digest(folder) == undisturbed
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    folder = tmp_path / "run"
+    process = begin(folder)
+    wait_for_step(folder, 5, process)
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    for one in ranks_of(process):
+        os.kill(one.pid, signal.SIGSTOP)  # they cannot finish their step
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert all_gone(everyone) == []
+
+
+def test_a_broken_checkpoint_is_passed_over(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    process = begin(folder)
+    wait_for_step(folder, 13, process)
+    process.kill()
+    process.communicate()
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    with open(newest / "state.safetensors", "r+b") as handle:
+        handle.seek(-5, os.SEEK_END)
+        handle.write(b"\xff\xff")
+    again = train(folder, *WORDS)
+    assert "is passed over" in again.stderr
+    assert str(newest) in again.stderr
+    assert digest(folder) == undisturbed
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    folder = tmp_path / "run"
+    process = begin(folder)
+    wait_for_step(folder, 1, process)
+    os.kill(process.pid, signal.SIGSTOP)
+    ranks = ranks_of(process)
+    for one in ranks:
+        one.suspend()
+    try:
+        refused = train(folder, *WORDS, expect=2)
+        assert "another run is going on" in refused.stderr
+    finally:
+        for one in ranks:
+            one.resume()
+        os.kill(process.pid, signal.SIGCONT)
+        process.terminate()
+        process.communicate(timeout=30)

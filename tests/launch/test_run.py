@@ -1,0 +1,161 @@
+"""Whole runs by the command line: what a user types, what a user gets."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from commands import MICRO, digest, events, losses, report, run, train
+
+pytestmark = pytest.mark.slow
+
+REPORT_KEYS = {
+    "status", "strategy", "world_size", "device", "steps", "epochs", "samples_seen", "train_tokens", "label_tokens",
+    "tokens_per_second", "time_to_first_step_s", "wall_s", "first_train_loss", "final_train_loss", "final_eval_loss",
+    "peak_memory_bytes", "state_memory_bytes", "traffic_bytes_per_step", "restarts", "resumed_from_step", "data",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """Full fine-tuning on two ranks with validation, dropout-free."""
+    folder = tmp_path_factory.mktemp("full") / "run"
+    done = train(folder, "split_dataset_ratio=0.1", "gradient_accumulation_steps=2", "max_steps=10", "learning_rate=3e-3")
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    train(folder, "lora.enable=true", "lora.rank=4", "max_steps=4", "learning_rate=1e-2", "bf16=true", "gradient_checkpointing=true")
+    return folder
+
+
+def test_report_holds_every_figure(full):
+    folder, _ = full
+    found = report(folder)
+    assert set(found) >= REPORT_KEYS
+    assert found["status"] == "done"
+    assert found["strategy"] == "ddp"
+    assert found["world_size"] == 2
+    assert found["final_train_loss"] < found["first_train_loss"]
+    unknown = [key for key in REPORT_KEYS - {"resumed_from_step"} if found[key] is None]
+    assert unknown == []
+    assert len(found["peak_memory_bytes"]) == 2
+    for key in ("state_memory_bytes", "traffic_bytes_per_step"):
+        assert found[key]["measured"] == pytest.approx(found[key]["predicted"], rel=0.02)
+    assert found["samples_seen"] == 10 * 16
+    assert found["data"] == {"read": 240, "kept": 240, "truncated": found["data"]["truncated"], "dropped": {}}
+
+
+def test_what_is_said_before_the_start(full):
+    _, done = full
+    assert "2 ranks" in done.stderr
+    assert "16 samples = 4 a micro-batch × 2 accumulation × 2 ranks" in done.stderr
+    assert "216" in done.stderr or "240 read" in done.stderr
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (4, 1)])
+def test_the_loss_is_the_same_for_every_number_of_ranks(full, tmp_path, ranks, accumulation):
+    folder, _ = full
+    words = ["split_dataset_ratio=0.1", f"gradient_accumulation_steps={accumulation}", "max_steps=10", "learning_rate=3e-3"]
+    train(tmp_path / "run", *words, f"parallel.num_gpus={ranks}")
+    assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-5)
+    mine, other = (events(one, "eval")[-1] for one in (tmp_path / "run", folder))
+    assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert mine["count"] == other["count"]
+
+
+def test_padded_rows_give_the_same_losses(full, tmp_path):
+    folder, _ = full
+    words = ["split_dataset_ratio=0.1", "gradient_accumulation_steps=2", "max_steps=10", "learning_rate=3e-3"]
+    train(tmp_path / "run", *words, "packing=false")
+    assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-4)
+
+
+def test_the_model_loads_in_plain_transformers(full):
+    folder, _ = full
+    script = (
+        "import sys, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)\n"
+        "assert not info['missing_keys'] and not info['unexpected_keys'], info\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1]); assert tokenizer.chat_template\n"
+        "assert not any(name.startswith('module.') for name in model.state_dict())\n"
+        "assert 'paceline' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(folder / "model")], check=True)
+
+
+def test_the_adapter_loads_in_plain_peft_and_merges(lora, tmp_path):
+    script = (
+        "import sys, torch; from transformers import AutoModelForCausalLM; from peft import AutoPeftModelForCausalLM\n"
+        "adapted = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()\n"
+        "merged = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).eval()\n"
+        "ids = torch.arange(3, 40).unsqueeze(0)\n"
+        "with torch.no_grad(): a, b = adapted(ids).logits, merged(ids).logits\n"
+        "base = adapted.unload()\n"
+        "with torch.no_grad(): c = base(ids).logits\n"
+        "assert torch.allclose(a, b, atol=1e-4), (a - b).abs().max()\n"
+        "assert not torch.allclose(a, c, atol=1e-4), 'the adapter changes nothing'\n"
+    )
+    merged = tmp_path / "merged"
+    run(str(lora), "--merge", f"--output={merged}", "--dtype=float32", verb="export")
+    subprocess.run([sys.executable, "-c", script, str(lora / "model"), str(merged)], check=True)
+
+
+def test_generate_answers(full):
+    folder, _ = full
+    said = run(str(folder), "What does json.dumps do?", "--json", "--max-new-tokens", "5", verb="generate")
+    assert set(json.loads(said.stdout)) == {"question", "answer"}
+
+
+def test_going_on_from_an_adapter(lora, tmp_path):
+    train(tmp_path / "run", "lora.enable=true", f"lora.adapter={lora / 'model'}", "max_steps=2", "bf16=true", "learning_rate=1e-3")
+    assert losses(tmp_path / "run")[0] < losses(lora)[0]
+
+
+def test_the_same_command_again_says_it_is_done(lora):
+    before = (lora / "report.json").stat().st_mtime_ns
+    again = train(
+        lora, "lora.enable=true", "lora.rank=4", "max_steps=4", "learning_rate=1e-2", "bf16=true", "gradient_checkpointing=true"
+    )
+    assert "done already" in again.stderr
+    assert (lora / "report.json").stat().st_mtime_ns == before
+
+
+def test_a_changed_config_is_shown_and_refused_unless_told(lora):
+    words = ("lora.enable=true", "lora.rank=4", "max_steps=6", "learning_rate=5e-3", "bf16=true")
+    refused = train(lora, *words, expect=2)
+    assert "train_args.learning_rate: 0.01 → 0.005" in refused.stderr
+    assert "--allow-config-change" in refused.stderr
+    told = train(lora, *words, "--allow-config-change")
+    assert "going on with a changed config" in told.stderr
+    assert report(lora)["resumed_from_step"] == 4
+    assert report(lora)["steps"] == 6
+
+
+def test_under_an_outer_torchrun(full, tmp_path):
+    folder, _ = full
+    words = ["split_dataset_ratio=0.1", "gradient_accumulation_steps=2", "max_steps=10", "learning_rate=3e-3"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "paceline", "sft"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, *MICRO, f"output_dir={tmp_path / 'run'}", *words], check=True, env=env, capture_output=True, timeout=120
+    )
+    assert report(tmp_path / "run")["world_size"] == 2
+    assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-6)
+    assert digest(tmp_path / "run") == digest(folder)
+
+
+def test_json_gives_the_report_alone_on_standard_output(tmp_path):
+    done = train(tmp_path / "run", "max_steps=2", "parallel.num_gpus=1", "--json")
+    assert json.loads(done.stdout)["steps"] == 2
+    assert report(tmp_path / "run")["strategy"] == "single"
+
+
+def test_float16_with_loss_scaling(tmp_path):
+    train(tmp_path / "run", "max_steps=4", "fp16=true", "learning_rate=1e-3", "report_to=tensorboard")
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0]
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
