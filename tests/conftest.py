@@ -24,8 +24,8 @@ for _name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TRANSFORMERS_CACH
 for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)
 
-# Set by pytest itself, and by scikit-learn the first time it is imported.
-_MAY_CHANGE = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+# Set by pytest itself, and by scikit-learn and torch's compiler the first time they are imported.
+_MAY_CHANGE = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"}
 # Helpers that multiprocessing keeps for the life of its parent. A fork server's workers are not exempt: their parent is it.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _GRACE_S = 5.0

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from paceline.core.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -43,3 +50,31 @@ class RunDir:
     def is_run(self) -> bool:
         """True where a run has already begun here."""
         return self.config.is_file() or self.events.is_file() or self.checkpoints.is_dir()
+
+
+def lock_run(run_dir: RunDir, wait_s: float) -> IO[str]:
+    """An exclusive lock on a run's folder.
+
+    Raises:
+        RunError: another process holds it for longer than ``wait_s``.
+    """
+    handle = open(run_dir.lock, "a+")  # noqa: SIM115  (the lock lives as long as the handle)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                handle.seek(0)
+                who = handle.read().strip() or "not known"
+                handle.close()
+                raise RunError(
+                    f"another run is going on in {run_dir.root} (process {who})",
+                    fix="wait for it, stop it, or set another `output_dir`",
+                ) from error
+            time.sleep(0.1)
+    handle.truncate(0)
+    handle.write(f"{os.getpid()} on {socket.gethostname()}")
+    handle.flush()
+    return handle

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import socket
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +19,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
 from paceline.core.files import replace_dir, write_atomic
-from paceline.core.run_dir import RunDir
+from paceline.core.run_dir import RunDir, lock_run
 from paceline.data.loader import LoaderOptions, train_steps
 from paceline.data.order import SampleOrder
 from paceline.engine import checkpoint
@@ -101,40 +99,12 @@ def _locked(run_dir: RunDir, world: World) -> Any:
     handle: IO[str] | None = None
     if world.is_first:
         run_dir.root.mkdir(parents=True, exist_ok=True)
-        handle = take_lock(run_dir, wait_s=20.0)
+        handle = lock_run(run_dir, wait_s=20.0)
     try:
         yield
     finally:
         if handle is not None:
             handle.close()
-
-
-def take_lock(run_dir: RunDir, wait_s: float) -> IO[str]:
-    """An exclusive lock on a run's folder.
-
-    Raises:
-        RunError: another process holds it for longer than ``wait_s``.
-    """
-    handle = open(run_dir.lock, "a+")  # noqa: SIM115  (the lock lives as long as the handle)
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                handle.seek(0)
-                who = handle.read().strip() or "not known"
-                handle.close()
-                raise RunError(
-                    f"another run is going on in {run_dir.root} (process {who})",
-                    fix="wait for it, stop it, or set another `output_dir`",
-                ) from error
-            time.sleep(0.1)
-    handle.truncate(0)
-    handle.write(f"{os.getpid()} on {socket.gethostname()}")
-    handle.flush()
-    return handle
 
 
 def _open_events(job: Job, run_dir: RunDir) -> EventLog:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.config.load import Loaded, diff_configs
 from paceline.config.resolve import Derived, derive
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
-from paceline.core.run_dir import RunDir
+from paceline.core.errors import ConfigError, RunError
+from paceline.core.run_dir import RunDir, lock_run
 from paceline.engine import checkpoint
 from paceline.parallel import resolve_mode
 from paceline.tasks import load_task
@@ -97,6 +97,7 @@ def plan_run(
     config = loaded.config
     run_dir = RunDir(Path(config.output_dir))
     _check_another_run(config, run_dir)
+    check_free(run_dir, say)
     notices: list[tuple[str, str]] = list(loaded.notices) + (list(devices.notices) if devices else [])
     task = load_task(config)
     prepared = task.prepare()
@@ -117,6 +118,20 @@ def plan_run(
     job = Job(config, derived, prepared, strategy, device_type, started_at, None, notices, quiet)
     resume_from, finished = _resume(config, derived, prepared, run_dir, say, notices, allow_config_change)
     return Plan(replace(job, resume_from=None if resume_from is None else str(resume_from)), devices, finished)
+
+
+def check_free(run_dir: RunDir, say: Say) -> None:
+    """Raise ConfigError where another run is going on in the folder; one that is just ending is waited for."""
+    if not run_dir.lock.exists():
+        return
+    try:
+        lock_run(run_dir, wait_s=0.0).close()
+    except RunError:
+        say("info", f"waiting for the run in {run_dir.root} to end…")
+        try:
+            lock_run(run_dir, wait_s=10.0).close()
+        except RunError as error:
+            raise ConfigError(error.what, fix=error.fix) from error
 
 
 def _check_sizes(config: Config, derived: Derived, prepared: Prepared) -> None:

@@ -133,12 +133,9 @@ def _find_class(module: ModuleType, where: str, class_name: str) -> type[Task]:
             fix=f"did you mean `task: {where}:{near or tasks[0]}`?" if tasks else "write one: a subclass of paceline.Task",
         )
     if not inspect.isclass(found) or not issubclass(found, Task) or found is Task:
-        given = (
-            f"a class of {', '.join(one.__name__ for one in found.__bases__)}" if inspect.isclass(found) else f"{found!r:.60}"
-        )
+        given = "the base class itself" if found is Task else "a class" if inspect.isclass(found) else _kind(found)
         raise ConfigError(
-            f"`task: {where}:{class_name}`: {class_name} is {'the base class itself' if found is Task else given}, not a "
-            "subclass of paceline.Task",
+            f"`task: {where}:{class_name}`: {class_name} is {given}, not a subclass of paceline.Task",
             allowed=listing,
             fix=f"write `class {class_name}(paceline.Task):`",
         )
@@ -188,7 +185,7 @@ def _build_datasets(task: Task) -> tuple[Any, Any | None]:
     guard_dataset(train, f"the training dataset of {name}")
     if evaluation is not None:
         guard_dataset(evaluation, f"the validation dataset of {name}")
-    for dataset in (train, evaluation):
+    for dataset in (one for one in found if one is not None):
         if f"{type(dataset).__module__}.{type(dataset).__name__}" == "torch.utils.data.dataset.TensorDataset":
             dataset.deterministic = True  # draws nothing at random: the loader need not seed each look-up
     return train, evaluation

@@ -1,0 +1,252 @@
+"""The user's own task: found, refused with the reason, guarded."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from paceline.config.load import load_config
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.tasks import load_task
+from paceline.tasks.user import guard_dataset, guard_model
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GOOD = """\
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import paceline
+
+class Line(paceline.Task):
+    def build_datasets(self):
+        x = torch.linspace(0, 1, 20).unsqueeze(1)
+        return TensorDataset(x, 2 * x), None
+    def build_model(self):
+        return nn.Linear(1, 1)
+    def loss(self, model, batch):
+        x, y = batch
+        return nn.functional.mse_loss(model(x), y, reduction="sum")
+
+class NotATask:
+    pass
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test in a folder of its own, and no module of it left behind."""
+    monkeypatch.chdir(tmp_path)
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def write(code: str, name: str = "my_line.py") -> None:
+    Path(name).write_text(code)
+
+
+def load(task: str, **keys: Any) -> Any:
+    return load_task(Config.model_validate({"model": "mine", "dataset": "mine", "task": task, **keys}))
+
+
+def test_a_class_from_a_file() -> None:
+    write(GOOD)
+    task = load("./my_line.py:Line")
+    prepared = task.prepare()
+    assert (prepared.num_train, prepared.num_eval, prepared.counts.kept) == (20, 0, 20)
+    train, evaluation = task.build_datasets()
+    assert evaluation is None
+    batch = task.collate([train[0], train[1]])
+    assert task.count(batch) == 2
+    assert task.loss(task.build_model(), batch).requires_grad
+    assert type(load("./my_line.py:Line")) is type(task)  # read once
+
+
+def test_a_class_from_a_module_and_from_a_package() -> None:
+    write(GOOD, "line_module.py")
+    Path("pack").mkdir()
+    write(GOOD, "pack/inner.py")
+    assert type(load("line_module:Line")).__name__ == "Line"
+    assert type(load("pack.inner:Line")).__module__ == "pack.inner"
+
+
+def test_the_file_may_import_files_beside_it() -> None:
+    Path("deep").mkdir()
+    write("WIDTH = 5\n", "deep/widths_beside.py")
+    write("from widths_beside import WIDTH\n" + GOOD, "deep/wide.py")
+    assert load("./deep/wide.py:Line").prepare().num_train == 20
+
+
+def test_a_file_named_as_a_known_module_hides_nothing() -> None:
+    write(GOOD, "json.py")
+    task = load("./json.py:Line")
+    assert type(task).__module__.startswith("paceline_task_")
+    import json
+
+    assert json.loads("1") == 1
+
+
+def test_a_task_and_its_data_can_be_sent_to_a_loader_process() -> None:
+    write(GOOD.replace("return TensorDataset(x, 2 * x), None", "return Rows(), None") + "class Rows(list):\n    pass\n")
+    task = load("./my_line.py:Line")
+    again = pickle.loads(pickle.dumps((task, task.build_datasets()[0])))
+    assert type(again[0]) is type(task)
+    # A process started afresh is given sys.path and finds the module by its name.
+    code = f"import sys, pickle; sys.path[:] = {sys.path!r}; print(type(pickle.loads({pickle.dumps(task)!r})).__name__)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "Line\n"
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("./my_lime.py:Line", r"there is no file .*my_lime\.py.*did you mean my_line\.py"),
+        ("./my_line.py:Lime", r"no class Lime.*: Line\. .*my_line\.py:Line"),
+        ("./my_line.py", r"names no class.*`task: \./my_line\.py:Line`"),
+        ("./my_line.py:NotATask", r"NotATask is a class, not a subclass of paceline\.Task.*: Line"),
+        ("./my_line.py:number", r"number is an object of int, not a subclass"),
+        ("no_such_package.tasks:Line", r"no module 'no_such_package'"),
+        ("clasify", r"`task: classify`"),
+        ("recommend", r"not known. Allowed: sft .*pretrain .*classify"),
+    ],
+)
+def test_what_is_not_there_is_said(task: str, said: str) -> None:
+    write(GOOD)
+    with pytest.raises(ConfigError, match=said):
+        load(task)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import torch\n\n1 / 0\n" + GOOD, r"cannot be imported: ZeroDivisionError: division by zero \(.*my_line\.py, line 3"),
+        ("def broken(:\n", r"SyntaxError: .*my_line\.py, line 1"),
+        ("import no_such_thing\n", r"ModuleNotFoundError.*my_line\.py, line 1: `import no_such_thing`"),
+        (GOOD.replace("def loss", "def lost"), r"Line has no loss"),
+        (
+            GOOD.replace("    def build_model", "    def __init__(self):\n        pass\n    def build_model"),
+            r"Line\(config\) cannot be made.*def __init__\(self, config\)",
+        ),
+        (
+            GOOD.replace("    def build_model", "    def __init__(self, config):\n        pass\n    def build_model"),
+            r"leaves self\.config unset",
+        ),
+        (
+            GOOD.replace("    def build_model", "    def __init__(self, config):\n        config.nope\n    def build_model"),
+            r"AttributeError.*my_line\.py, line 11",
+        ),
+    ],
+)
+def test_user_code_that_fails_is_shown_with_its_line(code: str, said: str) -> None:
+    write(code)
+    with pytest.raises(ConfigError, match=said):
+        load("./my_line.py:Line")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("return open('rows.txt')", r"build_datasets failed: FileNotFoundError.*my_line\.py, line 9: `return open"),
+        ("return TensorDataset(x, x)", r"gave an object of TensorDataset.*`return train, None`"),
+        ("return None", r"gave None. Allowed: a pair"),
+        (
+            "return (1 for _ in x), None",
+            r"the training dataset of Line is an object of generator without __len__ and __getitem__",
+        ),
+        ("return [x], (1 for _ in x)", r"the validation dataset of Line"),
+    ],
+)
+def test_datasets_that_do_not_fit_are_refused_before_anything_starts(line: str, said: str) -> None:
+    write(GOOD.replace("return TensorDataset(x, 2 * x), None", line))
+    with pytest.raises(ConfigError, match=said):
+        load("./my_line.py:Line").prepare()
+
+
+def test_lora_is_not_ignored_in_silence() -> None:
+    write(GOOD)
+    with pytest.raises(ConfigError, match=r"no effect on a task of your own.*get_peft_model"):
+        load("./my_line.py:Line", lora={"enable": True})
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_streams_and_loaders_are_refused_as_datasets() -> None:
+    with pytest.raises(ConfigError, match=r"IterableDataset \(_Stream\).*no fixed order"):
+        guard_dataset(_Stream(), "the training dataset")
+    with pytest.raises(ConfigError, match=r"makes the loaders itself"):
+        guard_dataset(DataLoader(TensorDataset(torch.zeros(3))), "the training dataset")
+    guard_dataset([1, 2], "the training dataset")
+    guard_dataset(TensorDataset(torch.zeros(3)), "the training dataset")
+
+
+def test_a_model_wrapped_already_is_refused() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    guard_model(plain)
+    with pytest.raises(ConfigError, match=r"it is a DataParallel.*unwrap it: return the module inside"):
+        guard_model(nn.DataParallel(plain))
+    with pytest.raises(ConfigError, match=r"its part `1` is a DataParallel"):
+        guard_model(nn.Sequential(plain, nn.DataParallel(plain)))
+    with pytest.raises(ConfigError, match=r"build_model gave None"):
+        guard_model(None)
+
+
+def test_a_model_in_ddp_or_fsdp_is_refused(tmp_path: Path) -> None:
+    code = f"""
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from paceline.core.errors import ConfigError
+from paceline.tasks.user import guard_model
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+for model in (DistributedDataParallel(nn.Linear(2, 2)), fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh),
+              FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))):
+    try:
+        guard_model(model)
+        print("passed")
+    except ConfigError as error:
+        print(error.what.split(":")[1].split(".")[0].strip())
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "it is a DistributedDataParallel",
+        "it is a FSDPModule",
+        "it is a FullyShardedDataParallel",
+    ]
+
+
+def test_the_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    task = load_task(load_config("examples/my_task.yaml", {}).config)
+    prepared = task.prepare()
+    assert (prepared.num_train, prepared.num_eval) == (3600, 400)
+    torch.manual_seed(0)
+    model = task.build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    (x, y), held_out = task.build_datasets()[0].tensors, task.build_datasets()[1].tensors
+    before = float(task.evaluate(model, list(held_out))["loss"].detach()) / 400
+    for _ in range(200):
+        loss = task.loss(model, [x, y]) / len(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(task.evaluate(model, list(held_out))["loss"].detach()) / 400 < 0.5 * before
