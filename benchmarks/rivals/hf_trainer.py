@@ -74,7 +74,7 @@ def main() -> None:
     )
     trainer.train()
     finish(spec, record, model, tokenizer)
-    torch.distributed.destroy_process_group()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

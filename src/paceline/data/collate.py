@@ -18,7 +18,7 @@ def collate_packed(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
 
     Returns:
         input_ids, position_ids: int64 [1, tokens]; keep: int64 [labels], positions whose next token carries loss;
-        targets: int64 [labels]; num_labels, num_tokens: int.
+        targets: int64 [labels]; segment_lengths: tokens of each sample; num_labels, num_tokens: int.
     """
     ids = np.concatenate([one["input_ids"] for one in samples]).astype(np.int64)
     positions = np.concatenate([np.arange(len(one["input_ids"]), dtype=np.int64) for one in samples])
@@ -30,6 +30,7 @@ def collate_packed(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
         "position_ids": torch.from_numpy(positions).unsqueeze(0),
         "keep": torch.from_numpy(target_places - 1),
         "targets": torch.from_numpy(ids[target_places]),
+        "segment_lengths": tuple(len(one["input_ids"]) for one in samples),
         "num_labels": len(target_places),
         "num_tokens": len(ids),
     }

@@ -24,6 +24,8 @@ class TokenDataset:
             nothing comes before it to predict it from.
     """
 
+    deterministic = True  # a sample is the same at every look: the loader need not set the random state for it
+
     def __init__(self, folder: Path, indices: np.ndarray | None = None) -> None:
         self.folder = Path(folder)
         self.indices = None if indices is None else np.asarray(indices, dtype=np.int64)

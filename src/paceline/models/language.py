@@ -178,29 +178,46 @@ def copy_tokenizer(source: str, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def packing_keeps_apart(model: nn.Module, device: torch.device) -> bool:
-    """Whether the model keeps samples of one row apart when only their position_ids say where each begins.
+def choose_packing(model: Any, device: torch.device) -> str:
+    """How samples can share a row: "segments" (attention within each sample only), "positions" (the model's own attention,
+    told by position_ids where a sample begins), or "none".
 
-    Two short samples are run alone and in one row; the logits must agree. Some architectures (state-space models, attention
-    of an older make) mix them: those are trained padded.
+    Found by trying: two short samples are run alone and in one row, and the logits must agree. Some architectures
+    (state-space models, attention of an older make) mix the samples: those are trained padded. Leaves the model with the
+    attention that was chosen.
     """
     import torch
 
-    vocabulary = int(getattr(model.config.get_text_config(), "vocab_size", 0))  # type: ignore[union-attr,operator]
-    if vocabulary < 16:
-        return False
+    from paceline.models import attention
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    vocabulary = int(getattr(base.config.get_text_config(), "vocab_size", 0))
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, vocabulary, (1, length), generator=generator).to(device) for length in (7, 5)]
+    lengths = (7, 5)
+    ids = [torch.randint(0, max(vocabulary, 2), (1, length), generator=generator).to(device) for length in lengths]
+    row = torch.cat(ids, dim=1)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0)
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            alone = torch.cat([model(input_ids=one, use_cache=False).logits.float() for one in ids], dim=1)
-            positions = torch.cat([torch.arange(one.shape[1], device=device) for one in ids]).unsqueeze(0)
-            packed = model(input_ids=torch.cat(ids, dim=1), position_ids=positions, use_cache=False).logits.float()
-    except (TypeError, ValueError, RuntimeError, NotImplementedError):
-        return False
+            alone = torch.cat([model(input_ids=one, use_cache=False).logits for one in ids], dim=1).float()
+            before = attention.install(base)
+            if before is not None:
+                if _agrees(model, alone, input_ids=row, position_ids=positions, segment_lengths=lengths):
+                    return "segments"
+                base.set_attn_implementation(before)
+            return "positions" if _agrees(model, alone, input_ids=row, position_ids=positions) else "none"
     finally:
         model.train(was_training)
+
+
+def _agrees(model: Any, expected: torch.Tensor, **inputs: Any) -> bool:
+    import torch
+
+    try:
+        found = model(**inputs, use_cache=False).logits.float()
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        return False
     tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 5e-2
-    return bool((alone - packed).abs().max() <= tolerance * alone.abs().max().clamp(min=1.0))
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0))

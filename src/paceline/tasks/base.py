@@ -104,7 +104,8 @@ class Task:
         """(training dataset, validation dataset or None): map-style, with ``__len__`` and ``__getitem__(int)``.
 
         A dataset may have an attribute ``lengths``, an int array [num_samples] of tokens a sample: ranks then get shares of
-        the global batch that are equal in tokens.
+        the global batch that are equal in tokens. Where an attribute ``deterministic`` is true, the random state is not set
+        before each look at a sample (it else is, by seed, epoch and index: augmentation is then the same in every run).
         """
         raise NotImplementedError(f"{type(self).__name__} needs build_datasets(self)")
 

@@ -23,6 +23,7 @@ class LanguageTask(Task):
         self.default_learning_rate = _default_rate(config)
         self.packed = config.train_args.packing is not False
         self._picks_logits = True
+        self._told_segments = False
 
     def check(self) -> None:
         language.check_model(self.config)
@@ -38,6 +39,7 @@ class LanguageTask(Task):
             train_tokens=tokens.train_tokens,
             label_tokens=tokens.label_tokens,
             notices=list(tokens.notices),
+            fingerprint=f"{tokens.train_folder.name}/{tokens.num_train}",
             handle=tokens,
         )
 
@@ -58,7 +60,9 @@ class LanguageTask(Task):
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         if not self.packed:
             return []
-        if language.packing_keeps_apart(model, next(model.parameters()).device):
+        found = language.choose_packing(model, next(model.parameters()).device)
+        if found != "none":
+            self._told_segments = found == "segments"
             return [("info", "packing: samples of a micro-batch share one row without padding (checked: they do not mix)")]
         if self.config.train_args.packing is True:
             raise ConfigError(
@@ -86,7 +90,8 @@ class LanguageTask(Task):
         """Cross entropy in nats, summed over the tokens that carry loss."""
         from torch.nn import functional
 
-        inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+        names = ["input_ids", "attention_mask", "position_ids"] + ["segment_lengths"] * self._told_segments
+        inputs = {key: batch[key] for key in names if key in batch}
         keep = batch["keep"]
         if self._picks_logits:
             logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits

@@ -52,12 +52,11 @@ def load_user_task(config: Config) -> Task:
 def _load_file(where: str) -> ModuleType:
     path = Path(where).expanduser()
     if not path.is_file():
-        beside = [str(path.parent / one.name) for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = nearest(str(path), beside)
+        near = nearest(path.name, [one.name for one in path.parent.glob("*.py")])
         raise ConfigError(
             f"`task: {where}:…`: there is no file {path.resolve()}",
             allowed=f"{_FORM}, a path from the current folder ({Path.cwd()})",
-            fix=f"did you mean {near}?" if near else "check the path",
+            fix=f"did you mean {path.parent / near}?" if near else "check the path",
         )
     path = path.resolve()
     loaded = sys.modules.get(_module_name(path))

@@ -1,0 +1,331 @@
+"""Everything that can be wrong with what a person gives: exit code 2, one clear paragraph, nothing started, nothing written."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from commands import run as run_command
+
+from paceline.cli import main
+from paceline.models.builtin import resolve_model
+
+PAIRS = [{"prompt": f"How much is {n} + {n}?", "completion": f"It is {2 * n}."} for n in range(8)]
+CHATS = [
+    {"messages": [{"role": "user", "content": one["prompt"]}, {"role": "assistant", "content": one["completion"]}]} for one in PAIRS
+]
+
+Refused = Callable[..., str]
+
+
+def save(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the person stands: good data and a model."""
+    multiprocessing.util.get_temp_dir()  # made once a process, elsewhere
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(folder)
+    save(folder / "pairs.jsonl", PAIRS)
+    save(folder / "chats.jsonl", CHATS)
+    return folder
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(one.relative_to(folder)) for one in folder.rglob("*"))
+
+
+@pytest.fixture
+def refused(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run words of a command line that must be refused; gives the paragraph."""
+
+    def check(*words: str, verb: str = "sft", output_dir: str | None = "out/run", defaults: bool = True) -> str:
+        given = ["model=builtin:qwen2-micro", "dataset=pairs.jsonl", "parallel.device=cpu", "max_steps=2"] if defaults else []
+        given = [one for one in given if not any(word.startswith(one.partition("=")[0] + "=") for word in words)]
+        given += [f"output_dir={output_dir}"] if output_dir else []
+        before = listing(here)
+        code = main([verb, *words, *given])
+        out, err = capsys.readouterr()
+        assert code == 2, err
+        assert out == ""
+        assert listing(here) == before, "something was written"
+        assert listing(tmp_path / "tmp") == [], "a temporary folder was left"
+        paragraph = err[err.index("error: ") :].rstrip("\n")
+        assert "Traceback" not in err
+        assert paragraph.endswith((".", "?", "`")), paragraph
+        return paragraph.removeprefix("error: ")
+
+    return check
+
+
+def one_line(text: str, *parts: str) -> None:
+    """One paragraph that holds each of ``parts``."""
+    assert "\n" not in text, text
+    for part in parts:
+        assert part in text, f"{part!r} is not in: {text}"
+
+
+# -- the command ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["sfft"], ["`paceline sfft`", "Allowed: sft, train", "`paceline sft`"]),
+        (["sft", "model=m", "dataset=d", "--dry-rnu"], ["--dry-rnu", "--dry-run"]),
+        (["sft", "no-such.yaml"], ["no-such.yaml", "does not exist"]),
+        (["sft"], ["`model` is missing"]),
+        (["sft", "--config"], ["--config"]),
+        (["inspect"], ["`paceline inspect` was given nothing", "CHECKPOINT"]),
+        (["inspect", "nowhere"], ["nowhere does not exist"]),
+        (["watch", "nowhere", "--once"], ["nowhere"]),
+        (["generate", "nowhere", "Why?"], ["nowhere"]),
+        (["export", "nowhere", "--merge"], ["nowhere"]),
+    ],
+)
+def test_the_command(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], parts: list[str]) -> None:
+    before = listing(here)
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    for part in parts:
+        assert part in err
+    assert listing(here) == before
+
+
+# -- the config -----------------------------------------------------------------------------------------------------------
+def test_wrong_keys_types_and_ranges_of_a_file_all_at_once(here: Path, refused: Refused) -> None:
+    (here / "c.yaml").write_text("modle: m\ntrain_args:\n  learning_rate: fast\n  per_device_train_batch_size: 0\nlora: 3\n")
+    text = refused("c.yaml", defaults=False)
+    for part in (
+        "c.yaml line 1:", "`modle`", "did you mean `model`", "c.yaml line 3:", "'fast'", "c.yaml line 4:",
+        "a whole number of at least 1", "c.yaml line 5:",
+    ):  # fmt: skip
+        assert part in text, text
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("max_stps=3", ["`max_stps`", "did you mean `max_steps`"]),
+        ("max_steps=-3", ["max_steps", "-3", "of at least 1"]),
+        ("learning_rate=fast", ["learning_rate", "fast", "a number"]),
+        ("lora.dropout=1.5", ["lora.dropout", "1.5", "less than 1"]),
+        ("parallel.mode=zero9", ["zero9", "ddp"]),
+        ("task=stf", ["`task: stf`", "did you mean `task: sft`"]),
+        ("task=./mine.py:Mine", ["mine.py"]),
+        ("optim=adamx", ["adamx", "`adamw`"]),
+    ],
+)
+def test_a_wrong_word(refused: Refused, word: str, parts: list[str]) -> None:
+    one_line(refused(word), *parts)
+
+
+def test_two_precisions(refused: Refused) -> None:
+    one_line(refused("bf16=true", "fp16=true"), "bf16", "fp16", "choose one")
+
+
+def test_two_spellings_that_disagree(refused: Refused) -> None:
+    one_line(refused("lora_r=8", "lora.rank=16", "lora.enable=true"), "lora_r", "lora.rank", "8", "16")
+
+
+def test_a_yaml_tag_that_builds_an_object(here: Path, refused: Refused) -> None:
+    (here / "c.yaml").write_text("model: m\ndataset: !!python/object/apply:os.mkdir [made]\n")
+    one_line(refused("c.yaml", defaults=False), "c.yaml line 2", "!!python/object/apply:os.mkdir")
+
+
+def test_gpus_that_are_not_there(here: Path, refused: Refused) -> None:
+    import torch
+
+    if torch.accelerator.is_available():
+        many = torch.accelerator.device_count() + 1
+        one_line(refused("parallel.device=auto", f"parallel.num_gpus={many}"), f"{many}", "visible", "parallel.device=cpu")
+    else:
+        one_line(refused("parallel.device=auto", "parallel.num_gpus=4"), "`parallel.num_gpus: 4`", "no GPU", "parallel.device=cpu")
+        one_line(refused("parallel.device=cuda"), "`parallel.device: cuda`", "no accelerator", "parallel.device=cpu")
+
+
+# -- the model ------------------------------------------------------------------------------------------------------------
+def test_a_folder_that_is_no_model(here: Path, refused: Refused) -> None:
+    (here / "notes").mkdir()
+    (here / "notes" / "todo.txt").write_text("x")
+    one_line(refused("model=./notes"), "notes", "is no model", "config.json", "todo.txt")
+    one_line(refused("model=./nots"), "nots", "does not exist")
+    one_line(refused("model=./pairs.jsonl"), "is a file")
+    one_line(refused("model=builtin:qwen3-micro"), "builtin:qwen2-micro")
+
+
+def test_an_adapter_is_not_a_model(here: Path, refused: Refused) -> None:
+    (here / "adapter").mkdir()
+    (here / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-0.5B"}))
+    one_line(refused("model=./adapter"), "it is a LoRA adapter", "`model: Qwen/Qwen2.5-0.5B`", "adapter: ")
+    (here / "adapter" / "adapter_config.json").write_text("{")
+    one_line(refused("model=./adapter"), "adapter")
+
+
+def test_a_config_without_weights_and_a_broken_config(here: Path, refused: Refused) -> None:
+    source = Path(resolve_model("builtin:qwen2-micro"))
+    shutil.copytree(source, here / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    one_line(refused("model=./bare"), "bare", "no weights", "model.safetensors")
+    shutil.copytree(source, here / "broken")
+    (here / "broken" / "config.json").write_text('{"model_type": ')
+    one_line(refused("model=./broken"), "broken", "config.json")
+
+
+def test_no_adapter_there(here: Path, refused: Refused) -> None:
+    one_line(refused("lora.enable=true", "lora.adapter=./nowhere"), "lora.adapter", "nowhere", "does not exist")
+    (here / "empty").mkdir()
+    one_line(refused("lora.enable=true", "lora.adapter=./empty"), "adapter_config.json")
+
+
+def test_no_chat_template(here: Path, refused: Refused) -> None:
+    folder = here / "plain"
+    shutil.copytree(resolve_model("builtin:qwen2-micro"), folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    one_line(refused("model=./plain", "dataset=chats.jsonl"), "chat template", "chat_template")
+
+
+def test_a_model_of_the_hub_without_a_network(refused: Refused) -> None:
+    one_line(refused("model=some-one/some-model"), "some-one/some-model", "cannot be", "model=/path/to/")
+
+
+# -- the data -------------------------------------------------------------------------------------------------------------
+def test_no_such_file(refused: Refused) -> None:
+    one_line(refused("dataset=pears.jsonl"), "pears.jsonl", "did you mean `pairs.jsonl`")
+
+
+def test_a_dataset_of_the_hub_without_a_network(refused: Refused) -> None:
+    one_line(refused("dataset=some-one/some-data"), "some-one/some-data", "cannot be downloaded", "dataset=/path/to/data")
+    one_line(refused("dataset=alpaca-en"), "tatsu-lab/alpaca", "cannot be downloaded")
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "[]"])
+def test_an_empty_file(here: Path, refused: Refused, content: str) -> None:
+    (here / "empty.jsonl").write_text(content)
+    one_line(refused("dataset=empty.jsonl"), "empty.jsonl", "no rows")
+
+
+def test_a_broken_line(here: Path, refused: Refused) -> None:
+    lines = [json.dumps(row) for row in PAIRS]
+    lines[4] = lines[4][:-9]
+    (here / "broken.jsonl").write_text("\n".join(lines))
+    one_line(refused("dataset=broken.jsonl"), "line 5 of", "no valid JSON", "delete line 5")
+
+
+def test_columns_that_fit_no_format(here: Path, refused: Refused) -> None:
+    (here / "d.csv").write_text("city,people\nBern,134794\nBasel,173552\n")
+    one_line(refused("dataset=d.csv"), "city, people", "alpaca", "messages", "columns: {prompt: ")
+    one_line(refused("dataset=chats.jsonl", "format=alpaca"), "messages", "alpaca")
+
+
+def test_every_sample_too_long(here: Path, refused: Refused) -> None:
+    one_line(refused("max_length=8", "overlong=drop"), "every sample", "too long", "max_length", "truncate")
+
+
+def test_a_batch_larger_than_the_data(refused: Refused) -> None:
+    text = refused("per_device_train_batch_size=8", "gradient_accumulation_steps=2")
+    one_line(text, "32 samples", "8 a micro-batch", "8 training samples", "lower")
+
+
+def test_more_ranks_than_samples(here: Path, refused: Refused) -> None:
+    save(here / "two.jsonl", PAIRS[:2])
+    one_line(refused("dataset=two.jsonl", "parallel.num_gpus=3"), "3 ranks", "2 training samples", "parallel.num_gpus")
+
+
+def test_nothing_left_to_train_on(here: Path, refused: Refused) -> None:
+    save(here / "one.jsonl", PAIRS[:1])
+    one_line(refused("dataset=one.jsonl", "split_dataset_ratio=0.5"), "split_dataset_ratio")
+
+
+# -- the output folder ----------------------------------------------------------------------------------------------------
+def test_output_dir_is_a_file_or_below_one(refused: Refused) -> None:
+    one_line(refused(output_dir="pairs.jsonl"), "`output_dir: pairs.jsonl`", "is a file")
+    one_line(refused(output_dir="pairs.jsonl/deep/run"), "below", "pairs.jsonl", "file")
+
+
+def test_output_dir_that_cannot_be_written(refused: Refused) -> None:
+    # A place where no one may write, not even root.
+    one_line(refused(output_dir="/proc/1/run"), "`output_dir: /proc/1/run`", "cannot be written")
+
+
+def test_output_dir_on_a_read_only_disk(here: Path, refused: Refused) -> None:
+    (here / "disk").mkdir()
+    if not mounted("-t", "tmpfs", "-o", "size=64k,ro", "tmpfs", str(here / "disk")):
+        pytest.xfail("NOT CHECKED: this machine does not let tests mount a read-only disk")
+    try:
+        one_line(refused(output_dir="disk/run"), "disk/run", "cannot be written", "Read-only file system")
+    finally:
+        subprocess.run(["umount", str(here / "disk")], check=True)
+
+
+def mounted(*words: str) -> bool:
+    try:
+        return subprocess.run(["mount", *words], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def finished(here: Path) -> Iterator[Path]:
+    """A folder with the config of a run, as one killed early leaves it."""
+    folder = here / "old"
+    folder.mkdir()
+    model = "model: builtin:qwen2-micro\ndataset: pairs.jsonl\nparallel: {device: cpu}\noutput_dir: old\n"
+    (folder / "config.yaml").write_text(model + "train_args: {max_steps: 2, learning_rate: 0.5}\n")
+    yield folder
+
+
+def test_output_dir_holds_another_run(finished: Path, refused: Refused) -> None:
+    one_line(refused(output_dir="old"), "holds another run", "train_args.learning_rate: 0.5 → None", "--allow-config-change")
+    one_line(refused("resume=never", output_dir="old"), "`output_dir: old` holds a run", "`resume: never`")
+    (finished / "config.yaml").write_text("model: [")
+    one_line(refused(output_dir="old"), "holds another run", "config.yaml does not load")
+
+
+def test_output_dir_holds_something_else(here: Path, refused: Refused) -> None:
+    (here / "photos").mkdir()
+    (here / "photos" / "config.yaml").write_text("colour: red\n")
+    one_line(refused(output_dir="photos"), "photos", "set another `output_dir`")
+
+
+def test_resume_from_what_is_no_checkpoint(here: Path, refused: Refused) -> None:
+    one_line(refused("resume=./nowhere"), "nowhere", "does not exist")
+    (here / "hollow").mkdir()
+    one_line(refused("resume=./hollow"), "hollow", "no whole checkpoint")
+    (here / "hollow" / "meta.json").write_text("{}")
+    one_line(refused("resume=./hollow"), "hollow", "not whole", "manifest.json")
+
+
+# -- what only the ranks can see ------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_targets_that_fit_nothing(here: Path) -> None:
+    done = run_command(
+        "model=builtin:qwen2-micro", "dataset=pairs.jsonl", "parallel.device=cpu", "max_steps=2", "output_dir=out/run",
+        "per_device_train_batch_size=2", "lora.enable=true", "lora.target_modules=[q_prj]", expect=2, cwd=here,
+    )  # fmt: skip
+    error = done.stderr[done.stderr.index("error: ") :]
+    one_line(error.rstrip(), "lora.target_modules", "q_prj", "q_proj")
+    assert not (here / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_real_process_leaves_nothing(here: Path) -> None:
+    before = {name for name in os.listdir(tempfile.gettempdir())}
+    done = run_command("model=builtin:qwen2-micro", "dataset=none.jsonl", "output_dir=out/run", expect=2, cwd=here)
+    assert done.stderr.count("error: ") == 1
+    assert not (here / "out").exists()
+    assert {name for name in os.listdir(tempfile.gettempdir())} == before

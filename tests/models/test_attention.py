@@ -1,0 +1,56 @@
+"""Packed attention is the model's own attention on each sample alone."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from paceline.models.language import choose_packing
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+LENGTHS = (9, 1, 14, 5)
+
+
+def models():
+    torch.manual_seed(0)
+    yield "grouped heads", Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
+    yield "sliding window", MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=4, sliding_window=4))
+    yield "learned positions", GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+
+
+@pytest.mark.parametrize(("name", "model"), list(models()), ids=lambda value: value if isinstance(value, str) else "")
+def test_packed_logits_and_gradients_are_those_of_each_sample_alone(name, model):
+    model.eval()
+    samples = [torch.randint(0, 97, (1, length)) for length in LENGTHS]
+    alone = torch.cat([model(input_ids=one, use_cache=False).logits for one in samples], dim=1)
+    alone.square().sum().backward()
+    expected = {key: one.grad.clone() for key, one in model.named_parameters()}
+    model.zero_grad()
+    assert choose_packing(model, torch.device("cpu")) == "segments"
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
+    packed = model(
+        input_ids=torch.cat(samples, dim=1), position_ids=positions, segment_lengths=LENGTHS, use_cache=False
+    ).logits
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+    packed.square().sum().backward()
+    for key, one in model.named_parameters():
+        torch.testing.assert_close(one.grad, expected[key], rtol=1e-3, atol=1e-4)
+
+
+def test_eager_attention_keeps_its_own_and_is_told_by_positions():
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2, attn_implementation="eager"))
+    assert choose_packing(model, torch.device("cpu")) == "positions"
+    assert model.config._attn_implementation == "eager"
+
+
+def test_the_saved_config_names_no_attention_of_ours(tmp_path):
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
+    assert choose_packing(model, torch.device("cpu")) == "segments"
+    model.save_pretrained(tmp_path)
+    assert "paceline" not in (tmp_path / "config.json").read_text()
+
+
+def test_a_state_space_model_is_not_packed():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4))
+    assert choose_packing(model, torch.device("cpu")) == "none"
