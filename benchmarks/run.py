@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -80,6 +81,7 @@ MAX_LOSS_DIFFERENCE = 0.01
 
 def main() -> int:
     args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a contender under way is ended too
     names = [one for one in CONTENDERS if one in args.only]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         work = common.make_work(Path(folder), args.steps)

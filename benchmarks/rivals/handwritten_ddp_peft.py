@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from shared import Record, encode, finish, num_labels, pad, read_chats, read_spec, summed_loss
+from shared import Record, close, encode, finish, num_labels, pad, read_chats, read_spec, summed_loss
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,7 +51,7 @@ def main() -> None:
         record.step_done(chunk)
 
     finish(spec, record, model.module, tokenizer)
-    dist.destroy_process_group()
+    close()
 
 
 if __name__ == "__main__":

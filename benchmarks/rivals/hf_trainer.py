@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from shared import Record, encode, finish, read_chats, read_spec
+from shared import Record, close, encode, finish, read_chats, read_spec
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -74,7 +74,7 @@ def main() -> None:
     )
     trainer.train()
     finish(spec, record, model, tokenizer)
-    trainer.accelerator.end_training()
+    close()
 
 
 if __name__ == "__main__":

@@ -105,6 +105,14 @@ def evaluate(spec: dict[str, Any], model: Any, tokenizer: Any) -> tuple[float, i
     return float(total[0] / total[1]), int(total[1])
 
 
+def close() -> None:
+    """End the process group, after all measuring."""
+    # gloo's thread needs the interpreter's lock to let go of the last collective's tensors; a group that is destroyed before
+    # it got it waits for that thread forever, with the lock held.
+    time.sleep(0.2)
+    dist.destroy_process_group()
+
+
 def peak_memory_bytes() -> int:
     """The most memory this process has had resident so far (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 def entry() -> None:
     """The console script: as :func:`main`, without the second that taking down an interpreter full of torch costs."""
     code = main()
+    atexit._run_exitfuncs()  # multiprocessing's own: the semaphores it made
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -84,7 +86,11 @@ def _train(tokens: list[str], started_at: float) -> int:
     from paceline.config.load import load_config, split_cli, to_yaml
     from paceline.launch.api import Options, run
 
-    flags, tokens = _take_flags(tokens, "json", "debug", "dry-run", "allow-config-change")
+    names = ("json", "debug", "dry-run", "allow-config-change")
+    flags, tokens = _take_flags(tokens, *names)
+    for token in tokens:
+        if token.startswith("--") and (near := nearest(token[2:].replace("_", "-"), names, cutoff=0.8)):
+            raise ConfigError(f"there is no flag `{token}`", fix=f"did you mean `--{near}`?")
     path, overrides = split_cli(tokens)
     loaded = load_config(path, overrides)
     options = Options(flags["dry-run"], flags["debug"], flags["allow-config-change"], quiet=flags["json"])
@@ -153,8 +159,11 @@ _VERBS: dict[str, Callable[[list[str], float], int]] = {
 
 
 def _take_flags(tokens: list[str], *names: str) -> tuple[dict[str, bool], list[str]]:
-    known = {f"--{name}": name for name in names}
-    return {name: f"--{name}" in tokens for name in names}, [one for one in tokens if one not in known]
+    def name_of(token: str) -> str:
+        return token[2:].replace("_", "-") if token.startswith("--") else ""
+
+    given = {name_of(one) for one in tokens}
+    return {name: name in given for name in names}, [one for one in tokens if name_of(one) not in names]
 
 
 def _take_values(tokens: list[str], kinds: dict[str, Callable[[str], Any]]) -> tuple[dict[str, Any], list[str]]:

@@ -84,7 +84,7 @@ def one_line(text: str, *parts: str) -> None:
     [
         (["sfft"], ["`paceline sfft`", "Allowed: sft, train", "`paceline sft`"]),
         (["sft", "model=m", "dataset=d", "--dry-rnu"], ["--dry-rnu", "--dry-run"]),
-        (["sft", "no-such.yaml"], ["no-such.yaml", "does not exist"]),
+        (["sft", "no-such.yaml"], ["no-such.yaml", "there is no config file"]),
         (["sft"], ["`model` is missing"]),
         (["sft", "--config"], ["--config"]),
         (["inspect"], ["`paceline inspect` was given nothing", "CHECKPOINT"]),
@@ -110,7 +110,7 @@ def test_wrong_keys_types_and_ranges_of_a_file_all_at_once(here: Path, refused: 
     (here / "c.yaml").write_text("modle: m\ntrain_args:\n  learning_rate: fast\n  per_device_train_batch_size: 0\nlora: 3\n")
     text = refused("c.yaml", defaults=False)
     for part in (
-        "c.yaml line 1:", "`modle`", "did you mean `model`", "c.yaml line 3:", "'fast'", "c.yaml line 4:",
+        "c.yaml line 1:", "`modle`", "did you mean `model`", "c.yaml line 3:", "learning_rate: fast", "c.yaml line 4:",
         "a whole number of at least 1", "c.yaml line 5:",
     ):  # fmt: skip
         assert part in text, text
@@ -188,6 +188,7 @@ def test_no_adapter_there(here: Path, refused: Refused) -> None:
     one_line(refused("lora.enable=true", "lora.adapter=./nowhere"), "lora.adapter", "nowhere", "does not exist")
     (here / "empty").mkdir()
     one_line(refused("lora.enable=true", "lora.adapter=./empty"), "adapter_config.json")
+    one_line(refused("lora.adapter=./empty"), "lora.adapter", "set `lora.enable: true` too")
 
 
 def test_no_chat_template(here: Path, refused: Refused) -> None:
@@ -300,10 +301,18 @@ def test_output_dir_holds_something_else(here: Path, refused: Refused) -> None:
     (here / "photos").mkdir()
     (here / "photos" / "config.yaml").write_text("colour: red\n")
     one_line(refused(output_dir="photos"), "photos", "set another `output_dir`")
+    (here / "photos" / "config.yaml").unlink()
+    shutil.copytree(resolve_model("builtin:qwen2-micro"), here / "photos" / "model")
+    one_line(refused("model=photos/model", output_dir="photos"), "would write over", "model", "set another `output_dir`")
+
+
+def test_the_run_does_not_write_over_its_own_config_file(here: Path, refused: Refused) -> None:
+    (here / "config.yaml").write_text("model: builtin:qwen2-micro\ndataset: pairs.jsonl\nparallel: {device: cpu}\n")
+    one_line(refused("config.yaml", output_dir=".", defaults=False), "over your config file", "set another `output_dir`")
 
 
 def test_resume_from_what_is_no_checkpoint(here: Path, refused: Refused) -> None:
-    one_line(refused("resume=./nowhere"), "nowhere", "does not exist")
+    one_line(refused("resume=./nowhere"), "`resume: ./nowhere` does not exist", "auto, never, or a checkpoint")
     (here / "hollow").mkdir()
     one_line(refused("resume=./hollow"), "hollow", "no whole checkpoint")
     (here / "hollow" / "meta.json").write_text("{}")

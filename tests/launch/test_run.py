@@ -159,3 +159,17 @@ def test_float16_with_loss_scaling(tmp_path):
     found = losses(tmp_path / "run")
     assert found[-1] < found[0]
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+
+
+def test_from_a_python_script_without_a_main_guard(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import paceline\n"
+        "print('top level')\n"
+        "report = paceline.train({'model': 'builtin:qwen2-micro', 'dataset': 'builtin:python-docs#64', 'output_dir': 'run',\n"
+        "                         'parallel': {'device': 'cpu'}}, **{'train_args.max_steps': 2, 'max_length': 64})\n"
+        "print(report['steps'], report['world_size'], __file__)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["top", "level", "2", "2", str(script)]

@@ -57,10 +57,10 @@ def _rebuild(kind: type[PacelineError], what: str, allowed: str | None, fix: str
 
 
 def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?", ":", "`")) else text + "."
+    return text if text.endswith((".", "!", "?", ":")) else text + "."
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word closest to ``word``, or None where nothing comes near."""
-    found = get_close_matches(word, list(known), n=1, cutoff=0.6)
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word closest to ``word``, or None where nothing comes near (a likeness of ``cutoff``, 1 is equal)."""
+    found = get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return found[0] if found else None

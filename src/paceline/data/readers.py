@@ -58,7 +58,7 @@ def _json_lines(path: Path) -> Numbered:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8"))
+                row = json.loads(line.decode("utf-8").rstrip("\r\n"))
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, f"line {number}", error) from error
             except ValueError as error:
@@ -70,7 +70,7 @@ def _broken(path: Path, number: int, line: str, error: ValueError) -> ConfigErro
     column = getattr(error, "pos", 0)
     before, text = max(0, column - 30), line.rstrip("\r\n")
     near = ("…" if before else "") + text[before : column + 30] + ("…" if column + 30 < len(text) else "")
-    reason = getattr(error, "msg", str(error))
+    reason = getattr(error, "msg", str(error)).removesuffix(" starting at").removesuffix(" at")
     cut = "" if text.rstrip().endswith(("}", "]")) else "; the file may have been cut off while it was copied"
     return ConfigError(
         f"line {number} of `{path}` is no valid JSON: {reason} at column {column + 1}, near `{near}`",

@@ -234,4 +234,5 @@ def find(path: Path) -> Path:
     raise ConfigError(
         f"{path} holds no whole checkpoint" if path.exists() else f"{path} does not exist",
         allowed=f"a run's folder, or a checkpoint such as RUN/checkpoints/{name_of(40)}",
+        fix=None if path.exists() else "check the path",
     )

@@ -21,7 +21,7 @@ def model_folder(run: Path) -> Path:
     raise ConfigError(
         f"{run} holds no model" if run.exists() else f"{run} does not exist",
         allowed="a finished run's folder (with model/ in it), or a folder that save_pretrained wrote",
-        fix="let the run finish: the same training command goes on where it stopped",
+        fix="let the run finish: the same training command goes on where it stopped" if run.exists() else "check the path",
     )
 
 

@@ -85,7 +85,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     ]
     if not blocks:
         raise ConfigError(
-            f"`gradient_checkpointing: true`, and {type(model).__name__} has no ModuleList or Sequential whose blocks could be recomputed",
+            f"`gradient_checkpointing: true`, and {type(model).__name__} has no ModuleList or Sequential to recompute",
             fix="turn it off, or give the model a method gradient_checkpointing_enable(gradient_checkpointing_kwargs)",
         )
     for block in blocks:

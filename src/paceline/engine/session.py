@@ -16,7 +16,7 @@ from torch import nn
 from paceline.config.load import to_yaml
 from paceline.config.resolve import Derived
 from paceline.config.schema import Config
-from paceline.core.errors import RunError
+from paceline.core.errors import PacelineError, RunError
 from paceline.core.events import EventLog
 from paceline.core.files import replace_dir, write_atomic
 from paceline.core.run_dir import RunDir, lock_run
@@ -62,10 +62,11 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     run_dir = RunDir(Path(job.config.output_dir))
     events = EventLog(None)
     try:
+        built = _build(job, world)  # before anything is written: a model that cannot be had leaves no trace
         with _locked(run_dir, world):
             if world.is_first:
                 events = _open_events(job, run_dir)
-            session = _begin(job, world, run_dir, events, stop)
+            session = _begin(job, world, built, run_dir, events, stop)
             status = train(session)
             if status == "done":
                 _save_model(session)
@@ -77,8 +78,8 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             world.barrier()
             return {"status": status, "report": report if world.is_first else None}
     except BaseException as error:
-        if world.is_first:
-            events.emit("run_end", status="failed", step=None, reason=f"{type(error).__name__}: {error}"[:2000])
+        if world.is_first:  # the command line says the same, once, when all ranks have ended
+            events.emit("run_end", said=True, status="failed", step=None, reason=_failure(error)[:2000])
         raise
     finally:
         events.close()
@@ -87,6 +88,10 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             if close is not None:
                 close()
         world.close()
+
+
+def _failure(error: BaseException) -> str:
+    return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
 
 
 def _stop_reason(stop: StopFlag) -> str:
@@ -117,14 +122,34 @@ def _open_events(job: Job, run_dir: RunDir) -> EventLog:
     return EventLog(run_dir.events, listeners)
 
 
-def _begin(job: Job, world: World, run_dir: RunDir, events: EventLog, stop: StopFlag) -> Session:
+@dataclass
+class _Built:
+    task: Task
+    model: nn.Module
+    notices: list[tuple[str, str]]
+
+
+def _build(job: Job, world: World) -> _Built:
+    """The task and the model on its device, from torch's random state as the seed sets it."""
+    _quiet_libraries()
+    task = load_task(job.config)
+    task.prepared = job.prepared
+    seed_everything(job.config.train_args.seed, "init")
+    model = task.build_model()
+    guard_model(model)
+    if job.config.train_args.gradient_checkpointing:
+        checkpoint_activations(model)
+    model.to(world.device)
+    if not any(one.requires_grad for one in model.parameters()):
+        raise RunError("the model has no parameter to train: all are frozen", fix="set requires_grad on what shall be trained")
+    return _Built(task, model, task.setup(model))
+
+
+def _begin(job: Job, world: World, built: _Built, run_dir: RunDir, events: EventLog, stop: StopFlag) -> Session:
     """Everything that a rank's training needs, at the step it shall go on from."""
     config, args = job.config, job.config.train_args
-    _quiet_libraries()
-    task = load_task(config)
-    task.prepared = job.prepared
+    task, model, notices = built.task, built.model, built.notices
     train_dataset, eval_dataset = task.build_datasets()
-    model, notices = _build_model(task, config, world)
     strategy = make_strategy(job.strategy, config.parallel, world)
     model = strategy.place(model)
     optimizer = strategy.build_optimizer(lambda named: build_optimizer(args, job.derived.learning_rate, named))
@@ -166,18 +191,6 @@ def _begin(job: Job, world: World, run_dir: RunDir, events: EventLog, stop: Stop
     )
     _announce(session, job, notices, resumed)
     return session
-
-
-def _build_model(task: Task, config: Config, world: World) -> tuple[nn.Module, list[tuple[str, str]]]:
-    seed_everything(config.train_args.seed, "init")
-    model = task.build_model()
-    guard_model(model)
-    if config.train_args.gradient_checkpointing:
-        checkpoint_activations(model)
-    model.to(world.device)
-    if not any(one.requires_grad for one in model.parameters()):
-        raise RunError("the model has no parameter to train: all are frozen", fix="set requires_grad on what shall be trained")
-    return model, task.setup(model)
 
 
 def _balance_lengths(dataset: Any, task: Task) -> Any:

@@ -64,6 +64,7 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
         PacelineError: with its exit code and one paragraph of text.
     """
     from paceline.launch.preflight import check_early
+    from paceline.tasks import load_task
     from paceline.world.env import outer_launcher
 
     outer = outer_launcher()
@@ -80,6 +81,7 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
         from paceline.launch.preload import start_fork_server
 
         start_fork_server(loaded.config)
+    load_task(loaded.config).check()
     return _run_planned(loaded, options, started_at, say)
 
 

@@ -40,6 +40,7 @@ class LocalRun:
     def run(self) -> dict[str, Any]:
         """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves no process and no file."""
         before = self._catch_signals()
+        main = _hide_main()
         thread = threading.Thread(target=self._run_agent, name="elastic-agent", daemon=True)
         thread.start()
         try:
@@ -51,6 +52,7 @@ class LocalRun:
             self._kill_ranks()
             for number, handler in before.items():
                 signal.signal(number, handler)
+            vars(sys.modules["__main__"]).update(main)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run_agent(self) -> None:
@@ -153,6 +155,16 @@ class LocalRun:
         if first["status"] == "stopped" and self.signal is not None:
             first["exit_code"] = _stop_code(self.signal)
         return first
+
+
+def _hide_main() -> dict[str, Any]:
+    """Keep multiprocessing from running the caller's script again in every rank: a script that calls paceline.train() needs no
+    ``if __name__ == "__main__"``. Returns what to put back into ``__main__`` afterwards."""
+    names = vars(sys.modules["__main__"])
+    kept = {name: names[name] for name in ("__file__", "__spec__") if name in names}
+    names.pop("__file__", None)
+    names["__spec__"] = None
+    return kept
 
 
 def _stop_code(number: int) -> int:

@@ -16,6 +16,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.engine import checkpoint
+from paceline.models.files import check_files
 from paceline.parallel import resolve_mode
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared
@@ -46,14 +47,21 @@ class Plan:
 
 
 def check_early(config: Config) -> None:
-    """What needs neither torch nor the data: the mode, the output folder, the task's and the model's names."""
+    """What costs next to nothing: the mode, the output folder, whether what is asked for is installed."""
     resolve_mode(config.parallel.mode, 2)
     check_output_dir(Path(config.output_dir))
+    if config.resume not in ("auto", "never") and not Path(config.resume).exists():
+        raise ConfigError(
+            f"`resume: {config.resume}` does not exist",
+            allowed=f"auto, never, or a checkpoint such as RUN/checkpoints/{checkpoint.name_of(40)}",
+            fix="check the path, or leave `resume` out: a run goes on from its newest checkpoint by itself",
+        )
     if "tensorboard" in config.report_to:
         from paceline.engine.tensorboard import check_tensorboard
 
         check_tensorboard()
-    load_task(config).check()
+    if config.task in ("sft", "pretrain"):
+        check_files(config)
 
 
 def check_output_dir(folder: Path) -> None:
@@ -97,6 +105,7 @@ def plan_run(
     config = loaded.config
     run_dir = RunDir(Path(config.output_dir))
     _check_another_run(config, run_dir)
+    _check_own_folder(loaded, run_dir)
     check_free(run_dir, say)
     notices: list[tuple[str, str]] = list(loaded.notices) + (list(devices.notices) if devices else [])
     task = load_task(config)
@@ -169,6 +178,24 @@ def _check_another_run(config: Config, run_dir: RunDir) -> None:
         )
 
 
+def _check_own_folder(loaded: Loaded, run_dir: RunDir) -> None:
+    """A run never writes over what is not a run's."""
+    if run_dir.events.is_file():
+        return
+    root = run_dir.root
+    if loaded.path is not None and run_dir.config.exists() and loaded.path.resolve() == run_dir.config.resolve():
+        raise ConfigError(
+            f"the run would write its own config.yaml over your config file: {loaded.path} lies in `output_dir: {root}`",
+            fix="set another `output_dir`, e.g. `output_dir=./output/run`, or give the file another name",
+        )
+    taken = [one.name for one in (run_dir.model, run_dir.report, run_dir.report_html) if one.exists()]
+    if taken and not run_dir.config.is_file():
+        raise ConfigError(
+            f"`output_dir: {root}` holds no run, and the run would write over what is there: {', '.join(taken)}",
+            fix="set another `output_dir`, e.g. `output_dir=./output/run`",
+        )
+
+
 def _resume(
     config: Config,
     derived: Derived,
@@ -219,8 +246,9 @@ def _stored_config(run_dir: RunDir) -> dict[str, Any]:
     try:
         return load_config(run_dir.config).config.model_dump(mode="json")
     except ConfigError as error:
+        reason = error.what.splitlines()[0].rstrip(":")
         raise ConfigError(
-            f"`output_dir: {run_dir.root}` holds another run, whose config.yaml does not load: {error.what}",
+            f"`output_dir: {run_dir.root}` holds another run, or something else: its config.yaml does not load ({reason})",
             fix="set another `output_dir`",
         ) from error
 
@@ -235,8 +263,8 @@ def _check_same_config(config: Config, stored: dict[str, Any], where: Path, allo
         return
     raise ConfigError(
         f"`output_dir` holds another run ({where}), made with another config. Changed: {listing}",
-        fix="set another `output_dir` for a new run; put the old values back to go on with it; or pass --allow-config-change to "
-        "go on with the new ones",
+        fix="set another `output_dir` for a new run; put the old values back to go on with it; or pass --allow-config-change "
+        "to go on with the new ones",
     )
 
 

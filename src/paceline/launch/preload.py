@@ -31,6 +31,8 @@ def start_fork_server(config: Config) -> None:
             modules.append(f"transformers.models.{kind}.modeling_{kind}")
         if config.lora.enable:
             modules.append("peft")
+    elif config.task == "classify":
+        modules.append("paceline.tasks.classify")
     multiprocessing.set_forkserver_preload(modules)
     # A Ctrl-C while it imports must not print its traceback: it inherits "ignore" and ends with the launcher.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None

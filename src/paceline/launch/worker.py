@@ -77,8 +77,8 @@ def _describe(error: BaseException, job: Job) -> str:
     if kind == "OutOfMemoryError" or isinstance(error, MemoryError):
         args = job.config.train_args
         return (
-            f"Out of memory: {first} To fix: lower `per_device_train_batch_size` (now {args.per_device_train_batch_size}) and raise "
-            f"`gradient_accumulation_steps` by the same factor (the result stays the same), lower `max_length` (now "
+            f"Out of memory: {first} To fix: lower `per_device_train_batch_size` (now {args.per_device_train_batch_size}) and "
+            f"raise `gradient_accumulation_steps` by the same factor (the result stays the same), lower `max_length` (now "
             f"{args.max_length}), or set `gradient_checkpointing: true`, `bf16: true` or `lora.enable: true`."
         )
     frames = traceback.extract_tb(error.__traceback__)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from functools import cache
+from typing import Any
 
 _MASK_63 = (1 << 63) - 1
 
@@ -26,4 +28,32 @@ def seed_everything(seed: int, purpose: str, *counters: int) -> None:
     value = derive_seed(seed, purpose, *counters)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    torch.manual_seed(value)
+    # Not torch.manual_seed: where no accelerator is in use it records a stack trace each time, a hundred times the cost.
+    torch.default_generator.manual_seed(value)
+    accelerator = _accelerator_module()
+    if accelerator is not None and accelerator.is_initialized():
+        accelerator.manual_seed_all(value)
+
+
+@cache
+def _accelerator_module() -> Any:
+    """torch.cuda or its like; None without an accelerator, or where it has no generators of its own to set."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return module if hasattr(module, "is_initialized") and hasattr(module, "manual_seed_all") else _AlwaysReady(module)
+
+
+class _AlwaysReady:
+    """An accelerator module without ``is_initialized`` (mps)."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def manual_seed_all(self, value: int) -> None:
+        self.module.manual_seed(value)

@@ -1,0 +1,64 @@
+"""What can be seen of a model's folder without importing anything, so that it is said before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+def check_files(config: Config) -> None:
+    """Look into the local folders that ``model`` and ``lora.adapter`` name.
+
+    Raises:
+        ConfigError: a folder that is not there, JSON that does not parse, no weights.
+    """
+    folder = Path(config.model).expanduser()
+    if not config.model.startswith("builtin:") and folder.is_dir():
+        _check_model(folder)
+    if config.lora.adapter is not None:
+        _check_adapter(config)
+
+
+def _check_model(folder: Path) -> None:
+    for name in ("config.json", "adapter_config.json"):
+        if (folder / name).is_file():
+            _read_object(folder / name, f"`model: {folder}`")
+    if (folder / "config.json").is_file() and not any(any(folder.glob(one)) for one in _WEIGHTS):
+        found = ", ".join(sorted(one.name for one in folder.iterdir())[:6])
+        raise ConfigError(
+            f"`model: {folder}` has no weights (found: {found})",
+            allowed="a folder with config.json and model.safetensors (or its shards and their index)",
+            fix="copy the weights too; of a repository cloned with git, get them with `git lfs pull`",
+        )
+
+
+def _check_adapter(config: Config) -> None:
+    name = str(config.lora.adapter)
+    folder = Path(name).expanduser()
+    if not config.lora.enable:
+        raise ConfigError(f"`lora.adapter: {name}` is given, and `lora.enable` is false", fix="set `lora.enable: true` too")
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
+        raise ConfigError(
+            f"`lora.adapter: {name}` does not exist",
+            allowed="the folder that peft's save_pretrained wrote (in a run of Paceline: RUN/model)",
+            fix="check the path",
+        )
+    if (folder / "adapter_config.json").is_file():
+        _read_object(folder / "adapter_config.json", f"`lora.adapter: {name}`")
+
+
+def _read_object(file: Path, key: str) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        reason = f"it holds a {type(found).__name__}, not an object"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise ConfigError(f"{key}: its {file.name} cannot be read: {reason}", fix="copy the folder anew")
