@@ -70,10 +70,11 @@ class Work:
 def make_work(folder: Path, steps: int) -> Work:
     """Write model and data into ``folder``; the same for the same number of steps and version of Python."""
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    from tokenizers import Tokenizer
+
     from paceline.data.builtin import builtin_dataset
     from paceline.data.order import SampleOrder
     from paceline.models.builtin import resolve_model
-    from tokenizers import Tokenizer
 
     model = resolve_model(MODEL)
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))

@@ -1,6 +1,6 @@
 """Measure Paceline against hand-written loops and the transformers Trainer on the same work, and print the ratios.
 
-    python benchmarks/run.py [--rounds N] [--steps N] [--only NAME,NAME] [--json] [--output FILE]
+python benchmarks/run.py [--rounds N] [--steps N] [--only NAME,NAME] [--json] [--output FILE]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import common
+import numpy as np
 from common import BenchmarkFailed, Measured, Work
 
 CONTENDERS: dict[str, Callable[[Work], Measured]] = {
@@ -141,19 +142,13 @@ def _progress(number: int, name: str, one: Measured) -> str:
 
 
 def describe(work: Work) -> list[str]:
-    low, quarter, half, three, high = (int(one) for one in _quantiles(work))
+    low, first, half, third, high = (int(one) for one in np.percentile(work.lengths, [0, 25, 50, 75, 100]))
     return [
         f"work: {work.steps} steps of {work.global_batch} chats ({common.WORLD_SIZE} CPU ranks × {common.PER_DEVICE}), "
         f"LoRA rank {common.LORA_RANK} on {common.MODEL}, float32",
-        f"data: {len(work.lengths)} chats of {low} to {high} tokens (quartiles {quarter}, {half}, {three}); padding to the longest "
-        f"of {common.PER_DEVICE} makes {work.padding_factor():.2f} positions of each",
+        f"data: {len(work.lengths)} chats of {low} to {high} tokens (quartiles {first}, {half}, {third}); padding each to the "
+        f"longest of {common.PER_DEVICE} makes {work.padding_factor():.2f} times the positions",
     ]
-
-
-def _quantiles(work: Work) -> Any:
-    import numpy as np
-
-    return np.percentile(work.lengths, [0, 25, 50, 75, 100])
 
 
 # -- results --------------------------------------------------------------------------------------------------------------
@@ -241,14 +236,14 @@ def as_markdown(found: dict[str, Any]) -> str:
     ]
     for name, one in found["medians"].items():
         lines.append(
-            f"| {TITLES[name]} | {one['time_to_first_step_s']:.2f} | {one['samples_per_second']:.2f} | {one['eval_loss']:.4f} | "
-            f"{one['peak_memory_bytes'] / 2**20:.0f} |"
+            f"| {TITLES[name]} | {one['time_to_first_step_s']:.2f} | {one['samples_per_second']:.2f} | "
+            f"{one['eval_loss']:.4f} | {one['peak_memory_bytes'] / 2**20:.0f} |"
         )
     lines += ["", "| Paceline against | what | ratio | lowest to highest of a round | goal | |", "|---|---|---:|---:|---:|---|"]
     for goal in found["goals"]:
         lines.append(
-            f"| {TITLES[goal['rival']]} | {goal['what']} | {goal['ratio']:.3f} | {goal['lowest']:.3f} to {goal['highest']:.3f} | "
-            f"{goal['bound']} | {'met' if goal['met'] else 'missed'} |"
+            f"| {TITLES[goal['rival']]} | {goal['what']} | {goal['ratio']:.3f} | "
+            f"{goal['lowest']:.3f} to {goal['highest']:.3f} | {goal['bound']} | {'met' if goal['met'] else 'missed'} |"
         )
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """LoRA fine-tuning by hand: torchrun, transformers, peft, DistributedDataParallel; rows padded to the longest of the batch.
 
-    torchrun --standalone --nproc-per-node 2 handwritten_ddp_peft.py SPEC.json
+torchrun --standalone --nproc-per-node 2 handwritten_ddp_peft.py SPEC.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LoRA fine-tuning by hand, packed: a micro-batch's samples stand in one row, and logits are made only for the answers.
 
-    torchrun --standalone --nproc-per-node 2 handwritten_packed.py SPEC.json
+torchrun --standalone --nproc-per-node 2 handwritten_packed.py SPEC.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LoRA fine-tuning with transformers' Trainer and peft.
 
-    torchrun --standalone --nproc-per-node 2 hf_trainer.py SPEC.json
+torchrun --standalone --nproc-per-node 2 hf_trainer.py SPEC.json
 """
 
 from __future__ import annotations

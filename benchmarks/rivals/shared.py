@@ -63,7 +63,7 @@ class Record:
     def __init__(self) -> None:
         self.step_ends: list[float] = []  # seconds since the epoch
         self.tokens: list[int] = []  # this rank's tokens, padding not counted
-        self.losses: list[float] = []  # global mean, where the loop knows it
+        self.losses: list[float] = []  # as this rank back-propagated it; the mean over the ranks is that over all labels
 
     def step_done(self, samples: list[Sample]) -> None:
         self.step_ends.append(time.time())
@@ -72,7 +72,7 @@ class Record:
 
 def finish(spec: dict[str, Any], record: Record, model: Any, tokenizer: Any) -> None:
     """Evaluate on the held-out chats, then write what was measured, on rank 0. The peak is that of training alone."""
-    mine = {"tokens": record.tokens, "peak_memory_bytes": peak_memory_bytes()}
+    mine = {"tokens": record.tokens, "losses": record.losses, "peak_memory_bytes": peak_memory_bytes()}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     loss, count = evaluate(spec, model, tokenizer)
@@ -80,7 +80,7 @@ def finish(spec: dict[str, Any], record: Record, model: Any, tokenizer: Any) -> 
         result = {
             "step_ends": record.step_ends,
             "tokens": [sum(parts) for parts in zip(*(one["tokens"] for one in ranks), strict=True)],
-            "losses": record.losses,
+            "losses": [sum(parts) / len(parts) for parts in zip(*(one["losses"] for one in ranks), strict=True)],
             "peak_memory_bytes": [one["peak_memory_bytes"] for one in ranks],
             "eval_loss": loss,
             "eval_count": count,

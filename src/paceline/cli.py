@@ -93,7 +93,7 @@ def _train(tokens: list[str], started_at: float) -> int:
             raise ConfigError(f"there is no flag `{token}`", fix=f"did you mean `--{near}`?")
     path, overrides = split_cli(tokens)
     loaded = load_config(path, overrides)
-    options = Options(flags["dry-run"], flags["debug"], flags["allow-config-change"], quiet=flags["json"])
+    options = Options(flags["dry-run"], flags["debug"], flags["allow-config-change"])
     result = run(loaded, options, started_at)
     if options.dry_run:
         print(json.dumps(result.resolved, indent=2) if flags["json"] else to_yaml(loaded.config), end="")
@@ -198,7 +198,8 @@ def _exactly(tokens: list[str], verb: str, *names: str) -> list[str]:
 
 def _print_error(text: str) -> None:
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print(f"\033[1;31merror:\033[0m {text}" if colour else f"error: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError):
+        print(f"\033[1;31merror:\033[0m {text}" if colour else f"error: {text}", file=sys.stderr)
 
 
 def _process_start() -> float:

@@ -6,13 +6,13 @@ import json
 import multiprocessing.util
 import os
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import run as run_command
+from disks import disk
 
 from paceline.cli import main
 from paceline.models.builtin import resolve_model
@@ -264,30 +264,19 @@ def test_output_dir_that_cannot_be_written(refused: Refused) -> None:
 
 
 def test_output_dir_on_a_read_only_disk(here: Path, refused: Refused) -> None:
-    (here / "disk").mkdir()
-    if not mounted("-t", "tmpfs", "-o", "size=64k,ro", "tmpfs", str(here / "disk")):
-        pytest.xfail("NOT CHECKED: this machine does not let tests mount a read-only disk")
-    try:
-        one_line(refused(output_dir="disk/run"), "disk/run", "cannot be written", "Read-only file system")
-    finally:
-        subprocess.run(["umount", str(here / "disk")], check=True)
-
-
-def mounted(*words: str) -> bool:
-    try:
-        return subprocess.run(["mount", *words], capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
+    with disk(here / "disk", "size=64k,ro") as mounted:
+        if mounted:
+            one_line(refused(output_dir="disk/run"), "disk/run", "cannot be written", "Read-only file system")
 
 
 @pytest.fixture
-def finished(here: Path) -> Iterator[Path]:
+def finished(here: Path) -> Path:
     """A folder with the config of a run, as one killed early leaves it."""
     folder = here / "old"
     folder.mkdir()
     model = "model: builtin:qwen2-micro\ndataset: pairs.jsonl\nparallel: {device: cpu}\noutput_dir: old\n"
     (folder / "config.yaml").write_text(model + "train_args: {max_steps: 2, learning_rate: 0.5}\n")
-    yield folder
+    return folder
 
 
 def test_output_dir_holds_another_run(finished: Path, refused: Refused) -> None:
@@ -333,8 +322,11 @@ def test_targets_that_fit_nothing(here: Path) -> None:
 
 @pytest.mark.slow
 def test_a_real_process_leaves_nothing(here: Path) -> None:
-    before = {name for name in os.listdir(tempfile.gettempdir())}
-    done = run_command("model=builtin:qwen2-micro", "dataset=none.jsonl", "output_dir=out/run", expect=2, cwd=here)
+    folder = here.parent / "empty"
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    words = ("model=builtin:qwen2-micro", "dataset=none.jsonl", "output_dir=out/run")
+    done = run_command(*words, expect=2, cwd=here, env=environment)
     assert done.stderr.count("error: ") == 1
     assert not (here / "out").exists()
-    assert {name for name in os.listdir(tempfile.gettempdir())} == before
+    assert listing(folder) == []

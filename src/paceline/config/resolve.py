@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.config.schema import Config
+from paceline.core.words import counted
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class Derived:
     def lines(self) -> list[str]:
         """For a person, one value a line."""
         tokens = f", about {self.tokens_per_step:,} tokens a step" if self.tokens_per_step is not None else ""
-        every = f"every {self.eval_every_steps} steps" if self.eval_every_steps else "none"
+        every = f"every {counted(self.eval_every_steps, 'step')}" if self.eval_every_steps else "none"
         return [
-            f"global batch   {self.global_batch_size} samples = {self.micro_batch_size} a micro-batch × "
-            f"{self.gradient_accumulation_steps} accumulation × {self.world_size} ranks{tokens}",
+            f"global batch   {counted(self.global_batch_size, 'sample')} = {self.micro_batch_size} a micro-batch × "
+            f"{self.gradient_accumulation_steps} accumulation × {counted(self.world_size, 'rank')}{tokens}",
             f"steps          {self.steps:,} ({self.steps_per_epoch:,} an epoch, {self.epochs:.3g} epochs)",
-            f"warm-up        {self.warmup_steps:,} steps to learning rate {self.learning_rate:g}",
+            f"warm-up        {counted(self.warmup_steps, 'step')} to learning rate {self.learning_rate:g}",
             f"evaluation     {every}",
         ]
 

@@ -17,6 +17,7 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -37,6 +38,8 @@ class EventLog:
     def __init__(self, path: Path | None, listeners: list[Callable[[Event], None]] | None = None) -> None:
         self.listeners = listeners or []
         self.lost = 0
+        self.path = path
+        self._cut = False
         self._handle = None
         if path is not None:
             _end_cut_line(path)
@@ -49,14 +52,23 @@ class EventLog:
             listener(event)
         if self._handle is not None:
             try:
-                self._handle.write(json.dumps(_finite(event), ensure_ascii=False).encode() + b"\n")
+                self._append(json.dumps(_finite(event), ensure_ascii=False).encode() + b"\n")
             except OSError as error:
                 self.lost += 1
                 if self.lost == 1:
-                    text = f"events.jsonl cannot be written ({error.strerror}); training goes on, events are lost."
+                    text = f"{self.path} cannot be written ({error.strerror}); training goes on, events are lost."
                     for listener in self.listeners:
                         listener({"time": time.time(), "type": "notice", "level": "warning", "text": text})
         return event
+
+    def _append(self, line: bytes) -> None:
+        # A disk that fills takes a part of a line; the next one that fits must not be glued to it.
+        assert self._handle is not None
+        whole = b"\n" + line if self._cut else line
+        written = self._handle.write(whole)
+        self._cut = (written or 0) < len(whole) and (self._cut or bool(written))
+        if (written or 0) < len(whole):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def notice(self, text: str, level: str = "info", said: bool = False) -> None:
         self.emit("notice", said=said, level=level, text=text)

@@ -13,6 +13,7 @@ import numpy as np
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
+from paceline.core.words import counted
 from paceline.data.cache import build_once, key_of
 from paceline.data.sources import open_source
 from paceline.data.tokenizer import find_tokenizer, tokenizer_fingerprint
@@ -101,7 +102,7 @@ def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray
     """
     if num_samples < 2:
         raise ConfigError(
-            f"split_dataset_ratio: {ratio} of {num_samples} sample leaves nothing to train on",
+            f"`split_dataset_ratio: {ratio}` of {counted(num_samples, 'sample')} leaves nothing to train on",
             fix="give more data, or set `split_dataset_ratio: 0`",
         )
     held_out = min(max(1, round(num_samples * ratio)), num_samples - 1)
@@ -136,7 +137,7 @@ class _Entry:
         is_new = build_once(self.folder, _META, self._fill)
         self.meta = json.loads((self.folder / _META).read_text(encoding="utf-8"))
         what = "validation data" if self.validation else "data"
-        size = f"{self.samples:,} samples, {self.meta['tokens']:,} tokens"
+        size = f"{counted(self.samples, 'sample')}, {self.meta['tokens']:,} tokens"
         took = f"tokenised in {time.perf_counter() - started:.1f} s" if is_new else "tokenised data from the cache"
         self.notices = [*found, *map(tuple, self.meta["notices"]), ("info", f"{what}: {size}; {took}")]
 

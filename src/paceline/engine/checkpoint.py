@@ -119,19 +119,20 @@ def verify(path: Path) -> str | None:
     """None where every file is there with the size and SHA-256 of the manifest; else what is wrong."""
     try:
         files = json.loads((path / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        said_of = {str(name): (int(said["size_bytes"]), str(said["sha256"])) for name, said in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{path / MANIFEST} is missing or broken"
     for needed in (STATE, META):
-        if needed not in files:
+        if needed not in said_of:
             return f"{path / MANIFEST} does not name {needed}"
-    for name, said in files.items():
+    for name, (size_bytes, sha256) in said_of.items():
         file = path / name
         if Path(name).name != name or file.is_symlink() or not file.is_file():
             return f"{file} is missing"
-        if file.stat().st_size != said["size_bytes"]:
-            return f"{file} has {file.stat().st_size:,} bytes, the manifest says {said['size_bytes']:,}"
-        if sha256_file(file) != said["sha256"]:
-            return f"{file} does not have the SHA-256 that the manifest says ({said['sha256'][:16]}…)"
+        if file.stat().st_size != size_bytes:
+            return f"{file} has {file.stat().st_size:,} bytes, the manifest says {size_bytes:,}"
+        if sha256_file(file) != sha256:
+            return f"{file} does not have the SHA-256 that the manifest says ({sha256[:16]}…)"
     return None
 
 

@@ -131,7 +131,7 @@ class _Built:
 
 def _build(job: Job, world: World) -> _Built:
     """The task and the model on its device, from torch's random state as the seed sets it."""
-    _quiet_libraries()
+    _quiet_libraries(job.config)
     task = load_task(job.config)
     task.prepared = job.prepared
     seed_everything(job.config.train_args.seed, "init")
@@ -257,14 +257,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _quiet_libraries() -> None:
+def _quiet_libraries(config: Config) -> None:
     import logging
     import sys
     import warnings
 
     # peft calls what transformers deprecates: nothing that the person who trains could change.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
-    if "transformers" in sys.modules:
+    if "transformers" in sys.modules or config.task in ("sft", "pretrain"):
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,8 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
 
     def say(level: str, text: str) -> None:
         if speaks and not options.quiet:
-            print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # whoever read this has gone; the run goes on
+                print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
 
     for level, text in loaded.notices:
         say(level, text)

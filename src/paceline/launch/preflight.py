@@ -15,6 +15,7 @@ from paceline.config.resolve import Derived, derive
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.run_dir import RunDir, lock_run
+from paceline.core.words import counted
 from paceline.engine import checkpoint
 from paceline.models.files import check_files
 from paceline.parallel import resolve_mode
@@ -149,14 +150,14 @@ def _check_sizes(config: Config, derived: Derived, prepared: Prepared) -> None:
         raise ConfigError("the dataset holds no sample to train on", fix="check `dataset` and `max_length`")
     if derived.world_size > samples:
         raise ConfigError(
-            f"{derived.world_size} ranks are more than the {samples} training samples",
+            f"{derived.world_size} ranks are more than the {counted(samples, 'training sample')}",
             fix=f"set `parallel.num_gpus` to at most {samples}, or give more data",
         )
     if derived.global_batch_size > samples:
         raise ConfigError(
-            f"the global batch of {derived.global_batch_size} samples ({derived.micro_batch_size} a micro-batch × "
-            f"{derived.gradient_accumulation_steps} accumulation × {derived.world_size} ranks) is larger than the data: "
-            f"{samples} training samples",
+            f"the global batch of {counted(derived.global_batch_size, 'sample')} ({derived.micro_batch_size} a micro-batch × "
+            f"{derived.gradient_accumulation_steps} accumulation × {counted(derived.world_size, 'rank')}) is larger than the "
+            f"data: {counted(samples, 'training sample')}",
             fix="lower `per_device_train_batch_size` or `gradient_accumulation_steps`, or give more data",
         )
 

@@ -49,7 +49,12 @@ def _check_adapter(config: Config) -> None:
             allowed="the folder that peft's save_pretrained wrote (in a run of Paceline: RUN/model)",
             fix="check the path",
         )
-    if (folder / "adapter_config.json").is_file():
+    if folder.exists():
+        if not (folder / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"`lora.adapter: {name}` has no adapter_config.json",
+                fix="give the folder that peft's save_pretrained wrote (in a run of Paceline: RUN/model)",
+            )
         _read_object(folder / "adapter_config.json", f"`lora.adapter: {name}`")
 
 

@@ -1,0 +1,108 @@
+"""The event log: lines that stand alone, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from disks import disk
+
+from paceline.core.events import EventLog, effective_steps, follow_events, read_events
+
+
+def types(path: Path) -> list[str]:
+    return [event["type"] for event in read_events(path)]
+
+
+def test_each_event_is_a_line_of_json(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+    log = EventLog(tmp_path / "events.jsonl", [heard.append])
+    log.emit("step", step=1, loss=float("nan"), ranks=[{"wait_s": float("inf")}], text="süß")
+    log.notice("seen already", said=True)
+    log.notice("careful", "warning")
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [one["type"] for one in lines] == ["step", "notice", "notice"]
+    assert (lines[0]["loss"], lines[0]["ranks"], lines[0]["text"]) == ("nan", [{"wait_s": "inf"}], "süß")
+    assert lines[2]["level"] == "warning"
+    assert all(abs(one["time"] - time.time()) < 600 for one in lines)
+    assert [one.get("text") for one in heard] == ["süß", "careful"]
+
+
+def test_a_line_cut_by_a_kill_is_passed_over_and_not_glued_to(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"time": 1, "type": "step", "step": 1}\n{"time": 2, "type": "st')
+    log = EventLog(path)
+    log.emit("resume", step=1)
+    log.close()
+    assert types(path) == ["step", "resume"]
+    path.write_text("")
+    EventLog(path).close()
+    assert types(path) == []
+
+
+def test_other_json_is_no_event(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('3\n[]\n{"no": "type"}\n\n{"type": "step"}\n')
+    assert types(path) == ["step"]
+
+
+def test_a_full_disk_loses_events_and_says_so_once(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=64k") as mounted:
+        if not mounted:
+            return
+        heard: list[dict[str, Any]] = []
+        ballast = tmp_path / "small" / "ballast"
+        path = tmp_path / "small" / "events.jsonl"
+        log = EventLog(path, [heard.append])
+        log.emit("a")
+        ballast.write_bytes(b"x" * (64 * 1024 - 2 * 4096))
+        for _ in range(3):
+            log.emit("b", text="y" * 3000)
+        assert log.lost > 0
+        warnings = [one["text"] for one in heard if one["type"] == "notice"]
+        assert len(warnings) == 1
+        assert "No space left on device" in warnings[0]
+        assert str(path) in warnings[0]
+        ballast.unlink()
+        log.emit("c")
+        log.emit("d")
+        log.close()
+        assert types(path)[0] == "a"
+        assert types(path)[-2:] == ["c", "d"]
+
+
+def test_following_sees_what_is_there_and_what_comes(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    seen: list[str] = []
+    done = threading.Event()
+
+    def follow() -> None:
+        for event in follow_events(path, poll_s=0.01, stop=done.is_set):
+            seen.append(event["type"])
+            if event["type"] == "run_end":
+                break
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    log = EventLog(path)
+    log.emit("run_start")
+    log.emit("step")
+    log.emit("run_end")
+    thread.join(10)
+    done.set()
+    log.close()
+    assert seen == ["run_start", "step", "run_end"]
+
+
+def test_steps_that_were_done_again_count_once() -> None:
+    def step(number: int, loss: float) -> dict[str, Any]:
+        return {"type": "step", "step": number, "loss": loss}
+
+    first = [{"type": "run_start"}, step(1, 3.0), step(2, 2.0), step(3, 1.0)]
+    resumed = [{"type": "run_start", "resumed_from_step": 2}, {"type": "resume", "step": 2}, step(3, 1.5)]
+    assert [(one["step"], one["loss"]) for one in effective_steps([*first, *resumed])] == [(1, 3.0), (2, 2.0), (3, 1.5)]
+    assert [one["step"] for one in effective_steps([*first, {"type": "run_start"}, step(1, 9.0)])] == [1]

@@ -1,0 +1,85 @@
+"""Files and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+from disks import disk
+
+from paceline.core.files import cache_dir, human_bytes, replace_dir, sha256_file, sync_tree, write_atomic, write_json_atomic
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir())
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write_atomic(path, "old")
+    write_atomic(path, "süß".encode())
+    assert path.read_text(encoding="utf-8") == "süß"
+    write_json_atomic(path, {"b": "ä", "a": [1]})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"b": "ä", "a": [1]}
+    assert path.read_text().index('"b"') < path.read_text().index('"a"')
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.mkdir()
+    (path / "inside").write_text("x")
+    with pytest.raises(OSError, match=r"directory|empty|exists"):
+        write_atomic(path, "new")
+    assert names(tmp_path) == ["a.txt"]
+    assert names(path) == ["inside"]
+
+
+def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=64k") as mounted:
+        if mounted:
+            path = tmp_path / "small" / "a.txt"
+            write_atomic(path, "old")
+            with pytest.raises(OSError, match="No space left"):
+                write_atomic(path, b"x" * 100_000)
+            assert path.read_text() == "old"
+            assert names(path.parent) == ["a.txt"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_takes_the_place_of_another(tmp_path: Path, there: bool) -> None:
+    aside, final = tmp_path / "aside", tmp_path / "final"
+    (aside / "deep").mkdir(parents=True)
+    (aside / "deep" / "new").write_text("n")
+    if there:
+        final.mkdir()
+        (final / "old").write_text("o")
+    replace_dir(aside, final)
+    assert names(tmp_path) == ["final"]
+    assert names(final) == ["deep"]
+    sync_tree(final)
+
+
+def test_sha256(tmp_path: Path) -> None:
+    raw = os.urandom((1 << 20) + 7)
+    (tmp_path / "x").write_bytes(raw)
+    assert sha256_file(tmp_path / "x") == hashlib.sha256(raw).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (3 << 30, "3.0 GiB"), (2 << 40, "2.0 TiB")],
+)
+def test_human_bytes(size: int, text: str) -> None:
+    assert human_bytes(size) == text
+
+
+def test_the_cache_follows_the_desktop_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "paceline"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "paceline"

@@ -1,0 +1,54 @@
+"""The names in a run's folder, and one run a folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import RunError
+from paceline.core.run_dir import RunDir, lock_run
+
+
+def test_naming_a_run_touches_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    found = {one.name for one in (run.config, run.events, run.report, run.report_html, run.checkpoints, run.model)}
+    assert found == {"config.yaml", "events.jsonl", "report.json", "report.html", "checkpoints", "model"}
+    assert not run.is_run()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "events.jsonl", "checkpoints"])
+def test_a_run_has_begun(tmp_path: Path, name: str) -> None:
+    run = RunDir(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    assert not run.is_run()
+    (tmp_path / name).mkdir() if name == "checkpoints" else (tmp_path / name).write_text("")
+    assert run.is_run()
+
+
+def test_the_lock(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    held = lock_run(run, wait_s=0.0)
+    with pytest.raises(RunError, match=rf"another run is going on in .*process {os.getpid()} on .*`output_dir`"):
+        lock_run(run, wait_s=0.0)
+    held.close()
+    lock_run(run, wait_s=0.0).close()
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from pathlib import Path; from paceline.core.run_dir import RunDir, lock_run\n"
+        "held = lock_run(RunDir(Path(sys.argv[1])), 0.0); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(RunError, match=f"process {other.pid} "):
+            lock_run(RunDir(tmp_path), wait_s=0.0)
+        other.kill()
+    lock_run(RunDir(tmp_path), wait_s=5.0).close()

@@ -1,0 +1,260 @@
+"""A checkpoint is there whole or not at all, keeps what it says, and is never a pickle."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from disks import disk
+from safetensors.torch import save_file
+
+from paceline.core.errors import ConfigError, RunError
+from paceline.engine import checkpoint
+
+META = {"strategy": "ddp", "world_size": 2, "config": {}}
+
+
+def state(step: int, elements: int = 1000) -> dict[str, torch.Tensor]:
+    values = torch.arange(elements, dtype=torch.float32) + step
+    return {"model/weight": values, "optimizer/weight/exp_avg": values.to(torch.bfloat16), "schedule/step": torch.tensor(step)}
+
+
+def save(folder: Path, *steps: int) -> list[Path]:
+    return [checkpoint.save(folder, step, state(step), META).path for step in steps]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir())
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (path,) = save(folder, 40)
+    assert path == folder / "step-00000040"
+    assert checkpoint.verify(path) is None
+    assert checkpoint.read_meta(path) == {**META, "step": 40}
+    found = checkpoint.read_state(path)
+    assert set(found) == set(state(40))
+    for name, one in state(40).items():
+        assert found[name].dtype == one.dtype
+        assert torch.equal(found[name], one)
+
+
+def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    first, second, third = save(folder, 9, 10, 100_000_000)
+    assert checkpoint.committed(folder) == [first, second, third]  # by number, not by name
+    assert checkpoint.find(tmp_path / "run") == checkpoint.find(folder) == third
+    assert checkpoint.find(first) == first
+    (third / "state.safetensors").write_bytes(b"")
+    path, wrong = checkpoint.newest_whole(folder)
+    assert path == second
+    assert len(wrong) == 1
+    assert str(third) in wrong[0]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    paths = save(tmp_path, 1, 2, 3, 4)
+    assert checkpoint.prune(tmp_path, None) == []
+    assert checkpoint.prune(tmp_path, 3) == paths[:1]
+    assert checkpoint.prune(tmp_path, 1) == paths[1:3]
+    assert checkpoint.prune(tmp_path, 5) == []
+    assert names(tmp_path) == ["step-00000004"]
+    assert checkpoint.verify(paths[3]) is None
+
+
+def test_the_same_step_again_takes_the_place_of_the_old(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    checkpoint.save(tmp_path, 7, state(8), META)
+    assert names(tmp_path) == ["step-00000007"]
+    assert torch.equal(checkpoint.read_state(tmp_path / "step-00000007")["model/weight"], state(8)["model/weight"])
+
+
+# -- tampering ------------------------------------------------------------------------------------------------------------
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def flip(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[-2] ^= 1
+    file.write_bytes(bytes(raw))
+
+
+def take_away(file: Path) -> None:
+    file.unlink()
+
+
+def link(file: Path) -> None:
+    file.rename(file.with_suffix(".elsewhere"))
+    file.symlink_to(file.with_suffix(".elsewhere"))
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "meta.json"])
+@pytest.mark.parametrize(
+    ("harm", "word"), [(cut, "bytes, the manifest says"), (flip, "SHA-256"), (take_away, "is missing"), (link, "is missing")]
+)
+def test_harm_is_seen(tmp_path: Path, harm: Callable[[Path], None], word: str, name: str) -> None:
+    (path,) = save(tmp_path, 1)
+    harm(path / name)
+    problem = checkpoint.verify(path)
+    assert problem is not None
+    assert word in problem
+    assert str(path / name) in problem
+    assert checkpoint.newest_whole(tmp_path)[0] is None
+    with pytest.raises(ConfigError):
+        checkpoint.inspect(path)
+
+
+@pytest.mark.parametrize(
+    "manifest", ["", "[]", "{}", '{"files": {}}', '{"files": {"meta.json": 3}}', '{"files": 3}', '{"files": {"state.safetensors": 3, "meta.json": 3}}']
+)
+def test_a_broken_manifest_is_seen(tmp_path: Path, manifest: str) -> None:
+    (path,) = save(tmp_path, 1)
+    (path / "manifest.json").write_text(manifest)
+    problem = checkpoint.verify(path)
+    assert problem is not None
+    assert "manifest.json" in problem
+    (path / "manifest.json").unlink()
+    assert checkpoint.verify(path) == f"{path / 'manifest.json'} is missing or broken"
+
+
+def test_a_manifest_does_not_point_outside(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (tmp_path / "outside").write_text("x")
+    manifest["files"]["../outside"] = {"size_bytes": 1, "sha256": "0"}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert "outside" in str(checkpoint.verify(path))
+
+
+class _Bomb:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (Path(self.path),))
+
+
+def test_a_pickle_is_never_read(tmp_path: Path) -> None:
+    (path,) = save(tmp_path / "checkpoints", 1)
+    bomb = pickle.dumps(_Bomb(str(tmp_path / "went-off")))
+    for name in ("state.safetensors", "meta.json", "manifest.json", "state.pt", "extra.pkl"):
+        (path / name).write_bytes(bomb)
+    assert checkpoint.verify(path) is not None
+    for read in (checkpoint.inspect, checkpoint.read_meta, checkpoint.read_state):
+        with pytest.raises(Exception):  # noqa: B017, PT011  (whatever it is, nothing has run)
+            read(path)
+    assert not (tmp_path / "went-off").exists()
+    source = Path(checkpoint.__file__).read_text()
+    assert "torch.load" not in source
+    assert "import pickle" not in source
+
+
+# -- the digest -----------------------------------------------------------------------------------------------------------
+def test_the_digest_does_not_depend_on_the_order_of_the_tensors(tmp_path: Path) -> None:
+    one = checkpoint.save(tmp_path / "a", 1, state(1), META).path
+    other = checkpoint.save(tmp_path / "b", 1, dict(reversed(state(1).items())), META).path
+    save_file(dict(sorted(state(1).items(), reverse=True)), str(tmp_path / "c.safetensors"), metadata={"by": "someone else"})
+    found = [checkpoint.inspect(path) for path in (one, other)]
+    assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["tensors"]["model/weight"] == {
+        "dtype": "F32", "shape": [1000], "sha256": found[1]["tensors"]["model/weight"]["sha256"],
+    }  # fmt: skip
+
+
+def test_the_digest_sees_every_bit(tmp_path: Path) -> None:
+    def digests(name: str, changed: dict[str, torch.Tensor]) -> tuple[str, str]:
+        found = checkpoint.inspect(checkpoint.save(tmp_path / name, 1, {**state(1), **changed}, META).path)
+        return found["digest"], found["model_digest"]
+
+    plain = digests("plain", {})
+    assert digests("again", {}) == plain
+    weight = state(1)["model/weight"].clone()
+    weight.view(torch.int32)[500] ^= 1
+    assert digests("weight", {"model/weight": weight})[0] != plain[0]
+    assert digests("weight2", {"model/weight": weight})[1] != plain[1]
+    number, model = digests("number", {"schedule/step": torch.tensor(2)})
+    assert number != plain[0]
+    assert model == plain[1]
+    assert digests("shape", {"model/weight": state(1)["model/weight"].view(10, 100)}) != plain
+    assert digests("dtype", {"schedule/step": torch.tensor(1, dtype=torch.int32)})[0] != plain[0]
+
+
+# -- a save that fails part-way -------------------------------------------------------------------------------------------
+_LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from paceline.core.errors import RunError
+from paceline.engine import checkpoint
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+state = {"model/weight": torch.ones(100_000)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    checkpoint.save(Path(sys.argv[1]), 2, state, {"strategy": "single", "world_size": 1})
+except RunError as error:
+    print(error.paragraph())
+else:
+    raise SystemExit("it was saved")
+"""
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    assert hasattr(resource, "RLIMIT_FSIZE")
+    assert hasattr(signal, "SIGXFSZ")
+    (first,) = save(tmp_path, 1)
+    done = subprocess.run([sys.executable, "-c", _LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "the checkpoint of step 2 could not be written" in done.stdout
+    assert str(tmp_path / "step-00000002") in done.stdout
+    assert "400,000 bytes" in done.stdout
+    assert names(tmp_path) == [first.name]
+    assert checkpoint.verify(first) is None
+
+
+def test_a_disk_that_fills(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=1m") as mounted:
+        if not mounted:
+            return
+        folder = tmp_path / "small" / "checkpoints"
+        first = checkpoint.save(folder, 1, state(1, 100_000), META).path
+        with pytest.raises(RunError, match=r"step 2 could not be written to .*step-00000002: .*No space left") as caught:
+            checkpoint.save(folder, 2, state(2, 100_000), META)
+        assert "it needs 600,008 bytes" in str(caught.value)
+        assert names(folder) == [first.name]
+        assert checkpoint.find(tmp_path / "small") == first
+        assert checkpoint.save(folder, 3, state(3, 10), META).path.name == "step-00000003"  # what fits is saved again
+
+
+def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000003.123.tmp").mkdir()
+    (tmp_path / ".step-00000003.123.tmp" / "state.safetensors").write_bytes(b"half")
+    assert checkpoint.newest_whole(tmp_path) == (None, [])
+    save(tmp_path, 4)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunError, match="could not be written"):
+        checkpoint.save(tmp_path / "file" / "checkpoints", 1, state(1), META)
+
+
+@pytest.mark.parametrize("made", [None, "folder", "file"])
+def test_what_is_no_checkpoint(tmp_path: Path, made: str | None) -> None:
+    path = tmp_path / "x"
+    if made == "folder":
+        path.mkdir()
+    elif made == "file":
+        path.write_text("x")
+    with pytest.raises(ConfigError, match="does not exist" if made is None else "holds no whole checkpoint"):
+        checkpoint.find(path)
