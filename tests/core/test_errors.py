@@ -28,7 +28,7 @@ def test_exit_codes_and_the_way_between_processes(kind: type[PacelineError], cod
 
 
 def test_nearest() -> None:
-    assert nearest("modle", ["model", "mode", "dataset"]) == "model"
+    assert nearest("modle", ["model", "dataset"]) == "model"
     assert nearest("xyz", ["model"]) is None
     assert nearest("modle", ["model"], cutoff=0.95) is None
 

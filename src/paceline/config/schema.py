@@ -104,7 +104,10 @@ class TrainArgs(Section):
     optim: Literal["adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"] = Field(
         "adamw", description="Optimizer; torch's, fused where it can be, and transformers' Adafactor."
     )
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; never on biases and norms.")
+    weight_decay: float = Field(
+        0.0, ge=0, description="Weight decay, never on biases and norms: decoupled with `adamw` and `adafactor`, else added to "
+        "the gradient, as torch's optimizers do."
+    )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam's beta 1.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Adam's beta 2.")
     adam_epsilon: float = Field(1e-8, gt=0, description="Adam's epsilon.")

@@ -109,7 +109,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def follow_events(path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | None = None) -> Iterator[Event]:
-    """Yield the events that are there, then each new one, until ``run_end`` or until ``stop()`` is true."""
+    """Yield the events that are there, then each new one, until ``stop()`` is true."""
     while not path.exists():
         if stop is not None and stop():
             return

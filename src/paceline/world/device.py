@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.config.schema import Parallel
 from paceline.core.errors import ConfigError
+from paceline.core.words import counted
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Device
             fix="to run on the CPU, set `parallel.device=cpu`",
         )
     if kind is None or not names:
-        if wanted is not None and ranks_given is None and parallel.mode != "single":
+        if parallel.num_gpus != "auto" and ranks_given is None:
             raise ConfigError(
                 f"`parallel.num_gpus: {wanted}` was asked for, and no GPU was found{limited}",
-                fix=f"check the driver with `nvidia-smi`; or run on the CPU with {wanted} ranks by `parallel.device=cpu`",
+                fix=f"check the driver with `nvidia-smi`; or run on the CPU with {counted(int(parallel.num_gpus), 'rank')} by `parallel.device=cpu`",
             )
         if parallel.device != "auto":
             raise ConfigError(f"no device of type {parallel.device} was found{limited}", fix="set `parallel.device=cpu`")

@@ -39,11 +39,26 @@ def outer_launcher() -> RankEnv | None:
 
 
 def from_environment() -> RankEnv:
-    """As torchrun and torch.distributed.elastic set it."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    """As torchrun and torch.distributed.elastic set it.
+
+    Raises:
+        ConfigError: a variable that is no number.
+    """
+    world = _number("WORLD_SIZE", 1)
     return RankEnv(
-        rank=int(os.environ.get("RANK", "0")),
+        rank=_number("RANK", 0),
         world_size=world,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world))),
+        local_rank=_number("LOCAL_RANK", 0),
+        local_world_size=_number("LOCAL_WORLD_SIZE", world),
     )
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"the environment variable {name}={text!r} is no number",
+            fix=f"start with `torchrun --nproc-per-node N -m paceline …`, or unset {name}",
+        ) from error

@@ -1,0 +1,74 @@
+"""Derived values: what the numbers in the config come to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.config.resolve import Derived, derive
+from paceline.config.schema import Config
+
+
+def resolve(num_train: int = 100, world_size: int = 2, num_eval: int = 0, tokens: int | None = None, **args: Any) -> Derived:
+    config = Config(model="m", dataset="d", train_args={"per_device_train_batch_size": 4, **args})
+    return derive(
+        config, world_size=world_size, num_train=num_train, num_eval=num_eval, default_learning_rate=1e-4, train_tokens=tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("samples", "world", "accumulation", "batch", "per_epoch"),
+    [(100, 2, 1, 8, 13), (96, 2, 1, 8, 12), (97, 2, 4, 32, 4), (8, 2, 1, 8, 1), (9, 1, 2, 8, 2)],
+)
+def test_no_sample_is_left_out_of_an_epoch(samples: int, world: int, accumulation: int, batch: int, per_epoch: int) -> None:
+    found = resolve(samples, world, gradient_accumulation_steps=accumulation)
+    assert (found.global_batch_size, found.steps_per_epoch) == (batch, per_epoch)
+    assert (per_epoch - 1) * batch < samples <= per_epoch * batch
+
+
+@pytest.mark.parametrize(
+    ("args", "steps"),
+    [({}, 39), ({"num_train_epochs": 1}, 13), ({"num_train_epochs": 0.5}, 7), ({"num_train_epochs": 0.001}, 1),
+     ({"max_steps": 5}, 5), ({"max_steps": 5, "num_train_epochs": 9}, 5), ({"max_steps": -1}, 39), ({"max_steps": 1000}, 1000)],
+)  # fmt: skip
+def test_steps(args: dict[str, Any], steps: int) -> None:
+    found = resolve(**args)
+    assert found.steps == steps
+    assert found.epochs == pytest.approx(steps / 13)
+
+
+@pytest.mark.parametrize(
+    ("args", "warmup"),
+    [({}, 0), ({"warmup_ratio": 0.1}, 4), ({"warmup_steps": 3}, 3), ({"warmup_steps": 3, "warmup_ratio": 0.9}, 3),
+     ({"warmup_steps": 0, "warmup_ratio": 0.9}, 0), ({"warmup_steps": 100}, 39), ({"warmup_ratio": 1.0}, 39)],
+)  # fmt: skip
+def test_warm_up(args: dict[str, Any], warmup: int) -> None:
+    assert resolve(**args).warmup_steps == warmup
+
+
+def test_learning_rate_and_evaluation() -> None:
+    assert resolve().learning_rate == 1e-4
+    assert resolve(learning_rate=0.0).learning_rate == 0.0
+    assert resolve().eval_every_steps == 0
+    assert resolve(num_eval=1).eval_every_steps == 13
+    assert resolve(num_eval=1, eval_steps=5).eval_every_steps == 5
+    assert resolve(eval_steps=5).eval_every_steps == 0
+
+
+def test_tokens_a_step_is_the_mean_of_a_batch() -> None:
+    assert resolve(tokens=5000).tokens_per_step == 400
+    assert resolve(num_train=6, tokens=60).tokens_per_step == 60  # never more than there are
+    assert resolve().tokens_per_step is None
+
+
+def test_for_a_person() -> None:
+    text = "\n".join(resolve(tokens=5000, num_eval=3, warmup_ratio=0.1, gradient_accumulation_steps=2).lines())
+    for part in (
+        "16 samples = 4 a micro-batch × 2 accumulation × 2 ranks, about 800 tokens a step", "21 (7 an epoch, 3 epochs)",
+        "3 steps to learning rate 0.0001", "every 7 steps",
+    ):  # fmt: skip
+        assert part in text
+    assert "× 1 rank\n" in "\n".join(resolve(world_size=1).lines())
+    found = resolve()
+    assert Derived(**found.as_dict()) == found

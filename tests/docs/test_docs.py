@@ -1,0 +1,107 @@
+"""The documentation: its links lead somewhere, its commands parse, its configs load, its two languages show the same."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import _VERBS
+from paceline.config.load import load_config, split_cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FLAGS = {"--dry-run", "--debug", "--allow-config-change", "--json"}
+
+
+def blocks(page: Path, *kinds: str) -> list[str]:
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [text for kind, text in found if not kinds or kind in kinds]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Words after `paceline` of each command in the page's shell blocks."""
+    lines = [line for text in blocks(page, "bash", "sh") for line in text.splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line[line.index("paceline") + 1 :] for line in words if "paceline" in line]
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    broken = []
+    for link in LINK.findall(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for words in commands(page):
+        assert words, f"a bare `paceline` in {page.name}"
+        assert words[0] in _VERBS, f"paceline {' '.join(words)}"
+        if words[0] in ("sft", "train"):
+            own = [one for one in words[1:] if one.endswith(".yaml") and not (ROOT / one).exists()]  # the reader's file
+            given = [one for one in words[1:] if one not in FLAGS and one not in own]
+            for key in ("model", "dataset"):
+                if own and not any(one.startswith(f"{key}=") for one in given):
+                    given.append(f"{key}=theirs")
+            load_config(*split_cli(given))
+
+
+def test_the_readme_shows_commands() -> None:
+    assert {words[0] for words in commands(ROOT / "README.md")} >= {"sft", "watch", "generate", "inspect"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_configs_load(page: Path, tmp_path: Path) -> None:
+    for number, text in enumerate(blocks(page, "yaml", "yml")):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(text, encoding="utf-8")
+        warnings = [text for level, text in load_config(file).notices if level == "warning"]
+        assert warnings == []
+
+
+def test_python_blocks_compile() -> None:
+    for page in PAGES:
+        for text in blocks(page, "python"):
+            compile(text, str(page), "exec")
+
+
+def test_both_readmes_show_the_same_blocks() -> None:
+    assert blocks(ROOT / "README.md") == blocks(ROOT / "README.zh-CN.md")
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    lines = [line.split() for page in PAGES for text in blocks(page, "bash") for line in text.splitlines()]
+    named = {line[1] for line in lines if line[:1] == ["make"] and len(line) > 1 and "=" not in line[1]}
+    assert named <= targets
+
+
+def test_every_how_to_page_is_linked_from_the_readme() -> None:
+    for readme in ("README.md", "README.zh-CN.md"):
+        text = (ROOT / readme).read_text(encoding="utf-8")
+        missing = [page.name for page in (ROOT / "docs" / "how-to").glob("*.md") if f"docs/how-to/{page.name}" not in text]
+        assert missing == []
+
+
+def test_pictures_are_small() -> None:
+    large = [one.name for one in (ROOT / "docs" / "images").iterdir() if one.stat().st_size > 300_000]
+    assert large == []

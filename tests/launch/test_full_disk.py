@@ -1,0 +1,104 @@
+"""A disk that fills during a run: training goes on, the last good checkpoint stays, the path and the bytes are said."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from commands import MICRO, events, report, start, train
+from disks import disk
+
+from paceline.engine import checkpoint
+
+pytestmark = pytest.mark.slow
+
+# A checkpoint of the micro model in full is about 7 MiB, one of its adapters about 0.3 MiB.
+WORDS = ("max_steps=12", "save_steps=3", "parallel.num_gpus=1")
+
+
+def fill(folder: Path, leave_bytes: int) -> Path:
+    import shutil
+
+    ballast = folder / "ballast"
+    ballast.write_bytes(b"\0" * max(0, shutil.disk_usage(folder).free - leave_bytes))
+    return ballast
+
+
+def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=12m") as mounted:
+        if not mounted:
+            return
+        folder = tmp_path / "small" / "run"
+        failed = train(folder, *WORDS, expect=1)  # the first save fits, no second one does
+        whole, wrong = checkpoint.newest_whole(folder / "checkpoints")
+        assert whole == folder / "checkpoints" / "step-00000003"
+        assert wrong == []
+        assert [one.name for one in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+        tried = [(event["step"], bool(event.get("error"))) for event in events(folder, "checkpoint")]
+        assert tried == [(3, False), (6, True), (9, True), (12, True)]
+        assert events(folder, "step")[-1]["step"] == 12  # training went on
+        said = failed.stderr
+        for step in (6, 9):
+            assert f"checkpoint of step {step} could not be written to {folder}/checkpoints/step-{step:08d}" in said
+        error = said[said.index("error: ") :].strip()
+        assert "\n" not in error
+        for part in (f"{folder}/checkpoints/step-00000012", "No space left", " bytes", "free:", "earlier checkpoints are untouched"):
+            assert part in error
+        assert events(folder, "run_end")[-1]["status"] == "failed"
+
+        subprocess_room = tmp_path / "small"
+        import subprocess
+
+        subprocess.run(["mount", "-o", "remount,size=64m", str(subprocess_room)], check=True)
+        again = train(folder, *WORDS)  # room was made: the same command goes on
+        assert "resuming from step 3 of 12" in again.stderr
+        assert report(folder)["status"] == "done"
+        assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=48m") as mounted:
+        if not mounted:
+            return
+        folder = tmp_path / "small" / "run"
+        process = start(*MICRO, f"output_dir={folder}", "max_steps=200", "save_steps=5", "parallel.num_gpus=1", "save_total_limit=1")
+        try:
+            wait_for_checkpoint(folder, process, failed=False)
+            ballast = fill(folder, leave_bytes=300_000)
+            wait_for_checkpoint(folder, process, failed=True)
+            assert checkpoint.newest_whole(folder / "checkpoints")[0] is not None
+            ballast.unlink()
+            ballast = None
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+            process.communicate()
+        assert process.returncode == 0, err
+        assert "No space left" in err
+        assert report(folder)["status"] == "done"
+        assert checkpoint.find(folder).name == "step-00000200"
+
+
+def wait_for_checkpoint(folder: Path, process: object, failed: bool) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]  # type: ignore[attr-defined]
+        if (folder / "events.jsonl").exists() and any(bool(one.get("error")) == failed for one in events(folder, "checkpoint")):
+            return
+        time.sleep(0.02)
+    raise AssertionError("no such checkpoint event came")
+
+
+def test_the_model_folder_does_not_fit(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=9m") as mounted:
+        if not mounted:
+            return
+        folder = tmp_path / "small" / "run"
+        failed = train(folder, "max_steps=3", "save_steps=0", "parallel.num_gpus=1", expect=1)
+        error = failed.stderr[failed.stderr.index("error: ") :].strip()
+        assert "\n" not in error
+        assert f"the trained model could not be written to {folder}/model" in error
+        assert checkpoint.find(folder).name == "step-00000003"
+        assert not (folder / "model").exists()
+        assert [one.name for one in folder.iterdir() if one.name.endswith(".tmp")] == []

@@ -1,0 +1,127 @@
+"""Language models: packed rows, padded rows and samples alone give the same loss and the same gradients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config.schema import Config
+from paceline.data.token_dataset import TokenDataset
+from paceline.tasks.language import LanguageTask
+
+MODEL = "builtin:qwen2-micro"
+
+
+@pytest.fixture(autouse=True)
+def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it where it is not, on first use
+
+
+def make(task: str = "sft", dataset: str = "builtin:python-docs#12", **more: Any) -> tuple[LanguageTask, Any, list[Any]]:
+    """(task, model ready to train, its samples)."""
+    args = {"max_length": 96, **more.pop("train_args", {})}
+    config = Config(model=MODEL, dataset=dataset, task=task, train_args=args, **more)
+    made = LanguageTask(config)
+    made.check()
+    made.prepared = made.prepare()
+    train, _ = made.build_datasets()
+    assert isinstance(train, TokenDataset)
+    torch.manual_seed(0)
+    model = made.build_model()
+    made.setup(model)
+    return made, model, [train[index] for index in range(len(train))]
+
+
+def loss_and_gradients(task: LanguageTask, model: Any, samples: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = task.loss(model, task.collate(samples))
+    loss.backward()
+    return loss.item(), {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert set(one) == set(other) != set()
+    for name, gradient in one.items():
+        assert float((gradient - other[name]).abs().max()) <= 1e-5 * float(gradient.abs().max()) + 1e-6, name
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_packed_is_padded(lora: bool) -> None:
+    more: dict[str, Any] = {"lora": {"enable": lora, "dropout": 0.0}}
+    packed, packed_model, samples = make(train_args={"packing": True}, **more)
+    padded, padded_model, again = make(train_args={"packing": False}, **more)
+    assert packed.packed
+    assert not padded.packed
+    assert len({len(one["input_ids"]) for one in samples}) > 3  # ragged, or the test says nothing
+    assert all((one["input_ids"] == two["input_ids"]).all() for one, two in zip(samples, again, strict=True))
+    for (name, one), (_, other) in zip(packed_model.named_parameters(), padded_model.named_parameters(), strict=True):
+        if "lora_B" in name:  # they begin at zero, where the gradient of lora_A says nothing
+            torch.nn.init.normal_(one, std=0.02, generator=torch.Generator().manual_seed(one.numel()))
+            other.data.copy_(one.data)
+        assert torch.equal(one, other)
+    left = loss_and_gradients(packed, packed_model.train(), samples)
+    right = loss_and_gradients(padded, padded_model.train(), samples)
+    assert left[0] == pytest.approx(right[0], rel=1e-5)
+    close(left[1], right[1])
+    assert packed.collate(samples)["input_ids"].shape[0] == 1
+    assert padded.collate(samples)["input_ids"].shape == (len(samples), max(len(one["input_ids"]) for one in samples))
+
+
+def test_a_sample_never_sees_its_neighbours() -> None:
+    task, model, samples = make()
+    assert task.packed
+    alone = [loss_and_gradients(task, model, [one]) for one in samples]
+    together = loss_and_gradients(task, model, samples)
+    assert together[0] == pytest.approx(sum(loss for loss, _ in alone), rel=1e-5)
+    close(together[1], {name: sum(one[name] for _, one in alone) for name in together[1]})  # type: ignore[misc]
+    turned = loss_and_gradients(task, model, samples[::-1])
+    assert turned[0] == pytest.approx(together[0], rel=1e-5)
+    close(turned[1], together[1])
+
+
+def test_the_loss_is_that_of_transformers() -> None:
+    task, model, samples = make()
+    plain = make(train_args={"packing": False})[1]
+    for one in samples[:3]:
+        ids = torch.from_numpy(one["input_ids"].astype("int64")).unsqueeze(0)
+        mask = torch.from_numpy(one["labels_mask"].astype(bool)).unsqueeze(0)
+        with torch.no_grad():
+            theirs = plain(input_ids=ids, labels=ids.masked_fill(~mask, -100)).loss
+            mine = task.loss(model, task.collate([one]))
+        count = int(mask[0, 1:].sum())
+        assert task.count(task.collate([one])) == count
+        assert float(mine) / count == pytest.approx(float(theirs), rel=1e-5)
+
+
+def test_counts_and_tokens() -> None:
+    packed, _, samples = make()
+    padded, _, _ = make(train_args={"packing": False})
+    tokens = sum(len(one["input_ids"]) for one in samples)
+    labels = sum(int(one["labels_mask"][1:].sum()) for one in samples)
+    for task in (packed, padded):
+        batch = task.collate(samples)
+        assert (task.num_tokens(batch), task.count(batch)) == (tokens, labels)  # padding counts as neither
+        assert task.prepared is not None
+        assert (task.prepared.train_tokens, task.prepared.label_tokens) == (tokens, labels)
+        assert task.prepared.num_train == len(samples)
+
+
+def test_pretraining_has_loss_on_every_token(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"Line {n}. " * (n + 1)}) + "\n" for n in range(5)))
+    task, model, samples = make("pretrain", str(tmp_path / "a.jsonl"))
+    batch = task.collate(samples)
+    assert task.count(batch) == task.num_tokens(batch) - len(samples)  # all but each sample's first
+    together = loss_and_gradients(task, model, samples)
+    assert together[0] == pytest.approx(sum(loss_and_gradients(task, model, [one])[0] for one in samples), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "rate"), [(MODEL, False, 1e-3), (MODEL, True, 1e-4), ("./folder", False, 2e-5), ("./folder", True, 1e-4)]
+)
+def test_the_learning_rate_where_none_is_given(model: str, lora: bool, rate: float) -> None:
+    config = Config(model=model, dataset="d", lora={"enable": lora})
+    assert LanguageTask(config).default_learning_rate == rate
