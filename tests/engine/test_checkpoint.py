@@ -115,7 +115,16 @@ def test_harm_is_seen(tmp_path: Path, harm: Callable[[Path], None], word: str, n
 
 
 @pytest.mark.parametrize(
-    "manifest", ["", "[]", "{}", '{"files": {}}', '{"files": {"meta.json": 3}}', '{"files": 3}', '{"files": {"state.safetensors": 3, "meta.json": 3}}']
+    "manifest",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"files": {}}',
+        '{"files": {"meta.json": 3}}',
+        '{"files": 3}',
+        '{"files": {"state.safetensors": 3, "meta.json": 3}}',
+    ],
 )
 def test_a_broken_manifest_is_seen(tmp_path: Path, manifest: str) -> None:
     (path,) = save(tmp_path, 1)

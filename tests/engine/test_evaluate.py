@@ -58,9 +58,7 @@ def make_model() -> nn.Module:
 
 
 def on_rank(world: World, num_rows: int, ragged: bool, where: str) -> tuple[EvalResult, bool]:
-    config = Config(
-        model="m", dataset="d", evaluation={"where": where}, train_args={"per_device_eval_batch_size": 2}
-    )
+    config = Config(model="m", dataset="d", evaluation={"where": where}, train_args={"per_device_eval_batch_size": 2})
     model = make_model().train()
     precision = Precision(config.train_args, world.device)
     options = LoaderOptions()

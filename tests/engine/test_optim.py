@@ -46,9 +46,7 @@ def schedule(kind: str, kwargs: dict[str, Any], steps: int = 20) -> Schedule:
 @pytest.mark.parametrize(("kind", "kwargs"), SCHEDULES)
 def test_every_step_has_the_rate_that_transformers_gives(kind: str, kwargs: dict[str, Any]) -> None:
     _, optimizer = make(TrainArgs())
-    theirs = get_scheduler(
-        kind, optimizer, num_warmup_steps=4, num_training_steps=20, scheduler_specific_kwargs=dict(kwargs)
-    )
+    theirs = get_scheduler(kind, optimizer, num_warmup_steps=4, num_training_steps=20, scheduler_specific_kwargs=dict(kwargs))
     expected = []
     for _ in range(20):
         expected.append(optimizer.param_groups[0]["lr"])

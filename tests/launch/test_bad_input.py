@@ -19,7 +19,8 @@ from paceline.models.builtin import resolve_model
 
 PAIRS = [{"prompt": f"How much is {n} + {n}?", "completion": f"It is {2 * n}."} for n in range(8)]
 CHATS = [
-    {"messages": [{"role": "user", "content": one["prompt"]}, {"role": "assistant", "content": one["completion"]}]} for one in PAIRS
+    {"messages": [{"role": "user", "content": one["prompt"]}, {"role": "assistant", "content": one["completion"]}]}
+    for one in PAIRS
 ]
 
 Refused = Callable[..., str]
@@ -153,7 +154,9 @@ def test_gpus_that_are_not_there(here: Path, refused: Refused) -> None:
         many = torch.accelerator.device_count() + 1
         one_line(refused("parallel.device=auto", f"parallel.num_gpus={many}"), f"{many}", "visible", "parallel.device=cpu")
     else:
-        one_line(refused("parallel.device=auto", "parallel.num_gpus=4"), "`parallel.num_gpus: 4`", "no GPU", "parallel.device=cpu")
+        one_line(
+            refused("parallel.device=auto", "parallel.num_gpus=4"), "`parallel.num_gpus: 4`", "no GPU", "parallel.device=cpu"
+        )
         one_line(refused("parallel.device=cuda"), "`parallel.device: cuda`", "no accelerator", "parallel.device=cpu")
 
 

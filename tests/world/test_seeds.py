@@ -24,7 +24,9 @@ def test_the_same_arguments_give_the_same_draws_whatever_came_before() -> None:
     assert draws() == first
 
 
-@pytest.mark.parametrize("other", [(43, "step", 3, 1), (42, "eval", 3, 1), (42, "step", 1, 3), (42, "step", 31), (42, "step", 3)])
+@pytest.mark.parametrize(
+    "other", [(43, "step", 3, 1), (42, "eval", 3, 1), (42, "step", 1, 3), (42, "step", 31), (42, "step", 3)]
+)
 def test_other_arguments_give_other_draws(other: tuple[int, str, int]) -> None:
     seed_everything(42, "step", 3, 1)
     first = draws()

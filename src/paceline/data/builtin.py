@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
 
-_LAYOUT = 1
+_LAYOUT = 2
 _ANSWER_CHARS = 600
 _DOCUMENT_CHARS = 6000
 #: Packages that hold tests, generated tables, or programs rather than a library.
@@ -36,6 +36,14 @@ _QUESTIONS = {
     "class": ["What is the class {name}?", "Explain the Python class {name}.", "What is {name} used for?"],
     "module": ["What is the Python module {name} for?", "What does the module {name} offer?"],
 }  # fmt: skip
+
+#: An answer begins with what the thing is and where it belongs, then quotes its docstring.
+_OPENINGS = {
+    "function": "`{name}{args}` is a function of the module `{owner}`. ",
+    "method": "`{name}{args}` is a method of the class `{owner}`. ",
+    "class": "`{name}` is a class of the module `{owner}`. ",
+    "module": "`{name}` is a module of Python's standard library. ",
+}
 
 
 def builtin_datasets() -> list[str]:
@@ -86,10 +94,11 @@ def python_docs() -> Iterator[dict[str, object]]:
             seen.add(answer)
             wordings = _QUESTIONS[kind]
             wording = wordings[zlib.crc32(name.encode()) % len(wordings)]
+            opening = _OPENINGS[kind].format(name=name, args=args, owner=name.rpartition(".")[0])
             yield {
                 "messages": [
                     {"role": "user", "content": wording.format(name=name, args=args)},
-                    {"role": "assistant", "content": answer},
+                    {"role": "assistant", "content": opening + answer},
                 ]
             }
 

@@ -45,7 +45,6 @@ def save(folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str
         RunError: it could not be written (full disk, no permission); every earlier checkpoint is untouched and what was
             begun is removed.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     final = folder / name_of(step)
@@ -66,11 +65,11 @@ def save(folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str
             shutil.rmtree(final)
         os.replace(aside, final)
         fsync_dir(folder)
-    except (OSError, SafetensorError) as error:
+    except write_errors() as error:
         shutil.rmtree(aside, ignore_errors=True)
         free = _free_bytes(folder)
         raise RunError(
-            f"the checkpoint of step {step} could not be written to {final}: {_reason(error)} "
+            f"the checkpoint of step {step} could not be written to {final}: {reason_of(error)} "
             f"(it needs {size:,} bytes, {human_bytes(size)}; free: {human_bytes(free) if free is not None else 'not known'})",
             fix="free some space, or set another `output_dir`; earlier checkpoints are untouched and the same command goes on "
             "from the newest",
@@ -78,8 +77,19 @@ def save(folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str
     return Saved(final, sum(int(one["size_bytes"]) for one in files.values()))
 
 
-def _reason(error: BaseException) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+def write_errors() -> tuple[type[Exception], ...]:
+    """What a write of tensors may raise: safetensors has an error of its own for a full disk."""
+    from safetensors import SafetensorError
+
+    return OSError, SafetensorError
+
+
+def reason_of(error: BaseException) -> str:
+    """``No space left on device``, out of whatever words a library puts around it."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    inner = re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error))
+    return inner[1] if inner else str(error)
 
 
 def _free_bytes(folder: Path) -> int | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import replace_dir
+from paceline.engine import checkpoint
 from paceline.engine.generate import load_model, model_folder
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -46,9 +47,9 @@ def export(run: Path, *, merge: bool = False, output: str | None = None, dtype: 
         model.save_pretrained(str(aside))
         tokenizer.save_pretrained(str(aside))
         replace_dir(aside, final)
-    except OSError as error:
+    except checkpoint.write_errors() as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise RunError(
-            f"{final} could not be written: {error.strerror or error}", fix="free some space or give --output DIR"
+            f"{final} could not be written: {checkpoint.reason_of(error)}", fix="free some space or give --output DIR"
         ) from error
     return final

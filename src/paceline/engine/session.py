@@ -18,7 +18,7 @@ from paceline.config.resolve import Derived
 from paceline.config.schema import Config
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.events import EventLog
-from paceline.core.files import replace_dir, write_atomic
+from paceline.core.files import human_bytes, replace_dir, write_atomic
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.data.loader import LoaderOptions, train_steps
 from paceline.data.order import SampleOrder
@@ -283,10 +283,11 @@ def _save_model(session: Session) -> None:
             aside.mkdir()
             session.task.save_model(session.model, aside)
             replace_dir(aside, final)
-        except OSError as error:
+        except checkpoint.write_errors() as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise RunError(
-                f"the trained model could not be written to {final}: {error.strerror or error}",
+                f"the trained model could not be written to {final}: {checkpoint.reason_of(error)} (free: "
+                f"{human_bytes(shutil.disk_usage(final.parent).free)})",
                 fix="free some space; the same command goes on from the last checkpoint and writes it",
             ) from error
     session.world.barrier()

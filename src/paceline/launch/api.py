@@ -138,6 +138,8 @@ def _result(outcome: dict[str, Any], options: Options) -> Result:
             print(outcome["traceback"], file=sys.stderr)
         raise _Told(outcome["text"], outcome["exit_code"])
     if outcome["status"] == "stopped" and outcome.get("report") is None and outcome["exit_code"] in (EXIT_SIGINT, EXIT_SIGTERM):
+        with contextlib.suppress(OSError, ValueError):
+            print("stopped before the training began", file=sys.stderr, flush=True)
         return Result(outcome["exit_code"])
     return Result(outcome["exit_code"], outcome["report"])
 

@@ -88,6 +88,8 @@ class LocalRun:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         if self.signal is not None:
+            if number == getattr(signal, "SIGHUP", None):
+                return  # a closed terminal sends it twice, by the kernel and by the shell; nobody asks for haste
             self._kill_ranks()
             os._exit(_stop_code(self.signal))
         self.signal = number

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.forkserver
+import os
 import signal
 import threading
 
@@ -34,10 +35,19 @@ def start_fork_server(config: Config) -> None:
     elif config.task == "classify":
         modules.append("paceline.tasks.classify")
     multiprocessing.set_forkserver_preload(modules)
-    # A Ctrl-C while it imports must not print its traceback: it inherits "ignore" and ends with the launcher.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
+    # A Ctrl-C or a closed terminal reaches the whole process group. The server inherits "ignore": it prints no traceback, lets
+    # the ranks save their checkpoint, and ends with the launcher.
+    numbers = [signal.SIGINT] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []) if in_main else []
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    warnings_before = os.environ.get("PYTHONWARNINGS")
+    # Where a run is ended at once, what clears up behind it need not speak of it.
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [warnings_before, "ignore:resource_tracker:UserWarning"]))
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
-        if in_main:
-            signal.signal(signal.SIGINT, before)
+        if warnings_before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = warnings_before
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -22,7 +22,7 @@ from paceline.data.tokenizer import QWEN2_WORDS
 if TYPE_CHECKING:
     import numpy as np
 
-_LAYOUT = 1
+_LAYOUT = 2
 _SEED = 20
 _INIT_STD = 0.02
 VOCAB_SIZE = 8192

@@ -79,9 +79,10 @@ def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Device
         )
     if kind is None or not names:
         if parallel.num_gpus != "auto" and ranks_given is None:
+            ranks = counted(int(parallel.num_gpus), "rank")
             raise ConfigError(
                 f"`parallel.num_gpus: {wanted}` was asked for, and no GPU was found{limited}",
-                fix=f"check the driver with `nvidia-smi`; or run on the CPU with {counted(int(parallel.num_gpus), 'rank')} by `parallel.device=cpu`",
+                fix=f"check the driver with `nvidia-smi`; or run on the CPU with {ranks} by `parallel.device=cpu`",
             )
         if parallel.device != "auto":
             raise ConfigError(f"no device of type {parallel.device} was found{limited}", fix="set `parallel.device=cpu`")

@@ -1,0 +1,62 @@
+"""Configs written in the keys of ms-swift, LLaMA-Factory, axolotl and TRL train as they stand, given a model and data."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import events, report, run
+
+from paceline.config.load import load_config
+from paceline.models.builtin import resolve_model
+
+pytestmark = pytest.mark.slow
+
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs-from-other-tools"
+# A few keys of each that are read under another name, and of those that mean nothing here.
+SAID = {
+    "ms_swift_lora_sft": (["tuner_type", "torch_dtype", "truncation_strategy"], ["padding_free", "freeze_vit", "model_author"]),
+    "llama_factory_lora_sft": (["model_name_or_path", "cutoff_len", "val_size"], ["plot_loss", "preprocessing_num_workers"]),
+    "axolotl_lora": (["base_model", "sequence_len", "micro_batch_size"], ["dataset_prepared_path", "loss_watchdog_threshold"]),
+    "trl_sft": (["use_peft", "dataset_name", "assistant_only_loss"], ["hub_model_id", "log_level"]),
+}
+
+
+def test_there_is_one_of_each_tool() -> None:
+    assert {one.stem for one in CONFIGS.glob("*.yaml")} == set(SAID)
+
+
+@pytest.mark.parametrize("name", sorted(SAID))
+def test_it_trains(tmp_path: Path, name: str) -> None:
+    rows = [{"instruction": f"Add {n} and {n}.", "input": "", "output": f"It is {2 * n}."} for n in range(120)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    folder = tmp_path / "run"
+    words = [
+        f"model={resolve_model('builtin:qwen2-micro')}", f"dataset={tmp_path / 'rows.json'}", f"output_dir={folder}",
+        "parallel.device=cpu", "max_steps=2", "dataloader_num_workers=0",
+    ]  # fmt: skip
+    config = CONFIGS / f"{name}.yaml"
+    done = run(str(config), *words)
+    found = report(folder)
+    assert (found["status"], found["steps"], found["world_size"]) == ("done", 2, 2)
+    assert found["data"]["read"] == 120
+    assert (folder / "model" / "adapter_config.json").is_file()
+
+    # Each key is spoken of once; none is dropped in silence.
+    loaded = load_config(config, words)
+    lines = done.stderr.splitlines()
+    for _, text in loaded.notices:
+        assert [line.removeprefix("warning: ") for line in lines].count(text) == 1, text
+    mapped, ignored = SAID[name]
+    notices = [text for _, text in loaded.notices]
+    for key in (*mapped, *ignored):
+        assert any(f"`{key}" in text for text in notices), f"{key} is not spoken of"
+    native = yaml.safe_load((folder / "config.yaml").read_text())
+    known = set(native) | set(native["train_args"]) | set(native["lora"])
+    for key in yaml.safe_load(config.read_text()):
+        assert key in known or any(f"`{key}" in text for text in notices), f"{key} was dropped in silence"
+    told = Counter(event["text"] for event in events(folder, "notice"))
+    assert all(number == 1 for number in told.values()), told

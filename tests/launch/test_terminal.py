@@ -1,0 +1,63 @@
+"""What a terminal does to a run: it is closed, its reader goes away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import MICRO, events, report, start, train
+
+pytestmark = pytest.mark.slow
+
+
+def wait_for_step(folder: Path, process: subprocess.Popen[str], step: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        if (folder / "events.jsonl").exists() and any(one["step"] >= step for one in events(folder, "step")):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def test_a_closed_terminal_commits_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(*MICRO, f"output_dir={folder}", "max_steps=400", start_new_session=True)
+    wait_for_step(folder, process, 2)
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    # The kernel tells the whole process group, then the shell tells it once more.
+    os.killpg(process.pid, signal.SIGHUP)
+    os.killpg(process.pid, signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert psutil.wait_procs(everyone, timeout=6)[1] == []
+    found = report(folder)
+    assert found["status"] == "stopped"
+    assert (folder / "checkpoints" / f"step-{found['steps']:08d}").is_dir()
+
+
+@pytest.mark.parametrize("lines", [0, 8])
+def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, lines: int) -> None:
+    folder = tmp_path / "run"
+    process = start(*MICRO, f"output_dir={folder}", "max_steps=3", "parallel.num_gpus=1")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for _ in range(lines):
+        process.stderr.readline()
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=90) == 0
+    assert report(folder)["status"] == "done"
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    done = train(tmp_path / "run", "max_steps=3", "parallel.num_gpus=1", "--json")
+    assert "\x1b" not in done.stderr
+    assert "\r" not in done.stderr
+    assert "step 3/3" in done.stderr  # --json moves no text: it is on standard error as ever
+    assert done.stdout.startswith("{")
