@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """``function(world, *args)`` on each of ``world_size`` ranks; their results in order of rank. A failed rank fails the test."""
+    """``function(world, *args)`` on each of ``world_size`` ranks; results in order of rank. A failed rank fails the test."""
     import torch
 
     context = multiprocessing.get_context("forkserver")

@@ -16,6 +16,8 @@ REPORT_KEYS = {
     "peak_memory_bytes", "state_memory_bytes", "traffic_bytes_per_step", "restarts", "resumed_from_step", "data",
 }  # fmt: skip
 
+LORA = ("lora.enable=true", "lora.rank=4", "bf16=true")
+
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
@@ -28,7 +30,15 @@ def full(tmp_path_factory):
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora") / "run"
-    train(folder, "lora.enable=true", "lora.rank=4", "max_steps=4", "learning_rate=1e-2", "bf16=true", "gradient_checkpointing=true")
+    train(
+        folder,
+        "lora.enable=true",
+        "lora.rank=4",
+        "max_steps=4",
+        "learning_rate=1e-2",
+        "bf16=true",
+        "gradient_checkpointing=true",
+    )
     return folder
 
 
@@ -111,21 +121,21 @@ def test_generate_answers(full):
 
 
 def test_going_on_from_an_adapter(lora, tmp_path):
-    train(tmp_path / "run", "lora.enable=true", f"lora.adapter={lora / 'model'}", "max_steps=2", "bf16=true", "learning_rate=1e-3")
+    train(
+        tmp_path / "run", "lora.enable=true", f"lora.adapter={lora / 'model'}", "max_steps=2", "bf16=true", "learning_rate=1e-3"
+    )
     assert losses(tmp_path / "run")[0] < losses(lora)[0]
 
 
 def test_the_same_command_again_says_it_is_done(lora):
     before = (lora / "report.json").stat().st_mtime_ns
-    again = train(
-        lora, "lora.enable=true", "lora.rank=4", "max_steps=4", "learning_rate=1e-2", "bf16=true", "gradient_checkpointing=true"
-    )
+    again = train(lora, *LORA, "max_steps=4", "learning_rate=1e-2", "gradient_checkpointing=true")
     assert "done already" in again.stderr
     assert (lora / "report.json").stat().st_mtime_ns == before
 
 
 def test_a_changed_config_is_shown_and_refused_unless_told(lora):
-    words = ("lora.enable=true", "lora.rank=4", "max_steps=6", "learning_rate=5e-3", "bf16=true")
+    words = (*LORA, "max_steps=6", "learning_rate=5e-3")
     refused = train(lora, *words, expect=2)
     assert "train_args.learning_rate: 0.01 → 0.005" in refused.stderr
     assert "--allow-config-change" in refused.stderr

@@ -27,9 +27,7 @@ def test_packed_logits_and_gradients_are_those_of_each_sample_alone(name, model)
     model.zero_grad()
     assert choose_packing(model, torch.device("cpu")) == "segments"
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
-    packed = model(
-        input_ids=torch.cat(samples, dim=1), position_ids=positions, segment_lengths=LENGTHS, use_cache=False
-    ).logits
+    packed = model(input_ids=torch.cat(samples, dim=1), position_ids=positions, segment_lengths=LENGTHS, use_cache=False).logits
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
     packed.square().sum().backward()
     for key, one in model.named_parameters():

@@ -82,8 +82,10 @@ class TrainArgs(Section):
     """The training itself, under the names of transformers' TrainingArguments."""
 
     learning_rate: float | None = Field(
-        None, ge=0, description="Peak learning rate. Default: 1e-4 with LoRA, 2e-5 for full fine-tuning of a pretrained "
-        "model, 1e-3 for a built-in or the user's own model."
+        None,
+        ge=0,
+        description="Peak learning rate. Default: 1e-4 with LoRA, 2e-5 for full fine-tuning of a pretrained "
+        "model, 1e-3 for a built-in or the user's own model.",
     )
     per_device_train_batch_size: int = Field(4, ge=1, description="Samples in a micro-batch on one rank.")
     per_device_eval_batch_size: int | None = Field(
@@ -105,8 +107,10 @@ class TrainArgs(Section):
         "adamw", description="Optimizer; torch's, fused where it can be, and transformers' Adafactor."
     )
     weight_decay: float = Field(
-        0.0, ge=0, description="Weight decay, never on biases and norms: decoupled with `adamw` and `adafactor`, else added to "
-        "the gradient, as torch's optimizers do."
+        0.0,
+        ge=0,
+        description="Weight decay, never on biases and norms: decoupled with `adamw` and `adafactor`, else added to "
+        "the gradient, as torch's optimizers do.",
     )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam's beta 1.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Adam's beta 2.")
@@ -176,9 +180,7 @@ class Config(Section):
 
     model: Text = Field(description="Hub id, local folder, or `builtin:NAME`.")
     tokenizer: Text | None = Field(None, description="Hub id or folder of the tokenizer. Default: the model's.")
-    task: Text = Field(
-        "sft", description="`sft`, `pretrain`, `classify`, or your own as `./file.py:Class`."
-    )
+    task: Text = Field("sft", description="`sft`, `pretrain`, `classify`, or your own as `./file.py:Class`.")
     dataset: Text | DatasetSource | list[Text | DatasetSource] = Field(
         description="Path, hub id, well-known name, `builtin:NAME`, any of them as `path#N` for N samples, or a list."
     )
