@@ -14,8 +14,9 @@ def test_questions_and_answers() -> None:
     rows = [json.loads(line) for line in builtin_dataset("python-docs").read_text(encoding="utf-8").splitlines()]
     assert len(rows) > 2000
     pairs = [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
-    assert any("json.dumps" in question and answer.startswith("Serialize ``obj``") for question, answer in pairs)
-    assert all(20 <= len(answer) <= 601 for _, answer in pairs)
+    answer = next(answer for question, answer in pairs if "json.dumps" in question)
+    assert answer.startswith("`json.dumps(obj)` is a function of the module `json`. Serialize ``obj``")
+    assert all(40 <= len(answer) <= 900 for _, answer in pairs)
     assert len({question for question, _ in pairs}) > 0.95 * len(pairs)
 
 

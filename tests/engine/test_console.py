@@ -107,7 +107,9 @@ def test_plain_lines_are_about_one_a_second_with_first_and_last():
 
 
 def test_a_run_that_ends_early_shows_its_last_step():
-    text = plain([start(), step(1), step(2), step(3), {"type": "run_end", "time": 1001.0, "status": "stopped", "step": 3}])
+    text = plain(
+        [start(), step(1), step(2), step(3), {"type": "run_end", "time": 1001.0, "status": "stopped", "step": 3, "wall_s": 1.0}]
+    )
     assert "step 3/40" in text
     assert "stopped" in text
     assert "3 of 40 steps in 1.0 s" in text
@@ -145,7 +147,14 @@ def test_a_checkpoint_that_failed_is_said():
 
 
 def test_end_says_where_things_are_and_what_to_type():
-    text = plain([start(), step(1, 3.0), step(40, 1.0), {"type": "run_end", "time": 1065.0, "status": "done", "step": 40}])
+    text = plain(
+        [
+            start(),
+            step(1, 3.0),
+            step(40, 1.0),
+            {"type": "run_end", "time": 1065.0, "status": "done", "step": 40, "wall_s": 65.0},
+        ]
+    )
     assert "training loss 3.0000 → 1.0000" in text
     for part in (
         "1 min 05 s",

@@ -289,7 +289,7 @@ def resume_hint(output_dir: str, config: dict[str, Any]) -> str:
 def _how_it_went(progress: Progress, event: Event) -> str:
     step = event.get("step") if event.get("step") is not None else progress.done
     total = f" of {progress.total:,}" if progress.total and step != progress.total else ""
-    parts = [f"{wording.count(step)}{total} steps"]
+    parts = [f"{wording.count(step)}{total} step{'' if step == 1 and not total else 's'}"]
     wall_s = wording.finite(event.get("wall_s"))
     if wall_s is not None:
         parts[0] += f" in {wording.duration(wall_s)}"

@@ -17,7 +17,6 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.core.words import counted
 from paceline.engine import checkpoint
-from paceline.models.files import check_files
 from paceline.parallel import resolve_mode
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared
@@ -61,8 +60,6 @@ def check_early(config: Config) -> None:
         from paceline.engine.tensorboard import check_tensorboard
 
         check_tensorboard()
-    if config.task in ("sft", "pretrain"):
-        check_files(config)
 
 
 def check_output_dir(folder: Path) -> None:

@@ -18,11 +18,36 @@ def check_files(config: Config) -> None:
     Raises:
         ConfigError: a folder that is not there, JSON that does not parse, no weights.
     """
-    folder = Path(config.model).expanduser()
-    if not config.model.startswith("builtin:") and folder.is_dir():
+    name = config.model
+    folder = Path(name).expanduser()
+    looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not name.startswith("builtin:"):
+        _check_folder(folder)
         _check_model(folder)
     if config.lora.adapter is not None:
         _check_adapter(config)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.exists():
+        raise ConfigError(
+            f"`model: {folder}` does not exist",
+            allowed="a folder with config.json and weights, a hub id such as Qwen/Qwen2.5-0.5B, or builtin:qwen2-tiny",
+            fix="check the path",
+        )
+    if not folder.is_dir():
+        raise ConfigError(f"`model: {folder}` is a file", allowed="the folder that holds config.json and the weights")
+    if not (folder / "config.json").is_file():
+        found = ", ".join(sorted(one.name for one in folder.iterdir())[:6]) or "nothing"
+        hint = ""
+        if (folder / "adapter_config.json").is_file():
+            base = _read_object(folder / "adapter_config.json", f"`model: {folder}`").get("base_model_name_or_path")
+            hint = f"it is a LoRA adapter: set `model: {base}` and `lora: {{enable: true, adapter: {folder}}}`"
+        raise ConfigError(
+            f"`model: {folder}` is no model: it has no config.json (found: {found})",
+            allowed="a folder that save_pretrained wrote, with config.json and weights",
+            fix=hint or "check the path",
+        )
 
 
 def _check_model(folder: Path) -> None:

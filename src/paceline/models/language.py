@@ -15,46 +15,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def check_model(config: Config) -> None:
-    """Raise ConfigError for a local folder that is no model, or an adapter folder that is none. Reads no weights."""
-    name = config.model
-    if name.startswith("builtin:"):
-        return
-    folder = Path(name).expanduser()
-    looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local:
-        _check_folder(folder, "model")
-    if config.lora.adapter is not None:
-        adapter = Path(config.lora.adapter).expanduser()
-        if adapter.exists() and not (adapter / "adapter_config.json").is_file():
-            raise ConfigError(
-                f"`lora.adapter: {config.lora.adapter}` has no adapter_config.json",
-                fix="give the folder that peft's save_pretrained wrote (in a run of Paceline: RUN/model)",
-            )
-
-
-def _check_folder(folder: Path, key: str) -> None:
-    if not folder.exists():
-        raise ConfigError(
-            f"`{key}: {folder}` does not exist",
-            allowed="a folder with config.json and weights, a hub id such as Qwen/Qwen2.5-0.5B, or builtin:qwen2-tiny",
-            fix="check the path",
-        )
-    if not folder.is_dir():
-        raise ConfigError(f"`{key}: {folder}` is a file", allowed="the folder that holds config.json and the weights")
-    if not (folder / "config.json").is_file():
-        found = ", ".join(sorted(one.name for one in folder.iterdir())[:6]) or "nothing"
-        hint = ""
-        if (folder / "adapter_config.json").is_file():
-            base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
-            hint = f"it is a LoRA adapter: set `model: {base}` and `lora: {{enable: true, adapter: {folder}}}`"
-        raise ConfigError(
-            f"`{key}: {folder}` is no model: it has no config.json (found: {found})",
-            allowed="a folder that save_pretrained wrote, with config.json and weights",
-            fix=hint or "check the path",
-        )
-
-
 def model_type(name: str) -> str | None:
     """The ``model_type`` of a local model folder, without importing anything; None where it cannot be read."""
     try:

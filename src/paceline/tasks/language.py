@@ -10,6 +10,7 @@ from typing import Any
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models import language
+from paceline.models.files import check_files
 from paceline.tasks.base import Prepared, Task
 
 
@@ -26,7 +27,7 @@ class LanguageTask(Task):
         self._told_segments = False
 
     def check(self) -> None:
-        language.check_model(self.config)
+        check_files(self.config)
 
     def prepare(self) -> Prepared:
         from paceline.data.tokenize import prepare_tokens
