@@ -28,7 +28,8 @@ MODEL = "builtin:qwen2-tiny"
 MEDIAN_TOKENS, SIGMA, MIN_TOKENS, MAX_TOKENS = 120, 0.8, 30, 600
 EVAL_ROWS = 128
 TURN_TOKENS = 5  # what the chat template puts around a message
-TIMEOUT_S = 600.0
+TIMEOUT_S = 900.0
+GRACE_S = 45.0  # torchrun gives its ranks 30 seconds
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ def make_chats(rows: list[Any], count: int, tokenizer: Any, rng: np.random.Gener
     for target in np.clip(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, count), MIN_TOKENS, MAX_TOKENS):
         chat: list[Any] = []
         length = 0
-        while (fitting := int(np.searchsorted(ordered, target - length, side="right"))) > 0:
-            pick = by_size[rng.integers(fitting)]
+        while (fitting := int(np.searchsorted(ordered, target - length, side="right"))) > 0 or not chat:
+            pick = by_size[rng.integers(max(1, fitting))]
             chat += rows[pick]
             length += int(sizes[pick])
         chats.append((chat, length))
@@ -228,11 +229,21 @@ def run_command(command: list[str], work: Work) -> float:
         except subprocess.TimeoutExpired:
             exit_code = None
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end(process)
     if exit_code != 0:
         tail = log.read_text(errors="replace")[-3000:]
         how = f"ran longer than {TIMEOUT_S:.0f} s" if exit_code is None else f"ended with {exit_code}"
         raise BenchmarkFailed(f"{' '.join(command[:6])} … {how}:\n{tail}")
     return given_at
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a command that still runs; politely first, for torchrun alone knows its ranks, which are in other sessions."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

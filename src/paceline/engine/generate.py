@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     folder = model_folder(run)
     base = folder
     if (folder / "adapter_config.json").is_file():

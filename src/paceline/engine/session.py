@@ -264,6 +264,7 @@ def _quiet_libraries(config: Config) -> None:
 
     # peft calls what transformers deprecates: nothing that the person who trains could change.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # said once, by the launcher
     if "transformers" in sys.modules or config.task in ("sft", "pretrain"):
         from transformers.utils import logging as transformers_logging
 

@@ -111,6 +111,10 @@ def plan_run(
     for level, text in prepared.notices:
         say(level, text)
     notices += prepared.notices
+    crowded = _crowded_loaders(config, world_size if devices is None else devices.count)
+    for level, text in crowded:
+        say(level, text)
+    notices += crowded
     derived = derive(
         config,
         world_size=world_size,
@@ -139,6 +143,15 @@ def check_free(run_dir: RunDir, say: Say) -> None:
             lock_run(run_dir, wait_s=10.0).close()
         except RunError as error:
             raise ConfigError(error.what, fix=error.fix) from error
+
+
+def _crowded_loaders(config: Config, num_ranks: int) -> list[tuple[str, str]]:
+    from paceline.world.device import cpu_cores
+
+    loaders, cores = config.train_args.dataloader_num_workers * num_ranks, cpu_cores()
+    if loaders <= cores:
+        return []
+    return [("warning", f"{loaders} loader processes on {cores} cores: fewer (`dataloader_num_workers`) may be faster")]
 
 
 def _check_sizes(config: Config, derived: Derived, prepared: Prepared) -> None:
