@@ -26,7 +26,7 @@ MAX_GRAD_NORM = 1.0
 MODEL = "builtin:qwen2-tiny"
 #: Lengths of the chats in tokens: log-normal, cut to this range.
 MEDIAN_TOKENS, SIGMA, MIN_TOKENS, MAX_TOKENS = 120, 0.8, 30, 600
-EVAL_ROWS = 128
+EVAL_ROWS = 64
 TURN_TOKENS = 5  # what the chat template puts around a message
 TIMEOUT_S = 900.0
 GRACE_S = 45.0  # torchrun gives its ranks 30 seconds

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -78,11 +78,12 @@ GOALS = [
     Goal("peak memory of a rank", peak, "handwritten", at_most=1.0),
 ]
 MAX_LOSS_DIFFERENCE = 0.01
+WARM_UP_STEPS = 2
 
 
 def main() -> int:
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a contender under way is ended too
+    signal.signal(signal.SIGTERM, _on_sigterm)
     names = [one for one in CONTENDERS if one in args.only]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         work = common.make_work(Path(folder), args.steps)
@@ -90,9 +91,11 @@ def main() -> int:
             _say(line)
         runs: Runs = {name: [] for name in names}
         try:
-            for number in range(args.rounds + 1):  # the first round warms the file cache and is thrown away
+            for number in range(args.rounds + 1):
+                # A short first round warms the file cache and is thrown away.
+                this = work if number else replace(work, batches=work.batches[:WARM_UP_STEPS])
                 for name in names:
-                    measured = CONTENDERS[name](work)
+                    measured = CONTENDERS[name](this)
                     _say(_progress(number, name, measured))
                     if number > 0:
                         runs[name].append(measured)
@@ -108,10 +111,15 @@ def main() -> int:
     return 0
 
 
+def _on_sigterm(*_: object) -> None:
+    _say("SIGTERM: the contender under way is ended, nothing is written")
+    sys.exit(143)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how often each contender is measured (default 3)")
-    parser.add_argument("--steps", type=int, default=30, help="training steps of a run (default 30)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of a run (default 20)")
     parser.add_argument("--only", type=_names, default=list(CONTENDERS), help="some of: " + ",".join(CONTENDERS))
     parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
     parser.add_argument("--output", type=Path, help="write FILE.md (the tables) and FILE.json (everything measured)")
@@ -242,8 +250,8 @@ def as_markdown(found: dict[str, Any]) -> str:
     lines += ["", "| Paceline against | what | ratio | lowest to highest of a round | goal | |", "|---|---|---:|---:|---:|---|"]
     for goal in found["goals"]:
         lines.append(
-            f"| {TITLES[goal['rival']]} | {goal['what']} | {goal['ratio']:.3f} | "
-            f"{goal['lowest']:.3f} to {goal['highest']:.3f} | {goal['bound']} | {'met' if goal['met'] else 'missed'} |"
+            f"| {TITLES[goal['rival']]} | {goal['what']} | {goal['ratio']:.4f} | "
+            f"{goal['lowest']:.4f} to {goal['highest']:.4f} | {goal['bound']} | {'met' if goal['met'] else 'missed'} |"
         )
     return "\n".join(lines)
 

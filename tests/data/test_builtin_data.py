@@ -15,7 +15,7 @@ def test_questions_and_answers() -> None:
     assert len(rows) > 2000
     pairs = [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
     answer = next(answer for question, answer in pairs if "json.dumps" in question)
-    assert answer.startswith("`json.dumps(obj)` is a function of the module `json`. Serialize ``obj``")
+    assert answer.startswith("A function of the module `json`: `json.dumps(obj)`. Serialize ``obj``")
     assert all(40 <= len(answer) <= 900 for _, answer in pairs)
     assert len({question for question, _ in pairs}) > 0.95 * len(pairs)
 

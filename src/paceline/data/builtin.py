@@ -39,10 +39,10 @@ _QUESTIONS = {
 
 #: An answer begins with what the thing is and where it belongs, then quotes its docstring.
 _OPENINGS = {
-    "function": "`{name}{args}` is a function of the module `{owner}`. ",
-    "method": "`{name}{args}` is a method of the class `{owner}`. ",
-    "class": "`{name}` is a class of the module `{owner}`. ",
-    "module": "`{name}` is a module of Python's standard library. ",
+    "function": "A function of the module `{owner}`: `{name}{args}`. ",
+    "method": "A method of the class `{owner}`: `{name}{args}`. ",
+    "class": "A class of the module `{owner}`: `{name}`. ",
+    "module": "A module of Python's standard library: `{name}`. ",
 }
 
 
