@@ -95,7 +95,10 @@ def _write_model(folder: Path, shape: _Shape) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((tokenizer / name).read_bytes())
     ids = {"eos_token_id": 2, "pad_token_id": 0}
-    _write_json(folder / "generation_config.json", {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False})
+    _write_json(
+        folder / "generation_config.json",
+        {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False, "repetition_penalty": 1.3},
+    )
     save_file(dict(_weights(shape)), str(folder / "model.safetensors"), metadata={"format": "pt"})
     _write_json(
         folder / "config.json",
