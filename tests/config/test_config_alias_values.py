@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.config.load import Loaded, load_config
+from paceline.config.load import Loaded
 
 BASE = "model: m\ndataset: d\n"
 Load = Callable[..., Loaded]
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> Load:
-    def load_text(text: str, overrides: Any = ()) -> Loaded:
-        path = tmp_path / "c.yaml"
-        path.write_text(text)
-        return load_config(path, overrides)
-
-    return load_text
 
 
 def get(loaded: Loaded, key: str) -> Any:

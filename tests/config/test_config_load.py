@@ -31,16 +31,6 @@ train_args:
 Load = Callable[..., Loaded]
 
 
-@pytest.fixture
-def load(tmp_path: Path) -> Load:
-    def load_text(text: str, overrides: Any = ()) -> Loaded:
-        path = tmp_path / "c.yaml"
-        path.write_text(text)
-        return load_config(path, overrides)
-
-    return load_text
-
-
 def error(load: Load, text: str, overrides: Any = ()) -> str:
     with pytest.raises(ConfigError) as caught:
         load(text, overrides)

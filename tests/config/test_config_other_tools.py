@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,16 +18,6 @@ from paceline.config.schema import TrainArgs
 BASE = "model: m\ndataset: d\n"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "configs-from-other-tools").glob("*.yaml"))
 Load = Callable[..., Loaded]
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> Load:
-    def load_text(text: str, overrides: Any = ()) -> Loaded:
-        path = tmp_path / "c.yaml"
-        path.write_text(text)
-        return load_config(path, overrides)
-
-    return load_text
 
 
 def test_there_are_enough_keys_and_the_tables_agree() -> None:

@@ -8,19 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.config.load import Loaded, load_config
+from paceline.config.load import Loaded
 
 Load = Callable[..., Loaded]
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> Load:
-    def load_text(text: str, overrides: Any = ()) -> Loaded:
-        path = tmp_path / "c.yaml"
-        path.write_text(text)
-        return load_config(path, overrides)
-
-    return load_text
 
 
 @pytest.mark.parametrize(
