@@ -135,9 +135,9 @@ class World:
             self.sum(0.0)
 
     def close(self) -> None:
-        """Leave the process group. Gloo's is left to the end of the process: to destroy it joins its threads, which can wait for
-        the very interpreter lock that the caller holds; every rank has passed the last barrier by then, and the sockets close
-        with the process."""
+        """Leave the process group. Gloo's is left to the end of the process: to destroy it joins its threads, which can wait
+        for the very interpreter lock that the caller holds; every rank has passed the last barrier by then, and the sockets
+        close with the process."""
         if dist.is_initialized() and dist.get_backend() != "gloo":
             dist.destroy_process_group()
 
