@@ -12,7 +12,7 @@ import pytest
 
 from paceline.core.events import EventLog, read_events
 from paceline.core.run_dir import RunDir
-from paceline.engine.report import REPORT_KEYS, console_summary, write_reports
+from paceline.engine.report import REPORT_KEYS, write_reports
 from paceline.engine.report_html import render_report
 from paceline.engine.report_plots import MAX_POINTS, Plot, Series, downsample, draw, smooth, tick_label, ticks
 
@@ -343,12 +343,3 @@ def test_a_stack_adds_up():
     lower = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", shapes[0]["d"])]
     assert top[2:] == lower[:2]  # the lower edge of b is the upper edge of a
     assert (400 - top[0]) == pytest.approx(4 * (400 - lower[0]), rel=1e-3)
-
-
-def test_summary_for_a_person_says_what_was_measured():
-    lines = "\n".join(console_summary(report(final_eval_loss=None, tokens_per_second=None)))
-    assert "3.5000 → 0.9300" in lines
-    assert "2 min 19 s" in lines
-    assert "evaluation" not in lines
-    assert "tokens/s" not in lines
-    assert "500 read, 480 kept, 3 truncated, 20 dropped (20 empty)" in lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,14 @@ def digest(path: Path) -> str:
     from paceline.engine import checkpoint
 
     return checkpoint.inspect(checkpoint.find(path))["digest"]
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 60.0) -> None:
+    """Until the run has made ``step`` updates; fails where it ends before."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        if (folder / "events.jsonl").exists() and any(one["step"] >= step for one in events(folder, "step")):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")

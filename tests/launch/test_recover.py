@@ -7,7 +7,7 @@ import time
 
 import psutil
 import pytest
-from commands import MICRO, digest, events, report, start, train
+from commands import MICRO, digest, events, report, start, train, wait_for_step
 
 pytestmark = pytest.mark.slow
 
@@ -27,16 +27,6 @@ def undisturbed(tmp_path_factory):
 
 def begin(folder):
     return start(*MICRO, f"output_dir={folder}", *WORDS)
-
-
-def wait_for_step(folder, step, process, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[1]
-        if (folder / "events.jsonl").exists() and any(one["step"] >= step for one in events(folder, "step")):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached")
 
 
 def ranks_of(process):

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from commands import MICRO, events, report, start, train
+from commands import MICRO, report, start, train, wait_for_step
 
 pytestmark = pytest.mark.slow
-
-
-def wait_for_step(folder: Path, process: subprocess.Popen[str], step: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[1]
-        if (folder / "events.jsonl").exists() and any(one["step"] >= step for one in events(folder, "step")):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached")
 
 
 def test_a_closed_terminal_commits_a_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(*MICRO, f"output_dir={folder}", "max_steps=400", start_new_session=True)
-    wait_for_step(folder, process, 2)
+    wait_for_step(folder, 2, process)
     everyone = psutil.Process(process.pid).children(recursive=True)
     # The kernel tells the whole process group, then the shell tells it once more.
     os.killpg(process.pid, signal.SIGHUP)

@@ -102,9 +102,3 @@ def _range(metadata: list[Any]) -> str:
         elif (value := getattr(one, "lt", None)) is not None:
             high = f"less than {value}"
     return " of " + " and ".join(part for part in (low, high) if part) if low or high else ""
-
-
-def default_of(key: str) -> Any:
-    """The default of a dotted key, or None where it has none or must be given."""
-    info = KEYS[key]
-    return None if info.is_required() else info.get_default(call_default_factory=True)

@@ -8,7 +8,6 @@ from typing import Any
 from paceline.core.events import read_events
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.run_dir import RunDir
-from paceline.engine import wording
 
 REPORT_KEYS = (
     "status", "strategy", "world_size", "device", "steps", "epochs", "samples_seen", "train_tokens", "label_tokens",
@@ -59,27 +58,3 @@ def _for_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _for_json(item) for key, item in value.items()}
     return [_for_json(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def console_summary(report: dict[str, Any]) -> list[str]:
-    """The result for a person, a few lines; what was not measured is left out."""
-    get = report.get
-    lines = [
-        f"status         {get('status')}: {wording.count(get('steps'))} steps, {wording.count(get('samples_seen'))} samples, "
-        f"{get('strategy')}, {wording.ranks(get('world_size'))}, {get('device')}"
-    ]
-    losses = f"{wording.loss(get('first_train_loss'))} → {wording.loss(get('final_train_loss'))}"
-    evaluation = f", evaluation {wording.loss(get('final_eval_loss'))}" if get("final_eval_loss") is not None else ""
-    lines.append(f"loss           {losses}{evaluation}")
-    speed = [f"wall {wording.duration(get('wall_s'))}"]
-    if get("time_to_first_step_s") is not None:
-        speed.append(f"first step after {wording.duration(get('time_to_first_step_s'))}")
-    for key, unit in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
-        if get(key) is not None:
-            speed.append(f"{wording.short_count(get(key))} {unit}")
-    lines.append(f"time           {', '.join(speed)}")
-    if (peak := wording.fullest(get("peak_memory_bytes"))) is not None:
-        lines.append(f"memory         {wording.size(peak)} at the peak of the fullest rank")
-    if get("data"):
-        lines.append(f"data           {wording.data_line(report['data'])}")
-    return lines

@@ -53,7 +53,6 @@ class Job:
     started_at: float  # seconds since the epoch, when the command began
     resume_from: str | None = None
     notices: list[tuple[str, str]] = field(default_factory=list)
-    quiet: bool = False
 
 
 def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
@@ -114,7 +113,7 @@ def _locked(run_dir: RunDir, world: World) -> Any:
 
 def _open_events(job: Job, run_dir: RunDir) -> EventLog:
     write_atomic(run_dir.config, to_yaml(job.config))
-    listeners: list[Any] = [] if job.quiet else [Console()]
+    listeners: list[Any] = [Console()]
     if "tensorboard" in job.config.report_to:
         from paceline.engine.tensorboard import TensorBoardListener
 
@@ -168,6 +167,7 @@ def _begin(job: Job, world: World, built: _Built, run_dir: RunDir, events: Event
         schedule=Schedule(optimizer, args, job.derived),
         precision=Precision(args, world.device),
         order=order,
+        train_dataset=train_dataset,
         batches=iter(()),
         eval_dataset=eval_dataset,
         loader_options=options,

@@ -77,7 +77,7 @@ def _tokens_seen(session: Session) -> tuple[int | None, int | None]:
     """(tokens, label tokens) up to the step reached, over all lives; None where samples have none."""
     from paceline.data.order import epoch_permutation
 
-    dataset, _ = session.task.build_datasets()
+    dataset = session.train_dataset
     lengths, labels = getattr(dataset, "lengths", None), getattr(dataset, "label_counts", None)
     if lengths is None:
         return None, None

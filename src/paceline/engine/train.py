@@ -45,6 +45,7 @@ class Session:
     precision: Precision
     order: SampleOrder
     batches: Iterator[list[MicroBatch]]
+    train_dataset: Any
     eval_dataset: Any
     loader_options: LoaderOptions
     events: EventLog

@@ -23,7 +23,6 @@ class Options:
     dry_run: bool = False
     debug: bool = False
     allow_config_change: bool = False
-    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
     speaks = outer is None or outer.rank == 0
 
     def say(level: str, text: str) -> None:
-        if speaks and not options.quiet:
+        if speaks:
             with contextlib.suppress(OSError, ValueError):  # whoever read this has gone; the run goes on
                 print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
 
@@ -106,7 +105,6 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
         devices=devices,
         say=say,
         allow_config_change=options.allow_config_change,
-        quiet=options.quiet,
     )
     job = plan.job
     if options.dry_run:
@@ -155,11 +153,4 @@ class _Told(PacelineError):
         return self.what
 
 
-def generate(run_folder: str, question: str, **settings: Any) -> str:
-    """Answer ``question`` with the model of a run; see :func:`paceline.engine.generate.generate`."""
-    from paceline.engine.generate import generate as answer
-
-    return answer(Path(run_folder), question, **settings)
-
-
-__all__: Sequence[str] = ["ConfigError", "Options", "Result", "generate", "run", "train"]
+__all__: Sequence[str] = ["ConfigError", "Options", "Result", "run", "train"]

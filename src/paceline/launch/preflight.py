@@ -90,7 +90,6 @@ def plan_run(
     devices: Devices | None,
     say: Say,
     allow_config_change: bool = False,
-    quiet: bool = False,
 ) -> Plan:
     """Read and tokenise the data, work out batch and steps, and see whether a run is to be gone on with.
 
@@ -126,7 +125,7 @@ def plan_run(
     _check_sizes(config, derived, prepared)
     _check_schedule(config)
     strategy = resolve_mode(config.parallel.mode, world_size)
-    job = Job(config, derived, prepared, strategy, device_type, started_at, None, notices, quiet)
+    job = Job(config, derived, prepared, strategy, device_type, started_at, None, notices)
     resume_from, finished = _resume(config, derived, prepared, run_dir, say, notices, allow_config_change)
     return Plan(replace(job, resume_from=None if resume_from is None else str(resume_from)), devices, finished)
 
