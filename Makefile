@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The stamp's name holds a checksum of what the installation follows from: touched files change nothing, edited ones do.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -s ' \t' '-')
 
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test soak lint format bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +33,10 @@ demo: setup  ## Train the built-in model on two ranks, then ask it something
 	$(BIN)/paceline generate output/demo "What does json.dumps do?"
 
 test: setup  ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: setup  ## Run the long tests that `make test` leaves out
+	$(BIN)/python -m pytest -m soak
 
 lint: setup  ## Style, types, layers, and whether the generated docs are fresh
 	$(BIN)/ruff check .

@@ -68,8 +68,11 @@ class Work:
         return float(sum(one.max() * len(one) for one in rows) / sum(one.sum() for one in rows))
 
 
-def make_work(folder: Path, steps: int) -> Work:
-    """Write model and data into ``folder``; the same for the same number of steps and version of Python."""
+def make_work(folder: Path, steps: int, even_tokens: int | None = None) -> Work:
+    """Write model and data into ``folder``; the same for the same number of steps and version of Python.
+
+    ``even_tokens``: every chat is longer than this, so that cut to it all are of one length.
+    """
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     from tokenizers import Tokenizer
 
@@ -84,17 +87,21 @@ def make_work(folder: Path, steps: int) -> Work:
     order = rng.permutation(len(rows))
     held_out = len(rows) // 10  # questions of the held-out chats are asked in no training chat
     num_rows = max(1024, steps * WORLD_SIZE * PER_DEVICE)
-    train = make_chats([rows[one] for one in order[held_out:]], num_rows, tokenizer, rng)
-    evaluation = make_chats([rows[one] for one in order[:held_out]], EVAL_ROWS, tokenizer, rng)
+    train = make_chats([rows[one] for one in order[held_out:]], num_rows, tokenizer, rng, even_tokens)
+    evaluation = make_chats([rows[one] for one in order[:held_out]], EVAL_ROWS, tokenizer, rng, even_tokens)
     write_jsonl(folder / "train.jsonl", [chat for chat, _ in train])
     write_jsonl(folder / "eval.jsonl", [chat for chat, _ in evaluation])
     samples = SampleOrder(num_rows, WORLD_SIZE * PER_DEVICE, SEED)
     batches = [samples.global_batch(step).tolist() for step in range(steps)]
-    return Work(folder, model, folder / "train.jsonl", folder / "eval.jsonl", np.array([size for _, size in train]), batches)
+    lengths = np.array([size if even_tokens is None else min(size, even_tokens) for _, size in train])
+    return Work(folder, model, folder / "train.jsonl", folder / "eval.jsonl", lengths, batches)
 
 
-def make_chats(rows: list[Any], count: int, tokenizer: Any, rng: np.random.Generator) -> list[tuple[list[Any], int]]:
-    """``count`` chats with their lengths in tokens: turns are joined until a length drawn from the distribution is filled."""
+def make_chats(
+    rows: list[Any], count: int, tokenizer: Any, rng: np.random.Generator, even_tokens: int | None = None
+) -> list[tuple[list[Any], int]]:
+    """``count`` chats with their lengths in tokens: turns are joined until a length drawn from the distribution is filled, or
+    until they are longer than ``even_tokens``."""
     sizes = np.array([turn_tokens(one, tokenizer) for one in rows])
     by_size = np.argsort(sizes, kind="stable")
     ordered = sizes[by_size]
@@ -102,6 +109,13 @@ def make_chats(rows: list[Any], count: int, tokenizer: Any, rng: np.random.Gener
     for target in np.clip(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, count), MIN_TOKENS, MAX_TOKENS):
         chat: list[Any] = []
         length = 0
+        while even_tokens is not None and length <= even_tokens:
+            pick = by_size[rng.integers(len(by_size) // 2)]
+            chat += rows[pick]
+            length += int(sizes[pick])
+        if even_tokens is not None:
+            chats.append((chat, length))
+            continue
         while (fitting := int(np.searchsorted(ordered, target - length, side="right"))) > 0 or not chat:
             pick = by_size[rng.integers(max(1, fitting))]
             chat += rows[pick]
@@ -135,10 +149,11 @@ class Measured:
     peak_memory_bytes: list[int]
     tokens: list[int]
     losses: list[float]
+    state_bytes: int | None = None
 
 
-def run_rival(work: Work, script: str) -> Measured:
-    """Run ``rivals/SCRIPT.py`` under torchrun."""
+def run_rival(work: Work, script: str, **more: Any) -> Measured:
+    """Run ``rivals/SCRIPT.py`` under torchrun. ``more``: further or other entries of its spec."""
     result_file, spec_file = work.folder / "result.json", work.folder / "spec.json"
     result_file.unlink(missing_ok=True)
     spec = {
@@ -155,6 +170,7 @@ def run_rival(work: Work, script: str) -> Measured:
         "seed": SEED,
         "result_file": str(result_file),
         "scratch": str(work.folder / "scratch"),
+        **more,
     }
     spec_file.write_text(json.dumps(spec))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
@@ -164,8 +180,9 @@ def run_rival(work: Work, script: str) -> Measured:
     return Measured(ends[0] - given_at, _rate(work, ends), **result)
 
 
-def run_paceline(work: Work) -> Measured:
-    """Run `paceline sft` with an empty token cache, and read its event log and report."""
+def run_paceline(work: Work, **more: Any) -> Measured:
+    """Run `paceline sft` with an empty token cache, and read its event log and report. ``more``: further or other settings,
+    with two underscores for a dot."""
     output = work.folder / "run"
     shutil.rmtree(output, ignore_errors=True)
     shutil.rmtree(work.folder / "cache" / "paceline" / "tokens", ignore_errors=True)
@@ -188,6 +205,7 @@ def run_paceline(work: Work) -> Measured:
         "train_args.max_steps": work.steps,
         "train_args.save_steps": 0,
         "train_args.seed": SEED,
+        **{key.replace("__", "."): value for key, value in more.items()},
     }
     command = [sys.executable, "-m", "paceline", "sft", *(f"{key}={value}" for key, value in settings.items())]
     given_at = run_command(command, work)
@@ -204,6 +222,7 @@ def run_paceline(work: Work) -> Measured:
         peak_memory_bytes=report["peak_memory_bytes"],
         tokens=[one["tokens"] for one in steps],
         losses=[one["loss"] for one in steps],
+        state_bytes=report["state_memory_bytes"]["measured"],
     )
 
 

@@ -29,17 +29,20 @@ _MAY_CHANGE = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"
 # Helpers that multiprocessing keeps for the life of its parent. A fork server's workers are not exempt: their parent is it.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _GRACE_S = 5.0
-_GPU_NOT_RUN = pytest.StashKey[int]()
+_NOT_RUN = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick tests first; without an accelerator the ``gpu`` ones are not run at all."""
+    """Quick tests first. Without an accelerator the ``gpu`` ones are not run at all, and ``soak`` ones only where -m asks for them."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu and not _accelerator():
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=gpu)
-        config.stash[_GPU_NOT_RUN] = len(gpu)
+    left_out = {"gpu": not _accelerator(), "soak": "soak" not in config.option.markexpr}
+    config.stash[_NOT_RUN] = {}
+    for marker, leave in left_out.items():
+        found = [item for item in items if item.get_closest_marker(marker)] if leave else []
+        if found:
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+            config.hook.pytest_deselected(items=found)
+            config.stash[_NOT_RUN][marker] = len(found)
 
 
 def _accelerator() -> bool:
@@ -49,9 +52,11 @@ def _accelerator() -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    count = config.stash.get(_GPU_NOT_RUN, 0)
-    if count:
-        terminalreporter.write_line(f"No accelerator on this machine: {count} test(s) marked gpu were not run.")
+    counts = config.stash.get(_NOT_RUN, {})
+    if counts.get("soak"):
+        terminalreporter.write_line(f"{counts['soak']} test(s) marked soak were not run; `make soak` runs them.")
+    if counts.get("gpu"):
+        terminalreporter.write_line(f"No accelerator on this machine: {counts['gpu']} test(s) marked gpu were not run.")
 
 
 def pytest_unconfigure() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +26,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+# How long the other ranks may take to give a result after one has failed: they may wait for it in a collective.
+_AFTER_A_FAILURE_S = 2.0
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """``function(world, *args)`` on each of ``world_size`` ranks; results in order of rank. A failed rank fails the test."""
     import torch
 
@@ -31,34 +38,40 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     port = free_port()
     processes, pipes = [], []
     for rank in range(world_size):
-        mine, theirs = context.Pipe(duplex=False)
+        mine, theirs = context.Pipe()
         process = context.Process(target=_rank, args=(function, rank, world_size, port, theirs, args), daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
         pipes.append(mine)
-    results, errors = [], []
+    answers: dict[int, tuple[bool, Any]] = {}
+    deadline = time.monotonic() + timeout_s
     try:
-        for rank, pipe in enumerate(pipes):
-            if not pipe.poll(timeout_s):
-                errors.append(f"rank {rank} gave no result within {timeout_s} s")
-                continue
-            try:
-                ok, value = pipe.recv()
-            except EOFError:
-                ok, value = False, f"rank {rank} died"
-            if ok:
-                results.append(torch.load(io.BytesIO(value), weights_only=False))
-            else:
-                errors.append(value)
+        while len(answers) < world_size:
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
+            ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = (False, f"rank {rank} died")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE_S)
     finally:
+        for pipe in pipes:
+            pipe.close()  # a rank stays until here: it may hold what the others still need (the store, its end of a socket)
         for process in processes:
-            process.join(5 if not errors else 0.5)
+            process.join(5 if len(answers) == world_size else 0.5)
             if process.is_alive():
                 process.kill()
                 process.join()
+    errors = [value for ok, value in answers.values() if not ok]
+    errors += [f"rank {rank} gave no result in time" for rank in range(world_size) if rank not in answers]
     assert not errors, "\n".join(errors)
-    return results
+    return [torch.load(io.BytesIO(answers[rank][1]), weights_only=False) for rank in range(world_size)]
 
 
 def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, pipe: Any, args: tuple[Any, ...]) -> None:
@@ -70,7 +83,7 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, p
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        world = open_world(RankEnv(rank, world_size, rank, world_size), "cpu", 30.0)
+        world = open_world(RankEnv(rank, world_size, rank, world_size), "cpu", 60.0)
         value = function(world, *args)
         world.close()
         buffer = io.BytesIO()
@@ -78,3 +91,5 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, p
         pipe.send((True, buffer.getvalue()))
     except BaseException:
         pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv()  # until the test has heard from every rank

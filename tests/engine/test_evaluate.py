@@ -15,6 +15,7 @@ from paceline.config.schema import Config
 from paceline.data.loader import LoaderOptions
 from paceline.engine.evaluate import EvalResult, evaluate
 from paceline.engine.precision import Precision
+from paceline.parallel.replicated import DistributedDataParallel
 from paceline.tasks.base import Task
 from paceline.world.group import World
 
@@ -60,9 +61,11 @@ def make_model() -> nn.Module:
 def on_rank(world: World, num_rows: int, ragged: bool, where: str) -> tuple[EvalResult, bool]:
     config = Config(model="m", dataset="d", evaluation={"where": where}, train_args={"per_device_eval_batch_size": 2})
     model = make_model().train()
-    precision = Precision(config.train_args, world.device)
+    precision = Precision(config.train_args, world)
     options = LoaderOptions()
-    found = evaluate(Words(config), model, Rows(num_rows, ragged), config, world, precision, options)
+    strategy = DistributedDataParallel(config, world)
+    strategy.place(model)
+    found = evaluate(Words(config), model, strategy, Rows(num_rows, ragged), config, world, precision, options)
     return found, model.training
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers.optimization import get_scheduler
 
+from paceline.config.optimizer import optimizer_bytes_per_element
 from paceline.config.resolve import derive
 from paceline.config.schema import Config, TrainArgs
-from paceline.engine.optim import Schedule, build_optimizer, check_schedule, optimizer_bytes_per_element
+from paceline.engine.optim import Schedule, build_optimizer, check_schedule, matrices_of
 
 KINDS = ["adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"]
 SCHEDULES: list[tuple[str, dict[str, Any]]] = [
@@ -33,7 +34,7 @@ class Net(nn.Module):
 def make(args: TrainArgs, rate: float = 1e-3) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
     net = Net()
-    return net, build_optimizer(args, rate, list(net.named_parameters()))
+    return net, build_optimizer(args, rate, list(net.named_parameters()), matrices_of(net))
 
 
 def schedule(kind: str, kwargs: dict[str, Any], steps: int = 20) -> Schedule:
@@ -132,4 +133,4 @@ def test_bytes_of_state(kind: str) -> None:
 
 def test_only_one_kind_of_parameter() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
-    assert len(build_optimizer(TrainArgs(weight_decay=0.1), 1e-3, [("w", weight)]).param_groups) == 1
+    assert len(build_optimizer(TrainArgs(weight_decay=0.1), 1e-3, [("w", weight)], frozenset({"w"})).param_groups) == 1

@@ -28,9 +28,14 @@ class Derived:
     learning_rate: float
     tokens_per_step: int | None
     eval_every_steps: int
+    replicas: int
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def _spread(self) -> str:
+        ranks = counted(self.world_size, "rank")
+        return ranks if self.replicas == self.world_size else f"{counted(self.replicas, 'replica')} on {ranks}"
 
     def lines(self) -> list[str]:
         """For a person, one value a line."""
@@ -38,7 +43,7 @@ class Derived:
         every = f"every {counted(self.eval_every_steps, 'step')}" if self.eval_every_steps else "none"
         return [
             f"global batch   {counted(self.global_batch_size, 'sample')} = {self.micro_batch_size} a micro-batch × "
-            f"{self.gradient_accumulation_steps} accumulation × {counted(self.world_size, 'rank')}{tokens}",
+            f"{self.gradient_accumulation_steps} accumulation × {self._spread()}{tokens}",
             f"steps          {self.steps:,} ({self.steps_per_epoch:,} an epoch, {self.epochs:.3g} epochs)",
             f"warm-up        {counted(self.warmup_steps, 'step')} to learning rate {self.learning_rate:g}",
             f"evaluation     {every}",
@@ -53,13 +58,22 @@ def derive(
     num_eval: int,
     default_learning_rate: float,
     train_tokens: int | None = None,
+    replicas: int | None = None,
+    accumulation: int | None = None,
 ) -> Derived:
-    """Work out batch, steps, warm-up and learning rate. ``num_train`` and ``num_eval`` are samples after filtering.
+    """Work out batch, steps, warm-up and learning rate.
+
+    Args:
+        num_train, num_eval: samples after filtering.
+        replicas: ranks, or groups of them, that each have micro-batches of their own (default: every rank).
+        accumulation: where it is not the config's.
 
     An epoch has ceil(num_train / global batch) steps: the last batch may be short, no sample is left out.
     """
     args = config.train_args
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
+    replicas = world_size if replicas is None else replicas
+    accumulation = args.gradient_accumulation_steps if accumulation is None else accumulation
+    batch = args.per_device_train_batch_size * accumulation * replicas
     per_epoch = max(1, math.ceil(num_train / batch))
     steps = args.max_steps if args.max_steps is not None else max(1, math.ceil(args.num_train_epochs * per_epoch))
     warmup = args.warmup_steps if args.warmup_steps is not None else math.ceil(args.warmup_ratio * steps)
@@ -68,7 +82,7 @@ def derive(
     return Derived(
         world_size=world_size,
         micro_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        gradient_accumulation_steps=accumulation,
         global_batch_size=batch,
         steps_per_epoch=per_epoch,
         steps=steps,
@@ -77,4 +91,5 @@ def derive(
         learning_rate=rate,
         tokens_per_step=tokens,
         eval_every_steps=(args.eval_steps or per_epoch) if num_eval else 0,
+        replicas=replicas,
     )

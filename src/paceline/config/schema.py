@@ -46,7 +46,39 @@ class Parallel(Section):
     """How training is spread over devices."""
 
     mode: Text = Field(
-        "auto", description="`auto`, `single` (one rank) or `ddp` (a replica on each rank). `auto`: `ddp` on several ranks."
+        "auto",
+        description="`auto`, `single`, `dp`, `ddp`, `zero1`, `zero2`, `zero3` (also called `fsdp`), `deepspeed`, `tensor`, "
+        "`pipeline`, `hybrid`, or a strategy of your own as `package.module:Class`. `auto`: the fastest that fits in memory, as "
+        "`paceline plan` says; `hybrid` where sizes of axes are given.",
+    )
+    data: Annotated[int, Field(ge=1)] | None = Field(None, description="Replicas. Default: what the other axes leave.")
+    shard: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Parts that weights, gradients and optimizer state are cut into (ZeRO-3); each has its own part of the batch."
+    )
+    tensor: Annotated[int, Field(ge=1)] | None = Field(None, description="Parts that each layer is cut into.")
+    pipeline: Annotated[int, Field(ge=1)] | None = Field(None, description="Stages that the layers are dealt to.")
+    tensor_plan: dict[str, str] = Field(
+        default_factory=dict,
+        description="How tensor parallelism cuts modules that the model's own plan does not name, as `{pattern: colwise}`; patterns "
+        "such as `layers.*.mlp.up_proj`, styles `colwise`, `rowwise`.",
+    )
+    sequence_parallel: bool = Field(
+        False, description="With `tensor`: keep activations between the cut layers in parts too, cut along the tokens."
+    )
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(
+        "1f1b", description="Order in which a stage runs its micro-batches (torch.distributed.pipelining)."
+    )
+    pipeline_chunks: Annotated[int, Field(ge=2)] = Field(
+        2, description="Stages that each rank holds under `interleaved_1f1b` and `zero_bubble`."
+    )
+    deepspeed_stage: Annotated[int, Field(ge=1, le=3)] = Field(2, description="ZeRO stage of `mode: deepspeed`.")
+    deepspeed_config: Text | dict[str, object] | None = Field(
+        None, description="A DeepSpeed JSON (path or mapping); each key is honoured, or refused with the reason."
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="Keep optimizer state (`optimizer`), or parameters too (`all`), in the host's memory: `zero2`, `zero3` and "
+        "`deepspeed` on accelerators.",
     )
     num_gpus: Auto | Annotated[int, Field(ge=1)] = Field(
         "auto",
@@ -135,6 +167,9 @@ class TrainArgs(Section):
     train_on_inputs: bool = Field(False, description="Loss on the prompt too, not on the answers alone.")
     logging_steps: int = Field(1, ge=1, description="A `step` event and a progress line every so many steps.")
     save_steps: int = Field(500, ge=0, description="A checkpoint every so many steps (0: never) and always one at the end.")
+    async_save: bool = Field(
+        True, description="Write checkpoints in the background, from a copy in the host's memory, while training goes on."
+    )
     save_total_limit: int | None = Field(3, ge=1, description="How many checkpoints are kept; null keeps all.")
     eval_steps: int = Field(0, ge=0, description="Evaluate every so many steps; 0: at the end of each epoch.")
     seed: int = Field(42, ge=0, description="Fixes the weights' start, the order of samples, dropout and augmentation.")

@@ -1,8 +1,7 @@
 """Checkpoints: a folder that appears whole or not at all, with a manifest of sizes and SHA-256. No pickle, no torch here.
 
-``checkpoints/step-00000040/`` holds ``state.safetensors`` (the full training state, named the same whatever strategy wrote
-it), ``meta.json`` (step, config, who wrote it) and ``manifest.json``. It is written beside under a hidden name, synced, and
-renamed; what is left over of a save that was cut is cleared by the next.
+What lies in the folder is said in :mod:`paceline.engine.checkpoint_format`. It is written beside under a hidden name, synced, and
+renamed (:mod:`paceline.engine.checkpoint_write`); what is left over of a save that was cut is cleared by the next.
 """
 
 from __future__ import annotations
@@ -12,96 +11,69 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import ConfigError, RunError
-from paceline.core.files import fsync_dir, human_bytes, sha256_file, sync_tree
+from paceline.core.errors import ConfigError
+from paceline.core.files import sha256_file
+from paceline.engine.checkpoint_format import INDEX, MANIFEST, META, STATE, name_of, read_index
+from paceline.engine.checkpoint_read import CheckpointReader, read_state
+from paceline.engine.checkpoint_write import (
+    PartFailed,
+    Saved,
+    Writer,
+    commit,
+    not_written,
+    prepare,
+    reason_of,
+    wait_for_parts,
+    write_errors,
+    write_part,
+)
 
 if TYPE_CHECKING:
     import torch
 
-STATE, META, MANIFEST = "state.safetensors", "meta.json", "manifest.json"
+__all__ = [
+    "CheckpointReader",
+    "Saved",
+    "committed",
+    "find",
+    "inspect",
+    "name_of",
+    "newest_whole",
+    "prune",
+    "read_meta",
+    "read_state",
+    "reason_of",
+    "save",
+    "verify",
+    "write_errors",
+]
+
 _NAME = re.compile(r"step-(\d{8,})")
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that was written."""
-
-    path: Path
-    size_bytes: int
-
-
-def name_of(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def save(folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str, Any]) -> Saved:
-    """Write a checkpoint of ``step`` below ``folder`` (``RUN/checkpoints``).
+    """Write a checkpoint of ``step`` below ``folder`` (``RUN/checkpoints``) out of whole tensors, in this process alone.
 
     Raises:
         RunError: it could not be written (full disk, no permission); every earlier checkpoint is untouched and what was
             begun is removed.
     """
-    from safetensors.torch import save_file
+    from paceline.parallel.base import Part
 
-    final = folder / name_of(step)
-    aside = folder / f".{final.name}.{os.getpid()}.tmp"
-    size = sum(one.numel() * one.element_size() for one in state.values())
+    parts = [Part.whole(name, one) for name, one in state.items()]
+    writer, aside = Writer.here(parts), None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clear_debris(folder)
-        aside.mkdir()
-        save_file(state, str(aside / STATE))
-        (aside / META).write_text(json.dumps({**meta, "step": step}, indent=2) + "\n")
-        files = {
-            name: {"size_bytes": (aside / name).stat().st_size, "sha256": sha256_file(aside / name)} for name in (STATE, META)
-        }
-        (aside / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
-        sync_tree(aside)
-        if final.exists():  # left by an earlier life of the run that was rewound; the new one says the same
-            shutil.rmtree(final)
-        os.replace(aside, final)
-        fsync_dir(folder)
-    except write_errors() as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        free = _free_bytes(folder)
-        raise RunError(
-            f"the checkpoint of step {step} could not be written to {final}: {reason_of(error)} "
-            f"(it needs {size:,} bytes, {human_bytes(size)}; free: {human_bytes(free) if free is not None else 'not known'})",
-            fix="free some space, or set another `output_dir`; earlier checkpoints are untouched and the same command goes on "
-            "from the newest",
-        ) from error
-    return Saved(final, sum(int(one["size_bytes"]) for one in files.values()))
-
-
-def write_errors() -> tuple[type[Exception], ...]:
-    """What a write of tensors may raise: safetensors has an error of its own for a full disk."""
-    from safetensors import SafetensorError
-
-    return OSError, SafetensorError
-
-
-def reason_of(error: BaseException) -> str:
-    """``No space left on device``, out of whatever words a library puts around it."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    inner = re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error))
-    return inner[1] if inner else str(error)
-
-
-def _free_bytes(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder if folder.exists() else folder.parent).free
-    except OSError:
-        return None
-
-
-def _clear_debris(folder: Path) -> None:
-    for one in folder.glob(".step-*"):
-        shutil.rmtree(one, ignore_errors=True)
+        aside = prepare(folder, step, num_ranks=1)
+        write_part(aside, 0, 1, parts)
+        return commit(folder, step, aside, meta, wait_for_parts(aside, [writer]))
+    except (OSError, ValueError, PartFailed) as error:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise not_written(folder, step, writer.size_bytes, reason_of(error)) from error
 
 
 def prune(folder: Path, keep: int | None) -> list[Path]:
@@ -132,18 +104,31 @@ def verify(path: Path) -> str | None:
         said_of = {str(name): (int(said["size_bytes"]), str(said["sha256"])) for name, said in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{path / MANIFEST} is missing or broken"
-    for needed in (STATE, META):
+    state = INDEX if INDEX in said_of or (path / INDEX).exists() else STATE
+    for needed in (state, META):
         if needed not in said_of:
             return f"{path / MANIFEST} does not name {needed}"
-    for name, (size_bytes, sha256) in said_of.items():
+    for name, (size_bytes, _) in said_of.items():
         file = path / name
         if Path(name).name != name or file.is_symlink() or not file.is_file():
             return f"{file} is missing"
         if file.stat().st_size != size_bytes:
             return f"{file} has {file.stat().st_size:,} bytes, the manifest says {size_bytes:,}"
-        if sha256_file(file) != sha256:
-            return f"{file} does not have the SHA-256 that the manifest says ({sha256[:16]}…)"
-    return None
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        found = pool.map(sha256_file, [path / name for name in said_of])
+        for (name, (_, sha256)), actual in zip(said_of.items(), found, strict=True):
+            if actual != sha256:
+                return f"{path / name} does not have the SHA-256 that the manifest says ({sha256[:16]}…)"
+    return _index_problem(path, set(said_of))
+
+
+def _index_problem(path: Path, files: set[str]) -> str | None:
+    try:
+        needed = {piece.file for entry in read_index(path).values() for piece in entry.pieces}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path / INDEX} is broken: {error}"
+    missing = sorted(needed - files)
+    return f"{path / MANIFEST} does not name {missing[0]}" if missing else None
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
@@ -174,15 +159,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, on the CPU."""
-    from safetensors.torch import load_file
-
-    return load_file(str(path / STATE))
-
-
 def inspect(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds: ``{step, strategy, world_size, digest, model_digest, tensors: {name: {dtype, shape, sha256}}}``.
+    """What a checkpoint holds: ``{step, strategy, world_size, digest, model_digest, tensors: {name: {dtype, shape, sha256}}}``,
+    over the whole tensors, whatever pieces they were written in.
 
     The digest is the SHA-256 over the lines "name dtype shape sha256" in order of name: equal digests mean equal bits.
     """
@@ -192,7 +171,8 @@ def inspect(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"the checkpoint {path} is not whole: {problem}", fix="use the one before it, or resume: auto, which does"
         )
-    tensors = {name: _describe(path / STATE, entry, base) for name, entry, base in _entries(path / STATE)}
+    with CheckpointReader(path) as reader:
+        tensors = {name: reader.describe(name) for name in reader.names}
     return {
         "step": meta["step"],
         "strategy": meta["strategy"],
@@ -201,28 +181,6 @@ def inspect(path: Path) -> dict[str, Any]:
         "model_digest": _digest({name: one for name, one in tensors.items() if name.startswith("model/")}),
         "tensors": tensors,
     }
-
-
-def _entries(file: Path) -> list[tuple[str, dict[str, Any], int]]:
-    # The format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes (safetensors' README, "Format").
-    with open(file, "rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        header = json.loads(handle.read(length))
-    header.pop("__metadata__", None)
-    return [(name, header[name], 8 + length) for name in sorted(header)]
-
-
-def _describe(file: Path, entry: dict[str, Any], base: int) -> dict[str, Any]:
-    start, end = entry["data_offsets"]
-    digest = hashlib.sha256()
-    with open(file, "rb") as handle:
-        handle.seek(base + start)
-        left = end - start
-        while left:
-            chunk = handle.read(min(left, 1 << 20))
-            digest.update(chunk)
-            left -= len(chunk)
-    return {"dtype": entry["dtype"], "shape": entry["shape"], "sha256": digest.hexdigest()}
 
 
 def _digest(tensors: dict[str, dict[str, Any]]) -> str:

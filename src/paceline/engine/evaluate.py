@@ -11,6 +11,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.data.loader import LoaderOptions, eval_batches
 from paceline.engine.precision import Precision
+from paceline.parallel.base import Strategy
 from paceline.tasks.base import Task
 from paceline.world.group import World
 
@@ -26,7 +27,14 @@ class EvalResult:
 
 
 def evaluate(
-    task: Task, model: nn.Module, dataset: object, config: Config, world: World, precision: Precision, options: LoaderOptions
+    task: Task,
+    model: nn.Module,
+    strategy: Strategy,
+    dataset: object,
+    config: Config,
+    world: World,
+    precision: Precision,
+    options: LoaderOptions,
 ) -> EvalResult:
     """Loss and metrics over ``dataset``. The result is that of one rank over the whole set.
 
@@ -45,23 +53,27 @@ def evaluate(
                 dataset,
                 task.collate,
                 batch_size=args.per_device_eval_batch_size or args.per_device_train_batch_size,
-                rank=0 if alone else world.rank,
-                world_size=1 if alone else world.size,
+                rank=0 if alone else strategy.replica,
+                world_size=1 if alone else world.axes.replicas,
                 seed=args.seed,
                 options=options,
             )
             for batch in batches:
                 batch = batch.to(world.device)
-                with torch.no_grad(), precision.autocast():
-                    found = task.evaluate(model, batch.data)
-                if batch.weight == 0:
+
+                def run(module: nn.Module, data: object = batch.data) -> dict[str, torch.Tensor]:
+                    with torch.no_grad(), precision.autocast():
+                        return task.evaluate(module, data)
+
+                found = run(model) if alone else strategy.evaluate(run, model)
+                if batch.weight == 0 or found is None:
                     continue
                 count += task.count(batch.data)
                 for name, value in found.items():
                     sums[name] = sums.get(name, torch.zeros((), device=world.device, dtype=world.wide_dtype)) + value
     finally:
         model.train(was_training)
-    names = sorted(world.broadcast_object(sorted(sums)))  # type: ignore[call-overload]
+    names = sorted({name for found in world.gather_objects(sorted(sums)) for name in found})  # type: ignore[attr-defined]
     total, *values = world.sum(float(count), *(float(sums[name]) if name in sums else 0.0 for name in names))
     means = {name: value / max(total, 1.0) for name, value in zip(names, values, strict=True)}
     loss = means.pop("loss")

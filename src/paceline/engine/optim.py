@@ -12,10 +12,18 @@ from paceline.config.resolve import Derived
 from paceline.config.schema import TrainArgs
 
 
-def build_optimizer(args: TrainArgs, learning_rate: float, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """The optimizer over (name, parameter) pairs; weight decay falls on matrices alone, not on biases and norms."""
-    decayed = [one for _, one in named if one.dim() >= 2]
-    plain = [one for _, one in named if one.dim() < 2]
+def matrices_of(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that weight decay falls on: matrices, not biases and norms."""
+    return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if one.dim() >= 2)
+
+
+def build_optimizer(
+    args: TrainArgs, learning_rate: float, named: list[tuple[str, nn.Parameter]], matrices: frozenset[str]
+) -> torch.optim.Optimizer:
+    """The optimizer over (name, parameter) pairs. Weight decay falls on those in ``matrices`` (see :func:`matrices_of`): a part of
+    a matrix, as sharding strategies hand over, has no shape to tell it by."""
+    decayed = [one for name, one in named if name in matrices]
+    plain = [one for name, one in named if name not in matrices]
     groups: list[dict[str, Any]] = [
         {"params": group, "weight_decay": decay} for group, decay in ((decayed, args.weight_decay), (plain, 0.0)) if group
     ]
@@ -37,13 +45,6 @@ def build_optimizer(args: TrainArgs, learning_rate: float, named: list[tuple[str
 def _can_fuse(named: list[tuple[str, nn.Parameter]]) -> bool:
     kinds = {one.device.type for _, one in named}
     return kinds <= {"cpu", "cuda", "xpu", "mps"} and all(one.is_floating_point() for _, one in named)
-
-
-def optimizer_bytes_per_element(args: TrainArgs) -> int:
-    """Bytes of float32 state an optimizer keeps for each trained element (Adafactor: its factored state counts as 0)."""
-    return {"adamw": 8, "adam": 8, "sgd": 4 if args.momentum else 0, "rmsprop": 8 if args.momentum else 4, "adagrad": 4}.get(
-        args.optim, 0
-    )
 
 
 class Schedule:

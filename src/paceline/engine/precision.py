@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.config.schema import TrainArgs
 from paceline.core.errors import ConfigError
+from paceline.world.group import World
 
 
 class Precision:
@@ -20,7 +22,9 @@ class Precision:
     float32 runs through here unchanged. The scale is part of the checkpoint.
     """
 
-    def __init__(self, args: TrainArgs, device: torch.device) -> None:
+    def __init__(self, args: TrainArgs, world: World) -> None:
+        self.world = world
+        device = world.device
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self.device = device
         self.scaler = torch.amp.GradScaler(device.type) if args.fp16 else None
@@ -37,12 +41,15 @@ class Precision:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
-    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Make the optimizer's step. False where float16 gradients overflowed and the step was skipped on every rank."""
         if self.scaler is None:
             optimizer.step()
             return True
         before = self.scaler.get_scale()
+        # A rank that holds a part of the gradients sees the overflows of that part alone.
+        for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            self.world.wait(self.world.all_reduce(found, dist.ReduceOp.MAX))
         self.scaler.step(optimizer)
         self.scaler.update()
         return self.scaler.get_scale() >= before

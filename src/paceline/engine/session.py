@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,19 +25,24 @@ from paceline.data.order import SampleOrder
 from paceline.engine import checkpoint
 from paceline.engine.console import Console
 from paceline.engine.meter import Meter
-from paceline.engine.optim import Schedule, build_optimizer
+from paceline.engine.optim import Schedule, build_optimizer, matrices_of
 from paceline.engine.precision import Precision, checkpoint_activations
 from paceline.engine.report import write_reports
+from paceline.engine.saver import Saver
 from paceline.engine.state import load_training_state
 from paceline.engine.stop import StopFlag
 from paceline.engine.summary import build_report
 from paceline.engine.train import Session, train
-from paceline.parallel import make_strategy
+from paceline.models.outline import outline
+from paceline.models.shape import ModelShape
+from paceline.parallel import Layout, make_strategy
+from paceline.parallel.base import Strategy, load_whole
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
 from paceline.tasks.user import guard_model
 from paceline.world.env import RankEnv
 from paceline.world.group import World, open_world
+from paceline.world.mesh import Axes
 from paceline.world.seeds import seed_everything
 
 
@@ -48,7 +53,7 @@ class Job:
     config: Config
     derived: Derived
     prepared: Prepared
-    strategy: str
+    layout: Layout
     device_type: str
     started_at: float  # seconds since the epoch, when the command began
     resume_from: str | None = None
@@ -57,7 +62,8 @@ class Job:
 
 def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``, the report on rank 0 only."""
-    world = open_world(env, job.device_type, job.config.parallel.timeout_s)
+    axes = job.layout.axes if job.layout.num_processes > 1 else Axes()
+    world = open_world(env, job.device_type, job.config.parallel.timeout_s, axes)
     run_dir = RunDir(Path(job.config.output_dir))
     events = EventLog(None)
     try:
@@ -66,7 +72,8 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             if world.is_first:
                 events = _open_events(job, run_dir)
             session = _begin(job, world, built, run_dir, events, stop)
-            status = train(session)
+            with session.saver:  # what is being written when the training ends, however it ends, is waited for
+                status = train(session)
             if status == "done":
                 _save_model(session)
             report = build_report(session, job, status)
@@ -123,35 +130,53 @@ def _open_events(job: Job, run_dir: RunDir) -> EventLog:
 
 @dataclass
 class _Built:
+    """The model as the strategy has placed it, its shape before that, and what the optimizer must know of it."""
+
     task: Task
     model: nn.Module
+    shape: ModelShape
+    matrices: frozenset[str]
+    strategy: Strategy
     notices: list[tuple[str, str]]
 
 
 def _build(job: Job, world: World) -> _Built:
-    """The task and the model on its device, from torch's random state as the seed sets it."""
-    _quiet_libraries(job.config)
+    """The task and the model, placed; from torch's random state as the seed sets it.
+
+    The order is fixed here, for every strategy: activation checkpointing is a switch on the blocks' own forward, so that whatever a
+    strategy hangs on a block runs around it; then the strategy places the model, tensor parallel first and sharding last.
+    """
+    _quiet_libraries(job.config, world.device.type)
     task = load_task(job.config)
     task.prepared = job.prepared
-    seed_everything(job.config.train_args.seed, "init")
-    model = task.build_model()
-    guard_model(model)
-    if job.config.train_args.gradient_checkpointing:
-        checkpoint_activations(model)
-    model.to(world.device)
+    model = _build_model(task, job.config)
+    strategy = make_strategy(job.layout.strategy, job.config, world)
+    strategy.num_devices = job.layout.axes.replicas if job.layout.num_processes == 1 else 1
     if not any(one.requires_grad for one in model.parameters()):
         raise RunError("the model has no parameter to train: all are frozen", fix="set requires_grad on what shall be trained")
-    return _Built(task, model, task.setup(model))
+    if strategy.whole_on_first:
+        model.to(world.device)  # else a model that no single device holds stays on the CPU until it is cut
+    notices = task.setup(model)
+    shape, matrices = outline(model, job.config), matrices_of(model)
+    placed = strategy.place(model)
+    return _Built(task, placed, shape, matrices, strategy, notices + strategy.notices)
+
+
+def _build_model(task: Task, config: Config) -> nn.Module:
+    seed_everything(config.train_args.seed, "init")
+    model = task.build_model()
+    guard_model(model)
+    if config.train_args.gradient_checkpointing:
+        checkpoint_activations(model)
+    return model
 
 
 def _begin(job: Job, world: World, built: _Built, run_dir: RunDir, events: EventLog, stop: StopFlag) -> Session:
     """Everything that a rank's training needs, at the step it shall go on from."""
     config, args = job.config, job.config.train_args
-    task, model, notices = built.task, built.model, built.notices
+    task, strategy = built.task, built.strategy
     train_dataset, eval_dataset = task.build_datasets()
-    strategy = make_strategy(job.strategy, config.parallel, world)
-    model = strategy.place(model)
-    optimizer = strategy.build_optimizer(lambda named: build_optimizer(args, job.derived.learning_rate, named))
+    optimizer = strategy.build_optimizer(lambda named: build_optimizer(args, job.derived.learning_rate, named, built.matrices))
     options = LoaderOptions(
         args.dataloader_num_workers, args.dataloader_prefetch_factor, args.dataloader_pin_memory and world.device.type != "cpu"
     )
@@ -161,11 +186,12 @@ def _begin(job: Job, world: World, built: _Built, run_dir: RunDir, events: Event
         derived=job.derived,
         world=world,
         task=task,
-        model=model,
+        model=built.model,
+        shape=built.shape,
         strategy=strategy,
         optimizer=optimizer,
         schedule=Schedule(optimizer, args, job.derived),
-        precision=Precision(args, world.device),
+        precision=Precision(args, world),
         order=order,
         train_dataset=train_dataset,
         batches=iter(()),
@@ -175,21 +201,25 @@ def _begin(job: Job, world: World, built: _Built, run_dir: RunDir, events: Event
         run_dir=run_dir,
         stop=stop,
         meter=Meter(world, job.started_at, has_tokens=job.prepared.train_tokens is not None),
+        saver=Saver(world, run_dir.checkpoints, args.save_total_limit, events, background=args.async_save),
         fingerprint=job.prepared.fingerprint,
     )
     resumed = _resume(session, job)
+    accumulation = job.derived.gradient_accumulation_steps
+    if job.layout.num_processes == 1:  # one process works on the micro-batches of all devices
+        accumulation *= job.layout.axes.replicas
     session.batches = train_steps(
         train_dataset,
         order,
         task.collate,
-        rank=world.rank,
-        world_size=world.size,
-        accumulation=args.gradient_accumulation_steps,
+        rank=strategy.replica,
+        world_size=world.axes.replicas,
+        accumulation=accumulation,
         first_step=session.step,
         last_step=job.derived.steps,
         options=options,
     )
-    _announce(session, job, notices, resumed)
+    _announce(session, job, built.notices, resumed)
     return session
 
 
@@ -202,30 +232,27 @@ def _resume(session: Session, job: Job) -> str | None:
     path = session.world.broadcast_object(job.resume_from)
     if path is None:
         return None
-    step = session.world.broadcast_object(
-        int(checkpoint.read_meta(Path(str(path)))["step"]) if session.world.is_first else None
-    )
-    state = checkpoint.read_state(Path(str(path))) if session.world.is_first else None
-    load_training_state(session, state, int(step))  # type: ignore[call-overload]
+    with checkpoint.CheckpointReader(Path(str(path))) as reader:
+        load_training_state(session, reader, int(checkpoint.read_meta(Path(str(path)))["step"]))
     return str(path)
 
 
 def _announce(session: Session, job: Job, notices: list[tuple[str, str]], resumed: str | None) -> None:
     if not session.world.is_first:
         return
-    parameters = list(session.model.parameters())
     emit = session.events.emit
     emit(
         "run_start",
         config=job.config.model_dump(mode="json"),
         derived=job.derived.as_dict(),
-        world_size=session.world.size,
+        world_size=session.derived.world_size,
+        axes=asdict(job.layout.axes),
         device=str(session.world.device.type),
         strategy=session.strategy.name,
         model={
             "name": job.config.model,
-            "parameters": sum(one.numel() for one in parameters),
-            "trainable_parameters": sum(one.numel() for one in parameters if one.requires_grad),
+            "parameters": sum(one.numel for one in session.shape.parameters),
+            "trainable_parameters": sum(one.numel for one in session.shape.trained),
         },
         data=job.prepared.counts.as_dict(),
         versions=_versions(),
@@ -257,11 +284,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _quiet_libraries(config: Config) -> None:
+def _quiet_libraries(config: Config, device_type: str) -> None:
     import logging
     import sys
     import warnings
 
+    if device_type == "cpu":
+        # transformers imports DeepSpeed where it is installed, which else looks for accelerators and says that it found none.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # peft calls what transformers deprecates: nothing that the person who trains could change.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # said once, by the launcher
@@ -282,7 +312,7 @@ def _save_model(session: Session) -> None:
             shutil.rmtree(old, ignore_errors=True)
         try:
             aside.mkdir()
-            session.task.save_model(session.model, aside)
+            session.task.save_model(_whole_model(session), aside)
             replace_dir(aside, final)
         except checkpoint.write_errors() as error:
             shutil.rmtree(aside, ignore_errors=True)
@@ -292,3 +322,14 @@ def _save_model(session: Session) -> None:
                 fix="free some space; the same command goes on from the last checkpoint and writes it",
             ) from error
     session.world.barrier()
+
+
+def _whole_model(session: Session) -> nn.Module:
+    """The trained model as the task built it: the one at hand, or, where it is spread over ranks, a new one in the host's memory,
+    filled from the checkpoint of the last step."""
+    if session.strategy.whole_on_first:
+        return session.model
+    model = _build_model(session.task, session.config)
+    with checkpoint.CheckpointReader(session.run_dir.checkpoints / checkpoint.name_of(session.step)) as reader:
+        load_whole(model, reader)
+    return model

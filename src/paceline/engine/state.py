@@ -6,19 +6,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.parallel.base import Part, StateSource
+
 if TYPE_CHECKING:
     from paceline.engine.train import Session
 
 
-def training_state(session: Session) -> dict[str, torch.Tensor]:
-    """Parameters, buffers and optimizer by the strategy; schedule, random state and data position as numbers.
+def training_state(session: Session) -> list[Part]:
+    """What this rank writes into a checkpoint: parameters, buffers and optimizer by the strategy; schedule, random state and data
+    position as numbers, by rank 0.
 
     Random state is (seed, step): every draw is a function of them (see :mod:`paceline.world.seeds`), so nothing else is
-    needed to go on exactly. Whole on rank 0, empty elsewhere.
+    needed to go on exactly.
     """
-    state = session.strategy.full_state()
+    parts = session.strategy.state()
     if not session.world.is_first:
-        return {}
+        return parts
     epoch, place = divmod(session.step, session.order.steps_per_epoch)
     numbers = {
         "random/seed": session.config.train_args.seed,
@@ -26,13 +29,14 @@ def training_state(session: Session) -> dict[str, torch.Tensor]:
         "data/epoch": epoch,
         "data/position": place * session.order.batch_size,
     }
-    return state | {name: torch.tensor(value) for name, value in numbers.items()} | session.precision.state()
+    tensors = {name: torch.tensor(value) for name, value in numbers.items()} | session.precision.state()
+    return parts + [Part.whole(name, value) for name, value in tensors.items()]
 
 
-def load_training_state(session: Session, state: dict[str, torch.Tensor] | None, step: int) -> None:
-    """The reverse, on every rank; ``state`` is needed on rank 0 only."""
-    given = state or {}
-    session.strategy.load_full_state(given)
-    scaler = {name: float(value) for name, value in given.items() if name.startswith("scaler/")}
-    session.precision.load_state(session.world.broadcast_object(scaler))  # type: ignore[arg-type]
-    session.step = session.first_step = session.saved_step = step
+def load_training_state(session: Session, source: StateSource, step: int) -> None:
+    """The reverse, on every rank."""
+    session.strategy.load_state(source)
+    scaler = {name: float(source.read(name, (), ())) for name in source.tensors() if name.startswith("scaler/")}
+    session.precision.load_state(scaler)
+    session.step = session.first_step = step
+    session.saver.last_step = step

@@ -9,8 +9,7 @@ import numpy as np
 
 from paceline.core.events import effective_steps, read_events
 from paceline.engine.meter import memory_peak
-from paceline.engine.optim import optimizer_bytes_per_element
-from paceline.parallel.base import ModelShape, storage_bytes
+from paceline.parallel.cost import Workload
 
 if TYPE_CHECKING:
     from paceline.engine.session import Job
@@ -26,7 +25,7 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
     sent = [int(one) for one in world.gather_numbers(-1 if traffic is None else traffic)]
     events = read_events(session.run_dir.events) if world.is_first else []
     steps = effective_steps(events)
-    cost = session.strategy.cost(_shape(session), world.size)
+    cost = session.strategy.cost(session.shape, job.layout.axes, workload(session), session.config)
     seen = samples_seen(session)
     tokens, labels = _tokens_seen(session)
     evals = [event for event in events if event["type"] == "eval" and event["step"] <= session.step]
@@ -34,7 +33,7 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
     return {
         "status": status,
         "strategy": session.strategy.name,
-        "world_size": world.size,
+        "world_size": session.derived.world_size,
         "device": world.device.type,
         "steps": session.step,
         "epochs": session.step / session.order.steps_per_epoch,
@@ -58,13 +57,12 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
     }
 
 
-def _shape(session: Session) -> ModelShape:
-    model = session.model
-    return ModelShape(
-        parameter_bytes=storage_bytes([*model.parameters(), *model.buffers()]),
-        trainable=[(one.numel(), one.element_size()) for one in model.parameters() if one.requires_grad],
-        optimizer_bytes_per_element=optimizer_bytes_per_element(session.config.train_args),
-    )
+def workload(session: Session) -> Workload:
+    """The mean work of a replica in a step."""
+    derived = session.derived
+    lengths = getattr(session.train_dataset, "lengths", None)
+    positions = float(derived.micro_batch_size) if lengths is None else derived.micro_batch_size * float(np.mean(lengths))
+    return Workload(micro_batches=derived.gradient_accumulation_steps, positions=positions)
 
 
 def samples_seen(session: Session) -> int:

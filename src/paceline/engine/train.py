@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +17,14 @@ from paceline.core.events import EventLog
 from paceline.core.run_dir import RunDir
 from paceline.data.loader import LoaderOptions, MicroBatch
 from paceline.data.order import SampleOrder
-from paceline.engine import checkpoint
 from paceline.engine.evaluate import evaluate
 from paceline.engine.meter import Meter
 from paceline.engine.optim import Schedule
 from paceline.engine.precision import Precision
+from paceline.engine.saver import Saver
 from paceline.engine.state import training_state
 from paceline.engine.stop import StopFlag
+from paceline.models.shape import ModelShape
 from paceline.parallel.base import Strategy
 from paceline.tasks.base import Task
 from paceline.world.group import World
@@ -38,7 +39,8 @@ class Session:
     derived: Derived
     world: World
     task: Task
-    model: nn.Module
+    model: nn.Module  # what the strategy made of it
+    shape: ModelShape  # as the task built it
     strategy: Strategy
     optimizer: torch.optim.Optimizer
     schedule: Schedule
@@ -52,10 +54,10 @@ class Session:
     run_dir: RunDir
     stop: StopFlag
     meter: Meter
+    saver: Saver
     fingerprint: str | None
     first_step: int = 0
     step: int = 0  # updates made so far
-    saved_step: int | None = None
     said_nan: bool = False
     eval_losses: dict[int, float] = field(default_factory=dict)
 
@@ -67,14 +69,14 @@ def train(session: Session) -> str:
     last = session.derived.steps
     while session.step < last:
         stopping = train_step(session)
+        session.saver.poll()
         if session.step == last or stopping:
             break
         if session.eval_dataset is not None and session.step % session.derived.eval_every_steps == 0:
             run_evaluation(session)
         if session.config.train_args.save_steps and session.step % session.config.train_args.save_steps == 0:
             save_checkpoint(session, must_succeed=False)
-    if session.saved_step != session.step:
-        save_checkpoint(session, must_succeed=True)
+    save_checkpoint(session, must_succeed=True)
     if session.step < last:
         return "stopped"
     if session.eval_dataset is not None:
@@ -92,33 +94,41 @@ def train_step(session: Session) -> bool:
 
     # The global count divides the loss; it travels while the first forward runs. The wish to stop travels with it.
     counts = StepCounts(session, micro_batches)
-    first_number = world.rank * len(micro_batches)
-    loss_sum = torch.zeros((), dtype=torch.float32, device=world.device)
+    first_number = session.strategy.replica * len(micro_batches)
+    losses: dict[int, torch.Tensor] = {}  # by micro-batch, and added in that order: some strategies run them in another
 
-    def micro_step(number: int) -> torch.Tensor:
+    def micro_step(number: int, model: nn.Module) -> torch.Tensor:
         batch = micro_batches[number]
         seed_everything(config.train_args.seed, "step", step, first_number + number)
         with session.precision.autocast():
-            loss = task.loss(session.model, batch.data)
+            loss = task.loss(model, batch.data)
         if step == session.first_step:
             check_loss(loss)
         loss = loss * batch.weight
-        loss_sum.add_(loss.detach())
+        losses[number] = loss.detach()
         return session.precision.scale(loss / counts.denominator())
 
     session.strategy.backward(micro_step, len(micro_batches))
     session.precision.unscale(session.optimizer)
     grad_norm = session.strategy.clip(config.train_args.max_grad_norm)
     learning_rate = session.schedule.set_step(step)
-    if not session.precision.update(session.optimizer):
+    if not session.strategy.update(session.precision.step):
         session.events.notice(
             f"step {step + 1}: float16 gradients overflowed; the update was skipped, the loss scale is halved"
         )
     session.step += 1
-    meter.end(counts.tensor, loss_sum)
+    meter.end(counts.tensor, sum_in_order(losses if session.strategy.speaks else {}, world.device))
     if session.step % config.train_args.logging_steps == 0 or session.step in (session.first_step + 1, session.derived.steps):
         log_step(session, grad_norm, learning_rate)
     return counts.stop_wanted()
+
+
+def sum_in_order(losses: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Float32 sum over the micro-batches whose loss this rank has seen."""
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for number in sorted(losses):
+        total += losses[number]
+    return total
 
 
 class StepCounts:
@@ -126,7 +136,7 @@ class StepCounts:
 
     def __init__(self, session: Session, micro_batches: list[MicroBatch]) -> None:
         task, world = session.task, session.world
-        kept = [one for one in micro_batches if one.weight]
+        kept = [one for one in micro_batches if one.weight and session.strategy.speaks]
         numbers = [
             float(sum(task.count(one.data) for one in kept)),
             float(sum(task.num_tokens(one.data) or 0 for one in kept)),
@@ -136,14 +146,16 @@ class StepCounts:
         self.world = world
         self.tensor = torch.tensor(numbers, dtype=world.wide_dtype, device=world.device)
         self.work = world.all_reduce(self.tensor)
+        self._lock = threading.Lock()  # a strategy may run micro-batches in threads
         self._on_host: tuple[torch.Tensor, torch.Event] | None = None
 
     def denominator(self) -> torch.Tensor:
         """The global count as a float32 scalar on the device, at least 1."""
-        if self.work is not None:
-            self.world.wait(self.work)
-            self.work = None
-            self._copy_to_host()
+        with self._lock:
+            if self.work is not None:
+                self.world.wait(self.work)
+                self.work = None
+                self._copy_to_host()
         return self.tensor[0].clamp(min=1.0).float()
 
     def _copy_to_host(self) -> None:
@@ -200,6 +212,7 @@ def run_evaluation(session: Session) -> None:
     result = evaluate(
         session.task,
         session.model,
+        session.strategy,
         session.eval_dataset,
         session.config,
         session.world,
@@ -213,33 +226,14 @@ def run_evaluation(session: Session) -> None:
 
 
 def save_checkpoint(session: Session, must_succeed: bool) -> None:
-    """Write a checkpoint on rank 0 and forget those beyond the limit. All ranks learn whether it went well; where it did
-    not, training goes on with a warning, unless it was the last."""
-    start = time.perf_counter()
-    state = training_state(session)  # a collective for strategies that shard
-    error: RunError | None = None
-    if session.world.is_first:
-        folder = session.run_dir.checkpoints
-        meta = {
-            "strategy": session.strategy.name,
-            "world_size": session.world.size,
-            "global_batch_size": session.derived.global_batch_size,
-            "fingerprint": session.fingerprint,
-            "config": session.config.model_dump(mode="json"),
-            "torch": torch.__version__,
-        }
-        try:
-            saved = checkpoint.save(folder, session.step, state, meta)
-            checkpoint.prune(folder, session.config.train_args.save_total_limit)
-            wall_s = time.perf_counter() - start
-            session.events.emit(
-                "checkpoint", step=session.step, path=str(saved.path), size_bytes=saved.size_bytes, wall_s=wall_s
-            )
-        except RunError as caught:
-            error = caught
-            session.events.emit("checkpoint", step=session.step, path=None, size_bytes=None, wall_s=None, error=str(caught))
-    error = session.world.broadcast_object(error)  # type: ignore[assignment]
-    if error is None:
-        session.saved_step = session.step
-    elif must_succeed:
-        raise error
+    """Save the state of this step, unless it is saved. Where a save fails, training goes on with a warning, unless it must succeed:
+    then it is waited for, and every rank raises RunError."""
+    meta = {
+        "strategy": session.strategy.name,
+        "world_size": session.derived.world_size,
+        "global_batch_size": session.derived.global_batch_size,
+        "fingerprint": session.fingerprint,
+        "config": session.config.model_dump(mode="json"),
+        "torch": torch.__version__,
+    }
+    session.saver.save(session.step, lambda: training_state(session), meta, must_succeed=must_succeed)

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,7 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
 
 
 def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) -> Result:
+    from paceline.launch.layout import choose_layout
     from paceline.launch.preflight import plan_run
     from paceline.world.device import choose_devices
     from paceline.world.env import outer_launcher
@@ -96,11 +97,11 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
     devices = choose_devices(config.parallel, ranks_given=None if outer is None else outer.local_world_size)
     for level, text in devices.notices:
         say(level, text)
-    world_size = devices.count if outer is None else outer.world_size
+    layout = choose_layout(config, devices.count if outer is None else outer.world_size, outer, say)
     plan = plan_run(
         loaded,
         started_at=started_at,
-        world_size=world_size,
+        layout=layout,
         device_type=devices.type,
         devices=devices,
         say=say,
@@ -110,8 +111,8 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
     if options.dry_run:
         for line in job.derived.lines():
             say("info", line)
-        resolved = {"config": config.model_dump(mode="json"), "derived": job.derived.as_dict(), "strategy": job.strategy}
-        return Result(EXIT_DONE, resolved={**resolved, "device": devices.type})
+        resolved = {"config": config.model_dump(mode="json"), "derived": job.derived.as_dict(), "strategy": layout.strategy}
+        return Result(EXIT_DONE, resolved={**resolved, "axes": asdict(layout.axes), "device": devices.type})
     if plan.finished is not None:
         say("info", f"{config.output_dir} holds this run, done already: {plan.finished['steps']} steps, nothing left to do")
         say("info", f"for a new run set another output_dir, or delete the folder; the report: {config.output_dir}/report.html")
@@ -126,7 +127,7 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
     else:
         from paceline.launch.local import LocalRun
 
-        outcome = LocalRun(job, devices.count).run()
+        outcome = LocalRun(job, layout.num_processes).run()
     return _result(outcome, options)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.core.words import counted
 from paceline.engine import checkpoint
-from paceline.parallel import resolve_mode
+from paceline.parallel import Layout, mode_of
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared
 
@@ -30,7 +30,7 @@ Say = Callable[[str, str], None]
 #: Keys that change no number of the training; all others must stay as they were when a run goes on.
 _FREE_KEYS = (
     "output_dir", "resume", "report_to", "parallel.", "train_args.logging_steps", "train_args.save_steps",
-    "train_args.save_total_limit", "train_args.eval_steps", "train_args.per_device_eval_batch_size", "evaluation.",
+    "train_args.save_total_limit", "train_args.async_save", "train_args.eval_steps", "train_args.per_device_eval_batch_size", "evaluation.",
     "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor", "train_args.dataloader_pin_memory",
     "train_args.gradient_checkpointing", "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
     "trust_remote_code",
@@ -48,7 +48,7 @@ class Plan:
 
 def check_early(config: Config) -> None:
     """What costs next to nothing: the mode, the output folder, whether what is asked for is installed."""
-    resolve_mode(config.parallel.mode, 2)
+    mode_of(config.parallel)
     check_output_dir(Path(config.output_dir))
     if config.resume not in ("auto", "never") and not Path(config.resume).exists():
         raise ConfigError(
@@ -85,7 +85,7 @@ def plan_run(
     loaded: Loaded,
     *,
     started_at: float,
-    world_size: int,
+    layout: Layout,
     device_type: str,
     devices: Devices | None,
     say: Say,
@@ -110,24 +110,53 @@ def plan_run(
     for level, text in prepared.notices:
         say(level, text)
     notices += prepared.notices
-    crowded = _crowded_loaders(config, world_size if devices is None else devices.count)
+    crowded = _crowded_loaders(config, layout.num_processes if devices is None else min(devices.count, layout.num_processes))
     for level, text in crowded:
         say(level, text)
     notices += crowded
+    path = _checkpoint(config, run_dir, say, notices)
+    meta = None if path is None else checkpoint.read_meta(path)
+    accumulation = _accumulation(config, layout, meta, say, notices)
     derived = derive(
         config,
-        world_size=world_size,
+        world_size=layout.world_size,
         num_train=prepared.num_train,
         num_eval=prepared.num_eval,
         default_learning_rate=task.default_learning_rate,
         train_tokens=prepared.train_tokens,
+        replicas=layout.axes.replicas,
+        accumulation=accumulation,
     )
     _check_sizes(config, derived, prepared)
     _check_schedule(config)
-    strategy = resolve_mode(config.parallel.mode, world_size)
-    job = Job(config, derived, prepared, strategy, device_type, started_at, None, notices)
-    resume_from, finished = _resume(config, derived, prepared, run_dir, say, notices, allow_config_change)
-    return Plan(replace(job, resume_from=None if resume_from is None else str(resume_from)), devices, finished)
+    finished = None
+    if path is not None and meta is not None:
+        finished = _check_resume(config, derived, prepared, run_dir, path, meta, say, allow_config_change)
+    elif config.resume == "auto" and run_dir.config.is_file():
+        _check_same_config(config, _stored_config(run_dir), run_dir.root, allow_config_change, say)
+        say("info", f"{run_dir.root} holds a run that reached no checkpoint: it starts again from the beginning")
+    resume_from = None if path is None else str(path)
+    return Plan(Job(config, derived, prepared, layout, device_type, started_at, resume_from, notices), devices, finished)
+
+
+def _accumulation(
+    config: Config, layout: Layout, meta: dict[str, Any] | None, say: Say, notices: list[tuple[str, str]]
+) -> int:
+    """The config's accumulation; or, where a run goes on with another number of replicas, the one that keeps its global batch.
+    ``meta``: of the checkpoint that is gone on from."""
+    args = config.train_args
+    stored = None if meta is None else int(meta["global_batch_size"])
+    given, replicas = args.gradient_accumulation_steps, layout.axes.replicas
+    micro = args.per_device_train_batch_size * replicas
+    if stored is None or stored == micro * given or stored % micro:
+        return given
+    text = (
+        f"gradient_accumulation_steps: {given} → {stored // micro}, which keeps the run's global batch of "
+        f"{counted(stored, 'sample')} on {counted(replicas, 'replica')}"
+    )
+    say("info", text)
+    notices.append(("info", text))
+    return stored // micro
 
 
 def check_free(run_dir: RunDir, say: Say) -> None:
@@ -157,15 +186,15 @@ def _check_sizes(config: Config, derived: Derived, prepared: Prepared) -> None:
     samples = prepared.num_train
     if samples == 0:
         raise ConfigError("the dataset holds no sample to train on", fix="check `dataset` and `max_length`")
-    if derived.world_size > samples:
+    if derived.replicas > samples:
         raise ConfigError(
-            f"{derived.world_size} ranks are more than the {counted(samples, 'training sample')}",
+            f"{derived.replicas} ranks are more than the {counted(samples, 'training sample')}",
             fix=f"set `parallel.num_gpus` to at most {samples}, or give more data",
         )
     if derived.global_batch_size > samples:
         raise ConfigError(
             f"the global batch of {counted(derived.global_batch_size, 'sample')} ({derived.micro_batch_size} a micro-batch × "
-            f"{derived.gradient_accumulation_steps} accumulation × {counted(derived.world_size, 'rank')}) is larger than the "
+            f"{derived.gradient_accumulation_steps} accumulation × {counted(derived.replicas, 'replica')}) is larger than the "
             f"data: {counted(samples, 'training sample')}",
             fix="lower `per_device_train_batch_size` or `gradient_accumulation_steps`, or give more data",
         )
@@ -206,37 +235,34 @@ def _check_own_folder(loaded: Loaded, run_dir: RunDir) -> None:
         )
 
 
-def _resume(
-    config: Config,
-    derived: Derived,
-    prepared: Prepared,
-    run_dir: RunDir,
-    say: Say,
-    notices: list[tuple[str, str]],
-    allow_change: bool,
-) -> tuple[Path | None, dict[str, Any] | None]:
-    """(checkpoint to go on from or None, report of the finished run or None)."""
+def _checkpoint(config: Config, run_dir: RunDir, say: Say, notices: list[tuple[str, str]]) -> Path | None:
+    """The checkpoint to go on from."""
     if config.resume == "never":
-        return None, None
+        return None
     if config.resume == "auto":
         path, wrong = checkpoint.newest_whole(run_dir.checkpoints)
         for text in wrong:
             say("warning", f"a checkpoint is passed over: {text}")
             notices.append(("warning", f"a checkpoint is passed over: {text}"))
-        if path is None:
-            if not run_dir.config.is_file():
-                return None, None
-            _check_same_config(config, _stored_config(run_dir), run_dir.root, allow_change, say)
-            say("info", f"{run_dir.root} holds a run that reached no checkpoint: it starts again from the beginning")
-            return None, None
-    else:
-        path = checkpoint.find(Path(config.resume))
-        problem = checkpoint.verify(path)
-        if problem is not None:
-            raise ConfigError(
-                f"`resume: {config.resume}` is not whole: {problem}", fix="give an earlier checkpoint, or `resume=auto`"
-            )
-    meta = checkpoint.read_meta(path)
+        return path
+    path = checkpoint.find(Path(config.resume))
+    problem = checkpoint.verify(path)
+    if problem is not None:
+        raise ConfigError(f"`resume: {config.resume}` is not whole: {problem}", fix="give an earlier checkpoint, or `resume=auto`")
+    return path
+
+
+def _check_resume(
+    config: Config,
+    derived: Derived,
+    prepared: Prepared,
+    run_dir: RunDir,
+    path: Path,
+    meta: dict[str, Any],
+    say: Say,
+    allow_change: bool,
+) -> dict[str, Any] | None:
+    """Raise ConfigError where the run cannot go on exactly from ``path``. Returns the report, where it is done already."""
     _check_same_config(config, meta["config"], path, allow_change, say)
     _check_same_batches(derived, prepared, meta, path, allow_change, say)
     if meta["step"] > derived.steps:
@@ -247,7 +273,7 @@ def _resume(
     finished = _finished_report(run_dir, derived) if config.resume == "auto" else None
     if finished is None:
         say("info", f"resuming from step {meta['step']} of {derived.steps}: {path}")
-    return path, finished
+    return finished
 
 
 def _stored_config(run_dir: RunDir) -> dict[str, Any]:

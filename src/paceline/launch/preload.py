@@ -23,6 +23,8 @@ def start_fork_server(config: Config) -> None:
     if in_main:
         # First of all: whatever ends the launcher ends the server with it. (The kernel ties this to the thread that starts it.)
         modules.insert(0, "paceline.launch.bound")
+    if config.parallel.mode in ("zero2", "zero3", "fsdp") or config.parallel.shard:
+        modules.append("torch.distributed.fsdp")
     if config.task in ("sft", "pretrain"):
         from paceline.models.language import model_type
 

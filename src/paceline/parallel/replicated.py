@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
 
-from paceline.config.schema import Parallel
-from paceline.parallel.base import BuildOptimizer, Cost, MicroStep, ModelShape, Strategy, storage_bytes
+from paceline.config.schema import Config
+from paceline.parallel.base import BuildOptimizer, MicroStep, Part, Strategy, optimizer_tensors, persistent_buffers
 from paceline.parallel.buckets import GradientBuckets
-from paceline.world.group import World, all_reduce_bytes
+from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
+from paceline.world.group import World
+from paceline.world.mesh import Axes
+from paceline.world.volume import all_reduce_bytes
 
 
 class DistributedDataParallel(Strategy):
@@ -17,17 +23,16 @@ class DistributedDataParallel(Strategy):
 
     name = "ddp"
 
-    def __init__(self, settings: Parallel, world: World) -> None:
-        super().__init__(settings, world)
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
         self.model: nn.Module
-        self.optimizer: torch.optim.Optimizer
         self.buckets: GradientBuckets
 
     def place(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.world.broadcast([*model.parameters(), *model.buffers()])
-        self.changing_buffers = [one for one in model.buffers() if self.world.size > 1 and _is_statistic(model, one)]
+        self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
         self.buckets = GradientBuckets(self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.world)
         return model
 
@@ -38,7 +43,7 @@ class DistributedDataParallel(Strategy):
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.buckets.zero()
         for number in range(num_micro_batches):
-            loss = micro_step(number)
+            loss = micro_step(number, self.model)
             if number == num_micro_batches - 1:
                 self.buckets.start_reducing()
             loss.backward()
@@ -48,65 +53,31 @@ class DistributedDataParallel(Strategy):
     def clip(self, max_norm: float) -> torch.Tensor:
         norm = self.buckets.norm()
         if max_norm > 0:
-            # As torch.nn.utils.clip_grad_norm_: never scales up. No branch on the value, so no wait for the device.
-            self.buckets.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
+            self.buckets.scale(clip_factor(norm, max_norm))
         return norm
 
-    def full_state(self) -> dict[str, torch.Tensor]:
-        if not self.world.is_first:
-            return {}
-        state = {f"model/{name}": one for name, one in self.trained.items()}
-        state |= {f"buffer/{name}": one for name, one in persistent_buffers(self.model).items()}
-        for name, parameter in self.trained.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if value is not None:
-                    state[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
-        return {name: one.detach().to("cpu", copy=True).contiguous() for name, one in state.items()}
+    def parts(self) -> Iterable[Part]:
+        for name, one in self.trained.items():
+            yield Part.whole(name, one, key=one, owned=self.world.is_first)
+        for name, one in persistent_buffers(self.model).items():
+            yield Part.whole(name, one, owned=self.world.is_first)
 
-    def load_full_state(self, state: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, one in [*self.trained.items(), *persistent_buffers(self.model).items()]:
-                if self.world.is_first:
-                    one.copy_(state[f"model/{name}" if name in self.trained else f"buffer/{name}"])
-        self.world.broadcast([*self.trained.values(), *self.model.buffers()])
-        self._load_optimizer(state)
+    def held(self) -> list[Any]:
+        return [*self.model.parameters(), *self.model.buffers(), *self.buckets.flats, *optimizer_tensors(self.optimizer)]
 
-    def _load_optimizer(self, state: dict[str, torch.Tensor]) -> None:
-        layout = self.world.broadcast_object(
-            [(key, tuple(one.shape), one.dtype) for key, one in state.items() if key.startswith("optimizer/")]
-        )
-        loaded: list[torch.Tensor] = []
-        for key, shape, dtype in layout:  # type: ignore[attr-defined]
-            name, _, entry = key.removeprefix("optimizer/").rpartition("/")
-            parameter = self.trained[name]
-            # Scalars such as Adam's step stay where the optimizer makes them: beside the parameter where it is fused.
-            scalar_on_cpu = (
-                shape == () and not self.optimizer.defaults.get("fused") and not self.optimizer.defaults.get("capturable")
-            )
-            device = torch.device("cpu") if scalar_on_cpu else parameter.device
-            value = state[key].to(device) if self.world.is_first else torch.empty(shape, dtype=dtype, device=device)
-            self.optimizer.state.setdefault(parameter, {})[entry] = value
-            loaded.append(value)
-        self.world.broadcast(loaded)
-
-    @staticmethod
-    def cost(shape: ModelShape, world_size: int) -> Cost:
-        """Every rank holds everything: parameters, gradients and optimizer state. Each step sends the gradients once through an
-        all-reduce: 2(N-1)/N × their bytes (Rajbhandari et al., "ZeRO", 2020, section 7.1: 2Ψ)."""
-        gradients = sum(count * size for count, size in shape.trainable)
-        elements = sum(count for count, _ in shape.trainable)
+    @classmethod
+    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+        """Everything whole on each rank; the gradients' all-reduce: 2(N-1)/N × their bytes (Rajbhandari et al., "ZeRO", 2020,
+        section 7.1: 2Ψ)."""
+        gradients = total_bytes(shape.trained)
+        elements = sum(one.numel for one in shape.trained)
         return Cost(
-            parameters=shape.parameter_bytes,
+            parameters=shape.parameter_bytes + shape.buffer_bytes,
             gradients=gradients,
             optimizer=elements * shape.optimizer_bytes_per_element,
-            traffic_per_step=all_reduce_bytes(gradients, world_size),
+            activations=work.activation_bytes,
+            traffic={"all_reduce": all_reduce_bytes(gradients, axes.data)},
         )
-
-    def state_bytes(self) -> int:
-        held = [*self.model.parameters(), *self.model.buffers(), *self.buckets.flats]
-        for entries in self.optimizer.state.values():
-            held += [value for value in entries.values() if isinstance(value, torch.Tensor)]
-        return storage_bytes(held)
 
 
 class Single(DistributedDataParallel):
@@ -115,13 +86,13 @@ class Single(DistributedDataParallel):
     name = "single"
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to the state dict, by name."""
-    in_state = model.state_dict().keys()
-    return {name: one for name, one in model.named_buffers() if name in in_state}
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What gradients of ``norm`` are multiplied by. As torch.nn.utils.clip_grad_norm_: never scales up. No branch on the value, so
+    no wait for the device."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _is_statistic(model: nn.Module, buffer: torch.Tensor) -> bool:
-    """True for the running statistics of normalisation layers, which each rank would gather from its own share."""
+def changing_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """The running statistics of normalisation layers, which each rank would gather from its own share."""
     norms = (nn.modules.batchnorm._NormBase,)
-    return any(buffer is one for module in model.modules() if isinstance(module, norms) for one in module.buffers())
+    return [one for module in model.modules() if isinstance(module, norms) for one in module.buffers()]

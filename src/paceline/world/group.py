@@ -1,53 +1,65 @@
-"""The process group of a run, and the one place where its collectives are issued and their bytes counted."""
+"""The process group of a run, its lines along the axes of the mesh, and the collectives among them."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from paceline.world.env import RankEnv
+from paceline.world.mesh import Axes
+from paceline.world.traffic import Traffic, count_collectives
 
 
-@dataclass
-class Traffic:
-    """Bytes that this rank has sent, by collective. All-reduce of S bytes over N ranks counts 2(N-1)/N × S, what a
-    bandwidth-optimal all-reduce sends (Patarasuk & Yuan, 2009, section 3); broadcast counts S."""
+class Waits:
+    """Seconds this rank has stood still for communication."""
 
-    bytes_by_collective: dict[str, int] = field(default_factory=dict)
-
-    def add(self, collective: str, size_bytes: int) -> None:
-        self.bytes_by_collective[collective] = self.bytes_by_collective.get(collective, 0) + size_bytes
-
-    @property
-    def total(self) -> int:
-        return sum(self.bytes_by_collective.values())
-
-
-def all_reduce_bytes(size_bytes: int, world_size: int) -> int:
-    """Bytes one rank sends in a bandwidth-optimal all-reduce of ``size_bytes``."""
-    return round(2 * (world_size - 1) / world_size * size_bytes)
+    def __init__(self) -> None:
+        self.seconds = 0.0
 
 
 class World:
-    """This rank, its device, and the collectives among all ranks. With one rank no process group exists and each
-    collective is the identity.
+    """This rank, its device, and the collectives among the ranks of one group: all of them, or a line of the mesh. With one rank
+    each collective is the identity.
 
     Args:
-        env: rank and sizes.
+        env: rank and sizes within this group.
         device: where this rank computes.
+        axes: the mesh; a plain data-parallel one where not given.
+        group: the process group (None: all ranks).
+        ranks: global rank of each member, in order.
+        waits: shared by all lines of a rank.
     """
 
-    def __init__(self, env: RankEnv, device: torch.device) -> None:
+    def __init__(
+        self,
+        env: RankEnv,
+        device: torch.device,
+        axes: Axes | None = None,
+        group: dist.ProcessGroup | None = None,
+        ranks: list[int] | None = None,
+        waits: Waits | None = None,
+    ) -> None:
         self.env = env
         self.device = device
-        self.traffic = Traffic()
-        self.wait_s = 0.0  # seconds this rank has stood still for communication
+        self.axes = axes or Axes(data=env.world_size)
+        self.group = group
+        self.ranks = ranks if ranks is not None else list(range(env.world_size))
+        self.waits = waits or Waits()
+        self._lines: dict[tuple[str, ...], World] = {}
+
+    @property
+    def traffic(self) -> Traffic:
+        return count_collectives()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds this rank has stood still for communication, on any line."""
+        return self.waits.seconds
 
     @property
     def rank(self) -> int:
@@ -61,12 +73,51 @@ class World:
     def is_first(self) -> bool:
         return self.env.rank == 0
 
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place on each axis of the mesh."""
+        return self.axes.coordinates(self.ranks[self.rank])
+
+    def line(self, *axes: str) -> World:
+        """The ranks that differ from this one in ``axes`` alone, as a world of their own. A collective the first time: every rank
+        asks for the same lines in the same order."""
+        key = tuple(sorted(axes))
+        if key not in self._lines:
+            self._lines[key] = self._make_line(key)
+        return self._lines[key]
+
+    def _make_line(self, axes: tuple[str, ...]) -> World:
+        lines = self.axes.lines(axes)
+        mine = next(one for one in lines if self.rank in one)
+        if len(mine) == self.size:
+            return self
+        group = None
+        if len(mine) > 1:
+            for ranks in lines:  # every rank takes part in making every group
+                made = dist.new_group(ranks)
+                group = made if ranks is mine else group
+        env = RankEnv(mine.index(self.rank), len(mine), self.env.local_rank, self.env.local_world_size)
+        return World(env, self.device, self.axes, group, mine, self.waits)
+
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
         """Start an all-reduce in place; pass the result to :meth:`wait`. None with one rank."""
         if self.size == 1:
             return None
-        self.traffic.add("all_reduce", all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size))
-        return dist.all_reduce(tensor, op=op, async_op=True)
+        return dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
+        """Start adding up ``tensor`` [N × n] over the ranks, each keeping its part in ``output`` [n]."""
+        if self.size == 1:
+            output.copy_(tensor)
+            return None
+        return dist.reduce_scatter_tensor(output, tensor, group=self.group, async_op=True)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
+        """Start gathering each rank's ``tensor`` [n] into ``output`` [N × n]."""
+        if self.size == 1:
+            output.copy_(tensor)
+            return None
+        return dist.all_gather_into_tensor(output, tensor, group=self.group, async_op=True)
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for a collective, and count the seconds it took."""
@@ -74,7 +125,7 @@ class World:
             return
         start = time.perf_counter()
         work.wait()
-        self.wait_s += time.perf_counter() - start
+        self.waits.seconds += time.perf_counter() - start
 
     def sum(self, *values: float) -> list[float]:
         """Sum of each value over the ranks, in float64 where the device has it."""
@@ -107,8 +158,7 @@ class World:
     def _broadcast_group(self, tensors: list[torch.Tensor]) -> None:
         with torch.no_grad():
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.device)
-            self.traffic.add("broadcast", flat.numel() * flat.element_size())
-            dist.broadcast(flat, src=0)
+            dist.broadcast(flat, src=self.ranks[0], group=self.group)
             if self.rank != 0:
                 for tensor, part in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
@@ -118,8 +168,16 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=self.ranks[0], group=self.group, device=self.device)
         return box[0]
+
+    def gather_objects(self, value: object) -> list[object]:
+        """Each rank's (small, picklable) object, in order of rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        found: list[object] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
 
     def gather_numbers(self, value: float) -> list[float]:
         """Each rank's value, in order of rank, on every rank."""
@@ -142,11 +200,11 @@ class World:
             dist.destroy_process_group()
 
 
-def open_world(env: RankEnv, device_type: str, timeout_s: float) -> World:
+def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | None = None) -> World:
     """Choose this rank's device, set the number of threads, and join the process group (where there are several ranks).
 
     The backend is the one torch names as the default for the device (nccl, gloo, xccl…). CPU ranks of one host share its
-    cores evenly.
+    cores evenly. ``axes``: the mesh (default: all ranks on the data axis).
     """
     if device_type == "cpu":
         device = torch.device("cpu")
@@ -160,7 +218,8 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float) -> World:
         dist.init_process_group(
             backend, rank=env.rank, world_size=env.world_size, timeout=timedelta(seconds=timeout_s), **options
         )
-    return World(env, device)
+    count_collectives()
+    return World(env, device, axes)
 
 
 def share_cores(local_world_size: int) -> None:

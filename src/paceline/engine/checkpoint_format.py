@@ -1,0 +1,192 @@
+"""What lies in a checkpoint's folder: its names, the index of tensors and pieces, and the header of a safetensors file. No torch here.
+
+``checkpoints/step-00000040/`` holds one ``state-00001-of-00004.safetensors`` for each rank that owns a part of the state, ``index.json``
+(of each tensor the dtype, the whole shape, and its pieces), ``meta.json`` (step, config, who wrote it) and ``manifest.json`` (size and
+SHA-256 of every other file). Checkpoints of before there were pieces hold one ``state.safetensors`` and no index.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STATE, INDEX, META, MANIFEST = "state.safetensors", "index.json", "meta.json", "manifest.json"
+_STATE_NAME = re.compile(r"state(-\d{5}-of-\d{5})?\.safetensors")
+
+#: safetensors' name of a dtype → (torch's name, bytes an element)
+DTYPES = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "F32": ("float32", 4),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
+    "F64": ("float64", 8),
+    "C64": ("complex64", 8),
+}
+DTYPE_NAMES = {f"torch.{torch_name}": name for name, (torch_name, _) in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a part of a tensor lies: a box at ``offset`` of the whole, or, where ``flat``, a range of the flattened whole from
+    ``offset[0]`` on, as the tensor ``key`` of ``file``."""
+
+    file: str
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    flat: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the state: safetensors' name of its dtype, the whole shape, its pieces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+Index = dict[str, Entry]
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def state_file(rank: int, num_ranks: int) -> str:
+    return f"state-{rank:05d}-of-{num_ranks:05d}.safetensors"
+
+
+def index_to_json(index: Index) -> dict[str, Any]:
+    return {
+        name: {
+            "dtype": one.dtype,
+            "shape": one.shape,
+            "pieces": [
+                {"file": piece.file, "key": piece.key, "offset": piece.offset, "shape": piece.shape, "flat": piece.flat}
+                for piece in one.pieces
+            ],
+        }
+        for name, one in sorted(index.items())
+    }
+
+
+def index_from_json(raw: Any) -> Index:
+    """The reverse. ValueError, KeyError, TypeError or AttributeError where it is no index."""
+    return {str(name): _entry(one) for name, one in raw.items()}
+
+
+def _entry(raw: dict[str, Any]) -> Entry:
+    if raw["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {raw['dtype']!r}")
+    pieces = tuple(
+        Piece(str(one["file"]), str(one["key"]), _sizes(one["offset"]), _sizes(one["shape"]), bool(one["flat"]))
+        for one in raw["pieces"]
+    )
+    for piece in pieces:
+        if not _STATE_NAME.fullmatch(piece.file):
+            raise ValueError(f"file {piece.file!r}")
+    return Entry(raw["dtype"], _sizes(raw["shape"]), pieces)
+
+
+def _sizes(raw: Any) -> tuple[int, ...]:
+    found = tuple(int(one) for one in raw)
+    if any(one < 0 for one in found):
+        raise ValueError(f"negative size in {raw}")
+    return found
+
+
+def read_index(path: Path) -> Index:
+    """The index of a checkpoint; of an old one, made from the header of its one file.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError: there is none, or it is broken.
+    """
+    if (path / INDEX).exists():
+        return index_from_json(json.loads((path / INDEX).read_text())["tensors"])
+    _, header = read_header(path / STATE)
+    found = {}
+    for name, one in header.items():
+        shape = _sizes(one["shape"])
+        found[name] = Entry(str(one["dtype"]), shape, (Piece(STATE, name, (0,) * len(shape), shape),))
+    return found
+
+
+def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """(where the tensors' bytes begin, {key: {dtype, shape, data_offsets}}) of a safetensors file: 8 bytes little-endian header
+    length, a JSON header, then the tensors' bytes (safetensors' README, "Format")."""
+    with open(file, "rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"{file} is no safetensors file")
+        header = json.loads(handle.read(length))
+    header.pop("__metadata__", None)
+    return 8 + length, header
+
+
+def merge(parts: Sequence[Index]) -> Index:
+    """One index out of those of the ranks, each element of each tensor exactly once.
+
+    Raises:
+        ValueError: the ranks do not agree on a tensor, or leave a gap, or overlap.
+    """
+    merged: Index = {}
+    for part in parts:
+        for name, one in part.items():
+            before = merged.get(name, Entry(one.dtype, one.shape, ()))
+            if (before.dtype, before.shape) != (one.dtype, one.shape):
+                raise ValueError(f"{name} is {before.dtype} {before.shape} on one rank and {one.dtype} {one.shape} on another")
+            merged[name] = Entry(one.dtype, one.shape, before.pieces + one.pieces)
+    for name, one in merged.items():
+        problem = cover_problem(one)
+        if problem is not None:
+            raise ValueError(f"the ranks' pieces do not make up {name} of shape {list(one.shape)}: {problem}")
+    return merged
+
+
+def cover_problem(entry: Entry) -> str | None:
+    """None where the pieces hold each element of the tensor exactly once."""
+    total, held = math.prod(entry.shape), sum(piece.numel for piece in entry.pieces)
+    for piece in entry.pieces:
+        whole = (total,) if piece.flat else entry.shape
+        if len(piece.offset) != len(whole) or len(piece.shape) != len(whole):
+            return f"a piece has offset {list(piece.offset)} and shape {list(piece.shape)}"
+        if any(start + size > end for start, size, end in zip(piece.offset, piece.shape, whole, strict=True)):
+            return f"a piece of shape {list(piece.shape)} at {list(piece.offset)} reaches beyond it"
+    if held != total:
+        return f"they hold {held:,} elements of {total:,}"
+    flat = [piece.flat for piece in entry.pieces]
+    if any(flat) and not all(flat):
+        return "some are ranges and some are boxes"
+    pieces = sorted((piece for piece in entry.pieces if piece.numel), key=lambda piece: piece.offset)
+    open_boxes: list[Piece] = []
+    for piece in pieces:
+        if piece.offset:
+            open_boxes = [one for one in open_boxes if one.offset[0] + one.shape[0] > piece.offset[0]]
+        if any(_overlap(one, piece) for one in open_boxes):
+            return f"two hold what lies at {list(piece.offset)}"
+        open_boxes.append(piece)
+    return None
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    return all(a < b + n and b < a + m for a, m, b, n in zip(one.offset, one.shape, other.offset, other.shape, strict=True))

@@ -1,0 +1,320 @@
+"""Writing a checkpoint by many ranks into one hidden folder, and its commit by rank 0. The ranks speak through files alone, so all of
+this may run in threads beside the training: no collective is made here.
+
+In the hidden folder lies ``rank-00001.writing`` for each rank. A rank that has written and synced its file renames it to
+``rank-00001.json`` (size, SHA-256, pieces); one that could not, to ``rank-00001.failed`` (the reason): a rename needs no space. Rank 0
+waits for all of them, checks that the pieces make up the state, and gives the folder its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import RunError
+from paceline.core.files import fsync_dir, human_bytes
+from paceline.engine.checkpoint_format import (
+    DTYPE_NAMES,
+    DTYPES,
+    INDEX,
+    MANIFEST,
+    META,
+    Entry,
+    Index,
+    Piece,
+    index_from_json,
+    index_to_json,
+    merge,
+    name_of,
+    state_file,
+)
+
+if TYPE_CHECKING:
+    from paceline.parallel.base import Part
+
+_CHUNK_BYTES = 1 << 22
+#: A rank whose files do not grow for so long is taken for dead (a sync of a large file on a slow disk shows no growth).
+STALL_S = 900.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written."""
+
+    path: Path
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A rank that takes part in a save: its process, and the bytes of its tensors."""
+
+    host: str
+    pid: int
+    size_bytes: int
+
+    @classmethod
+    def here(cls, parts: Sequence[Part]) -> Writer:
+        return cls(socket.gethostname(), os.getpid(), size_of(parts))
+
+    @property
+    def has_ended(self) -> bool:
+        """True where the process is known to be gone; a process on another host is not looked at."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except ProcessLookupError:
+            return True
+        except (OSError, IndexError):  # another user's, or a system without /proc
+            return False
+        return state in "ZX"
+
+
+class PartFailed(Exception):
+    """A rank could not write what it owns."""
+
+
+def size_of(parts: Sequence[Part]) -> int:
+    return sum(one.tensor.numel() * one.tensor.element_size() for one in parts)
+
+
+def prepare(folder: Path, step: int, num_ranks: int) -> Path:
+    """The hidden folder for a save of ``step`` below ``folder``; what is left of saves that were cut is removed. OSError where it
+    cannot be made."""
+    aside = folder / f".{name_of(step)}.{os.getpid()}.tmp"
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_debris(folder)
+    aside.mkdir()
+    try:
+        for rank in range(num_ranks):
+            _marker(aside, rank, "writing").touch()
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return aside
+
+
+def clear_debris(folder: Path) -> None:
+    """Remove what saves that were cut have left below ``folder``; no other save may be under way."""
+    for one in folder.glob(".step-*"):
+        shutil.rmtree(one, ignore_errors=True)
+
+
+def write_part(aside: Path, rank: int, num_ranks: int, parts: Sequence[Part]) -> None:
+    """Write what this rank owns and say so to rank 0, or why it could not. Raises nothing."""
+    writing = _marker(aside, rank, "writing")
+    name = state_file(rank, num_ranks)
+    try:
+        said: dict[str, Any] = {"file": None, "size_bytes": 0, "sha256": None, "tensors": {}}
+        if parts:
+            size_bytes, sha256, index = write_state(aside / name, parts)
+            said = {"file": name, "size_bytes": size_bytes, "sha256": sha256, "tensors": index_to_json(index)}
+        writing.write_text(json.dumps(said))
+        os.replace(writing, _marker(aside, rank, "json"))
+    except Exception as error:
+        try:
+            (aside / name).unlink(missing_ok=True)  # makes room for the reason
+            writing.write_text(reason_of(error))
+        except OSError:
+            pass
+        try:
+            os.replace(writing, _marker(aside, rank, "failed"))
+        except OSError:
+            pass  # nothing can be said on this disk: rank 0 waits until its patience ends
+
+
+def write_state(path: Path, parts: Sequence[Part]) -> tuple[int, str, Index]:
+    """Write the parts as one safetensors file, synced. Returns (bytes, SHA-256 of the file, its tensors)."""
+    keys = _keys(parts)
+    order = sorted(
+        keys, key=lambda key: (-keys[key].tensor.element_size(), key)
+    )  # so that each tensor lies at a multiple of its item
+    header, at = {}, 0
+    for key in order:
+        part = keys[key]
+        end = at + part.tensor.numel() * part.tensor.element_size()
+        header[key] = {"dtype": dtype_name(part), "shape": list(part.tensor.shape), "data_offsets": [at, end]}
+        at = end
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    digest = hashlib.sha256()
+    with open(path, "wb", buffering=0) as handle:
+        _write(handle, digest, memoryview(len(raw).to_bytes(8, "little") + raw))
+        for key in order:
+            _write(handle, digest, _bytes_of(keys[key].tensor))
+        os.fsync(handle.fileno())
+    return 8 + len(raw) + at, digest.hexdigest(), _index(path.name, keys)
+
+
+def _keys(parts: Sequence[Part]) -> dict[str, Part]:
+    # A rank may own several ranges of one tensor; the first goes by the tensor's own name.
+    found: dict[str, Part] = {}
+    for part in parts:
+        key, number = part.name, 1
+        while key in found:
+            number += 1
+            key = f"{part.name}#{number}"
+        found[key] = part
+    return found
+
+
+def _index(file: str, keys: dict[str, Part]) -> Index:
+    found: Index = {}
+    for key, part in keys.items():
+        flat, offset, shape = part.flat, part.offset, tuple(part.tensor.shape)
+        if part.flat and part.is_whole:
+            flat, offset, shape = False, (0,) * len(part.shape), part.shape
+        elif part.flat:
+            shape = (part.tensor.numel(),)
+        before = found.get(part.name)
+        pieces = () if before is None else before.pieces
+        piece = Piece(file, key, tuple(offset), shape, flat)
+        found[part.name] = Entry(dtype_name(part), tuple(part.shape), (*pieces, piece) if piece.numel else pieces)
+    return found
+
+
+def dtype_name(part: Part) -> str:
+    name = DTYPE_NAMES.get(str(part.tensor.dtype))
+    if name is None:
+        raise TypeError(f"{part.name} is {part.tensor.dtype}, which a checkpoint cannot hold ({', '.join(DTYPES)})")
+    return name
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    import torch
+
+    on_host = tensor.detach().to("cpu").contiguous()
+    if on_host.is_complex():
+        on_host = torch.view_as_real(on_host)
+    return memoryview(on_host.reshape(-1).view(torch.uint8).numpy())
+
+
+def _write(handle: Any, digest: Any, data: memoryview) -> None:
+    for start in range(0, len(data), _CHUNK_BYTES):
+        chunk = data[start : start + _CHUNK_BYTES]
+        digest.update(chunk)
+        while len(chunk):
+            chunk = chunk[handle.write(chunk) :]
+
+
+def wait_for_parts(
+    aside: Path, writers: Sequence[Writer], patience_s: Callable[[], float] = lambda: STALL_S
+) -> list[dict[str, Any]]:
+    """What each rank said of its file, in order of rank, when all have ended.
+
+    Raises:
+        PartFailed: a rank could not write, or its process ended, or nothing has grown for ``patience_s()``.
+    """
+    seen, since, pause_s = -1, time.monotonic(), 0.001
+    while True:
+        names = {one.name for one in aside.iterdir()}
+        open_ranks = [rank for rank in range(len(writers)) if f"rank-{rank:05d}.writing" in names]
+        # A rank that ended before the folder was listed has left its last word in it.
+        lost = [rank for rank in open_ranks if writers[rank].has_ended and _marker(aside, rank, "writing").exists()]
+        grown = sum(_size(aside / name) for name in names) + len(writers) - len(open_ranks)
+        if grown != seen:
+            seen, since = grown, time.monotonic()
+        if not open_ranks or len(lost) == len(open_ranks) or time.monotonic() - since > patience_s():
+            break
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.05)
+    return [_outcome(aside, rank, len(writers)) for rank in range(len(writers))]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _outcome(aside: Path, rank: int, num_ranks: int) -> dict[str, Any]:
+    who = f" (on rank {rank})" if num_ranks > 1 else ""
+    failed = _marker(aside, rank, "failed")
+    if failed.exists():
+        raise PartFailed((failed.read_text() or "the reason could not be written either") + who)
+    if not _marker(aside, rank, "json").exists():
+        raise PartFailed(f"rank {rank} ended, or stopped writing, before its part was on disk")
+    return dict(json.loads(_marker(aside, rank, "json").read_text()))
+
+
+def commit(folder: Path, step: int, aside: Path, meta: dict[str, Any], said: Sequence[dict[str, Any]]) -> Saved:
+    """Give the folder its name, when every rank's file is in it.
+
+    Raises:
+        OSError: it could not be written.
+        ValueError: the pieces do not make up the state.
+    """
+    final = folder / name_of(step)
+    index = merge([index_from_json(one["tensors"]) for one in said])
+    files = {one["file"]: {"size_bytes": one["size_bytes"], "sha256": one["sha256"]} for one in said if one["file"]}
+    for name, value in ((INDEX, {"format": 2, "tensors": index_to_json(index)}), (META, {**meta, "step": step})):
+        raw = (json.dumps(value, indent=2 if name == META else None) + "\n").encode()
+        _write_synced(aside / name, raw)
+        files[name] = {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    _write_synced(aside / MANIFEST, (json.dumps({"format": 2, "files": files}, indent=2) + "\n").encode())
+    for rank in range(len(said)):
+        _marker(aside, rank, "json").unlink()
+    fsync_dir(aside)
+    old = folder / f".{final.name}.{os.getpid()}.old"
+    if final.exists():  # left by an earlier life of the run that was rewound; the new one says the same
+        os.replace(final, old)
+    os.replace(aside, final)
+    fsync_dir(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    return Saved(final, sum(int(one["size_bytes"]) for one in files.values()))
+
+
+def _write_synced(path: Path, raw: bytes) -> None:
+    with open(path, "wb") as handle:
+        handle.write(raw)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _marker(aside: Path, rank: int, what: str) -> Path:
+    return aside / f"rank-{rank:05d}.{what}"
+
+
+def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> RunError:
+    """The error of a save that failed, as a person reads it."""
+    free = _free_bytes(folder)
+    return RunError(
+        f"the checkpoint of step {step} could not be written to {folder / name_of(step)}: {reason} "
+        f"(it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}; free: {human_bytes(free) if free is not None else 'not known'})",
+        fix="free some space, or set another `output_dir`; earlier checkpoints are untouched and the same command goes on "
+        "from the newest",
+    )
+
+
+def write_errors() -> tuple[type[Exception], ...]:
+    """What a write of tensors may raise: safetensors has an error of its own for a full disk."""
+    from safetensors import SafetensorError
+
+    return OSError, SafetensorError
+
+
+def reason_of(error: BaseException) -> str:
+    """``No space left on device``, out of whatever words a library puts around it."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    inner = re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error))
+    return inner[1] if inner else str(error) or type(error).__name__
+
+
+def _free_bytes(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder if folder.exists() else folder.parent).free
+    except OSError:
+        return None

@@ -1,0 +1,24 @@
+"""The repeated blocks of a model: the units of sharding, of activation checkpointing and of pipeline stages."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(dotted name, module) of each block, in the order of the model: the children of the ModuleList or Sequential that holds the
+    most parameters; empty where there is none.
+
+    Of nested lists the outermost counts. Children without parameters (activations between layers) are blocks too: who cuts a model
+    into stages must run them.
+    """
+    best: list[tuple[str, nn.Module]] = []
+    most = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+            continue
+        size = sum(one.numel() for one in module.parameters())
+        if size > most:
+            most = size
+            best = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+    return best

@@ -1,0 +1,68 @@
+"""A model as numbers: what its cost follows from. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """A parameter or buffer: ``name`` in the model, ``shape``, bytes an element as the task built it, whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    element_bytes: int
+    trainable: bool = False
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.element_bytes
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What training state a model makes. A weight that is used under several names stands once, under the first.
+
+    Args:
+        parameters: in the model's order.
+        buffers: persistent or not.
+        optimizer_bytes_per_element: of float32 state for each trained element, e.g. 8 for Adam's two moments.
+        low_bytes: bytes an element of the mixed precision's type (2), or 0 without mixed precision.
+        blocks: dotted names of the repeated blocks in the order in which they run ("model.layers.0", …).
+        tensor_plan: dotted module name → how tensor parallelism cuts it ("colwise", "rowwise", …).
+        aliases: further name → first name, of weights used under several names.
+        block_output_elements: elements that a block hands to the next, for each token (or sample); 0 where not known.
+    """
+
+    parameters: tuple[TensorShape, ...]
+    buffers: tuple[TensorShape, ...] = ()
+    optimizer_bytes_per_element: int = 8
+    low_bytes: int = 0
+    blocks: tuple[str, ...] = ()
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    block_output_elements: int = 0
+
+    @property
+    def trained(self) -> list[TensorShape]:
+        return [one for one in self.parameters if one.trainable]
+
+    @property
+    def parameter_bytes(self) -> int:
+        return total_bytes(self.parameters)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return total_bytes(self.buffers)
+
+
+def total_bytes(shapes: Iterable[TensorShape]) -> int:
+    return sum(one.size_bytes for one in shapes)

@@ -1,0 +1,93 @@
+"""A checkpoint written under any strategy and number of ranks goes on under any other, as if nothing had been changed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from commands import events, report, run, train
+
+from paceline.engine import checkpoint
+
+pytestmark = pytest.mark.slow
+
+SAMPLES = 8  # of a global batch
+# A constant rate: each life of the run ends at its own last step, on which another schedule would depend.
+WORDS = (
+    "train_args.learning_rate=1e-3",
+    "train_args.warmup_steps=2",
+    "train_args.lr_scheduler_type=constant_with_warmup",
+    "per_device_train_batch_size=2",
+)
+
+#: name → (ranks, replicas, words)
+MODES = {
+    "single": (1, 1, ("parallel.mode=single",)),
+    "dp": (2, 2, ("parallel.mode=dp",)),
+    "ddp": (4, 4, ("parallel.mode=ddp",)),
+    "zero1": (2, 2, ("parallel.mode=zero1",)),
+    "zero2": (2, 2, ("parallel.mode=zero2",)),
+    "zero3": (2, 2, ("parallel.mode=zero3",)),
+    "deepspeed": (2, 2, ("parallel.mode=deepspeed", "parallel.deepspeed_stage=2")),
+    "deepspeed-3": (2, 2, ("parallel.mode=deepspeed", "parallel.deepspeed_stage=3")),
+    "tensor": (2, 1, ("parallel.mode=tensor",)),
+    "pipeline": (2, 1, ("parallel.mode=pipeline",)),
+    "shard2-tensor2": (4, 2, ("parallel.shard=2", "parallel.tensor=2")),
+    "tensor2-pipeline2": (4, 1, ("parallel.tensor=2", "parallel.pipeline=2")),
+}
+
+
+def words_of(mode: str, step: int) -> list[str]:
+    ranks, replicas, words = MODES[mode]
+    accumulation = SAMPLES // 2 // replicas
+    return [*words, f"parallel.num_gpus={ranks}", f"gradient_accumulation_steps={accumulation}", f"train_args.save_steps={step}"]
+
+
+def stop_at(folder: Path, mode: str, step: int) -> None:
+    """Run under ``mode`` until a checkpoint of ``step`` is there, and no further: the run has its end there."""
+    train(folder, *WORDS, *words_of(mode, step), "--allow-config-change", f"train_args.max_steps={step}")
+
+
+def chain(folder: Path, modes: list[str], each: int) -> list[float]:
+    for number, mode in enumerate(modes, start=1):
+        stop_at(folder, mode, number * each)
+    return losses_by_step(folder)
+
+
+def unbroken(folder: Path, steps: int) -> list[float]:
+    train(folder, *WORDS, *words_of("single", 0), f"train_args.max_steps={steps}")
+    return losses_by_step(folder)
+
+
+def losses_by_step(folder: Path) -> list[float]:
+    by_step = {event["step"]: event["loss"] for event in events(folder, "step")}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+CHAIN = ["ddp", "zero3", "tensor", "pipeline", "single", "deepspeed", "zero1"]
+
+
+def test_a_chain_of_modes_is_one_run(tmp_path: Path) -> None:
+    expected = unbroken(tmp_path / "unbroken", 2 * len(CHAIN))
+    found = chain(tmp_path / "chain", CHAIN, 2)
+    assert found == pytest.approx(expected, rel=1e-5)
+    last = report(tmp_path / "chain")
+    assert (last["strategy"], last["world_size"], last["resumed_from_step"]) == ("zero1", 2, 2 * len(CHAIN) - 2)
+    paths = {mode: tmp_path / name for mode, name in (("unbroken", "unbroken"), ("chain", "chain"))}
+    held = {name: checkpoint.inspect(checkpoint.find(path))["tensors"] for name, path in paths.items()}
+    assert held["chain"].keys() == held["unbroken"].keys()
+    assert {name: one["shape"] for name, one in held["chain"].items()} == {
+        name: one["shape"] for name, one in held["unbroken"].items()
+    }
+    shown = run(str(tmp_path / "chain"), verb="inspect")
+    assert "written by zero1 on 2 ranks" in shown.stdout
+    assert json.loads((tmp_path / "chain" / "report.json").read_text())["status"] == "done"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(MODES, 2)))
+def test_every_pair(first: str, second: str, tmp_path: Path) -> None:
+    expected = unbroken(tmp_path / "unbroken", 6)
+    assert chain(tmp_path / "chain", [first, second], 3) == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,73 @@
+"""From `parallel` in a config to the mesh: what fits, and what is refused with the sizes that would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.config.schema import Parallel
+from paceline.core.errors import ConfigError
+from paceline.parallel import STRATEGIES, layout, mode_of, strategy_class
+from paceline.parallel.base import Strategy
+from paceline.world.mesh import Axes
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "strategy", "axes"),
+    [
+        ({}, 1, "single", Axes()),
+        ({}, 3, "ddp", Axes(data=3)),
+        ({"mode": "ddp"}, 2, "ddp", Axes(data=2)),
+        ({"mode": "single"}, 1, "single", Axes()),
+        ({"mode": "fsdp"}, 4, "zero3", Axes(shard=4)),
+        ({"mode": "zero2", "data": 2}, 4, "zero2", Axes(data=2, shard=2)),
+        ({"mode": "tensor"}, 4, "tensor", Axes(tensor=4)),
+        ({"mode": "tensor", "tensor": 2, "data": 2}, 4, "tensor", Axes(data=2, tensor=2)),
+        ({"mode": "tensor", "tensor": 2}, 4, "tensor", Axes(data=2, tensor=2)),
+        ({"mode": "zero3", "shard": 2}, 4, "zero3", Axes(data=2, shard=2)),
+        ({"mode": "pipeline"}, 4, "pipeline", Axes(pipeline=4)),
+        ({"tensor": 2}, 4, "hybrid", Axes(data=2, tensor=2)),
+        ({"data": 2, "shard": 1, "tensor": 2, "pipeline": 1}, 4, "hybrid", Axes(data=2, tensor=2)),
+        ({"shard": 2, "tensor": 2, "pipeline": 2}, 8, "hybrid", Axes(shard=2, tensor=2, pipeline=2)),
+    ],
+)
+def test_what_fits(given: dict[str, Any], devices: int, strategy: str, axes: Axes) -> None:
+    found = layout(Parallel(**given), devices)
+    assert (found.strategy, found.axes, found.num_processes) == (strategy, axes, devices)
+
+
+def test_dp_is_one_process() -> None:
+    found = layout(Parallel(mode="dp"), 4)
+    assert (found.num_processes, found.world_size, found.axes.replicas) == (1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "words"),
+    [
+        ({"tensor": 3}, 4, ["`parallel.tensor: 3`", "4 ranks", "1, 2, 4"]),
+        ({"data": 2, "tensor": 4}, 4, ["`parallel.data: 2`", "`parallel.tensor: 4`", "num_gpus: 8"]),
+        ({"mode": "tensor", "tensor": 3}, 4, ["`parallel.tensor: 3`", "4 ranks"]),
+        ({"mode": "ddp", "tensor": 2}, 4, ["`parallel.mode: ddp` has no axis", "`parallel.data`", "hybrid"]),
+        ({"mode": "zero2", "pipeline": 2}, 4, ["has no axis", "`parallel.shard`"]),
+        ({"mode": "ddp", "data": 2}, 4, ["`parallel.data: 2`", "4 ranks"]),
+    ],
+)
+def test_what_does_not(given: dict[str, Any], devices: int, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        layout(Parallel(**given), devices)
+    for word in words:
+        assert word in caught.value.paragraph()
+
+
+def test_modes_and_their_classes() -> None:
+    assert mode_of(Parallel()) == "auto"
+    assert mode_of(Parallel(mode="fsdp")) == "zero3"
+    with pytest.raises(ConfigError, match=r"zero4.*zero3"):
+        mode_of(Parallel(mode="zero4"))
+    for name in STRATEGIES:
+        assert issubclass(strategy_class(name), Strategy)
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        strategy_class("no_such_package:Class")
+    with pytest.raises(ConfigError, match="is no strategy"):
+        strategy_class("collections:OrderedDict")
