@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Task", "__version__", "train"]
+__all__ = ["Task", "__version__", "plan", "train"]
 
 if TYPE_CHECKING:
     from paceline.launch.api import train
@@ -29,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from paceline.tasks.base import Task
 
         return Task
+    if name == "plan":
+        from importlib import import_module
+
+        return import_module("paceline.plan")  # the package of that name can be called
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

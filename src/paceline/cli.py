@@ -18,10 +18,14 @@ USAGE = """\
 usage: paceline VERB …
 
   sft, train   CONFIG.yaml [key=value …]     train what the file says (--dry-run, --allow-config-change, --debug)
+  plan         CONFIG.yaml [key=value …]     what each mode would take, and fits (--world-size N, --device-memory 80GB, --device NAME)
+  verify       CONFIG.yaml [key=value …]     certify that the strategies agree (--modes a,b, --world-size N, --steps N, --output DIR)
   watch        RUN                           follow a run from another terminal (--once)
   generate     RUN "a question"              answer with a run's model (--max-new-tokens N, --temperature T, --system TEXT)
   export       RUN --merge --output DIR      write the merged model, ready for plain transformers
   inspect      CHECKPOINT                    what a checkpoint holds, and its digest
+  explain      all-reduce                    watch an algorithm on real ranks (also broadcast, ddp, zero, dp; --ranks N, --output PAGE.html)
+  bench        collectives                   latency and bandwidth of each collective here (--ranks 2,4, --sizes 1KB,25MB, --output PAGE.html)
 
 Every verb takes --json: the result alone on standard output. Keys: docs/config.md.
 The shortest run: paceline sft model=builtin:qwen2-tiny dataset=builtin:python-docs
@@ -102,6 +106,49 @@ def _train(tokens: list[str], started_at: float) -> int:
     return result.exit_code
 
 
+def _plan(tokens: list[str], _: float) -> int:
+    from paceline.config.load import load_config, split_cli
+    from paceline.plan.api import make_plan
+
+    names: dict[str, Callable[[str], Any]] = {"world-size": int, "device-memory": str, "device": str}
+    flags, tokens = _take_flags(tokens, "json", "debug")
+    values, tokens = _take_values(tokens, names)
+    for token in tokens:
+        flag = token[2:].partition("=")[0].replace("_", "-")
+        if token.startswith("--") and (near := nearest(flag, [*names, "json", "debug"], cutoff=0.8)):
+            raise ConfigError(f"there is no flag `{token}`", fix=f"did you mean `--{near}`?")
+    path, overrides = split_cli(tokens)
+    loaded = load_config(path, overrides)
+    for level, text in loaded.notices:
+        print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr)
+    plan = make_plan(loaded.config, values.get("world-size"), values.get("device-memory"), values.get("device"))
+    if flags["json"]:
+        print(json.dumps(plan.as_dict(), indent=2))
+    else:
+        from paceline.plan.table import show
+
+        show(plan)
+    return EXIT_DONE
+
+
+def _verify(tokens: list[str], _: float) -> int:
+    from paceline.config.load import load_config, split_cli
+    from paceline.launch.verify import Request, verify
+
+    flags, tokens = _take_flags(tokens, "json", "debug")
+    values, tokens = _take_values(tokens, {"modes": str, "world-size": int, "steps": int, "output": Path})
+    path, overrides = split_cli(tokens)
+    request = Request(**{key.replace("-", "_"): value for key, value in values.items()})
+    result = verify(load_config(path, overrides), request)
+    if result.certificate is not None and flags["json"]:
+        print(json.dumps(result.certificate, indent=2))
+    elif result.certificate is not None:
+        from paceline.launch.verify_table import print_certificate
+
+        print_certificate(result.certificate)
+    return result.exit_code
+
+
 def _watch(tokens: list[str], _: float) -> int:
     from paceline.engine.watch import watch
 
@@ -148,13 +195,35 @@ def _inspect(tokens: list[str], _: float) -> int:
     return EXIT_DONE
 
 
+def _explain(tokens: list[str], _: float) -> int:
+    from paceline.launch.explain import TOPICS, explain, make_request
+
+    flags, tokens = _take_flags(tokens, "json", "debug")
+    values, tokens = _take_values(tokens, {"ranks": int, "elements": int, "algorithm": str, "output": str})
+    topic = _exactly(tokens, "explain", " | ".join(TOPICS))[0]
+    return explain(make_request(topic, values), flags["json"])
+
+
+def _bench(tokens: list[str], _: float) -> int:
+    from paceline.launch.bench_collectives import bench, make_request
+
+    flags, tokens = _take_flags(tokens, "json", "debug")
+    values, tokens = _take_values(tokens, {"ranks": str, "sizes": str, "algorithms": str, "output": str})
+    what = _exactly(tokens, "bench", "collectives")[0]
+    return bench(make_request(what, values), flags["json"])
+
+
 _VERBS: dict[str, Callable[[list[str], float], int]] = {
     "sft": _train,
     "train": _train,
+    "plan": _plan,
+    "verify": _verify,
     "watch": _watch,
     "generate": _generate,
     "export": _export,
     "inspect": _inspect,
+    "explain": _explain,
+    "bench": _bench,
 }
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from paceline.core.errors import ConfigError, RunError
 from paceline.engine import checkpoint
 
+STATE = "state-00000-of-00001.safetensors"
 META = {"strategy": "ddp", "world_size": 2, "config": {}}
 
 
@@ -54,7 +55,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     assert checkpoint.committed(folder) == [first, second, third]  # by number, not by name
     assert checkpoint.find(tmp_path / "run") == checkpoint.find(folder) == third
     assert checkpoint.find(first) == first
-    (third / "state.safetensors").write_bytes(b"")
+    (third / STATE).write_bytes(b"")
     path, wrong = checkpoint.newest_whole(folder)
     assert path == second
     assert len(wrong) == 1
@@ -98,7 +99,7 @@ def link(file: Path) -> None:
     file.symlink_to(file.with_suffix(".elsewhere"))
 
 
-@pytest.mark.parametrize("name", ["state.safetensors", "meta.json"])
+@pytest.mark.parametrize("name", [STATE, "index.json", "meta.json"])
 @pytest.mark.parametrize(
     ("harm", "word"), [(cut, "bytes, the manifest says"), (flip, "SHA-256"), (take_away, "is missing"), (link, "is missing")]
 )
@@ -156,7 +157,7 @@ class _Bomb:
 def test_a_pickle_is_never_read(tmp_path: Path) -> None:
     (path,) = save(tmp_path / "checkpoints", 1)
     bomb = pickle.dumps(_Bomb(str(tmp_path / "went-off")))
-    for name in ("state.safetensors", "meta.json", "manifest.json", "state.pt", "extra.pkl"):
+    for name in (STATE, "state.safetensors", "index.json", "meta.json", "manifest.json", "state.pt", "extra.pkl"):
         (path / name).write_bytes(bomb)
     assert checkpoint.verify(path) is not None
     for read in (checkpoint.inspect, checkpoint.read_meta, checkpoint.read_state):

@@ -48,19 +48,20 @@ class Parallel(Section):
     mode: Text = Field(
         "auto",
         description="`auto`, `single`, `dp`, `ddp`, `zero1`, `zero2`, `zero3` (also called `fsdp`), `deepspeed`, `tensor`, "
-        "`pipeline`, `hybrid`, or a strategy of your own as `package.module:Class`. `auto`: the fastest that fits in memory, as "
-        "`paceline plan` says; `hybrid` where sizes of axes are given.",
+        "`pipeline`, `hybrid`, or a strategy of your own as `package.module:Class`. `auto`: the fastest that fits in memory, "
+        "as `paceline plan` says; `hybrid` where sizes of axes are given.",
     )
     data: Annotated[int, Field(ge=1)] | None = Field(None, description="Replicas. Default: what the other axes leave.")
     shard: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Parts that weights, gradients and optimizer state are cut into (ZeRO-3); each has its own part of the batch."
+        None,
+        description="Parts that weights, gradients and optimizer state are cut into; each has its own part of the batch.",
     )
     tensor: Annotated[int, Field(ge=1)] | None = Field(None, description="Parts that each layer is cut into.")
     pipeline: Annotated[int, Field(ge=1)] | None = Field(None, description="Stages that the layers are dealt to.")
     tensor_plan: dict[str, str] = Field(
         default_factory=dict,
-        description="How tensor parallelism cuts modules that the model's own plan does not name, as `{pattern: colwise}`; patterns "
-        "such as `layers.*.mlp.up_proj`, styles `colwise`, `rowwise`.",
+        description="How tensor parallelism cuts modules that the model's own plan does not name, as `{pattern: colwise}`; "
+        "patterns such as `layers.*.mlp.up_proj`, styles `colwise`, `rowwise`.",
     )
     sequence_parallel: bool = Field(
         False, description="With `tensor`: keep activations between the cut layers in parts too, cut along the tokens."

@@ -11,7 +11,8 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
   ranks`` (null where not known). ``tokens`` is the number of tokens of the global batch, ``step_time_s`` the mean over the
   steps since the last such line.
 - ``eval``: ``step``, ``loss``, ``count``, ``wall_s``, ``metrics``.
-- ``checkpoint``: ``step``, ``path``, ``size_bytes``, ``wall_s``; or with ``error`` where it could not be written.
+- ``checkpoint``: ``step``, ``path``, ``size_bytes``, ``wall_s``, ``blocked_s`` (how long training stood still for it; it is
+  written in the background); or with ``error`` where it could not be written.
 - ``run_end``: ``status`` (done | stopped | failed), ``step``, ``reason``, ``wall_s`` (since the command was given).
 """
 

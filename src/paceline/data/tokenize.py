@@ -94,6 +94,20 @@ def prepare_tokens(config: Config, task: TextTask) -> PreparedTokens:
     )
 
 
+def cached_lengths(config: Config, task: TextTask) -> tuple[np.ndarray, np.ndarray] | None:
+    """(tokens, label tokens) of each sample of ``dataset``, int64 [num_samples], where it was tokenised before; else None.
+    Reads no row and downloads nothing."""
+    names = [config.tokenizer or config.model, *(source.path.partition("#")[0] for source in config.sources())]
+    if not all(name.startswith("builtin:") or Path(name).expanduser().exists() for name in names):
+        return None
+    try:
+        tokenizer = find_tokenizer(resolve_model(config.tokenizer or config.model), config.trust_remote_code)
+        entry = _Entry(config, task, tokenizer, validation=False)
+        return entry.arrays() if (entry.folder / _META).is_file() else None
+    except (ConfigError, OSError, ValueError):
+        return None
+
+
 def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(training, validation) indices, each sorted: a share ``ratio``, at least one sample, held out by ``seed`` alone.
 

@@ -1,5 +1,5 @@
-"""A few steps under each strategy on the same ranks, one after the other, and how far each ends from the reference: a rank's part of
-``paceline verify``.
+"""A few steps under each strategy on the same ranks, one after the other, and how far each ends from the reference: a rank's
+part of ``paceline verify``.
 
 The first trial is the reference, on one rank. Ranks tell each other what came of a trial by files in a folder, so that no
 collective waits for a rank that has none to take part in, or that has failed.
@@ -33,11 +33,12 @@ from paceline.parallel.base import Part, Strategy
 from paceline.parallel.cost import Workload
 from paceline.tasks.base import _first_tensor
 from paceline.world.env import RankEnv
-from paceline.world.group import World, open_world, share_cores
+from paceline.world.group import World, open_world
 from paceline.world.mesh import Axes
 
 _POLL_S = 0.01
-# A mode that is refused is refused on all its ranks at about the same time. Where one alone refuses, the others wait for it in vain.
+# A mode that is refused is refused on all its ranks at about the same time. Where one alone refuses, the others wait for it in
+# vain.
 _REFUSED_WAIT_S = 20.0
 
 
@@ -76,8 +77,8 @@ def result_file(folder: str | Path, number: int, rank: int) -> Path:
 
 
 def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
-    """Run all trials on this rank. What a trial gave stands in its file (see :func:`result_file`): ``status`` done | refused | idle
-    (a rank that has no part in it), and the figures.
+    """Run all trials on this rank. What a trial gave stands in its file (see :func:`result_file`): ``status`` done | refused |
+    idle (a rank that has no part in it), and the figures.
 
     Raises:
         Exception: a trial failed on this rank; the trials after it were not begun.
@@ -103,15 +104,11 @@ def _one_trial(certification: Certification, trial: Trial, world: World, stop: S
         return {"status": "idle"}
     alone = layout.num_processes == 1
     env = RankEnv() if alone else world.env
-    if alone and world.device.type == "cpu":
-        share_cores(1)
     try:
         return _train(certification, trial, World(env, world.device, Axes() if alone else layout.axes), stop)
     except ConfigError as error:
         return {"status": "refused", "reason": error.paragraph()}
     finally:
-        if world.device.type == "cpu":
-            share_cores(world.env.local_world_size)
         gc.collect()
         if world.device.type != "cpu":
             torch.accelerator.memory.empty_cache()
@@ -173,7 +170,8 @@ def _costs(session: Session, job: Job, positions: list[float]) -> dict[str, floa
 
 
 def turn_off_dropout(model: nn.Module) -> int:
-    """Set every number of a module (and of its Hugging Face config) whose name speaks of dropout to 0. Returns how many were not."""
+    """Set every number of a module (and of its Hugging Face config) whose name speaks of dropout to 0. Returns how many were
+    not."""
     changed = 0
     for module in model.modules():
         holders = [vars(module)] + [vars(one) for one in (getattr(module, "config", None),) if hasattr(one, "__dict__")]
@@ -200,8 +198,8 @@ def save_reference(strategy: Strategy, path: Path) -> None:
 
 
 def distances(strategy: Strategy, path: Path) -> dict[str, list[float]]:
-    """How far this rank's own parts of the trained weights lie from the reference's: {name: [sum of squared differences, elements,
-    squared norm of the reference's whole tensor, its elements]}, for every tensor of the reference."""
+    """How far this rank's own parts of the trained weights lie from the reference's: {name: [sum of squared differences,
+    elements, squared norm of the reference's whole tensor, its elements]}, for every tensor of the reference."""
     from safetensors import safe_open
 
     mine: dict[str, list[Part]] = {}
@@ -237,9 +235,7 @@ def _cut(whole: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 # -- among the ranks ----------------------------------------------------------------------------------------------------
-def _all_have_done(
-    certification: Certification, trial: Trial, env: RankEnv, found: dict[str, Any], stop: StopFlag
-) -> bool:
+def _all_have_done(certification: Certification, trial: Trial, env: RankEnv, found: dict[str, Any], stop: StopFlag) -> bool:
     """Wait until every rank has left its figures of the trial. False where the ranks are asked to stop."""
     waiting = [result_file(certification.folder, trial.number, rank) for rank in range(env.world_size)]
     start = time.monotonic()

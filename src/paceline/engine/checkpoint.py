@@ -1,7 +1,7 @@
 """Checkpoints: a folder that appears whole or not at all, with a manifest of sizes and SHA-256. No pickle, no torch here.
 
-What lies in the folder is said in :mod:`paceline.engine.checkpoint_format`. It is written beside under a hidden name, synced, and
-renamed (:mod:`paceline.engine.checkpoint_write`); what is left over of a save that was cut is cleared by the next.
+What lies in the folder is said in :mod:`paceline.engine.checkpoint_format`. It is written beside under a hidden name, synced,
+and renamed (:mod:`paceline.engine.checkpoint_write`); what is left over of a save that was cut is cleared by the next.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _index_problem(path: Path, files: set[str]) -> str | None:
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is whole, and what is wrong with each newer one."""
-    wrong = []
+    wrong: list[str] = []
     for path in reversed(committed(folder)):
         problem = verify(path)
         if problem is None:

@@ -1,8 +1,9 @@
-"""What lies in a checkpoint's folder: its names, the index of tensors and pieces, and the header of a safetensors file. No torch here.
+"""What lies in a checkpoint's folder: names, the index of tensors and pieces, the header of a safetensors file. No torch here.
 
-``checkpoints/step-00000040/`` holds one ``state-00001-of-00004.safetensors`` for each rank that owns a part of the state, ``index.json``
-(of each tensor the dtype, the whole shape, and its pieces), ``meta.json`` (step, config, who wrote it) and ``manifest.json`` (size and
-SHA-256 of every other file). Checkpoints of before there were pieces hold one ``state.safetensors`` and no index.
+``checkpoints/step-00000040/`` holds one ``state-00001-of-00004.safetensors`` for each rank that owns a part of the state,
+``index.json`` (of each tensor the dtype, the whole shape, and its pieces), ``meta.json`` (step, config, who wrote it) and
+``manifest.json`` (size and SHA-256 of every other file). A checkpoint may also hold one ``state.safetensors`` with the whole
+tensors and no index, as they were written before there were pieces.
 """
 
 from __future__ import annotations
@@ -152,15 +153,22 @@ def merge(parts: Sequence[Index]) -> Index:
     merged: Index = {}
     for part in parts:
         for name, one in part.items():
-            before = merged.get(name, Entry(one.dtype, one.shape, ()))
-            if (before.dtype, before.shape) != (one.dtype, one.shape):
-                raise ValueError(f"{name} is {before.dtype} {before.shape} on one rank and {one.dtype} {one.shape} on another")
-            merged[name] = Entry(one.dtype, one.shape, before.pieces + one.pieces)
+            add(merged, name, one)
     for name, one in merged.items():
         problem = cover_problem(one)
         if problem is not None:
             raise ValueError(f"the ranks' pieces do not make up {name} of shape {list(one.shape)}: {problem}")
     return merged
+
+
+def add(index: Index, name: str, entry: Entry) -> None:
+    """Add pieces of a tensor. ValueError where what is there says otherwise of its dtype or shape."""
+    before = index.get(name, Entry(entry.dtype, entry.shape, ()))
+    if (before.dtype, before.shape) != (entry.dtype, entry.shape):
+        raise ValueError(
+            f"one part of {name} is of {before.dtype} {list(before.shape)}, another of {entry.dtype} {list(entry.shape)}"
+        )
+    index[name] = Entry(entry.dtype, entry.shape, before.pieces + entry.pieces)
 
 
 def cover_problem(entry: Entry) -> str | None:

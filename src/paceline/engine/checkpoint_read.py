@@ -1,5 +1,7 @@
-"""Reading a checkpoint in another layout than the one it was written in: boxes or flat ranges, put together from the pieces. Only the
-bytes that are needed are read, in blocks of bounded size, into the result's own memory; torch is imported where a tensor is asked for."""
+"""Reading a checkpoint in another layout than the one it was written in: boxes or flat ranges, put together from the pieces.
+
+Only the bytes that are needed are read, in blocks of bounded size, into the result's own memory. Torch is imported where a
+tensor is asked for, and not before."""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ class CheckpointReader:
             end = tuple(min(a + n, b + m) for a, n, b, m in zip(offset, out.shape, piece.offset, piece.shape, strict=True))
             if any(a >= b for a, b in zip(start, end, strict=True)):
                 continue
-            slices = (slice(a - o, b - o) for a, b, o in zip(start, end, offset, strict=True))
+            slices: Any = tuple(slice(a - o, b - o) for a, b, o in zip(start, end, offset, strict=True))
             target = out[(..., *slices)]  # a view, of a scalar too
             inside = tuple(a - o for a, o in zip(start, piece.offset, strict=True))
             _gather(self._fetch(piece, entry), piece.shape, inside, target)
@@ -152,7 +154,7 @@ class CheckpointReader:
 
         def fetch(start: int, out: Array) -> None:
             handle.seek(at + start * out.itemsize)
-            left = memoryview(out.view(np.uint8)) if out.size else memoryview(b"")
+            left = out.view(np.uint8).data
             while len(left):
                 count = handle.readinto(left)  # type: ignore[attr-defined]
                 if not count:
@@ -202,8 +204,8 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _boxes(shape: tuple[int, ...], start: int, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, shape) of the boxes that, one after the other, make up ``count`` elements from ``start`` on in row-major order: the rest
-    of a row, whole rows, the begin of a row, at most two for each dimension."""
+    """(offset, shape) of the boxes that, one after the other, make up ``count`` elements from ``start`` on in row-major order:
+    the rest of a row, whole rows, the begin of a row; at most two for each dimension."""
     strides = _strides(shape)
     end = start + count
     while start < end:

@@ -1,9 +1,9 @@
-"""Writing a checkpoint by many ranks into one hidden folder, and its commit by rank 0. The ranks speak through files alone, so all of
-this may run in threads beside the training: no collective is made here.
+"""Writing a checkpoint by many ranks into one hidden folder, and its commit by rank 0. The ranks speak through files alone, so
+all of this may run in threads beside the training: no collective is made here.
 
 In the hidden folder lies ``rank-00001.writing`` for each rank. A rank that has written and synced its file renames it to
-``rank-00001.json`` (size, SHA-256, pieces); one that could not, to ``rank-00001.failed`` (the reason): a rename needs no space. Rank 0
-waits for all of them, checks that the pieces make up the state, and gives the folder its name.
+``rank-00001.json`` (size, SHA-256, pieces); one that could not, to ``rank-00001.failed-28`` (the system's number of the error): a
+rename needs no space. Rank 0 waits for all of them, checks that the pieces make up the state, and gives the folder its name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from paceline.engine.checkpoint_format import (
     Entry,
     Index,
     Piece,
+    add,
     index_from_json,
     index_to_json,
     merge,
@@ -90,8 +92,8 @@ def size_of(parts: Sequence[Part]) -> int:
 
 
 def prepare(folder: Path, step: int, num_ranks: int) -> Path:
-    """The hidden folder for a save of ``step`` below ``folder``; what is left of saves that were cut is removed. OSError where it
-    cannot be made."""
+    """The hidden folder for a save of ``step`` below ``folder``; what is left of saves that were cut is removed. OSError where
+    it cannot be made."""
     aside = folder / f".{name_of(step)}.{os.getpid()}.tmp"
     folder.mkdir(parents=True, exist_ok=True)
     clear_debris(folder)
@@ -123,15 +125,11 @@ def write_part(aside: Path, rank: int, num_ranks: int, parts: Sequence[Part]) ->
         writing.write_text(json.dumps(said))
         os.replace(writing, _marker(aside, rank, "json"))
     except Exception as error:
-        try:
+        with suppress(OSError):
             (aside / name).unlink(missing_ok=True)  # makes room for the reason
             writing.write_text(reason_of(error))
-        except OSError:
-            pass
-        try:
-            os.replace(writing, _marker(aside, rank, "failed"))
-        except OSError:
-            pass  # nothing can be said on this disk: rank 0 waits until its patience ends
+        with suppress(OSError):  # where nothing can be said on this disk, rank 0 waits until its patience ends
+            os.replace(writing, _marker(aside, rank, f"failed-{getattr(error, 'errno', None) or 0}"))
 
 
 def write_state(path: Path, parts: Sequence[Part]) -> tuple[int, str, Index]:
@@ -177,10 +175,8 @@ def _index(file: str, keys: dict[str, Part]) -> Index:
             flat, offset, shape = False, (0,) * len(part.shape), part.shape
         elif part.flat:
             shape = (part.tensor.numel(),)
-        before = found.get(part.name)
-        pieces = () if before is None else before.pieces
         piece = Piece(file, key, tuple(offset), shape, flat)
-        found[part.name] = Entry(dtype_name(part), tuple(part.shape), (*pieces, piece) if piece.numel else pieces)
+        add(found, part.name, Entry(dtype_name(part), tuple(part.shape), (piece,) if piece.numel else ()))
     return found
 
 
@@ -241,9 +237,9 @@ def _size(path: Path) -> int:
 
 def _outcome(aside: Path, rank: int, num_ranks: int) -> dict[str, Any]:
     who = f" (on rank {rank})" if num_ranks > 1 else ""
-    failed = _marker(aside, rank, "failed")
-    if failed.exists():
-        raise PartFailed((failed.read_text() or "the reason could not be written either") + who)
+    for failed in aside.glob(f"rank-{rank:05d}.failed-*"):
+        number = int(failed.name.rpartition("-")[2])  # a disk that is full may have no room for the words
+        raise PartFailed((os.strerror(number) if number else failed.read_text() or "it is not known why") + who)
     if not _marker(aside, rank, "json").exists():
         raise PartFailed(f"rank {rank} ended, or stopped writing, before its part was on disk")
     return dict(json.loads(_marker(aside, rank, "json").read_text()))
@@ -270,7 +266,12 @@ def commit(folder: Path, step: int, aside: Path, meta: dict[str, Any], said: Seq
     old = folder / f".{final.name}.{os.getpid()}.old"
     if final.exists():  # left by an earlier life of the run that was rewound; the new one says the same
         os.replace(final, old)
-    os.replace(aside, final)
+    try:
+        os.replace(aside, final)
+    except OSError:
+        if old.exists():
+            os.replace(old, final)
+        raise
     fsync_dir(folder)
     shutil.rmtree(old, ignore_errors=True)
     return Saved(final, sum(int(one["size_bytes"]) for one in files.values()))
@@ -290,9 +291,10 @@ def _marker(aside: Path, rank: int, what: str) -> Path:
 def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> RunError:
     """The error of a save that failed, as a person reads it."""
     free = _free_bytes(folder)
+    free_text = human_bytes(free) if free is not None else "not known"
     return RunError(
         f"the checkpoint of step {step} could not be written to {folder / name_of(step)}: {reason} "
-        f"(it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}; free: {human_bytes(free) if free is not None else 'not known'})",
+        f"(it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}; free: {free_text})",
         fix="free some space, or set another `output_dir`; earlier checkpoints are untouched and the same command goes on "
         "from the newest",
     )

@@ -20,8 +20,8 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
 def build_optimizer(
     args: TrainArgs, learning_rate: float, named: list[tuple[str, nn.Parameter]], matrices: frozenset[str]
 ) -> torch.optim.Optimizer:
-    """The optimizer over (name, parameter) pairs. Weight decay falls on those in ``matrices`` (see :func:`matrices_of`): a part of
-    a matrix, as sharding strategies hand over, has no shape to tell it by."""
+    """The optimizer over (name, parameter) pairs. Weight decay falls on those in ``matrices`` (see :func:`matrices_of`): a part
+    of a matrix, as sharding strategies hand over, has no shape to tell it by."""
     decayed = [one for name, one in named if name in matrices]
     plain = [one for name, one in named if name not in matrices]
     groups: list[dict[str, Any]] = [

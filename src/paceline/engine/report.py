@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
-from paceline.core.events import read_events
+from paceline.core.events import Event, read_events
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.run_dir import RunDir
+from paceline.engine.certificate import certificate_page
 
 REPORT_KEYS = (
     "status", "strategy", "world_size", "device", "steps", "epochs", "samples_seen", "train_tokens", "label_tokens",
@@ -49,7 +51,19 @@ def write_reports(run_dir: RunDir, report: dict[str, Any]) -> None:
     check_report(report)
     write_json_atomic(run_dir.report, _for_json(report))
     config_yaml = run_dir.config.read_text(encoding="utf-8", errors="replace") if run_dir.config.is_file() else ""
-    write_atomic(run_dir.report_html, render_report(report, read_events(run_dir.events), config_yaml))
+    events = read_events(run_dir.events)
+    write_atomic(run_dir.report_html, render_report(report, events, config_yaml, _certificate(run_dir, events)))
+
+
+def _certificate(run_dir: RunDir, events: list[Event]) -> dict[str, Any] | None:
+    """That of ``paceline verify --output RUN``, where it is of the run's model and task."""
+    config = next((event["config"] for event in reversed(events) if event["type"] == "run_start"), {})
+    try:
+        certificate: dict[str, Any] = json.loads((run_dir.root / "verify.json").read_text())
+        same = all(certificate[key] == config.get(key) for key in ("model", "task"))
+        return certificate if same and certificate_page(certificate) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # none there, or not one of ours
 
 
 def _for_json(value: Any) -> Any:

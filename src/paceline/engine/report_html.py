@@ -10,19 +10,22 @@ from typing import Any
 
 from paceline.core.events import Event, effective_steps
 from paceline.engine import wording
+from paceline.engine.certificate import certificate_page
 from paceline.engine.report_plots import Plot, Point, Series, draw, raw_and_smooth
 
-_TEMPLATE = Path(__file__).with_name("report.html.jinja")
 _RANK_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 
 
-def render_report(report: dict[str, Any], events: list[Event], config_yaml: str) -> str:
+def render_report(
+    report: dict[str, Any], events: list[Event], config_yaml: str, certificate: dict[str, Any] | None = None
+) -> str:
     """The whole page. Every value is escaped: configs and data sets are not trusted.
 
     Args:
         report: as :func:`paceline.engine.report.write_reports` takes it; missing keys show as unknown.
         events: all events of the run, of every life.
         config_yaml: the text of ``config.yaml``.
+        certificate: of ``paceline verify``, where one was made for this model and task; it becomes a section.
     """
     start: Event = next((event for event in reversed(events) if event["type"] == "run_start"), {})
     steps = effective_steps(events)
@@ -36,6 +39,7 @@ def render_report(report: dict[str, Any], events: list[Event], config_yaml: str)
         "plots": _plots(steps, _effective_evals(events), start, lives),
         "data": _data_rows(report.get("data") or start.get("data") or {}),
         "predictions": _predictions(report),
+        "certificate": certificate and certificate_page(certificate),
         "ranks": _rank_table(steps),
         "notices": [_notice(event) for event in events if event["type"] == "notice" or event.get("error")],
         "lives": lives if len(lives) > 1 else [],
@@ -43,16 +47,23 @@ def render_report(report: dict[str, Any], events: list[Event], config_yaml: str)
         "config_open": config_yaml.count("\n") <= 40,
         "versions": start.get("versions") or {},
     }
-    return str(_template().render(page))
+    return str(template("report.html.jinja").render(page))
 
 
 @cache
-def _template() -> Any:
-    from jinja2 import Environment, StrictUndefined
+def template(name: str) -> Any:
+    """A template of this folder; all that it is given is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["script_json"] = _script_json
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return environment.get_template(name)
 
 
 def _script_json(value: Any) -> Any:

@@ -42,13 +42,13 @@ _BLOCK_BYTES = 64 << 20
 
 
 class Saver:
-    """Saves the state of a run below ``folder`` (``RUN/checkpoints``), each rank what it owns. Use it in a ``with``, so that what is
-    being written when the training ends is waited for.
+    """Saves the state of a run below ``folder`` (``RUN/checkpoints``), each rank what it owns. Use it in a ``with``, so that
+    what is being written when the training ends is waited for.
 
     Args:
         keep: how many checkpoints are kept; None keeps all.
-        background: let training go on while a save is written, from a copy in the host's memory of what this rank owns. One save is
-            in flight at most.
+        background: let training go on while a save is written, from a copy in the host's memory of what this rank owns. One
+            save is in flight at most.
     """
 
     def __init__(self, world: World, folder: Path, keep: int | None, events: EventLog, *, background: bool) -> None:
@@ -73,8 +73,8 @@ class Saver:
     def save(self, step: int, make_parts: MakeParts, meta: dict[str, Any], *, must_succeed: bool) -> None:
         """Save the state of ``step``, unless it is saved or being saved. A collective.
 
-        Where it cannot be written, training goes on: an event says so. With ``must_succeed`` it is waited for, a save of this very
-        step that failed in the background is made once more, and where that fails too every rank raises the same RunError.
+        Where it cannot be written, training goes on: an event says so. With ``must_succeed`` it is waited for, a save of this
+        very step that failed in the background is made once more, and where that fails too every rank raises the same RunError.
         """
         if step == self.last_step:
             if not must_succeed:
@@ -106,8 +106,8 @@ class Saver:
         if background:
             try:
                 parts = self._copy.take(parts)
-            except (RuntimeError, MemoryError) as error:
-                problem = f"no memory on the host for the copy (set `async_save: false`): {error}"
+            except (RuntimeError, MemoryError) as caught:
+                problem = f"no memory on the host for the copy (set `async_save: false`): {caught}"
         with uncounted():
             told: list[Any] = self.world.gather_objects((Writer.here(parts), aside, problem))
         writers = [one[0] for one in told]
@@ -164,7 +164,8 @@ class Saver:
     def _say(self, flight: _Flight) -> None:
         if not self.world.is_first:
             return
-        saved, error = flight.saved, flight.error
+        saved = flight.saved
+        failed: dict[str, Any] = {} if flight.error is None else {"error": str(flight.error)}
         self.events.emit(
             "checkpoint",
             step=flight.step,
@@ -172,7 +173,7 @@ class Saver:
             size_bytes=saved.size_bytes if saved else None,
             wall_s=flight.wall_s if saved else None,
             blocked_s=flight.blocked_s,
-            **({"error": str(error)} if error is not None else {}),
+            **failed,
         )
         for text in flight.warnings:
             self.events.notice(text, level="warning")
@@ -282,12 +283,20 @@ class _HostCopy:
             torch.accelerator.synchronize()
         return copies
 
+    def _new(self, size_bytes: int) -> torch.Tensor:
+        if self.pinned:
+            try:
+                return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError:  # the device or the system pins no more: the copy is slower, and as good
+                self.pinned = False
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
     def _room(self, place: int, size_bytes: int) -> tuple[int, torch.Tensor]:
         # Blocks in order: the same parts find the same room at every save.
         while True:
             if place == len(self._blocks):
                 size = max(_BLOCK_BYTES if self.pinned else size_bytes, size_bytes)
-                self._blocks.append(_Block(torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)))
+                self._blocks.append(_Block(self._new(size)))
             block = self._blocks[place]
             if block.used + size_bytes <= block.memory.numel():
                 room = block.memory[block.used : block.used + size_bytes]

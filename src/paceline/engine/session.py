@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from paceline.engine.optim import Schedule, build_optimizer, matrices_of
 from paceline.engine.precision import Precision, checkpoint_activations
 from paceline.engine.report import write_reports
 from paceline.engine.saver import Saver
-from paceline.engine.state import load_training_state
+from paceline.engine.state import check_same_model, load_training_state
 from paceline.engine.stop import StopFlag
 from paceline.engine.summary import build_report
 from paceline.engine.train import Session, train
@@ -67,11 +68,13 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     run_dir = RunDir(Path(job.config.output_dir))
     events = EventLog(None)
     try:
-        built = _build(job, world)  # before anything is written: a model that cannot be had leaves no trace
+        built = build(job, world)  # before anything is written: a model that cannot be had leaves no trace
+        if job.resume_from is not None:
+            check_same_model(Path(job.resume_from), built.shape)
         with _locked(run_dir, world):
             if world.is_first:
                 events = _open_events(job, run_dir)
-            session = _begin(job, world, built, run_dir, events, stop)
+            session = begin(job, world, built, run_dir, events, stop)
             with session.saver:  # what is being written when the training ends, however it ends, is waited for
                 status = train(session)
             if status == "done":
@@ -129,7 +132,7 @@ def _open_events(job: Job, run_dir: RunDir) -> EventLog:
 
 
 @dataclass
-class _Built:
+class Built:
     """The model as the strategy has placed it, its shape before that, and what the optimizer must know of it."""
 
     task: Task
@@ -140,16 +143,20 @@ class _Built:
     notices: list[tuple[str, str]]
 
 
-def _build(job: Job, world: World) -> _Built:
-    """The task and the model, placed; from torch's random state as the seed sets it.
+def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None = None) -> Built:
+    """The task and the model, placed; from torch's random state as the seed sets it. ``adjust`` may change the model before
+    that.
 
-    The order is fixed here, for every strategy: activation checkpointing is a switch on the blocks' own forward, so that whatever a
+    The order is fixed here, for every strategy: activation checkpointing is a switch on the blocks' own forward, so that
+        whatever a
     strategy hangs on a block runs around it; then the strategy places the model, tensor parallel first and sharding last.
     """
     _quiet_libraries(job.config, world.device.type)
     task = load_task(job.config)
     task.prepared = job.prepared
     model = _build_model(task, job.config)
+    if adjust is not None:
+        adjust(model)
     strategy = make_strategy(job.layout.strategy, job.config, world)
     strategy.num_devices = job.layout.axes.replicas if job.layout.num_processes == 1 else 1
     if not any(one.requires_grad for one in model.parameters()):
@@ -159,7 +166,7 @@ def _build(job: Job, world: World) -> _Built:
     notices = task.setup(model)
     shape, matrices = outline(model, job.config), matrices_of(model)
     placed = strategy.place(model)
-    return _Built(task, placed, shape, matrices, strategy, notices + strategy.notices)
+    return Built(task, placed, shape, matrices, strategy, notices + strategy.notices)
 
 
 def _build_model(task: Task, config: Config) -> nn.Module:
@@ -171,7 +178,7 @@ def _build_model(task: Task, config: Config) -> nn.Module:
     return model
 
 
-def _begin(job: Job, world: World, built: _Built, run_dir: RunDir, events: EventLog, stop: StopFlag) -> Session:
+def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLog, stop: StopFlag) -> Session:
     """Everything that a rank's training needs, at the step it shall go on from."""
     config, args = job.config, job.config.train_args
     task, strategy = built.task, built.strategy
@@ -234,6 +241,8 @@ def _resume(session: Session, job: Job) -> str | None:
         return None
     with checkpoint.CheckpointReader(Path(str(path))) as reader:
         load_training_state(session, reader, int(checkpoint.read_meta(Path(str(path)))["step"]))
+    if Path(str(path)).resolve().parent != session.run_dir.checkpoints.resolve():
+        session.saver.last_step = None  # saved, but not in this run's folder
     return str(path)
 
 
@@ -325,8 +334,8 @@ def _save_model(session: Session) -> None:
 
 
 def _whole_model(session: Session) -> nn.Module:
-    """The trained model as the task built it: the one at hand, or, where it is spread over ranks, a new one in the host's memory,
-    filled from the checkpoint of the last step."""
+    """The trained model as the task built it: the one at hand, or, where it is spread over ranks, a new one in the host's
+    memory, filled from the checkpoint of the last step."""
     if session.strategy.whole_on_first:
         return session.model
     model = _build_model(session.task, session.config)

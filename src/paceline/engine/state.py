@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.core.errors import ConfigError
+from paceline.engine.checkpoint import CheckpointReader
+from paceline.models.shape import ModelShape
 from paceline.parallel.base import Part, StateSource
 
 if TYPE_CHECKING:
@@ -13,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def training_state(session: Session) -> list[Part]:
-    """What this rank writes into a checkpoint: parameters, buffers and optimizer by the strategy; schedule, random state and data
-    position as numbers, by rank 0.
+    """What this rank writes into a checkpoint: parameters, buffers and optimizer by the strategy; schedule, random state and
+    data position as numbers, by rank 0.
 
     Random state is (seed, step): every draw is a function of them (see :mod:`paceline.world.seeds`), so nothing else is
     needed to go on exactly.
@@ -31,6 +35,24 @@ def training_state(session: Session) -> list[Part]:
     }
     tensors = {name: torch.tensor(value) for name, value in numbers.items()} | session.precision.state()
     return parts + [Part.whole(name, value) for name, value in tensors.items()]
+
+
+def check_same_model(path: Path, shape: ModelShape) -> None:
+    """Raise ConfigError where the checkpoint ``path`` is not of a model of this shape: nothing was written yet."""
+    with CheckpointReader(path) as reader:
+        stored = {name.removeprefix("model/"): one[1] for name, one in reader.tensors().items() if name.startswith("model/")}
+    trained = {one.name: one.shape for one in shape.trained}
+    lines = [f"{name}: {list(stored[name])} there, {list(trained[name])} here" for name in stored.keys() & trained.keys()
+             if tuple(stored[name]) != trained[name]]  # fmt: skip
+    lines += [f"{name} is trained there, not here" for name in stored.keys() - trained.keys()]
+    lines += [f"{name} is trained here, not there" for name in trained.keys() - stored.keys()]
+    if lines:
+        more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
+        raise ConfigError(
+            f"{path} is a checkpoint of another model: {'; '.join(sorted(lines)[:3])}{more}",
+            allowed=f"a checkpoint with the {len(trained)} trained weights of this model, in their shapes",
+            fix="set `model`, `lora` and the task as they were, or another `output_dir` for a new run",
+        )
 
 
 def load_training_state(session: Session, source: StateSource, step: int) -> None:

@@ -226,8 +226,8 @@ def run_evaluation(session: Session) -> None:
 
 
 def save_checkpoint(session: Session, must_succeed: bool) -> None:
-    """Save the state of this step, unless it is saved. Where a save fails, training goes on with a warning, unless it must succeed:
-    then it is waited for, and every rank raises RunError."""
+    """Save the state of this step, unless it is saved. Where a save fails, training goes on with a warning, unless it must
+    succeed: then it is waited for, and every rank raises RunError."""
     meta = {
         "strategy": session.strategy.name,
         "world_size": session.derived.world_size,

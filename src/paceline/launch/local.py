@@ -13,14 +13,11 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.errors import EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM
 from paceline.core.files import write_atomic
-from paceline.launch.worker import STOP_FILE, outcome_file, pid_file, worker_main
-
-if TYPE_CHECKING:
-    from paceline.engine.session import Job
+from paceline.launch.worker import STOP_FILE, RunRank, outcome_file, pid_file, worker_main
 
 # How long the other ranks may take to end by themselves after one has failed.
 _GRACE_S = 4.0
@@ -29,8 +26,10 @@ _GRACE_S = 4.0
 class LocalRun:
     """Runs a job on ``num_ranks`` ranks of this host and says what became of them."""
 
-    def __init__(self, job: Job, num_ranks: int) -> None:
+    def __init__(self, job: Any, num_ranks: int, run_rank: RunRank | None = None) -> None:
+        """``run_rank``: what a rank does with the job; default: the training of a :class:`~paceline.engine.session.Job`."""
         self.job = job
+        self.more = () if run_rank is None else (run_rank,)
         self.num_ranks = num_ranks
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-"))
         self.signal: int | None = None
@@ -75,7 +74,7 @@ class LocalRun:
             logs_specs=DefaultLogsSpecs(log_dir=str(self.folder / "logs")),
         )
         try:
-            elastic_launch(config, worker_main)(self.job, str(self.folder))
+            elastic_launch(config, worker_main)(self.job, str(self.folder), *self.more)
         except BaseException as error:  # told by _outcome, from what the ranks left behind
             self.agent_error = error
 

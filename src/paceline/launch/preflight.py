@@ -30,7 +30,8 @@ Say = Callable[[str, str], None]
 #: Keys that change no number of the training; all others must stay as they were when a run goes on.
 _FREE_KEYS = (
     "output_dir", "resume", "report_to", "parallel.", "train_args.logging_steps", "train_args.save_steps",
-    "train_args.save_total_limit", "train_args.async_save", "train_args.eval_steps", "train_args.per_device_eval_batch_size", "evaluation.",
+    "train_args.save_total_limit", "train_args.async_save", "train_args.eval_steps",
+    "train_args.per_device_eval_batch_size", "evaluation.",
     "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor", "train_args.dataloader_pin_memory",
     "train_args.gradient_checkpointing", "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
     "trust_remote_code",
@@ -248,7 +249,9 @@ def _checkpoint(config: Config, run_dir: RunDir, say: Say, notices: list[tuple[s
     path = checkpoint.find(Path(config.resume))
     problem = checkpoint.verify(path)
     if problem is not None:
-        raise ConfigError(f"`resume: {config.resume}` is not whole: {problem}", fix="give an earlier checkpoint, or `resume=auto`")
+        raise ConfigError(
+            f"`resume: {config.resume}` is not whole: {problem}", fix="give an earlier checkpoint, or `resume=auto`"
+        )
     return path
 
 

@@ -11,17 +11,22 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM, PacelineError
 from paceline.core.files import write_atomic
 from paceline.core.processes import end_with_parent
-from paceline.engine.session import Job, run_rank
+from paceline.engine.session import run_rank
 from paceline.engine.stop import StopFlag
 from paceline.world.env import RankEnv, from_environment
 
 STOP_FILE = "stop"
+
+#: What a rank does: (job, who it is, whether it shall stop) → {"status": "done" | "stopped", "report": …}. ``job.config`` is
+#: its config.
+RunRank = Callable[[Any, RankEnv, StopFlag], dict[str, Any]]
 
 
 def outcome_file(folder: Path, local_rank: int) -> Path:
@@ -32,8 +37,9 @@ def pid_file(folder: Path, local_rank: int) -> Path:
     return folder / f"pid-{local_rank}"
 
 
-def worker_main(job: Job, folder: str) -> None:
-    """Entry of a rank that Paceline's own launcher started. ``folder`` is the launcher's, for pids and outcomes."""
+def worker_main(job: Any, folder: str, run: RunRank = run_rank) -> None:
+    """Entry of a rank that Paceline's own launcher started. ``folder`` is the launcher's, for pids and outcomes; ``run`` is
+    what the rank shall do with the job."""
     here = Path(folder)
     env = from_environment()
     _die_with_launcher()
@@ -44,7 +50,7 @@ def worker_main(job: Job, folder: str) -> None:
     if (here / STOP_FILE).exists():
         write_outcome(here, env, {"status": "stopped", "report": None})
         return
-    outcome = run_guarded(job, env, stop)
+    outcome = run_guarded(job, env, stop, run)
     write_outcome(here, env, outcome)
     if outcome["status"] == "failed":
         sys.stdout.flush()
@@ -52,10 +58,10 @@ def worker_main(job: Job, folder: str) -> None:
         os._exit(int(outcome["exit_code"]))  # at once: the other ranks wait for this one and must see it gone
 
 
-def run_guarded(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
+def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank) -> dict[str, Any]:
     """Run the rank; what happened as a plain dict: status, report, and for a failure exit_code, text and traceback."""
     try:
-        outcome = run_rank(job, env, stop)
+        outcome = run(job, env, stop)
     except PacelineError as error:
         return _failed(env, error.exit_code, error.paragraph())
     except BaseException as error:  # the launcher must hear of anything that ends a rank
@@ -71,7 +77,7 @@ def _failed(env: RankEnv, exit_code: int, text: str) -> dict[str, Any]:
     return {"status": "failed", "rank": env.rank, "exit_code": exit_code, "text": text, "traceback": traceback.format_exc()}
 
 
-def _describe(error: BaseException, job: Job) -> str:
+def _describe(error: BaseException, job: Any) -> str:
     kind, text = type(error).__name__, str(error).strip().splitlines()
     first = text[0][:400] if text else "no message"
     if kind == "OutOfMemoryError" or isinstance(error, MemoryError):

@@ -1,10 +1,10 @@
 """What a language model keeps for backward, from the numbers in its config.json alone. No torch here.
 
 The model is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4: each
-operation keeps its inputs. Their layer of ``sbh(34 + 5as/h)`` bytes is one of 2-byte activations, dropout, an ungated MLP of width
-4h and attention whose scores are stored. Here the widths are the model's own (gated MLP, grouped keys and values), fused attention
-stores no scores (their section 5; Dao et al., "FlashAttention", 2022, section 3.1), the norms compute in float32, and a frozen weight
-keeps no input of its own (Hu et al., "LoRA", 2021).
+operation keeps its inputs. Their layer of ``sbh(34 + 5as/h)`` bytes is one of 2-byte activations, dropout, an ungated MLP of
+width 4h and attention whose scores are stored. Here the widths are the model's own (gated MLP, grouped keys and values), fused
+attention stores no scores (their section 5; Dao et al., "FlashAttention", 2022, section 3.1), the norms compute in float32,
+and a frozen weight keeps no input of its own (Hu et al., "LoRA", 2021).
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ def dims_of(config: Mapping[str, Any]) -> LanguageDims | None:
                 return found
         return default
 
-    hidden, layers = number("hidden_size", "n_embd", "d_model"), number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    hidden, layers = (
+        number("hidden_size", "n_embd", "d_model"),
+        number("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    )
     heads, vocabulary = number("num_attention_heads", "n_head", "n_heads"), number("vocab_size")
     if hidden is None or layers is None or heads is None or vocabulary is None:
         return None
@@ -147,46 +150,58 @@ class Activations:
 
 
 def language_activations(
-    dims: LanguageDims, config: Config, tokens: float, labels: float, *, fused_attention: bool = True, longest: float = 0.0
+    dims: LanguageDims,
+    config: Config,
+    tokens: float,
+    labels: float,
+    *,
+    mask_bytes: int = 1,
+    fused_attention: bool = True,
+    longest: float = 0.0,
 ) -> Activations:
     """Activations of a micro-batch of ``tokens`` tokens, of which ``labels`` carry loss.
 
     Args:
-        fused_attention: False where the model stores the attention's scores: ``longest`` is then the tokens of its longest sample.
+        mask_bytes: of an element's dropout mask: 1 on accelerators; 4 on a CPU, where torch keeps it in float32.
+        fused_attention: False where the model stores the attention's scores: ``longest`` is then the tokens of its longest
+            sample.
     """
     args = config.train_args
     low = 2 if args.bf16 or args.fp16 else _FLOAT32
     frozen = config.lora.enable
     # Autocast leaves the sums of the residual stream in float32; frozen weights in low precision make them low too.
     stream = low if frozen else _FLOAT32
-    norm = _norm(dims.hidden, low, frozen)
+    norm = _norm(dims.hidden, frozen)
+    # What the projections take: one copy for all in float32; autocast makes one for each (it keeps copies of weights alone).
+    inputs = 0 if frozen else low * dims.hidden * (2 if low == _FLOAT32 else 5 if dims.gated else 4)
     attention = low * (2 * dims.queries + 2 * dims.keys) + _FLOAT32 * dims.heads  # queries, keys, values, result; row sums
     if args.packing is not False:
         attention += low * dims.queries  # the samples' results, joined
     if dims.normed_queries:
-        attention += _norm(dims.queries + dims.keys, low, frozen) - (0 if frozen else low * (dims.queries + dims.keys))
+        attention += _norm(dims.queries + dims.keys, frozen)
     if not fused_attention:
         attention += dims.heads * longest * 2 * low  # scores after softmax, and their copy in the inputs' precision
     wide = dims.feed_forward * dims.experts_per_token
     kept_inner = (3 if frozen else 4) if dims.gated else (1 if frozen else 2)
-    layer = 2 * norm + attention + low * kept_inner * wide
+    layer = 2 * norm + inputs + attention + low * kept_inner * wide
     if frozen:
-        layer += _adapters(dims, config, low)
+        layer += _adapters(dims, config, low, mask_bytes)
     block, recomputed = (stream * dims.hidden, layer) if args.gradient_checkpointing else (layer, 0.0)
     head_input = 0 if frozen else low * dims.hidden * labels
-    ends = (norm - (0 if frozen else low * dims.hidden)) * tokens + head_input
+    ends = norm * tokens + head_input
     logits = 3 * _FLOAT32 * dims.vocabulary * labels
     return Activations(block * tokens, recomputed * tokens, ends, logits, dims.layers)
 
 
-def _norm(width: int, low: int, frozen: bool) -> int:
-    """Bytes a token of a root-mean-square norm and of its result: its input and its result before scaling in float32, and what the
-    layers after it take. Where those are frozen, the input alone."""
-    return _FLOAT32 * width if frozen else 2 * _FLOAT32 * width + low * width
+def _norm(width: int, frozen: bool) -> int:
+    """Bytes a token of a root-mean-square norm: its input and its result before scaling, in float32; frozen, the input
+    alone."""
+    return _FLOAT32 * width * (1 if frozen else 2)
 
 
-def _adapters(dims: LanguageDims, config: Config, low: int) -> float:
-    """Bytes a token of one layer's adapters: each keeps its input (with dropout one of its own, and a mask) and rank numbers."""
+def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> float:
+    """Bytes a token of one layer's adapters: each keeps its input (with dropout one of its own, and a mask) and rank
+    numbers."""
     lora = config.lora
     layers = {
         "q_proj": dims.hidden, "k_proj": dims.hidden, "v_proj": dims.hidden, "o_proj": dims.queries,
@@ -197,7 +212,7 @@ def _adapters(dims: LanguageDims, config: Config, low: int) -> float:
         found = {name: width for name, width in layers.items() if any(name == one.rpartition(".")[2] for one in named)}
         layers = found or layers
     if lora.dropout > 0:
-        kept = sum((low + 1) * width for width in layers.values())
+        kept = sum((low + mask_bytes) * width for width in layers.values())
     else:  # q, k and v share one input, so do gate and up
         groups = ({"q_proj", "k_proj", "v_proj"}, {"up_proj", "gate_proj"}, {"o_proj"}, {"down_proj"})
         kept = sum(low * max(layers[name] for name in group & layers.keys()) for group in groups if group & layers.keys())

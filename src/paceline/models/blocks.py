@@ -6,11 +6,11 @@ from torch import nn
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(dotted name, module) of each block, in the order of the model: the children of the ModuleList or Sequential that holds the
-    most parameters; empty where there is none.
+    """(dotted name, module) of each block, in the order of the model: the children of the ModuleList or Sequential that holds
+    the most parameters; empty where there is none.
 
-    Of nested lists the outermost counts. Children without parameters (activations between layers) are blocks too: who cuts a model
-    into stages must run them.
+    Of nested lists the outermost counts. Children without parameters (activations between layers) are blocks too: who cuts a
+    model into stages must run them.
     """
     best: list[tuple[str, nn.Module]] = []
     most = 0

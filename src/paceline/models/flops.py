@@ -9,10 +9,10 @@ from paceline.models.activations import LanguageDims
 def language_flops(dims: LanguageDims, config: Config, tokens: float, labels: float, sample_tokens: float) -> float:
     """Operations of forward and backward over a micro-batch.
 
-    A weight that multiplies each token costs 2 forward, 2 for the gradient of its input and 2 for its own (Kaplan et al., "Scaling
-    Laws for Neural Language Models", 2020, section 2.1: 6 a parameter and token); with adapters the frozen weights have no gradient of
-    their own (4), and recomputation adds a forward (Korthikanti et al., 2022, appendix A: 8). Attention's two products cost
-    4 × queries × tokens looked back at, half of the sample on average, and twice that backward.
+    A weight that multiplies each token costs 2 forward, 2 for the gradient of its input and 2 for its own (Kaplan et al.,
+    "Scaling Laws for Neural Language Models", 2020, section 2.1: 6 a parameter and token); with adapters the frozen weights
+    have no gradient of their own (4), and recomputation adds a forward (Korthikanti et al., 2022, appendix A: 8). Attention's
+    two products cost 4 × queries × tokens looked back at, half of the sample on average, and twice that backward.
 
     Args:
         tokens: of the micro-batch; labels: those that go through the head; sample_tokens: of a sample.

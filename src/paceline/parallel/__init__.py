@@ -1,4 +1,5 @@
-"""The strategies: how training is spread over ranks. One file each; this is the whole registry. Importing it imports no torch."""
+"""The strategies: how training is spread over ranks. One file each; this is the whole registry. Importing it imports no
+torch."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ _AXIS_KEYS = ("data", "shard", "tensor", "pipeline")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread: the strategy's name (see :data:`STRATEGIES`; or ``module:Class``), the mesh, and how many processes run it
-    (one for ``dp``, whose devices share a process; else one a device)."""
+    """How a run is spread: the strategy's name (see :data:`STRATEGIES`; or ``module:Class``), the mesh, and how many processes
+    run it (one for ``dp``, whose devices share a process; else one a device)."""
 
     strategy: str
     axes: Axes
@@ -114,9 +115,10 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Lay
         raise ConfigError(
             f"{_product(given) or name} does not make {counted(num_devices, 'rank')}",
             allowed=_fitting(num_devices, main, others),
-            fix=f"set `parallel.num_gpus: {max(1, size) * rest}`, or leave `parallel.{main}` out: it takes the ranks that are left",
+            fix=f"set `parallel.num_gpus: {max(1, size) * rest}`, or leave `parallel.{main}` out: it takes "
+            "the ranks that are left",
         )
-    axes = Axes(**{**{key: 1 for key in _AXIS_KEYS}, **{key: given[key] for key in given if key != main}, main: size})
+    axes = Axes(**{**given, main: size})
     return Layout(name, axes, 1 if name == "dp" else num_devices)
 
 
@@ -133,7 +135,8 @@ def _product(given: dict[str, int]) -> str:
 
 def _fitting(num_devices: int, main: str, others: tuple[str, ...]) -> str:
     divisors = [one for one in range(1, num_devices + 1) if num_devices % one == 0]
-    return f"sizes of {', '.join((main, *others))} whose product is {num_devices} (its divisors: {', '.join(map(str, divisors))})"
+    sizes = ", ".join(map(str, divisors))
+    return f"sizes of {', '.join((main, *others))} whose product is {num_devices} (its divisors: {sizes})"
 
 
 def strategy_class(name: str) -> type[Strategy]:

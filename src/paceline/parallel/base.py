@@ -28,8 +28,8 @@ class Part:
         name: of the parameter or buffer in the model as the task built it; in a state ``model/…``, ``optimizer/…/KEY``.
         tensor: this rank's values, live (writing to it changes the training). 1-D where ``flat``.
         shape: of the whole tensor.
-        offset: where the part begins in the whole, one number a dimension; where ``flat``, one number into the whole's elements in
-            row-major order.
+        offset: where the part begins in the whole, one number a dimension; where ``flat``, one number into the whole's elements
+            in row-major order.
         key: the parameter by which the optimizer knows it; None for what is not trained (buffers).
         owned: of all ranks that hold an element exactly one owns it; that rank writes it into checkpoints.
         flat: the part is a range of the flattened whole instead of a box.
@@ -71,8 +71,9 @@ class StateSource(Protocol):
 
 
 class Strategy(ABC):
-    """How training is spread over the ranks of a world. The engine calls, in this order: ``place``, ``build_optimizer``, perhaps
-    ``load_state``; then for each step ``backward``, ``clip``, ``update``; between steps ``evaluate``, ``state``, ``state_bytes``."""
+    """How training is spread over the ranks of a world. The engine calls, in this order: ``place``, ``build_optimizer``,
+    perhaps ``load_state``; then for each step ``backward``, ``clip``, ``update``; between steps ``evaluate``, ``state``,
+    ``state_bytes``."""
 
     name: str
     #: Rank 0 holds the whole model as the task built it, can run it alone, and can save it as it is.
@@ -89,9 +90,9 @@ class Strategy(ABC):
         self.notices: list[tuple[str, str]] = []
 
     @staticmethod
-    def check(config: Config, axes: Axes) -> None:  # noqa: B027
-        """Raise :class:`~paceline.core.errors.ConfigError` for a config that this strategy cannot run, before anything starts: what
-        was asked for, why not, and the nearest that works."""
+    def check(config: Config, axes: Axes) -> None:
+        """Raise :class:`~paceline.core.errors.ConfigError` for a config that this strategy cannot run, before anything starts:
+        what was asked for, why not, and the nearest that works."""
 
     @property
     def low_dtype(self) -> torch.dtype | None:
@@ -112,8 +113,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def place(self, model: nn.Module) -> nn.Module:
-        """Put the model (on the rank's device, of the same shape everywhere, rank 0's values to be taken) to its ranks. Returns what
-        to call.
+        """Put the model (on the rank's device, of the same shape everywhere, rank 0's values to be taken) to its ranks. Returns
+        what to call.
 
         Raises:
             ConfigError: this model cannot be spread this way; says what would fit.
@@ -121,8 +122,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
-        """Make the optimizer over what this rank updates; ``build`` takes (name, parameter) pairs, names as in the model that the
-        task built."""
+        """Make the optimizer over what this rank updates; ``build`` takes (name, parameter) pairs, names as in the model that
+        the task built."""
 
     @abstractmethod
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
@@ -131,12 +132,12 @@ class Strategy(ABC):
 
     @abstractmethod
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Norm of the whole gradient (a float32 scalar tensor on the device, the same on every rank); scales the gradients down to
-        ``max_norm`` where that is > 0."""
+        """Norm of the whole gradient (a float32 scalar tensor on the device, the same on every rank); scales the gradients down
+        to ``max_norm`` where that is > 0."""
 
     def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
-        """Make the optimizer's step by ``apply``, which returns False where it was skipped; then bring the weights to where the next
-        forward wants them."""
+        """Make the optimizer's step by ``apply``, which returns False where it was skipped; then bring the weights to where the
+        next forward wants them."""
         return apply(self.optimizer)
 
     def evaluate(self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module) -> dict[str, torch.Tensor] | None:
@@ -147,8 +148,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def parts(self) -> Iterable[Part]:
-        """The trained parameters and persistent buffers, as this rank holds them. Where weights are kept twice (master weights), the
-        float32 ones."""
+        """The trained parameters and persistent buffers, as this rank holds them. Where weights are kept twice (master
+        weights), the float32 ones."""
 
     @abstractmethod
     def held(self) -> list[Any]:
@@ -162,12 +163,13 @@ class Strategy(ABC):
 
     # -- what follows from the above ----------------------------------------------------------------------------------------
     def state_bytes(self) -> int:
-        """Bytes of training state that this rank holds at the fullest moment of a step: the distinct storages of :meth:`held`."""
+        """Bytes of training state that this rank holds at the fullest moment of a step: the distinct storages of
+        :meth:`held`."""
         return storage_bytes(self.held())
 
     def state(self) -> list[Part]:
-        """What this rank writes into a checkpoint: ``model/NAME``, ``buffer/NAME``, ``optimizer/NAME/KEY``, detached, live. Names,
-        shapes and values of the whole do not depend on the strategy."""
+        """What this rank writes into a checkpoint: ``model/NAME``, ``buffer/NAME``, ``optimizer/NAME/KEY``, detached, live.
+        Names, shapes and values of the whole do not depend on the strategy."""
         found = []
         for part in self.parts():
             if not part.owned:
@@ -178,9 +180,8 @@ class Strategy(ABC):
                 name = f"optimizer/{part.name}/{entry}"
                 if value.shape == part.tensor.shape and value.dim() > 0:
                     found.append(replace(part, name=name, tensor=value))
-                elif value.dim() == 0 and part.is_start:
-                    found.append(Part.whole(name, value))
-                elif value.dim() > 0 and part.is_whole:  # of a shape of its own (factored moments)
+                # A number, or (factored moments) a tensor of a shape of its own.
+                elif part.is_start if value.dim() == 0 else part.is_whole:
                     found.append(Part.whole(name, value))
         return found
 
@@ -210,14 +211,14 @@ class Strategy(ABC):
                     self.optimizer.state.setdefault(part.key, {})[entry] = value
         self.after_load()
 
-    def after_load(self) -> None:  # noqa: B027
+    def after_load(self) -> None:
         """Bring the weights to where the next forward wants them, after ``parts`` were written to."""
 
     def _read_entry(
         self, source: StateSource, name: str, part: Part, known: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> torch.Tensor:
         shape = known[name][1]
-        if shape == ():
+        if shape == () and (part.shape != () or name.endswith("/step")):
             # Scalars such as Adam's step stay where the optimizer makes them: beside the parameter where it is fused.
             beside = self.optimizer.defaults.get("fused") or self.optimizer.defaults.get("capturable")
             return source.read(name, (), ()).to(part.tensor.device if beside else "cpu")

@@ -1,4 +1,4 @@
-"""Gradients in flat buckets, each all-reduced as soon as backward has filled it.
+"""Gradients in flat buckets, each sent off as soon as backward has filled it.
 
 After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), section 3.2. Unlike
 torch's own reducer the layout is fixed from the first step on, by the order of the parameters alone: where an element lies in
@@ -8,10 +8,11 @@ its bucket decides in which order an all-reduce adds it up, so a layout that cha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from paceline.world.group import World
@@ -19,13 +20,54 @@ from paceline.world.group import World
 _ALIGN_BYTES = 64
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors lie in a bucket.
+
+    Args:
+        members: which of the tensors, by number, in the bucket's order.
+        offsets: where each begins, in elements; aligned to 64 bytes.
+        size: elements of the bucket with its padding, a multiple of the number of shards.
+    """
+
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: int
+
+
+def lay_out(tensors: Sequence[tuple[int, int, Hashable]], cap_bytes: float, shards: int = 1) -> list[Layout]:
+    """Deal tensors, given as (elements, bytes an element, kind), to buckets.
+
+    Buckets run from the last tensor to the first, the order in which backward comes to them. A bucket holds one kind (dtype, device)
+    and up to ``cap_bytes``; a larger tensor gets one of its own. It can be cut into ``shards`` aligned parts of one size.
+    """
+    groups: list[list[int]] = []
+    size = 0
+    for number in reversed(range(len(tensors))):
+        numel, element_bytes, kind = tensors[number]
+        same = bool(groups) and tensors[groups[-1][0]][2] == kind
+        if not same or size + numel * element_bytes > cap_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(number)
+        size += numel * element_bytes
+    found = []
+    for group in groups:
+        step = max(1, _ALIGN_BYTES // tensors[group[0]][1])
+        offsets, end = [], 0
+        for number in group:
+            offsets.append(end)
+            end += math.ceil(tensors[number][0] / step) * step
+        found.append(Layout(tuple(group), tuple(offsets), math.ceil(end / (step * shards)) * step * shards))
+    return found
+
+
 @dataclass
 class _Bucket:
     flat: torch.Tensor
-    size: int
-    waiting: int = 0
-    work: object = None
     parameters: list[nn.Parameter] = field(default_factory=list)
+    waiting: int = 0
+    work: dist.Work | None = None
 
 
 class GradientBuckets:
@@ -38,27 +80,31 @@ class GradientBuckets:
         world: issues the all-reduces, always in the order of the buckets, so every rank issues the same ones.
     """
 
+    #: Equal parts that a bucket must be cut into.
+    shards = 1
+
     def __init__(self, parameters: Iterable[nn.Parameter], cap_bytes: int, world: World) -> None:
         self.world = world
         self.buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._next = 0
         self._reducing = False
-        for group in _group(list(parameters)[::-1], cap_bytes):
-            self._add_bucket(group)
+        given = list(parameters)
+        dtypes = [self._dtype_of(one) for one in given]
+        tensors = [(one.numel(), dtype.itemsize, (dtype, one.device)) for one, dtype in zip(given, dtypes, strict=True)]
+        for layout in lay_out(tensors, cap_bytes, self.shards):
+            self._add_bucket([given[number] for number in layout.members], layout, dtypes[layout.members[0]])
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def _add_bucket(self, group: list[nn.Parameter]) -> None:
-        first = group[0]
-        offsets, size = [], 0
-        for parameter in group:
-            offsets.append(size)
-            size += _aligned(parameter)
-        flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        bucket = _Bucket(flat, size, parameters=group)
-        for parameter, offset in zip(group, offsets, strict=True):
-            parameter.grad = flat[offset : offset + parameter.numel()].view(parameter.shape)
+    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """dtype in which the gradient of ``parameter`` is kept."""
+        return parameter.dtype
+
+    def _add_bucket(self, group: list[nn.Parameter], layout: Layout, dtype: torch.dtype) -> None:
+        bucket = _Bucket(torch.zeros(layout.size, dtype=dtype, device=group[0].device), group)
+        for parameter, offset in zip(group, layout.offsets, strict=True):
+            parameter.grad = bucket.flat[offset : offset + parameter.numel()].view(parameter.shape)
             self._bucket_of[parameter] = bucket
         self.buckets.append(bucket)
 
@@ -86,8 +132,11 @@ class GradientBuckets:
 
     def _launch(self) -> None:
         bucket = self.buckets[self._next]
-        bucket.work = self.world.all_reduce(bucket.flat)
+        bucket.work = self._send(bucket)
         self._next += 1
+
+    def _send(self, bucket: _Bucket) -> dist.Work | None:
+        return self.world.all_reduce(bucket.flat)
 
     def finish(self) -> None:
         """Send what no gradient has completed (unused parameters count as zero), then wait for all."""
@@ -96,36 +145,21 @@ class GradientBuckets:
         while self._next < len(self.buckets):
             self._launch()
         for bucket in self.buckets:
-            self.world.wait(bucket.work)  # type: ignore[arg-type]
+            self.world.wait(bucket.work)
         self._reducing = False
 
     def norm(self) -> torch.Tensor:
         """2-norm over all gradients, a float32 scalar on the device."""
-        if not self.buckets:
-            return torch.zeros((), device=self.world.device)
-        norms = torch._foreach_norm(self.flats, 2, dtype=torch.float32)
-        return torch.linalg.vector_norm(torch.stack([one.to(self.world.device) for one in norms]))
+        return norm_of(self.flats, self.world.device)
 
     def scale(self, factor: torch.Tensor) -> None:
         for flat in self.flats:
             flat.mul_(factor.to(flat.dtype))
 
 
-def _aligned(parameter: nn.Parameter) -> int:
-    step = max(1, _ALIGN_BYTES // parameter.element_size())
-    return math.ceil(parameter.numel() / step) * step
-
-
-def _group(parameters: list[nn.Parameter], cap_bytes: int) -> list[list[nn.Parameter]]:
-    """Consecutive parameters of one dtype and device, up to ``cap_bytes`` a group."""
-    groups: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in parameters:
-        bytes_here = parameter.numel() * parameter.element_size()
-        same = bool(groups) and (groups[-1][0].dtype, groups[-1][0].device) == (parameter.dtype, parameter.device)
-        if not same or size + bytes_here > cap_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(parameter)
-        size += bytes_here
-    return groups
+def norm_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """2-norm over all elements of the tensors, a float32 scalar on ``device``."""
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack([one.to(device) for one in norms]))

@@ -1,4 +1,5 @@
-"""What a strategy's cost is declared from besides the model's shape, and the declaration itself. Numbers alone: no torch here."""
+"""What a strategy's cost is declared from besides the model's shape, and the declaration itself. Numbers alone: no torch
+here."""
 
 from __future__ import annotations
 

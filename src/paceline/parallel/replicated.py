@@ -87,8 +87,8 @@ class Single(DistributedDataParallel):
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients of ``norm`` are multiplied by. As torch.nn.utils.clip_grad_norm_: never scales up. No branch on the value, so
-    no wait for the device."""
+    """What gradients of ``norm`` are multiplied by. As torch.nn.utils.clip_grad_norm_: never scales up. No branch on the value,
+    so no wait for the device."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

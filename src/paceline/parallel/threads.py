@@ -1,8 +1,9 @@
-"""`dp`: DataParallel's scheme, one process that drives several devices by threads. Here for comparison: `ddp` gives the same loss, faster.
+"""`dp`: DataParallel's scheme, one process that drives several devices by threads. Here for comparison: `ddp` gives the same
+loss, faster.
 
-The scheme is laid open here instead of left to ``torch.nn.DataParallel``, for three reasons: that class does nothing on a CPU; it gathers
-outputs alone, so the division by the global count and the accumulation over micro-batches have no place in it; and it hides the traffic
-that makes the scheme slow, which is what it is here to show.
+The scheme is laid open here instead of left to ``torch.nn.DataParallel``, for three reasons: that class does nothing on a CPU;
+it gathers outputs alone, so a task's loss with its global count and accumulation over micro-batches have no place in it; and it
+hides the traffic that makes the scheme slow, which is what it is here to show.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from paceline.world.mesh import Axes
 _NOTICES = [
     (
         "warning",
-        "parallel.mode: dp is here for comparison: one process drives all devices and device 0 does the updates; `ddp` gives the "
-        "same losses and is faster",
+        "parallel.mode: dp is here for comparison: one process drives all devices and device 0 makes the updates; `ddp` gives "
+        "the same losses and is faster",
     ),
     ("info", "dp: its threads share torch's random generators, so a run with dropout is not repeatable to the bit"),
 ]
 
 
 class DataParallel(Strategy):
-    """Each step: the weights of device 0 are copied to a replica on every other device; micro-batches run on the replicas, one thread
-    each; the gradients are summed on device 0 in the order of the replicas; device 0 makes the update.
+    """Each step: the weights of device 0 are copied to a replica on every other device; micro-batches run on the replicas, one
+    thread each; the gradients are summed on device 0 in the order of the replicas; device 0 makes the update.
 
-    ``num_devices`` is set before :meth:`place` (else ``parallel.num_gpus``, else 2). On a CPU all replicas compute on it, each with
-    copies of its own: they share nothing.
+    ``num_devices`` is set before :meth:`place` (else ``parallel.num_gpus``, else 2). On a CPU all replicas compute on it, each
+    with copies of its own: they share nothing.
 
-    On accelerators a batch is on device 0 as the engine made it: a replica takes its inputs over to its own device and gives its outputs
-    back to device 0, where the task computes the loss. These copies depend on the task; they are not counted as traffic, weights and
-    gradients are.
+    On accelerators a batch is on device 0 as the engine made it: a replica takes its inputs over to its own device and gives
+    its outputs back to device 0, where the task computes the loss. These copies depend on the task; they are not counted as
+    traffic, weights and gradients are.
     """
 
     name = "dp"
@@ -140,23 +141,24 @@ class DataParallel(Strategy):
             yield Part.whole(name, one)
 
     def held(self) -> list[Any]:
-        """Device 0's load, the fullest: its weights, the summed gradients, the optimizer. The other devices hold weights and their own
-        gradients; on a CPU those lie in the same memory, and are not counted here."""
+        """Device 0's load, the fullest: its weights, the summed gradients, the optimizer. The other devices hold weights and
+        their own gradients; on a CPU those lie in the same memory, and are not counted here."""
         return [*self.model.parameters(), *self.model.buffers(), *self.buckets.flats, *optimizer_tensors(self.optimizer)]
 
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
         """Device 0 holds what a `ddp` rank holds; the others hold no optimizer state, so the load is lopsided.
 
-        Traffic is what passes between devices in a step, all of it through device 0: it sends its weights and buffers to N-1 devices and
-        gets as many gradients back, 2(N-1)Ψ, where an all-reduce's busiest rank sends 2(N-1)/N Ψ (Li et al., "PyTorch Distributed", 2020,
-        section 2.2, on the limits of parameter gathering on one device)."""
+        Traffic is what passes between devices in a step, all of it through device 0: it sends its weights and buffers to N-1
+        devices and gets as many gradients back, 2(N-1)Ψ, where a rank of an all-reduce sends 2(N-1)/N Ψ (Patarasuk & Yuan,
+        2009, section 3). The scheme: torch.nn.DataParallel's documentation."""
         gradients = total_bytes(shape.trained)
+        in_buckets = sum(-(-one.size_bytes // 64) * 64 for one in shape.trained)  # each begins at a multiple of 64 bytes
         elements = sum(one.numel for one in shape.trained)
         others = axes.data - 1
         return Cost(
             parameters=shape.parameter_bytes + shape.buffer_bytes,
-            gradients=gradients,
+            gradients=in_buckets,
             optimizer=elements * shape.optimizer_bytes_per_element,
             activations=work.activation_bytes,
             traffic={"copy": others * (2 * gradients + shape.buffer_bytes)},

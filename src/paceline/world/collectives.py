@@ -1,7 +1,9 @@
 """All-reduce and broadcast of our own, over torch's point-to-point calls.
 
-A schedule (:mod:`paceline.world.collectives_schedules`) says who sends what when. It is compiled, for one rank, into a short list of
-operations in which messages are cut into pieces: while one piece is on the wire the one before is added up. Results are the same
+A schedule (:mod:`paceline.world.collectives_schedules`) says who sends what when. It is compiled, for one rank, into a short
+list of operations in which messages are cut into pieces: while one piece is on the wire the one before is added up. Results are
+the
+    same
 bits on every rank: each element is summed on one rank and copied to the others.
 """
 
@@ -61,12 +63,12 @@ def all_reduce(
     trace: Trace | None = None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Sent:
-    """Reduce ``tensor`` over the ranks of a line, in place; returns when it is done, with what this rank sent. A collective: every rank
-    of the line calls it, with a tensor of the same number of elements and dtype. Any shape and strides, also without an
-    element. The sum of bool is "or".
+    """Reduce ``tensor`` over the ranks of a line, in place; returns when it is done, with what this rank sent. A collective:
+    every rank of the line calls it, with a tensor of the same number of elements and dtype. Any shape and strides, also without
+    an element. The sum of bool is "or".
 
-    Calls on one group come one after another; threads that call at the same time each need a group of their own. A tensor that lives
-    on (a gradient bucket) is planned for once.
+    Calls on one group come one after another; threads that call at the same time each need a group of their own. A tensor that
+    lives on (a gradient bucket) is planned for once.
 
     Args:
         algorithm: ring, tree, halving (recursive halving and doubling) or naive.
@@ -88,8 +90,8 @@ def all_reduce(
 def broadcast(
     world_line: World, tensor: torch.Tensor, algorithm: str = "tree", root: int = 0, trace: Trace | None = None
 ) -> Sent:
-    """Copy the values of rank ``root`` (of the line) into ``tensor`` on every rank, in place. As :func:`all_reduce`; the algorithms are
-    ring (chunks passed along the ranks), tree and naive."""
+    """Copy the values of rank ``root`` (of the line) into ``tensor`` on every rank, in place. As :func:`all_reduce`; the
+    algorithms are ring (chunks passed along the ranks), tree and naive."""
     check_algorithm(algorithm, "broadcast")
     if not 0 <= root < world_line.size:
         raise ValueError(f"there is no rank {root} among {world_line.size}")

@@ -1,8 +1,8 @@
 """From a schedule to what one rank does: a flat list of operations in which messages go in pieces and overlap. No torch here.
 
-The order of operations follows the schedule's steps, piece by piece. A piece is sent as soon as the pieces that it is made of have
-come; receives are opened a window ahead, so that data flows while the rank adds up what came before. No rank ever waits for a message
-that stands later in the schedule than what it still has to send, so no set of ranks can lock up.
+The order of operations follows the schedule's steps, piece by piece. A piece is sent as soon as the pieces that it is made of
+have come; receives are opened a window ahead, so that data flows while the rank adds up what came before. No rank ever waits
+for a message that stands later in the schedule than what it still has to send, so no set of ranks can lock up.
 """
 
 from __future__ import annotations

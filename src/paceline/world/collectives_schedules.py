@@ -1,11 +1,12 @@
 """Who sends what to whom, and when, in each of our collectives: numbers alone, no torch here.
 
 A collective is a list of :class:`Step`. Within a step all messages go at once; a rank sends what it held before the step. The
-executor (:mod:`paceline.world.collectives`) runs these lists, the page of ``paceline explain`` shows them, the tests count them.
+executor (:mod:`paceline.world.collectives`) runs these lists, the page of ``paceline explain`` shows them, the tests count
+them.
 
 Sources: ring, Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009), section 3;
-halving-doubling and the binomial tree, Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH"
-(2005), sections 4.1 and 4.5.
+halving-doubling and the binomial tree, Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
+MPICH" (2005), sections 4.1 and 4.5.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def sent(algorithm: str, world_size: int, numel: int, element_size: int, collect
 
 
 def steps(algorithm: str, world_size: int, numel: int, collective: str = "all-reduce", root: int = 0) -> list[Step]:
-    """The steps of a collective over ``numel`` elements. Messages without an element are left out; with one rank there is no step.
+    """The steps of a collective over ``numel`` elements. Messages without an element are left out; with one rank there is no
+    step.
 
     Args:
         root: the rank whose values a broadcast hands out.

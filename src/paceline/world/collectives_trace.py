@@ -18,8 +18,9 @@ class Trace:
 
     Args:
         first: the values this rank began with.
-        steps: one entry a step of the collective: ``phase``, ``step``, ``sends`` (``to``, ``chunk``, ``start``, ``stop``, ``bytes``: what
-            this rank really sent), ``held`` (this rank's values after the step) and ``time_s`` (since the start).
+        steps: one entry a step of the collective: ``phase``, ``step``, ``sends`` (``to``, ``chunk``, ``start``, ``stop``,
+            ``bytes``: what this rank really sent), ``held`` (this rank's values after the step) and ``time_s`` (since the
+            start).
     """
 
     first: list[Any] = field(default_factory=list)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,8 @@ class Waits:
 
 
 class World:
-    """This rank, its device, and the collectives among the ranks of one group: all of them, or a line of the mesh. With one rank
-    each collective is the identity.
+    """This rank, its device, and the collectives among the ranks of one group: all of them, or a line of the mesh. With one
+    rank each collective is the identity.
 
     Args:
         env: rank and sizes within this group.
@@ -79,8 +80,8 @@ class World:
         return self.axes.coordinates(self.ranks[self.rank])
 
     def line(self, *axes: str) -> World:
-        """The ranks that differ from this one in ``axes`` alone, as a world of their own. A collective the first time: every rank
-        asks for the same lines in the same order."""
+        """The ranks that differ from this one in ``axes`` alone, as a world of their own. A collective the first time: every
+        rank asks for the same lines in the same order."""
         key = tuple(sorted(axes))
         if key not in self._lines:
             self._lines[key] = self._make_line(key)
@@ -110,14 +111,14 @@ class World:
         if self.size == 1:
             output.copy_(tensor)
             return None
-        return dist.reduce_scatter_tensor(output, tensor, group=self.group, async_op=True)
+        return _newest("reduce_scatter_single", "reduce_scatter_tensor")(output, tensor, group=self.group, async_op=True)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
         """Start gathering each rank's ``tensor`` [n] into ``output`` [N × n]."""
         if self.size == 1:
             output.copy_(tensor)
             return None
-        return dist.all_gather_into_tensor(output, tensor, group=self.group, async_op=True)
+        return _newest("all_gather_single", "all_gather_into_tensor")(output, tensor, group=self.group, async_op=True)
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for a collective, and count the seconds it took."""
@@ -220,6 +221,11 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | No
         )
     count_collectives()
     return World(env, device, axes)
+
+
+def _newest(name: str, older: str) -> Any:
+    """A function of torch.distributed, which older releases of torch have under another name."""
+    return getattr(dist, name, None) or getattr(dist, older)
 
 
 def share_cores(local_world_size: int) -> None:

@@ -4,8 +4,8 @@ FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.world.group.World`
 ``torch.distributed`` package, so these are wrapped, once a process, to add up what passes. What is counted is what an algorithm
 optimal in bandwidth sends: the figure by which strategies are compared, and the same for every backend.
 
-Objects (``broadcast_object_list`` and its like) are not counted: they go through the functions' module, not the package, and are
-no part of a step.
+Objects (``broadcast_object_list`` and its like) are not counted: they go through the functions' module, not the package, and
+are no part of a step.
 """
 
 from __future__ import annotations
@@ -90,6 +90,15 @@ _COUNTERS: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], int]
         "reduce_scatter",
         lambda a, k: scatter_bytes(_bytes(_sized(a, k, 1, "input")), _size(_sized(a, k, 3, "group"))),
     ),
+    # The names that torch 2.13 prefers for `all_gather_into_tensor` and `reduce_scatter_tensor`; FSDP calls these.
+    "all_gather_single": (
+        "all_gather",
+        lambda a, k: scatter_bytes(_bytes(_sized(a, k, 0, "output_tensor")), _size(_sized(a, k, 2, "group"))),
+    ),
+    "reduce_scatter_single": (
+        "reduce_scatter",
+        lambda a, k: scatter_bytes(_bytes(_sized(a, k, 1, "input")), _size(_sized(a, k, 3, "group"))),
+    ),
     "reduce_scatter": (
         "reduce_scatter",
         lambda a, k: scatter_bytes(_sum_of_list(_sized(a, k, 1, "input_list")), _size(_sized(a, k, 3, "group"))),
@@ -113,6 +122,8 @@ def count_collectives() -> Traffic:
     """Wrap the functions of ``torch.distributed`` (once a process). Returns the process's count."""
     if not getattr(dist, "_paceline_counted", False):
         for name, (label, size_of) in _COUNTERS.items():
+            if not hasattr(dist, name):
+                continue
             setattr(dist, name, _counted(getattr(dist, name), label, size_of))
         # `isend` cannot be wrapped: P2POp compares it with the function itself.
         dist._paceline_counted = True  # type: ignore[attr-defined]

@@ -1,0 +1,76 @@
+"""The small training that the explanations of strategies record: a stack of equal layers, AdamW, one batch a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.parallel.base import Strategy
+
+LAYERS = 8
+WIDTH = 512
+ROWS = 128
+
+
+def make_model() -> nn.Module:
+    """1 MiB of weights a layer, the same on every rank."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def make_batch(number: int) -> torch.Tensor:
+    """Inputs [ROWS, WIDTH] of rank (or device) ``number``."""
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 + number))
+
+
+def make_config(mode: str, bucket_cap_mb: float = 25.0) -> Config:
+    parallel = {"mode": mode, "device": "cpu", "bucket_cap_mb": bucket_cap_mb}
+    return Config.model_validate({"model": "layers", "dataset": "noise", "parallel": parallel})
+
+
+def build_adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([one for _, one in named], lr=1e-3)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor, replicas: int) -> torch.Tensor:
+    """This replica's part of the mean over the global batch."""
+    loss: torch.Tensor = model(batch).square().mean() / replicas
+    return loss
+
+
+def train_step(strategy: Strategy, batch: torch.Tensor, replicas: int) -> None:
+    strategy.backward(lambda _, module: loss_of(module, batch, replicas), 1)
+    strategy.clip(0.0)
+    strategy.update(_apply)
+
+
+def _apply(optimizer: torch.optim.Optimizer) -> bool:
+    optimizer.step()
+    return True
+
+
+def reference_gradients(replicas: int) -> list[torch.Tensor]:
+    """What the gradients of the first step must be: those of one process that sees every batch."""
+    model = make_model()
+    for number in range(replicas):
+        loss_of(model, make_batch(number), replicas).backward()
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
+def as_reference(found: list[torch.Tensor], replicas: int) -> bool:
+    """True where the gradients are the reference's, to rounding."""
+    wanted = reference_gradients(replicas)
+    return len(found) == len(wanted) and all(
+        torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(found, wanted, strict=True)
+    )
+
+
+def span(lane: str, kind: str, label: str, start: float, end: float, **more: Any) -> dict[str, Any]:
+    """A stretch of time in a timeline; seconds on the clock that the processes of a host share."""
+    return {"lane": lane, "kind": kind, "label": label, "start": start, "end": end, **more}

@@ -1,0 +1,83 @@
+"""A model without its weights: built on torch's meta device, where a tensor has a shape and takes no memory."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.models import language
+from paceline.models.builtin import resolve_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+
+def language_model_on_meta(config: Config) -> nn.Module:
+    """The model as :func:`paceline.models.language.load_language_model` gives it, adapters and precision included, without
+    values. Needs its config.json alone.
+
+    Raises:
+        ConfigError: there is none, or transformers knows no such model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    args = config.train_args
+    path = Path(config.model).expanduser()
+    name = str(path) if path.exists() else resolve_model(config.model)
+    low = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    with _quiet():
+        try:
+            found = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            with torch.device("meta"):
+                model: Any = AutoModelForCausalLM.from_config(
+                    found, dtype=low if config.lora.enable else torch.float32, trust_remote_code=config.trust_remote_code
+                )
+                if config.lora.enable:
+                    model = language._add_adapters(model, _without_adapter(config), name)
+        except ConfigError:
+            raise
+        except Exception as error:  # transformers raises what it likes on a config.json that does not fit together
+            raise ConfigError(
+                f"`model: {config.model}` cannot be laid out from its config.json: {language._first_line(error)}",
+                allowed="a folder with the config.json of a causal language model, a hub id that this machine can download, or "
+                "builtin:qwen2-tiny",
+                fix="check the path and the file",
+            ) from error
+    return model  # type: ignore[no-any-return]
+
+
+def _without_adapter(config: Config) -> Config:
+    """The rank and the modules of an adapter to go on from, so that its weights need not be read."""
+    lora = config.lora
+    if lora.adapter is None:
+        return config
+    from peft import LoraConfig
+
+    saved: Any = LoraConfig.from_pretrained(str(Path(lora.adapter).expanduser()))
+    targets = saved.target_modules
+    named = targets if isinstance(targets, str) else sorted(targets)
+    update = {"adapter": None, "rank": saved.r, "target_modules": named, "modules_to_save": list(saved.modules_to_save or [])}
+    return config.model_copy(update={"lora": lora.model_copy(update=update)})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of libraries about what nobody here could change."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(before)

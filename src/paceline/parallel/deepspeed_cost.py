@@ -1,0 +1,110 @@
+"""What DeepSpeed's ZeRO costs, as its code lays it out: padding, buckets and second copies included. Numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.config.schema import Config
+from paceline.models.shape import ModelShape, TensorShape
+from paceline.parallel.cost import Cost, Workload
+from paceline.parallel.deepspeed_config import zero_section
+from paceline.world.mesh import Axes
+from paceline.world.volume import all_reduce_bytes, scatter_bytes
+
+
+def deepspeed_cost(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    """Formulas: Rajbhandari et al., "ZeRO", 2020, sections 3 and 7, with what DeepSpeed's code does differently:
+
+    - a second, float32 copy of the partition is kept in float32 training too (4/N bytes a parameter);
+    - stages 1 and 2 all-reduce the gradients although each rank needs a part (2Ψ instead of Ψ), stage 2 in every micro-batch;
+    - a rank keeps whole the gradients of the parameters that its partition touches, and twice so while it accumulates; beside
+      them stands the bucket in which gradients are gathered for the collective;
+    - stage 3 pads each parameter to a multiple of N, and gathers it for forward and for backward of every micro-batch.
+    """
+    ranks = axes.size
+    section = zero_section(config, sum(one.numel for one in shape.trained), shape.low_bytes)
+    if config.parallel.deepspeed_stage == 3:
+        return _stage_3(shape, ranks, work, section, config.parallel.offload)
+    return _stages_1_and_2(shape, ranks, work, section, config.parallel.offload)
+
+
+def _width(one: TensorShape, shape: ModelShape) -> int:
+    return shape.low_bytes or one.element_bytes
+
+
+def _groups(trained: Sequence[TensorShape]) -> list[list[TensorShape]]:
+    """As the optimizer is built: matrices, on which weight decay falls, then the rest."""
+    both = [[one for one in trained if len(one.shape) >= 2], [one for one in trained if len(one.shape) < 2]]
+    return [group for group in both if group]
+
+
+def _stages_1_and_2(shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], offload: str) -> Cost:
+    width = shape.low_bytes or 4
+    trained = sum(one.numel for one in shape.trained)
+    groups = _groups(shape.trained)
+    # Each group is padded to a multiple of 2N elements (ZeRO stage 1 and 2: `nccl_start_alignment_factor`).
+    padded = [_up(sum(one.numel for one in group), 2 * ranks) for group in groups]
+    frozen = sum(one.numel * _width(one, shape) for one in shape.parameters if not one.trainable)
+    bucket = min(int(section["reduce_bucket_size"]), 10**12) * width
+    if section["stage"] == 1:
+        gradients = trained * width + bucket
+    else:
+        touched = max(
+            sum(_touched(group, size // ranks, rank) for group, size in zip(groups, padded, strict=True))
+            for rank in range(ranks)
+        )
+        gradients = bucket + touched * width * (2 if work.micro_batches > 1 else 1)
+    reduced = trained * width * (work.micro_batches if section["stage"] == 2 else 1)
+    partition = sum(padded) // ranks * (4 + shape.optimizer_bytes_per_element)
+    return Cost(
+        parameters=sum(padded) * width + frozen + shape.buffer_bytes,
+        gradients=gradients,
+        optimizer=0 if offload != "none" else partition,
+        activations=work.activation_bytes,
+        traffic={
+            "all_reduce": all_reduce_bytes(reduced, ranks),
+            "all_gather": sum(scatter_bytes(size * width, ranks) for size in padded),
+        },
+    )
+
+
+def _touched(group: Sequence[TensorShape], size: int, rank: int) -> int:
+    """Elements of the parameters that rank's partition of ``size`` elements has a share in."""
+    total, position = 0, 0
+    for one in group:
+        if position < (rank + 1) * size and position + one.numel > rank * size:
+            total += one.numel
+        position += one.numel
+    return total
+
+
+def _stage_3(shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], offload: str) -> Cost:
+    threshold = int(section["stage3_param_persistence_threshold"])
+    weights = gathered = kept = 0
+    for one in shape.parameters:
+        part = _up(one.numel, ranks) // ranks
+        width = _width(one, shape)
+        weights += part * width
+        uses = 1 + sum(name == one.name for name in shape.aliases.values())
+        if one.numel <= threshold:  # whole on every rank, gathered once a step
+            kept += one.numel * width
+            gathered += part * ranks * width
+        else:
+            gathered += 2 * uses * work.micro_batches * part * ranks * width
+    width = shape.low_bytes or 4
+    partition = sum(_up(one.numel, ranks) // ranks for one in shape.trained)
+    bucket = int(section["reduce_bucket_size"]) * width
+    return Cost(
+        parameters=(0 if offload == "all" else weights) + kept + shape.buffer_bytes,
+        gradients=partition * width + bucket,
+        optimizer=0 if offload != "none" else partition * (4 + shape.optimizer_bytes_per_element),
+        activations=work.activation_bytes,
+        traffic={
+            "reduce_scatter": scatter_bytes(partition * ranks * width * work.micro_batches, ranks),
+            "all_gather": scatter_bytes(gathered, ranks),
+        },
+    )
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

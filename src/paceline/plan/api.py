@@ -1,0 +1,138 @@
+"""``paceline plan`` and ``paceline.plan``: from a config to every mode's estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.config.load import load_config
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.plan.choose import Choice, choose, here
+from paceline.plan.described import Described, describe
+from paceline.plan.estimate import Mode
+from paceline.plan.hardware import Machine, find_device, named_machine, parse_size
+from paceline.plan.layouts import configured
+from paceline.plan.workload import Batch, micro_batch
+from paceline.tasks import load_task
+
+MOST_DEVICES = 65536
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`make_plan` found."""
+
+    config: Config
+    machine: Machine
+    described: Described
+    batch: Batch
+    choice: Choice
+
+    @property
+    def parameters(self) -> int:
+        return sum(one.numel for one in self.described.shape.parameters)
+
+    @property
+    def trained(self) -> int:
+        return sum(one.numel for one in self.described.shape.trained)
+
+    @property
+    def configured(self) -> Mode | None:
+        """The mode that the config names; None under ``auto``."""
+        wanted = configured(self.config, self.machine.count)
+        if wanted is None:
+            return None
+        stage = self.config.parallel.deepspeed_stage if wanted.strategy == "deepspeed" else None
+        found = (one for one in self.choice.modes if one.layout == wanted and one.settings.get("deepspeed_stage") == stage)
+        return next(found, None)
+
+    def notes(self) -> list[str]:
+        """What the figures rest on, one sentence each."""
+        return [self.batch.text(), *self.machine.notes, *self.described.notes]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The value that ``--json`` prints."""
+        taken, named = self.choice.taken, self.configured
+        return {
+            "world_size": self.machine.count,
+            "device_memory_bytes": self.machine.memory_bytes,
+            "parameters": self.parameters,
+            "trainable_parameters": self.trained,
+            "chosen": None if taken is None else taken.name,
+            "why": self.choice.why,
+            "configured": None if named is None else named.name,
+            "device": self.machine.name,
+            "tokens_per_micro_batch": self.batch.positions if self.batch.has_tokens else None,
+            "notes": self.notes(),
+            "modes": [one.as_dict() for one in self.choice.modes],
+        }
+
+
+def plan(
+    config: str | Path | Mapping[str, Any],
+    *,
+    world_size: int | None = None,
+    device_memory: str | int | None = None,
+    device: str | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Memory, traffic and time of a run under every mode, as ``paceline plan CONFIG --json`` prints them.
+
+    Args:
+        config: path of a config file, or its content as a mapping.
+        world_size: devices, one rank each; by default those of this machine.
+        device_memory: of one device, in bytes or as text with a unit (``"24GB"``).
+        device: a kind of device by name (``"A100-80GB"``) instead of this machine's.
+        overrides: further keys of the config; dotted ones as ``**{"train_args.bf16": True}``.
+
+    Raises:
+        ConfigError: the config, the model or an argument is wrong.
+    """
+    loaded = load_config(None, {**config, **overrides}) if isinstance(config, Mapping) else load_config(config, overrides)
+    return make_plan(loaded.config, world_size, device_memory, device).as_dict()
+
+
+def make_plan(
+    config: Config, world_size: int | None = None, device_memory: str | int | None = None, device: str | None = None
+) -> Plan:
+    """As :func:`plan`, as an object."""
+    if world_size is not None and not 1 <= world_size <= MOST_DEVICES:
+        raise ConfigError(f"`--world-size {world_size}` is no number of devices", allowed=f"1 to {MOST_DEVICES:,}")
+    memory = parse_size(device_memory) if isinstance(device_memory, str) else device_memory
+    if config.task not in ("sft", "pretrain", "classify"):
+        load_task(config)  # a task that cannot be had is an error before anything is measured
+    machine = _machine(config, world_size, memory, device)
+    described = describe(config)
+    batch = micro_batch(config)
+    return Plan(config, machine, described, batch, choose(config, described, batch, machine))
+
+
+def _machine(config: Config, world_size: int | None, memory: int | None, device: str | None) -> Machine:
+    args = config.train_args
+    low = args.bf16 or args.fp16
+    wanted = config.parallel.num_gpus
+    if device is not None or memory is not None:
+        count = world_size or (wanted if wanted != "auto" else 1)
+        named = None if device is None else find_device(device)
+        if named is None and config.parallel.device == "cpu":
+            return here(count, True, low, memory)
+        return named_machine(named, memory, count, low)
+    from paceline.world.device import choose_devices
+
+    settings = config.parallel if world_size is None else config.parallel.model_copy(update={"num_gpus": "auto"})
+    try:
+        found = choose_devices(settings)
+    except ConfigError as error:
+        raise ConfigError(
+            error.what,
+            allowed=error.allowed,
+            fix="to plan for a machine that is not this one, name its devices: `--world-size 8 --device A100-80GB`",
+        ) from error
+    count = world_size or found.count
+    machine = here(count, found.type == "cpu", low)
+    if found.type != "cpu" and count > found.count:
+        machine = replace(machine, notes=(*machine.notes, f"this machine has {found.count} of the {count} devices planned for"))
+    return machine

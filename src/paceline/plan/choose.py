@@ -1,0 +1,207 @@
+"""Which mode ``auto`` takes: the fastest by estimate that fits, and quickly so where the plainest is known to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.files import human_bytes
+from paceline.core.words import counted
+from paceline.parallel import Layout, layout
+from paceline.plan.described import Described, describe
+from paceline.plan.estimate import Mode, estimate
+from paceline.plan.hardware import Machine, available_memory, cpu_machine, named_machine, recognise
+from paceline.plan.layouts import PLAIN, candidates
+from paceline.plan.quick import at_most
+from paceline.plan.workload import Batch, micro_batch
+
+#: Never taken by ``auto``: `dp` is there for comparison, and DeepSpeed does what the zero modes do.
+NOT_CHOSEN = ("dp", "deepspeed")
+#: Of modes within this of the fastest the plainest is taken: an estimate tells no finer.
+_EQUAL = 0.98
+#: Share of the memory below which a rough upper bound is enough.
+_ROOMY = 0.6
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All modes, and the one that ``auto`` takes; None where none fits."""
+
+    modes: list[Mode]
+    taken: Mode | None
+    why: str
+
+
+def all_modes(config: Config, described: Described, batch: Batch, machine: Machine) -> list[Mode]:
+    """Every layout for the machine, estimated; DeepSpeed by stage."""
+    found = []
+    for one in candidates(config, machine.count):
+        stages: Sequence[int | None] = (1, 2, 3) if one.strategy == "deepspeed" else (None,)
+        found += [estimate(one, config, described, batch, machine, stage=stage) for stage in stages]
+    return found
+
+
+def choose(config: Config, described: Described, batch: Batch, machine: Machine) -> Choice:
+    """Estimate every mode and take one."""
+    modes = all_modes(config, described, batch, machine)
+    open_to = [one for one in modes if one.cost is not None and eligible(one, machine.count)]
+    fitting = [one for one in open_to if one.fits]
+    if not fitting:
+        return Choice(modes, None, nothing_fits(config, described, batch, machine, open_to))
+    best = max(one.per_second for one in fitting)
+    taken = min((one for one in fitting if one.per_second >= _EQUAL * best), key=_plainness)
+    memory = f"{human_bytes(taken.total)} of {human_bytes(machine.memory_bytes)} a rank"
+    if len(fitting) == 1:
+        why = f"{taken.name} is the only mode that fits: {memory}"
+    else:
+        why = f"{taken.name} is the fastest of {len(fitting)} modes that fit, by estimate: {memory}"
+    plain = next((one for one in open_to if one.layout.strategy == "ddp"), None)
+    if plain is not None and not plain.fits:
+        why += f"; ddp {plain.reason}"
+    return Choice(modes, taken, why)
+
+
+def eligible(mode: Mode, num_devices: int) -> bool:
+    """True where ``auto`` may take the mode: it uses every device."""
+    name = mode.layout.strategy
+    return name not in NOT_CHOSEN and ":" not in name and (name != "single" or num_devices == 1)
+
+
+def _plainness(mode: Mode) -> tuple[int, int]:
+    order = ("single", *PLAIN)
+    name = mode.layout.strategy
+    axes = mode.layout.axes
+    return (order.index(name) if name in order else len(order), axes.tensor * axes.pipeline)
+
+
+def nothing_fits(config: Config, described: Described, batch: Batch, machine: Machine, open_to: list[Mode]) -> str:
+    """Which mode is nearest, and what would make it fit: each cure is tried by estimate."""
+    if not open_to:
+        return "no mode can run this config on these devices; the reasons stand beside each"
+    nearest = min(open_to, key=lambda one: one.total)
+    text = f"nothing fits {counted(machine.count, 'device')}: the nearest is {nearest.name}, which {nearest.reason}"
+    stage = nearest.settings.get("deepspeed_stage")
+    changes, added = config, []
+    cures = []
+    for key, value in (("gradient_checkpointing", True), ("bf16", True), ("per_device_train_batch_size", 1)):
+        args = changes.train_args
+        if getattr(args, key) == value or (key == "bf16" and args.fp16):
+            continue
+        update = {key: value}
+        if key == "per_device_train_batch_size":
+            update["gradient_accumulation_steps"] = args.gradient_accumulation_steps * args.per_device_train_batch_size
+        changes = changes.model_copy(update={"train_args": args.model_copy(update=update)})
+        added += [f"{name}={str(one).lower() if isinstance(one, bool) else one}" for name, one in update.items()]
+        low = 2 if changes.train_args.bf16 or changes.train_args.fp16 else 0
+        other = replace(described, shape=replace(described.shape, low_bytes=low))
+        share = changes.train_args.per_device_train_batch_size / args.per_device_train_batch_size
+        batch = replace(batch, positions=batch.positions * share, fullest=batch.fullest * share)
+        if estimate(nearest.layout, changes, other, batch, machine, stage=stage).fits:
+            cures.append("set " + " ".join(added))
+            break
+    if not config.lora.enable and config.task in ("sft", "pretrain"):
+        cures.append("train adapters (`lora.enable=true`)")
+    more = _more_devices(config, described, batch, machine)
+    cures += [f"use {more} such devices"] if more else []
+    return text + (f". What would do: {'; or '.join(cures)}" if cures else "")
+
+
+def _more_devices(config: Config, described: Described, batch: Batch, machine: Machine) -> int | None:
+    """The smallest number of devices, doubling, on which a mode fits as the config stands."""
+    for factor in (2, 4, 8, 16):
+        bigger = replace(machine, count=machine.count * factor)
+        one = layout(config.parallel.model_copy(update={"data": None, "shard": None}), bigger.count, "zero3")
+        if estimate(one, config, described, batch, bigger).fits:
+            return bigger.count
+    return None
+
+
+# -- before a run ---------------------------------------------------------------------------------------------------------
+def pick(
+    config: Config, num_devices: int, device_memory_bytes: int | None = None, *, device_type: str | None = None
+) -> tuple[Layout, str]:
+    """The layout that ``parallel.mode: auto`` takes, and why, for a person. Called before any rank exists.
+
+    Most runs are far from the edge: where a bound from config.json or from the sizes in the weights' headers shows that ``ddp``
+    fits with room to spare, nothing is built or imported.
+
+    Args:
+        device_memory_bytes: of one device; None: asked of this machine.
+        device_type: ``cpu``, ``cuda``…; None: as the config and the machine have it.
+
+    Raises:
+        ConfigError: nothing fits; says what is nearest and what to change.
+    """
+    plain = layout(config.parallel, num_devices, "ddp" if num_devices > 1 else "single")
+    is_cpu = (device_type or _device_type(config)) == "cpu"
+    memory = device_memory_bytes or (available_memory() // num_devices if is_cpu else _device_memory())
+    rough = at_most(config)
+    if rough is not None and memory and rough <= _ROOMY * memory:
+        return plain, f"{plain.strategy}: at most {human_bytes(rough)} a rank, and there are {human_bytes(memory)}"
+    if not memory:
+        return plain, f"{plain.strategy}: the memory of these devices is not known"
+    try:
+        described = describe(config)
+    except ConfigError:
+        if config.task in ("sft", "pretrain", "classify"):
+            raise
+        return plain, f"{plain.strategy}: what the model takes is not known before it is built"
+    args = config.train_args
+    batch = micro_batch(config)
+    machine = here(num_devices, is_cpu, args.bf16 or args.fp16, memory)
+    found = choose(config, described, batch, machine)
+    if found.taken is not None:
+        return found.taken.layout, found.why
+    return _tight(config, found, batch, machine)
+
+
+def _tight(config: Config, found: Choice, batch: Batch, machine: Machine) -> tuple[Layout, str]:
+    """Nothing fits by estimate: refuse what cannot run, and try what might."""
+    open_to = [one for one in found.modes if one.cost is not None and eligible(one, machine.count)]
+    nearest = min(open_to, key=lambda one: one.total, default=None)
+    surely = (
+        nearest is None or nearest.cost is None or (nearest.total if batch.known else nearest.cost.state) > machine.memory_bytes
+    )
+    if surely or nearest is None:
+        raise ConfigError(
+            f"`parallel.mode: auto`: {found.why}",
+            fix="change one of these, or name a mode (`parallel.mode=zero3`) to try it all the same; see `paceline plan`",
+        )
+    return nearest.layout, f"{nearest.name}, which takes the least, and it may not be enough: it {nearest.reason}"
+
+
+def here(num_devices: int, is_cpu: bool, low_precision: bool, memory_bytes: int | None = None) -> Machine:
+    """This machine's devices, so many of them."""
+    if is_cpu:
+        return cpu_machine(num_devices, low_precision, memory_bytes=memory_bytes)
+    from paceline.world.device import accelerators
+
+    _, names = accelerators()
+    memory = memory_bytes or _device_memory()
+    known = recognise(names[0], memory) if names else None
+    machine = named_machine(known, memory, num_devices, low_precision)
+    return replace(machine, name=names[0] if names else machine.name)
+
+
+def _device_type(config: Config) -> str:
+    if config.parallel.device != "auto":
+        return config.parallel.device
+    from paceline.world.device import accelerators
+
+    return accelerators()[0] or "cpu"
+
+
+def _device_memory() -> int:
+    """Bytes of the smallest accelerator of this host; 0 where it does not say."""
+    import torch
+
+    from paceline.world.device import accelerators
+
+    kind, names = accelerators()
+    module = getattr(torch, kind or "", None)
+    try:
+        return min(int(module.get_device_properties(index).total_memory) for index in range(len(names)))  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, ValueError):
+        return 0

@@ -1,0 +1,104 @@
+"""An upper bound on what a rank under ``ddp`` takes, from files alone: no model is built and no torch imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.config.optimizer import optimizer_bytes_per_element
+from paceline.config.schema import Config
+from paceline.models.activations import LanguageDims, dims_of, language_activations
+
+#: Headers of safetensors files larger than this are not read: none is.
+_HEADER_BYTES = 100 << 20
+
+
+def at_most(config: Config) -> int | None:
+    """Bytes of state and activations of one rank that holds the whole model, or more; None where the files do not say."""
+    if config.task in ("sft", "pretrain"):
+        return _language(config)
+    if config.task == "classify" and config.model.startswith("builtin:"):
+        return _classifier(config)
+    return None  # a task of the user's own: its model is known when it is built
+
+
+def _language(config: Config) -> int | None:
+    folder = _folder(config)
+    if folder is None:
+        return None
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    dims = dims_of(content) if isinstance(content, dict) else None
+    if dims is None:
+        return None
+    parameters = stored_parameters(folder) or dims.parameters_at_most
+    args = config.train_args
+    tokens = float(args.per_device_train_batch_size * args.max_length)
+    kept = language_activations(dims, config, tokens, tokens, mask_bytes=4)
+    return _state(config, dims, parameters) + kept.total
+
+
+def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
+    args, lora = config.train_args, config.lora
+    each = 4 + 4 + optimizer_bytes_per_element(args) + (2 if args.bf16 or args.fp16 else 0)
+    if not lora.enable:
+        return parameters * each
+    widths = 4 * dims.hidden + 2 * dims.queries + 2 * dims.keys  # of the four projections of attention, inputs and outputs
+    widths += 3 * (dims.hidden + dims.feed_forward) * dims.experts
+    adapters = lora.rank * widths * dims.layers
+    saved = len(lora.modules_to_save) * dims.vocabulary * dims.hidden
+    return parameters * (2 if args.bf16 or args.fp16 else 4) + (adapters + saved) * each
+
+
+def _classifier(config: Config) -> int:
+    """The built-in image models: weights of three 3 × 3 convolutions, or of two layers over the pixels; six maps a
+    convolution."""
+    hidden, pixels = config.classify.hidden, max(64, config.classify.image_size**2)
+    parameters = 9 * (3 * hidden + 3 * hidden * hidden) + 3 * pixels * hidden + hidden * hidden + 4096 * hidden
+    maps = config.train_args.per_device_train_batch_size * pixels * hidden * 4 * 6
+    return parameters * 18 + maps
+
+
+def _folder(config: Config) -> Path | None:
+    """Where the model's config.json is on this machine; None where it would have to be downloaded."""
+    path = Path(config.model).expanduser()
+    if path.is_dir():
+        return path
+    if config.model.startswith("builtin:"):
+        from paceline.models.builtin import resolve_model
+
+        return Path(resolve_model(config.model))
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        found: Any = try_to_load_from_cache(config.model, "config.json")
+    except ValueError:  # no name of a repository
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def stored_parameters(folder: Path) -> int | None:
+    """Numbers in a folder's safetensors files, by their headers; None without such files, or with one that cannot be read."""
+    files = sorted(folder.glob("model*.safetensors"))
+    total = 0
+    try:
+        for file in files:
+            with open(file, "rb") as handle:
+                size = int.from_bytes(handle.read(8), "little")
+                if not 0 < size <= _HEADER_BYTES:
+                    return None
+                header = json.loads(handle.read(size))
+            for name, one in header.items():
+                if name != "__metadata__":
+                    count = 1
+                    for length in one["shape"]:
+                        count *= int(length)
+                    total += count
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return total or None

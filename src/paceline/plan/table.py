@@ -1,0 +1,132 @@
+"""The plan as a table for a person."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from paceline.core.files import human_bytes
+from paceline.core.words import counted
+from paceline.engine.wording import short_count
+from paceline.plan.estimate import Mode
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from paceline.plan.api import Plan
+
+#: The hybrids that are shown: of many devices there are dozens.
+_SHOWN_HYBRIDS = 6
+_WIDTH = 100
+_MODE_WIDTH = 28
+
+
+def show(plan: Plan, stream: TextIO | None = None) -> None:
+    """Print the table, what it rests on, and the choice."""
+    from rich.console import Console
+    from rich.text import Text
+
+    stream = stream or sys.stdout
+    width = None if stream.isatty() else _WIDTH
+    console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    for line in _head(plan):
+        console.print(Text(line))
+    shown, hidden = _shown(plan)
+    console.print(_table(plan, shown))
+    console.print(Text(_legend(plan)))
+    impossible = [one for one in plan.choice.modes if one.cost is None]
+    if impossible:
+        console.print(Text("\nnot possible here:"))
+        for reason, names in _by_reason(impossible).items():
+            console.print(Text(f"  {', '.join(names)}: {reason}"))
+    if hidden:
+        console.print(Text(f"\n{counted(hidden, 'more hybrid')} with `--json`"))
+    console.print(Text("\nestimates:", style="bold"))
+    for note in plan.notes():
+        console.print(Text(f"  {note}"))
+    console.print(Text("\nauto: " + plan.choice.why, style="bold green" if plan.choice.taken else "bold red"))
+
+
+def _head(plan: Plan) -> list[str]:
+    trained = "" if plan.trained == plan.parameters else f", {short_count(plan.trained)} of them trained"
+    machine = plan.machine
+    return [
+        f"model     {plan.config.model}: {plan.parameters:,} parameters{trained}",
+        f"devices   {machine.count} × {machine.name}, {human_bytes(machine.memory_bytes)} each",
+        "",
+    ]
+
+
+def _shown(plan: Plan) -> tuple[list[Mode], int]:
+    """Modes of one axis as they come, then the best hybrids; and how many hybrids are left out."""
+    possible = [one for one in plan.choice.modes if one.cost is not None]
+    plain = [one for one in possible if one.layout.strategy != "hybrid"]
+    hybrids = [one for one in possible if one.layout.strategy == "hybrid"]
+    hybrids.sort(key=lambda one: (one is not plan.choice.taken, one is not plan.configured, not one.fits, -one.per_second))
+    return plain + hybrids[:_SHOWN_HYBRIDS], max(0, len(hybrids) - _SHOWN_HYBRIDS)
+
+
+def _table(plan: Plan, modes: list[Mode]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("mode", no_wrap=True)
+    for name in ("weights", "grads", "optim", "activ.", "total", "sent", "step", "sampl./s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    for one in modes:
+        table.add_row(*_row(plan, one), style="bold green" if one is plan.choice.taken else "" if one.fits else "dim")
+    return table
+
+
+def _row(plan: Plan, mode: Mode) -> list[str]:
+    assert mode.cost is not None
+    cost = mode.cost
+    mark = "→ " if mode is plan.choice.taken else "* " if mode is plan.configured else "  "
+    sizes = (cost.parameters, cost.gradients, cost.optimizer, cost.activations + mode.weight_copies, mode.total)
+    share = mode.total / plan.machine.memory_bytes
+    verdict = f"yes {share:.0%}" if mode.fits else f"no {share:.0%}" if share < 10 else f"no {share:.0f}×"
+    return [
+        mark + (mode.name if len(mode.name) <= _MODE_WIDTH else mode.name.replace(" × ", "×").replace("pipeline", "pipe")),
+        *(_short(size) for size in (*sizes, cost.traffic_per_step)),
+        _seconds(mode.step_time_s or 0.0),
+        short_count(mode.per_second),
+        verdict,
+    ]
+
+
+def _short(size_bytes: float) -> str:
+    """``13.2G``: a size of at most six characters, in powers of two."""
+    for unit in ("", "K", "M", "G"):
+        if abs(size_bytes) < 1000:
+            return f"{size_bytes:.0f}{unit}" if not unit or size_bytes >= 100 else f"{size_bytes:.1f}{unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f}T"
+
+
+def _seconds(seconds: float) -> str:
+    """``12 ms``, ``1.3 s``, ``24 min``, ``3.1 h``: a time of at most seven characters."""
+    for limit, unit, size in ((1.0, "ms", 1e-3), (99.5, "s", 1.0), (5970.0, "min", 60.0)):
+        if seconds < limit:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 3600:.3g} h"
+
+
+def _legend(plan: Plan) -> str:
+    parts = [
+        "bytes on the fullest rank and sent by the busiest in a step (K, M, G: powers of 1024)",
+        "fits: within 90 % of the device's memory",
+    ]
+    parts += ["→ taken by auto"] if plan.choice.taken else []
+    parts += ["* named in the config"] if plan.configured is not None and plan.configured is not plan.choice.taken else []
+    if any(one.layout.strategy == "single" for one in plan.choice.modes) and plan.machine.count > 1:
+        parts.append("single uses one of the devices")
+    return "; ".join(parts)
+
+
+def _by_reason(modes: list[Mode]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for one in modes:
+        found.setdefault(one.reason, []).append(one.name)
+    return found

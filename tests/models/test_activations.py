@@ -1,0 +1,105 @@
+"""The declared model of activations, against what autograd keeps."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from paceline.config.schema import Config
+from paceline.engine.precision import checkpoint_activations
+from paceline.models import attention
+from paceline.models.activations import dims_of, language_activations
+from paceline.models.flops import language_flops
+from paceline.models.language import _add_adapters
+
+WIDTHS = {
+    "model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 352, "vocab_size": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
+LENGTHS, LABELS = (150, 106), 130
+
+
+def build(config: Config) -> Any:
+    low = torch.bfloat16 if config.train_args.bf16 and config.lora.enable else torch.float32
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDTHS), dtype=low)
+    if config.lora.enable:
+        model = _add_adapters(model, config, "m")
+    if config.train_args.gradient_checkpointing:
+        checkpoint_activations(model)
+    attention.install(model.get_base_model() if config.lora.enable else model)
+    return model.train()
+
+
+def forward(model: Any, config: Config) -> torch.Tensor:
+    tokens = sum(LENGTHS)
+    ids = torch.arange(tokens).remainder(2048).unsqueeze(0)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
+    inputs = {"input_ids": ids, "position_ids": positions, "segment_lengths": LENGTHS, "use_cache": False}
+    with torch.autocast("cpu", torch.bfloat16) if config.train_args.bf16 else nullcontext():
+        logits = model(**inputs, logits_to_keep=torch.arange(LABELS)).logits
+        return functional.cross_entropy(logits.flatten(0, 1).float(), torch.zeros(LABELS).long(), reduction="sum")
+
+
+def kept_for_backward(model: Any, config: Config) -> int:
+    """Bytes of the distinct storages that autograd keeps, weights and their low-precision copies left out."""
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    shapes = {tuple(one.shape) for one in model.parameters()} | {
+        tuple(one.t().shape) for one in model.parameters() if one.dim() == 2
+    }
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights and tuple(tensor.shape) not in shapes:
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(model, config)
+    return sum(one.untyped_storage().nbytes() for one in kept.values())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_what_autograd_keeps(lora: bool, bf16: bool, again: bool) -> None:
+    config = Config(
+        model="m",
+        dataset="d",
+        lora={"enable": lora, "dropout": 0.05},
+        train_args={"bf16": bf16, "gradient_checkpointing": again},
+    )
+    dims = dims_of(WIDTHS)
+    assert dims is not None
+    declared = language_activations(dims, config, sum(LENGTHS), LABELS, mask_bytes=4)
+    assert declared.kept == pytest.approx(kept_for_backward(build(config), config), rel=0.08)
+    assert declared.total > declared.kept
+
+
+def test_operations_are_those_that_torch_counts() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = Config(model="m", dataset="d")
+    model = build(config)
+    with FlopCounterMode(display=False) as counter:
+        forward(model, config).backward()
+    counted = counter.get_total_flops()
+    dims = dims_of(WIDTHS)
+    assert dims is not None
+    squares = sum(length**2 for length in LENGTHS)
+    declared = language_flops(dims, config, sum(LENGTHS), LABELS, squares / sum(LENGTHS))
+    # torch counts fused attention in full where half is masked, or not at all: both are within a tenth here.
+    assert declared == pytest.approx(counted, rel=0.1)
+
+
+def test_widths_of_other_makes() -> None:
+    gpt2 = dims_of({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024})
+    assert gpt2 is not None
+    assert (gpt2.feed_forward, gpt2.gated, gpt2.tied) == (3072, False, True)
+    assert gpt2.parameters_at_most == pytest.approx(124_439_808, rel=0.01)
+    assert gpt2.parameters_at_most >= 124_439_808
+    assert dims_of({"model_type": "resnet", "hidden_sizes": [256, 512]}) is None

@@ -1,0 +1,53 @@
+"""States in memory: what a checkpoint does, without a disk."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from paceline.parallel.base import Part
+
+
+class MemorySource:
+    """A :class:`~paceline.parallel.base.StateSource` over whole tensors."""
+
+    def __init__(self, whole: dict[str, torch.Tensor]):
+        self.whole = whole
+
+    def tensors(self):
+        return {name: (one.dtype, tuple(one.shape)) for name, one in self.whole.items()}
+
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]):
+        box = self.whole[name][tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+        assert tuple(box.shape) == tuple(shape), name
+        return box.clone()
+
+    def read_flat(self, name: str, start: int, count: int):
+        assert 0 <= start <= start + count <= self.whole[name].numel(), name
+        return self.whole[name].reshape(-1)[start : start + count].clone()
+
+
+def copied(parts: list[Part]) -> list[Part]:
+    """Parts as they are now, fit to be handed to another process."""
+    return [replace(part, tensor=part.tensor.detach().cpu().clone(), key=None) for part in parts]
+
+
+def assemble(parts_by_rank: list[list[Part]]) -> MemorySource:
+    """The whole tensors from what each rank writes. Each element must be written exactly once."""
+    whole: dict[str, torch.Tensor] = {}
+    written: dict[str, torch.Tensor] = {}
+    for part in (part for parts in parts_by_rank for part in parts):
+        if part.name not in whole:
+            whole[part.name] = torch.zeros(part.shape, dtype=part.tensor.dtype)
+            written[part.name] = torch.zeros(part.shape, dtype=torch.int32)
+        assert (tuple(whole[part.name].shape), whole[part.name].dtype) == (part.shape, part.tensor.dtype), part.name
+        for target, values in ((whole[part.name], part.tensor), (written[part.name], torch.ones_like(part.tensor))):
+            if part.flat:
+                target.view(-1)[part.offset[0] : part.offset[0] + values.numel()] += values.reshape(-1).to(target.dtype)
+            else:
+                ends = zip(part.offset, values.shape, strict=True)
+                target[tuple(slice(start, start + size) for start, size in ends)] += values.to(target.dtype)
+    for name, times in written.items():
+        assert prod(times.shape) == 0 or (int(times.min()), int(times.max())) == (1, 1), name
+    return MemorySource(whole)

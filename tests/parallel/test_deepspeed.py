@@ -1,0 +1,245 @@
+"""`deepspeed`: on real ranks its stages train as `single` does, their state moves, and they hold and send what they declare."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from ranks import run_ranks
+from states import assemble, copied
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.engine.optim import build_optimizer, matrices_of
+from paceline.engine.precision import Precision
+from paceline.models.outline import outline
+from paceline.parallel.cost import Workload
+from paceline.parallel.deepspeed import DeepSpeed
+from paceline.parallel.replicated import Single
+from paceline.world.env import RankEnv
+from paceline.world.group import World
+from paceline.world.mesh import Axes
+
+MICRO_BATCHES = 6  # of a global step, over all ranks
+
+
+class Net(nn.Module):
+    """A tied weight, a layer used twice, a frozen one, one without gradient, odd sizes, buffers."""
+
+    def __init__(self, statistics=False):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.wide = nn.Linear(16, 33)
+        self.frozen = nn.Linear(33, 33).requires_grad_(False)
+        self.never = nn.Linear(3, 3)
+        self.back = nn.Linear(33, 16)
+        self.twice = nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16) if statistics else nn.LayerNorm(16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor([0.5, 2.0, 1.0]))
+        self.register_buffer("seen", torch.tensor(7))
+
+    def forward(self, tokens):
+        hidden = self.back(torch.relu(self.frozen(self.wide(self.embed(tokens).mean(1)))))
+        return self.head(self.norm(self.twice(torch.tanh(self.twice(hidden)))))
+
+
+class Run:
+    """A strategy over a small model, driven as the engine drives it."""
+
+    def __init__(self, world, stage, bf16=False, statistics=False, **parallel):
+        self.world = world
+        self.config = Config(
+            model="m",
+            dataset="d",
+            parallel={"mode": "deepspeed", "deepspeed_stage": stage or 1, **parallel},
+            train_args={"bf16": bf16, "weight_decay": 0.1, "gradient_accumulation_steps": MICRO_BATCHES // world.size},
+        )
+        torch.manual_seed(world.rank)  # rank 0's weights must win
+        model = Net(statistics)
+        self.shape, matrices = outline(model, self.config), matrices_of(model)
+        args = self.config.train_args
+        self.strategy = (DeepSpeed if stage else Single)(self.config, world)
+        self.precision = Precision(args, world)
+        self.model = self.strategy.place(model)
+        self.optimizer = self.strategy.build_optimizer(lambda named: build_optimizer(args, 1e-2, named, matrices))
+
+    def train(self, first, last):
+        """(loss, norm of the gradient) of each step."""
+        found = []
+        count = MICRO_BATCHES // self.world.size
+        for step in range(first, last):
+            seen = torch.zeros(())
+
+            def micro_step(number, module, step=step, seen=seen):
+                generator = torch.Generator().manual_seed(100 * step + self.world.rank * count + number)
+                tokens = torch.randint(0, 50, (4, 5), generator=generator)
+                with self.precision.autocast():
+                    loss = nn.functional.cross_entropy(module(tokens).float(), tokens[:, 0], reduction="sum")
+                seen.add_(loss.detach())
+                return loss / (4 * MICRO_BATCHES)
+
+            for group in self.optimizer.param_groups:
+                group["lr"] = 1e-2 * (1 + step % 3)
+            self.strategy.backward(micro_step, count)
+            norm = self.strategy.clip(0.5)
+            assert self.strategy.update(self.precision.step)
+            found.append((self.world.sum(float(seen))[0] / (4 * MICRO_BATCHES), float(norm)))
+        return found
+
+    def saved(self):
+        return assemble(self.world.gather_objects(copied(self.strategy.state())))
+
+    def evaluated(self):
+        tokens = torch.arange(20).view(4, 5)
+
+        def run(module):
+            with torch.no_grad():
+                return {"loss": module(tokens).float().square().sum()}
+
+        return float(self.strategy.evaluate(run, self.model)["loss"])
+
+    def sent(self):
+        """Bytes of one more step, by collective."""
+        before = dict(self.world.traffic.bytes_by_collective)
+        self.train(20, 21)
+        after = self.world.traffic.bytes_by_collective
+        return {name: size - before.get(name, 0) for name, size in after.items()}
+
+
+def alone(world):
+    run = Run(world, 0)
+    losses = run.train(0, 8)
+    middle = run.saved().whole
+    losses += run.train(8, 16)
+    return losses, middle, run.saved().whole
+
+
+@pytest.fixture(scope="module")
+def single():
+    return run_ranks(alone, 1)[0]
+
+
+def everything(world, stage, middle):
+    """All that one start of DeepSpeed can show: training, state out and in, cost; then bf16."""
+    run = Run(world, stage)
+    losses = run.train(0, 8)
+    source = run.saved()
+    losses += run.train(8, 10)
+    evaluated = run.evaluated(), run.model.training
+    losses += run.train(10, 16)
+    last = run.saved().whole
+
+    run.strategy.load_state(source)  # back to step 8, over what came after
+    resumed = run.train(8, 16)
+    resumed_last = run.saved().whole
+    fresh = Run(world, stage)
+    source.whole.update(middle)  # what `single` wrote
+    fresh.strategy.load_state(source)
+    moved = fresh.train(8, 16)
+
+    work = Workload(MICRO_BATCHES // world.size)
+    costs = []
+    for bf16 in (False, True):
+        run = run if not bf16 else Run(world, stage, bf16=True)
+        low = run.train(0, 16) if bf16 else []
+        cost = DeepSpeed.cost(run.shape, Axes(data=world.size), work, run.config)
+        costs.append((run.strategy.state_bytes(), cost, run.sent(), low))
+    dtypes = {str(value.dtype) for value in run.saved().whole.values()}
+    world.barrier()
+    return {
+        "losses": losses, "resumed": resumed, "moved": moved, "last": last, "resumed_last": resumed_last,
+        "evaluated": evaluated, "costs": costs, "dtypes": dtypes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 3), (3, 2), (3, 3)])
+def test_a_stage_trains_saves_loads_and_costs_as_it_says(single, stage, world_size):
+    reference, middle, last = single
+    results = run_ranks(everything, world_size, stage, middle)
+    first = results[0]
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(first["losses"], reference, **close)
+    assert all(one["losses"] == first["losses"] for one in results)
+    assert reference[-1][0] < reference[0][0]
+    assert all(one["evaluated"] == first["evaluated"] for one in results)
+
+    assert first["last"].keys() == last.keys()
+    for name, one in last.items():
+        assert first["last"][name].dtype == one.dtype, name
+        torch.testing.assert_close(first["last"][name], one, rtol=1e-4, atol=2e-5, msg=name)
+        assert torch.equal(first["last"][name], first["resumed_last"][name]), name
+    assert first["resumed"] == first["losses"][8:]
+    torch.testing.assert_close(first["moved"], reference[8:], **close)
+
+    most = max(range(world_size), key=lambda rank: results[rank]["costs"][0][0])
+    for number in (0, 1):  # float32, bf16
+        state_bytes, cost, sent, low = results[most]["costs"][number]
+        assert state_bytes == pytest.approx(cost.state, rel=0.02)
+        assert sum(sent.values()) == pytest.approx(cost.traffic_per_step, rel=0.02)
+        if low:
+            torch.testing.assert_close([loss for loss, _ in low], [loss for loss, _ in reference], rtol=0.02, atol=0)
+    assert first["dtypes"] == {"torch.float32", "torch.int64"}  # master weights, and a buffer that counts
+
+
+def quiet(world, folder):
+    """What a rank says on its terminal, as a user's process: file descriptors, not Python's streams."""
+    os.dup2(os.open(os.path.join(folder, f"said-{world.rank}"), os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    os.environ["HOME"] = folder
+    run = Run(world, 2, statistics=True)
+    run.train(0, 2)
+    world.barrier()
+    return run.model.norm.running_mean, run.model.norm.num_batches_tracked
+
+
+def test_it_says_nothing_leaves_no_file_and_shares_running_statistics(tmp_path):
+    first, second = run_ranks(quiet, 2, str(tmp_path))
+    assert torch.equal(first[0], second[0])
+    assert first[0].any()
+    assert (first[1], second[1]) == (6, 6)
+    files = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {"said-0": "", "said-1": ""}
+
+
+def test_not_installed_is_said_with_the_command(tmp_path):
+    (tmp_path / "deepspeed.py").write_text("raise ModuleNotFoundError(\"No module named 'deepspeed'\", name='deepspeed')\n")
+    code = (
+        "from paceline.config.schema import Config\n"
+        "from paceline.core.errors import ConfigError\n"
+        "from paceline.parallel.deepspeed import DeepSpeed\n"
+        "from paceline.world.mesh import Axes\n"
+        "try:\n    DeepSpeed.check(Config(model='m', dataset='d'), Axes(data=2))\n"
+        "except ConfigError as error:\n    print(error)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), *(one for one in sys.path if one)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120
+    )
+    assert "pip install 'paceline[deepspeed]'" in done.stdout, done.stdout + done.stderr
+
+
+def test_running_statistics_in_bf16_are_refused():
+    world = World(RankEnv(), torch.device("cpu"))
+    config = Config(model="m", dataset="d", parallel={"mode": "deepspeed"}, train_args={"bf16": True})
+    with pytest.raises(ConfigError, match="BatchNorm1d"):
+        DeepSpeed(config, world).place(Net(statistics=True))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rest", "says"),
+    [
+        ({}, {"train_args": {"fp16": True}}, "train_args.bf16: true"),
+        ({}, {"train_args": {"optim": "adafactor"}}, "train_args.optim: adamw"),
+        ({"deepspeed_stage": 3}, {"evaluation": {"where": "rank0"}}, "evaluation.where"),
+        ({"offload": "optimizer", "device": "cpu"}, {}, "needs an accelerator"),
+        ({"offload": "all", "deepspeed_stage": 1}, {}, "deepspeed_stage: 3"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_start(parallel, rest, says):
+    config = Config(model="m", dataset="d", parallel={"mode": "deepspeed", **parallel}, **rest)
+    with pytest.raises(ConfigError, match=says):
+        DeepSpeed.check(config, Axes(data=2))
