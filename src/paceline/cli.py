@@ -18,7 +18,7 @@ USAGE = """\
 usage: paceline VERB …
 
   sft, train   CONFIG.yaml [key=value …]     train what the file says (--dry-run, --allow-config-change, --debug)
-  plan         CONFIG.yaml [key=value …]     what each mode would take, and fits (--world-size N, --device-memory 80GB, --device NAME)
+  plan         CONFIG.yaml [key=value …]     memory, traffic, time of each mode (--world-size N, --device-memory 80GB, …)
   verify       CONFIG.yaml [key=value …]     certify that the strategies agree (--modes a,b, --world-size N, --steps N, --output DIR)
   watch        RUN                           follow a run from another terminal (--once)
   generate     RUN "a question"              answer with a run's model (--max-new-tokens N, --temperature T, --system TEXT)

@@ -3,13 +3,17 @@
 import pytest
 import torch
 from ranks import run_ranks
+from states import assemble, copied
 from torch import nn
 
-from paceline.config.schema import Parallel
-from paceline.parallel.base import ModelShape
+from paceline.config.schema import Config
+from paceline.models.outline import outline
+from paceline.parallel.cost import Workload
 from paceline.parallel.replicated import DistributedDataParallel, Single
 from paceline.world.env import RankEnv
-from paceline.world.group import World, all_reduce_bytes
+from paceline.world.group import World
+from paceline.world.mesh import Axes
+from paceline.world.volume import all_reduce_bytes
 
 
 class Net(nn.Module):
@@ -32,7 +36,8 @@ class Net(nn.Module):
 
 def make(world, cap_mb=25.0, optimizer=torch.optim.AdamW):
     torch.manual_seed(world.rank)  # different weights on purpose: rank 0's must win
-    strategy = DistributedDataParallel(Parallel(bucket_cap_mb=cap_mb), world)
+    config = Config(model="m", dataset="d", parallel={"bucket_cap_mb": cap_mb})
+    strategy = DistributedDataParallel(config, world)
     model = strategy.place(Net())
     made = strategy.build_optimizer(lambda named: optimizer([one for _, one in named], lr=1e-2))
     return strategy, model, made
@@ -46,7 +51,7 @@ def batch(rank, micro, step):
 def gradients(world, cap_mb):
     strategy, model, _ = make(world, cap_mb)
     model.eval()
-    strategy.backward(lambda micro: model(batch(world.rank, micro, 0), world.rank == 0).square().sum(), 2)
+    strategy.backward(lambda micro, module: module(batch(world.rank, micro, 0), world.rank == 0).square().sum(), 2)
     grads = {name: one.grad.clone() for name, one in strategy.trained.items()}
     weights = {name: one.detach().clone() for name, one in model.named_parameters()}
     return grads, weights, strategy.clip(0.0), len(strategy.buckets.buckets)
@@ -77,58 +82,57 @@ def test_gradient_is_the_sum_over_ranks_and_micro_batches(world_size, cap_mb):
 def train_some(world, steps, state=None, first=0):
     strategy, model, optimizer = make(world, cap_mb=0.0002)
     if state is not None:
-        strategy.load_full_state(state if world.is_first else {})
+        strategy.load_state(state)
     for step in range(first, first + steps):
-        strategy.backward(lambda micro, step=step: model(batch(world.rank, micro, step), step % 2 == 0).square().mean(), 2)
+        strategy.backward(
+            lambda micro, module, step=step: module(batch(world.rank, micro, step), step % 2 == 0).square().mean(), 2
+        )
         strategy.clip(0.5)
         optimizer.step()
     statistics = model.norm.running_mean.clone()
-    return strategy.full_state(), statistics, strategy.state_bytes(), strategy.optimizer.state[model.out.weight]["step"].item()
+    world.barrier()
+    return copied(strategy.state()), statistics
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_going_on_from_the_state_is_bitwise_equal(world_size):
     whole = run_ranks(train_some, world_size, 6)
     half = run_ranks(train_some, world_size, 3)
-    resumed = run_ranks(train_some, world_size, 3, half[0][0], 3)
-    assert set(whole[0][0]) == set(resumed[0][0])
-    for name, value in whole[0][0].items():
-        assert torch.equal(value, resumed[0][0][name]), name
-    assert all(not result[0] for result in whole[1:])  # only rank 0 holds the full state
-    for result in whole[1:]:
-        assert torch.equal(result[1], whole[0][1])  # running statistics are the same on every rank
+    resumed = run_ranks(train_some, world_size, 3, assemble([parts for parts, _ in half]), 3)
+    ours, theirs = (assemble([parts for parts, _ in found]).whole for found in (whole, resumed))
+    assert set(ours) == set(theirs)
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+    assert all(not parts for parts, _ in whole[1:])  # the first rank writes it all
+    for _, statistics in whole[1:]:
+        assert torch.equal(statistics, whole[0][1])  # running statistics are the same on every rank
 
 
-def test_state_names_do_not_depend_on_the_strategy():
-    alone = run_ranks(train_some, 1, 1)[0][0]
-    several = run_ranks(train_some, 2, 1)[0][0]
-    assert set(alone) == set(several)
-    assert "model/inner.weight" in alone
-    assert "optimizer/inner.weight/exp_avg" in alone
-    assert "buffer/norm.running_mean" in alone
-    assert not any(name.startswith("model/frozen") for name in alone)
+def test_state_names():
+    names = set(assemble([run_ranks(train_some, 1, 1)[0][0]]).whole)
+    assert {"model/inner.weight", "optimizer/inner.weight/exp_avg", "buffer/norm.running_mean"} <= names
+    assert not any(name.startswith("model/frozen") for name in names)
 
 
 def test_state_bytes_and_traffic_are_what_the_cost_says():
     strategy, model, optimizer = make(World(RankEnv(), torch.device("cpu")))
-    strategy.backward(lambda micro: model(batch(0, 0, 0), True).sum(), 1)
+    shape = outline(model, strategy.config)
+    strategy.backward(lambda micro, module: module(batch(0, 0, 0), True).sum(), 1)
     optimizer.step()
-    trainable = [(one.numel(), 4) for one in model.parameters() if one.requires_grad]
-    held = sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
-    cost = DistributedDataParallel.cost(ModelShape(held, trainable, 8), world_size=4)
-    elements = sum(count for count, _ in trainable)
+    cost = DistributedDataParallel.cost(shape, Axes(data=4), Workload(), strategy.config)
+    elements = sum(one.numel() for one in model.parameters() if one.requires_grad)
     assert cost.gradients == 4 * elements
     assert cost.optimizer == 8 * elements
     assert cost.traffic_per_step == all_reduce_bytes(4 * elements, 4) == round(1.5 * 4 * elements)
-    assert Single.cost(ModelShape(held, trainable, 8), world_size=1).traffic_per_step == 0
-    padding = 64 * len(trainable)  # buckets align each gradient to 64 bytes; Adam keeps a step count a parameter
-    assert cost.state <= strategy.state_bytes() <= cost.state + padding + 4 * len(trainable)
+    assert Single.cost(shape, Axes(), Workload(), strategy.config).traffic_per_step == 0
+    padding = 64 * len(shape.trained)  # buckets align each gradient to 64 bytes; Adam keeps a step count a parameter
+    assert cost.state <= strategy.state_bytes() <= cost.state + padding + 4 * len(shape.trained)
 
 
 def uneven(world):
-    strategy, model, _ = make(world, cap_mb=0.0001)
+    strategy, _, _ = make(world, cap_mb=0.0001)
     for step in range(3):
-        strategy.backward(lambda micro, step=step: model(batch(world.rank, 0, step), world.rank == 1).sum(), 1)
+        strategy.backward(lambda micro, module, step=step: module(batch(world.rank, 0, step), world.rank == 1).sum(), 1)
     return [flat.clone() for flat in strategy.buckets.flats]
 
 

@@ -45,8 +45,9 @@ def zero_cost(mode: str, ranks: int, **parallel: object) -> Cost:
 def test_the_memory_of_the_zero_paper() -> None:
     """Rajbhandari et al., "ZeRO", 2020, figure 1: 120 GB, and on 64 ranks 31.4, 16.6 and 1.9 GB."""
     assert zero_cost("ddp", 64).state / GB == pytest.approx(120, abs=0.05)
-    assert zero_cost("zero1", 64).state / GB == pytest.approx(31.4, abs=0.05)
-    assert zero_cost("deepspeed", 64, deepspeed_stage=2).state / GB == pytest.approx(16.6, abs=0.35)
+    first = zero_cost("zero1", 64)
+    assert first.state / GB == pytest.approx(31.4, abs=0.05)
+    assert (first.parameters + first.gradients / 64 + first.optimizer) / GB == pytest.approx(16.6, abs=0.05)
     # FSDP2 keeps its share of the gradients in float32, the paper in 16 bits: 2 + 16/N bytes a parameter for 2 + 14/N.
     assert zero_cost("zero2", 64).state / GB == pytest.approx(7.5 * (2 + 16 / 64), abs=0.05)
     assert zero_cost("zero3", 64).state / GB == pytest.approx(1.9, abs=0.05)
@@ -62,7 +63,7 @@ def test_the_traffic_of_the_zero_paper() -> None:
 
 
 def test_data_parallels_lopsided_device() -> None:
-    """torch.nn.DataParallel sends all weights from, and all gradients to, device 0: N times what a rank of an all-reduce sends."""
+    """DataParallel sends all weights from, and all gradients to, device 0: N times what a rank of an all-reduce sends."""
     ddp, dp = zero_cost("ddp", 8), zero_cost("dp", 8)
     assert dp.traffic_per_step == pytest.approx(8 * ddp.traffic_per_step, rel=1e-6)
     assert dp.state >= ddp.state

@@ -17,7 +17,9 @@ from paceline.world import collectives
 from paceline.world.collectives import all_reduce, broadcast
 from paceline.world.collectives_schedules import ALGORITHMS, sent, sent_bytes
 from paceline.world.collectives_trace import Trace
+from paceline.world.env import RankEnv
 from paceline.world.group import World
+from paceline.world.mesh import Axes
 from paceline.world.volume import all_reduce_bytes
 
 SIZES = (0, 1, 2, 7, 64, 1001)
@@ -151,7 +153,7 @@ def _check_trace(world: World) -> list[dict[str, Any]]:
     all_reduce(world, tensor, "ring", trace)
     assert trace.first == [2.0**world.rank] * 10
     assert trace.steps[-1]["held"] == tensor.tolist()
-    alone = World(type(world.env)(0, 1, 0, 1), world.device)
+    alone = World(RankEnv(), world.device)
     assert all_reduce(alone, tensor, "ring", Trace()).messages == 0
     world.barrier()
     return trace.steps
@@ -192,7 +194,7 @@ def _check_lanes(world: World) -> None:
         thread.join()
     assert not wrong, wrong
     # A bucket is planned for once, and its plan does not keep it alive.
-    plans = [plan for plan in collectives._PLANS[buckets[0][0]].values()]
+    plans = list(collectives._PLANS[buckets[0][0]].values())
     again = buckets[0][0]
     assert len(plans) == 1
     gone, storage = weakref.ref(again), weakref.ref(plans[0])
@@ -210,8 +212,6 @@ def test_threads_with_groups_of_their_own() -> None:
 
 def _check_line(world: World) -> None:
     """A line of the mesh: ranks of a group are not those of the world."""
-    from paceline.world.mesh import Axes
-
     meshed = World(world.env, world.device, Axes(data=2, shard=2))
     line = meshed.line("data")
     tensor = torch.full((9,), 10.0**world.rank)
@@ -227,7 +227,7 @@ def test_a_line_of_the_mesh() -> None:
 
 
 def test_unknown_algorithm() -> None:
-    world = World(__import__("paceline.world.env", fromlist=["RankEnv"]).RankEnv(), torch.device("cpu"))
+    world = World(RankEnv(), torch.device("cpu"))
     with pytest.raises(ConfigError, match="ring, tree, halving, naive"):
         all_reduce(world, torch.zeros(1), "rign")
     with pytest.raises(ConfigError, match="ring, tree, naive"):

@@ -72,8 +72,8 @@ def weight_difference(ranks: Sequence[dict[str, list[float]]]) -> tuple[float, s
 
     Norms, not elements: Adam divides a gradient by its own size, so where a gradient is all rounding (nearly 0) an element
     moves by up to a whole learning rate in a direction that the order of sums decides. For the same reason ‖r‖ is taken as at
-    least a hundredth of what a tensor of that size would have at the model's root mean square: a bias that was 0 at the start has
-    no size of its own yet.
+    least a hundredth of what a tensor of that size would have at the model's root mean square: a bias that was 0 at the start
+    has no size of its own yet.
     """
     names = list(ranks[0])
     squares, elements = (sum(ranks[0][name][place] for name in names) for place in (2, 3))
@@ -208,7 +208,12 @@ def rows(certificate: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _difference(value: float | None) -> str:
-    return "–" if value is None else "0" if value == 0 else f"{value:.0e}"
+    return "–" if value is None else "0" if value == 0 else _power(value)
+
+
+def _power(value: float) -> str:
+    """``1e-5``, not ``1e-05``."""
+    return f"{value:.0e}".replace("e-0", "e-")
 
 
 def _both(value: dict[str, Any]) -> str:
@@ -224,13 +229,13 @@ def summary(certificate: dict[str, Any]) -> str:
     bounds, modes = certificate["bounds"], certificate["modes"]
     passed = sum(1 for one in modes if one["ok"])
     tried = sum(1 for one in modes if one["ok"] is not None)
-    family = f" (ddp and zero1, 2, 3 among each other: {bounds['family']:g})" if bounds["family"] is not None else ""
+    family = f" (ddp and zero1, 2, 3 among each other: {_power(bounds['family'])})" if bounds["family"] is not None else ""
     get = certificate.__getitem__
     return (
-        f"{passed} of {tried} modes agree with {get('reference')}: {get('steps')} steps of {get('optim')} in {get('precision')} "
-        f"on {get('world_size')} × {get('device')}, global batch {get('global_batch_size')}, dropout off. Relative bounds: losses "
-        f"{bounds['loss']:g}{family}, final weights {bounds['weights']:g}, memory and traffic {bounds['cost']:.0%} of what was "
-        "predicted."
+        f"{passed} of {tried} modes agree with {get('reference')}: {get('steps')} steps of {get('optim')} in "
+        f"{get('precision')} on {get('world_size')} × {get('device')}, global batch {get('global_batch_size')}, dropout off. "
+        f"Relative bounds: losses {_power(bounds['loss'])}{family}, final weights {_power(bounds['weights'])}, memory and "
+        f"traffic {bounds['cost']:.0%} of what was predicted."
     )
 
 

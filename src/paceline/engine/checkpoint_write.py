@@ -2,7 +2,7 @@
 all of this may run in threads beside the training: no collective is made here.
 
 In the hidden folder lies ``rank-00001.writing`` for each rank. A rank that has written and synced its file renames it to
-``rank-00001.json`` (size, SHA-256, pieces); one that could not, to ``rank-00001.failed-28`` (the system's number of the error): a
+``rank-00001.json`` (size, SHA-256, pieces); one that could not, to ``rank-00001.failed-28`` (the system's error number): a
 rename needs no space. Rank 0 waits for all of them, checks that the pieces make up the state, and gives the folder its name.
 """
 

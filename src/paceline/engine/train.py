@@ -109,6 +109,7 @@ def train_step(session: Session) -> bool:
         return session.precision.scale(loss / counts.denominator())
 
     session.strategy.backward(micro_step, len(micro_batches))
+    counts.denominator()  # waited for here where this rank came to no loss (an early pipeline stage)
     session.precision.unscale(session.optimizer)
     grad_norm = session.strategy.clip(config.train_args.max_grad_norm)
     learning_rate = session.schedule.set_step(step)

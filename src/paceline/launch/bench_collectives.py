@@ -50,7 +50,9 @@ def make_request(what: str, values: dict[str, str]) -> Request:
     for one in algorithms:
         if one not in every:
             raise ConfigError(
-                f"`{one}` in --algorithms is no algorithm", allowed=", ".join(every), fix=f"did you mean `{nearest(one, every) or NATIVE}`?"
+                f"`{one}` in --algorithms is no algorithm",
+                allowed=", ".join(every),
+                fix=f"did you mean `{nearest(one, every) or NATIVE}`?",
             )
     ranks = tuple(sorted({_rank_count(one) for one in _words(values.get("ranks", "2,4"))}))
     sizes = tuple(sorted({parse_size(one) for one in _words(values.get("sizes", _DEFAULT_SIZES))}))
@@ -58,7 +60,9 @@ def make_request(what: str, values: dict[str, str]) -> Request:
         raise ConfigError("an empty list was given", allowed="--ranks 2,4 --sizes 1KB,25MB --algorithms native,ring")
     output = Path(values["output"]) if "output" in values else None
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise ConfigError(f"`--output {output}` cannot be written", allowed="a file in a folder that exists", fix="name an HTML file")
+        raise ConfigError(
+            f"`--output {output}` cannot be written", allowed="a file in a folder that exists", fix="name an HTML file"
+        )
     return Request(ranks, sizes, algorithms, output)
 
 
@@ -89,8 +93,8 @@ def parse_size(text: str) -> int:
 
 
 def measure(request: Request) -> list[dict[str, Any]]:
-    """Run it. One entry a collective, algorithm, number of ranks and size: ``collective, algorithm, world_size, bytes, latency_s,
-    bus_bandwidth_bytes_s``."""
+    """Run it. One entry a collective, algorithm, number of ranks and size: ``collective, algorithm, world_size, bytes,
+    latency_s, bus_bandwidth_bytes_s``."""
     from paceline.launch.explain.ranks import run_on_ranks, warm_up
 
     warm_up(["paceline.launch.bench_measure", "paceline.world.collectives"])
@@ -126,7 +130,11 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = []
     groups = dict.fromkeys((one["collective"], one["world_size"]) for one in results)
     for collective, world_size in groups:
-        lines += ["", f"{collective}, {world_size} ranks", f"  {'size':>10}  {'algorithm':<9}  {'latency':>11}  {'bus bandwidth':>14}  × native"]
+        lines += [
+            "",
+            f"{collective}, {world_size} ranks",
+            f"  {'size':>10}  {'algorithm':<9}  {'latency':>11}  {'bus bandwidth':>14}  × native",
+        ]
         for one in results:
             if (one["collective"], one["world_size"]) != (collective, world_size):
                 continue
@@ -134,7 +142,9 @@ def table(results: list[dict[str, Any]]) -> str:
             ratio = f"{beside['latency_s'] / one['latency_s']:.2f}" if beside else ""
             rate = f"{human_bytes(one['bus_bandwidth_bytes_s'])}/s"
             latency = f"{1e3 * one['latency_s']:.3f} ms"
-            lines.append(f"  {human_bytes(one['bytes']):>10}  {one['algorithm']:<9}  {latency:>11}  {rate:>14}  {ratio:>8}".rstrip())
+            lines.append(
+                f"  {human_bytes(one['bytes']):>10}  {one['algorithm']:<9}  {latency:>11}  {rate:>14}  {ratio:>8}".rstrip()
+            )
     found = fits(results)
     if found:
         lines += ["", "t = α · messages + β · bytes (of the rank that sends most; native counted as a ring), by least squares:"]

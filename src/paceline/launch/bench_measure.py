@@ -21,14 +21,15 @@ _WARM_UP = 2
 
 
 def measure_rank(world: World, sizes: Sequence[int], cases: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Time every case at every size, on this rank. The algorithms take turns, so that what else the machine does meets all alike.
+    """Time every case at every size, on this rank. The algorithms take turns, so that what else the machine does meets all
+    alike.
 
     Args:
         sizes: bytes of the tensor (float32).
         cases: pairs of collective and algorithm.
 
-    Returns: one entry a case and size: ``collective, algorithm, bytes, latency_s`` (median over the repeats of the slowest rank's
-    time) and ``repeats``.
+    Returns: one entry a case and size: ``collective, algorithm, bytes, latency_s`` (median over the repeats of the slowest
+    rank's time) and ``repeats``.
     """
     import torch
 
@@ -74,8 +75,8 @@ def _runner(world: World, tensor: Any, collective: str, algorithm: str) -> Any:
 
 
 def bus_bandwidth(collective: str, world_size: int, size_bytes: int, latency_s: float) -> float:
-    """Bytes a second, comparable between collectives and world sizes: 2(N-1)/N × bytes / time for an all-reduce, bytes / time for a
-    broadcast (nccl-tests, doc/PERFORMANCE.md)."""
+    """Bytes a second, comparable between collectives and world sizes: 2(N-1)/N × bytes / time for an all-reduce, bytes / time
+    for a broadcast (nccl-tests, doc/PERFORMANCE.md)."""
     factor = 2 * (world_size - 1) / world_size if collective == "all-reduce" else 1.0
     return factor * size_bytes / latency_s
 
@@ -87,14 +88,14 @@ def load(collective: str, algorithm: str, world_size: int, size_bytes: int) -> t
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> dict[str, float] | None:
-    """Fit t = α · messages + β · bytes by least squares of the relative error (so that small messages count as large ones do), α and β
-    ≥ 0 (Hockney, "The communication challenge for MPP", 1994).
+    """Fit t = α · messages + β · bytes by least squares of the relative error (so that small messages count as large ones do),
+    α and β ≥ 0 (Hockney, "The communication challenge for MPP", 1994).
 
     Args:
         points: messages, bytes, seconds.
 
-    Returns: ``alpha_s``, ``beta_s_per_byte`` and ``residual`` (root mean square of (model - measured) / measured); None for fewer than
-    two points.
+    Returns: ``alpha_s``, ``beta_s_per_byte`` and ``residual`` (root mean square of (model - measured) / measured); None for
+    fewer than two points.
     """
     if len(points) < 2:
         return None

@@ -16,22 +16,24 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 14, 12, 34
 _STYLE = """
 :root { --bg:#f6f7f9; --panel:#fff; --ink:#1b2430; --soft:#5c6878; --line:#dfe4ea; --c1:#2563a8; --c2:#d9772b; --c3:#2c8a72;
   --c4:#b0476b; --c5:#6b5fb5; }
-@media (prefers-color-scheme: dark) { :root { --bg:#11151b; --panel:#191f27; --ink:#e4e9ef; --soft:#93a0b0; --line:#2f3843; --c1:#6aa9ee;
-  --c2:#f0a062; --c3:#5cc2a6; --c4:#e583a5; --c5:#a89cf0; } }
-* { box-sizing:border-box; } body { margin:0; background:var(--bg); color:var(--ink); font:15px/1.5 system-ui,-apple-system,"Segoe UI",
-  Roboto,"Noto Sans",sans-serif; } main { max-width:1160px; margin:0 auto; padding:36px 24px 56px; }
+@media (prefers-color-scheme: dark) { :root { --bg:#11151b; --panel:#191f27; --ink:#e4e9ef; --soft:#93a0b0; --line:#2f3843;
+  --c1:#6aa9ee; --c2:#f0a062; --c3:#5cc2a6; --c4:#e583a5; --c5:#a89cf0; } }
+* { box-sizing:border-box; } body { margin:0; background:var(--bg); color:var(--ink); font:15px/1.5
+  system-ui,-apple-system,"Segoe UI", Roboto,"Noto Sans",sans-serif; } main { max-width:1160px; margin:0 auto; padding:36px
+  24px 56px; }
 h1 { margin:4px 0 6px; font-size:27px; } h2 { margin:34px 0 12px; font-size:18px; } p, small { color:var(--soft); }
 .eyebrow { color:var(--soft); font-size:12px; letter-spacing:.08em; text-transform:uppercase; }
 .plots { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr)); gap:18px; }
-figure, .table { margin:0; background:var(--panel); border:1px solid var(--line); border-radius:12px; padding:16px 18px; overflow-x:auto; }
-figcaption { font-weight:600; margin-bottom:8px; } svg { display:block; width:100%; height:auto; font-size:11.5px; }
-svg text { fill:var(--soft); } .grid { stroke:var(--line); } .mean { fill:none; stroke-width:2; }
+figure, .table { margin:0; background:var(--panel); border:1px solid var(--line); border-radius:12px; padding:16px 18px;
+overflow-x:auto; } figcaption { font-weight:600; margin-bottom:8px; } svg { display:block; width:100%; height:auto;
+font-size:11.5px; } svg text { fill:var(--soft); } .grid { stroke:var(--line); } .mean { fill:none; stroke-width:2; }
 .model { fill:none; stroke-width:1.2; stroke-dasharray:5 4; opacity:.8; }
 .legend { display:flex; flex-wrap:wrap; gap:2px 16px; margin:8px 0 0; color:var(--soft); font-size:13px; }
 .legend i { display:inline-block; width:14px; height:3px; margin-right:6px; vertical-align:middle; }
 table { width:100%; border-collapse:collapse; font-size:14px; font-variant-numeric:tabular-nums; }
 th, td { padding:5px 10px; text-align:right; border-bottom:1px solid var(--line); white-space:nowrap; }
-th:first-child, td:first-child { text-align:left; } th { color:var(--soft); font-weight:500; } .table + .table { margin-top:18px; }
+th:first-child, td:first-child { text-align:left; } th { color:var(--soft); font-weight:500; } .table + .table {
+margin-top:18px; }
 """
 
 
@@ -48,14 +50,17 @@ def render(results: list[dict[str, Any]], models: list[dict[str, Any]]) -> str:
         parts.append(f'<div class="plots">{time_plot}{rate_plot}</div>')
         parts.append(_table(mine, fitted))
     about = (
-        "Measured on this machine between local ranks; the median of the slowest rank's times. Dashed: t = α · messages + β · bytes, "
-        "fitted by least squares; messages and bytes are those of the rank that sends most, the backend's own counted as a ring."
+        "Measured on this machine between local ranks; the median of the slowest rank's times. Dashed: t = α · messages + β · "
+        "bytes, fitted by least squares; messages and bytes are those of the rank that sends most, the backend's own counted "
+        "as a ring."
     )
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>Collectives · Paceline</title><style>{_STYLE}</style></head><body><main>'
-        f'<div class="eyebrow">paceline bench</div><h1>Collectives</h1><p>{about}</p>{"".join(parts)}</main></body></html>\n'
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><title>Collectives · Paceline</title>'
     )
+    body = f'<main><div class="eyebrow">paceline bench</div><h1>Collectives</h1><p>{about}</p>{"".join(parts)}</main>'
+    page = f'<html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{body}</body></html>'
+    return f"<!DOCTYPE html>\n{page}\n"
 
 
 def _plot(title: str, results: list[dict[str, Any]], key: str, label: Any, models: list[dict[str, Any]]) -> str:
@@ -85,7 +90,8 @@ def _plot(title: str, results: list[dict[str, Any]], key: str, label: Any, model
         drawn.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{label(10.0**power)}</text>')
     shown = [sizes[0], *(one for before, one in pairwise(sizes) if x(one) - x(before) > 50)]
     for size in shown:
-        drawn.append(f'<text x="{x(size):.1f}" y="{_HEIGHT - 12}" text-anchor="middle">{human_bytes(size)}</text>')
+        anchor = "end" if size == sizes[-1] and len(sizes) > 1 else "middle"
+        drawn.append(f'<text x="{x(size):.1f}" y="{_HEIGHT - 12}" text-anchor="{anchor}">{human_bytes(size)}</text>')
     legend = []
     for name in dict.fromkeys(one["algorithm"] for one in results):
         colour = _COLOURS[name]
@@ -93,7 +99,9 @@ def _plot(title: str, results: list[dict[str, Any]], key: str, label: Any, model
         drawn.append(line(points, "mean", colour))
         for size, value in points:
             tip = escape(f"{name}, {human_bytes(size)}: {label(value)}")
-            drawn.append(f'<circle cx="{x(size):.1f}" cy="{y(value):.1f}" r="3.5" fill="var(--{colour})"><title>{tip}</title></circle>')
+            drawn.append(
+                f'<circle cx="{x(size):.1f}" cy="{y(value):.1f}" r="3.5" fill="var(--{colour})"><title>{tip}</title></circle>'
+            )
         legend.append(f'<span><i style="background:var(--{colour})"></i>{name}</span>')
     for model in models:
         curve = []

@@ -32,6 +32,7 @@ class LocalRun:
         self.more = () if run_rank is None else (run_rank,)
         self.num_ranks = num_ranks
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self.on_stop = "finishing this step and saving a checkpoint"  # what a person is told then
         self.signal: int | None = None
         self.agent_error: BaseException | None = None
         self._failed_at: float | None = None
@@ -59,7 +60,8 @@ class LocalRun:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # _outcome tells it
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         os.environ.setdefault("TORCH_MP_PARALLEL_START", "1")
         config = LaunchConfig(
             min_nodes=1,
@@ -95,7 +97,7 @@ class LocalRun:
         write_atomic(self.folder / STOP_FILE, str(number))
         name = signal.Signals(number).name
         with contextlib.suppress(OSError):
-            print(f"\n{name}: finishing this step and saving a checkpoint; once more ends at once", file=sys.stderr, flush=True)
+            print(f"\n{name}: {self.on_stop}; once more ends at once", file=sys.stderr, flush=True)
         for pid in self._pids().values():
             _send(pid, signal.SIGTERM)
 

@@ -62,10 +62,11 @@ def verify(loaded: Loaded, request: Request) -> Certified:
     for level, text in loaded.notices:
         _say(level, text)
     config = _calm(loaded.config, request.steps)
+    devices = _devices(config, request.world_size)
+    names = _names(config, devices.count, request.modes)
     start_fork_server(config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": "zero3"})}))
     load_task(config).check()
-    devices = _devices(config, request.world_size)
-    modes, refused = _modes(config, devices.count, request.modes)
+    modes, refused = _modes(config, devices.count, names, request.modes)
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
     try:
         base = _base_job(replace(loaded, config=config), devices, folder)
@@ -75,7 +76,7 @@ def verify(loaded: Loaded, request: Request) -> Certified:
         shutil.rmtree(folder, ignore_errors=True)
     if isinstance(found, int):
         return Certified(found, None)
-    certificate = _certificate(config, base, devices, request, modes, found, refused)
+    certificate = _certificate(names, config, base, devices, request.steps, modes, found, refused)
     if request.output is not None:
         _write(certificate, request.output)
     late = request.modes is not None and any(one["ok"] is None for one in certificate["modes"])
@@ -132,14 +133,17 @@ def _devices(config: Config, world_size: int | None) -> Devices:
     return devices
 
 
-def _modes(config: Config, world_size: int, asked: str | None) -> tuple[list[Mode], list[Verdict]]:
+def _names(config: Config, world_size: int, asked: str | None) -> list[str]:
+    return all_modes(config, world_size) if asked is None else split_names(asked, config, world_size)
+
+
+def _modes(config: Config, world_size: int, names: list[str], asked: str | None) -> tuple[list[Mode], list[Verdict]]:
     """(the modes to run: the reference, then `ddp`, whose time the others are held against, then the rest; the verdicts of
     those that this config cannot run under).
 
     Raises:
         ConfigError: a mode that was asked for is not there, or refused.
     """
-    names = all_modes(config, world_size) if asked is None else split_names(asked, config, world_size)
     modes, refused = [], []
     for name in dict.fromkeys([REFERENCE, "ddp", *names]):
         mode = make_mode(name, config, world_size)
@@ -210,7 +214,9 @@ def _run(trials: list[Trial], steps: int, folder: Path, num_ranks: int) -> dict[
     failures: dict[str, dict[str, Any]] = {}
     left = trials
     while left:
-        outcome = LocalRun(Certification(left, steps, len(trials), str(folder)), num_ranks, certify_rank).run()
+        ranks = LocalRun(Certification(left, steps, len(trials), str(folder)), num_ranks, certify_rank)
+        ranks.on_stop = "finishing this step"
+        outcome = ranks.run()
         if outcome["status"] == "stopped":
             _say("info", "stopped; nothing is certified")
             return int(outcome["exit_code"])
@@ -237,10 +243,11 @@ def _run(trials: list[Trial], steps: int, folder: Path, num_ranks: int) -> dict[
 
 
 def _certificate(
+    names: list[str],
     config: Config,
     base: Job,
     devices: Devices,
-    request: Request,
+    steps: int,
     modes: list[Mode],
     found: dict[str, dict[str, Any]],
     refused: list[Verdict],
@@ -248,7 +255,6 @@ def _certificate(
     bounds = bounds_for(config, devices.type)
     reference = found[REFERENCE]
     ddp = found.get("ddp", {"status": "absent"})
-    names = all_modes(config, devices.count) if request.modes is None else split_names(request.modes, config, devices.count)
     verdicts = {one.mode: one for one in refused}
     for mode in modes:
         one, axes = found[mode.name], mode.layout.axes.text()
@@ -263,7 +269,7 @@ def _certificate(
         "reference": REFERENCE,
         "ok": all(one["ok"] is not False for one in listed),
         "modes": listed,
-        "steps": request.steps,
+        "steps": steps,
         "device": devices.type,
         "precision": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
         "optim": args.optim,

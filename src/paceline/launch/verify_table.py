@@ -18,10 +18,10 @@ _COLOURS = {"ok": "green", "not ok": "bold red", "refused": "yellow"}
 def print_certificate(certificate: dict[str, Any], console: Console | None = None) -> None:
     """Print the modes, the reasons of those that were refused or did not pass, and what it was judged by."""
     console = console or Console(width=_WIDTH, highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("mode", overflow="fold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), caption="predicted → measured", caption_justify="right")
+    table.add_column("mode", overflow="fold", min_width=25)
     table.add_column("")
-    for name in ("loss", "weights", "state, predicted → measured", "traffic a step", "time"):
+    for name in ("loss", "weights", "state", "traffic a step", "time"):
         table.add_column(name, justify="right")
     lines = rows(certificate)
     for one in lines:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from paceline.config.optimizer import optimizer_bytes_per_element
 from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
 from paceline.models.blocks import find_blocks
 from paceline.models.shape import ModelShape, TensorShape
+from paceline.models.tensor_plan import find_tensor_plan
 
 
 def outline(model: nn.Module, config: Config) -> ModelShape:
@@ -28,5 +32,28 @@ def outline(model: nn.Module, config: Config) -> ModelShape:
         optimizer_bytes_per_element=optimizer_bytes_per_element(args),
         low_bytes=2 if args.bf16 or args.fp16 else 0,
         blocks=tuple(name for name, _ in find_blocks(model)),
+        tensor_plan=_tensor_plan(model, config),
         aliases=aliases,
+        block_output_elements=_block_output(model),
     )
+
+
+def _tensor_plan(model: nn.Module, config: Config) -> dict[str, str]:
+    try:
+        return find_tensor_plan(model, config.parallel.tensor_plan)
+    except ConfigError:
+        return {}  # said where tensor parallelism is asked for
+
+
+def _block_output(model: nn.Module) -> int:
+    """Elements that a block gives out for each token or sample; 0 where not known."""
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = getattr(inner, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    if isinstance(getattr(text, "hidden_size", None), int):
+        return int(text.hidden_size)
+    for _, block in find_blocks(model):
+        linear = [one for one in block.modules() if isinstance(one, nn.Linear)]
+        if linear:
+            return int(linear[-1].out_features)
+    return 0

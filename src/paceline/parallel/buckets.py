@@ -38,8 +38,9 @@ class Layout:
 def lay_out(tensors: Sequence[tuple[int, int, Hashable]], cap_bytes: float, shards: int = 1) -> list[Layout]:
     """Deal tensors, given as (elements, bytes an element, kind), to buckets.
 
-    Buckets run from the last tensor to the first, the order in which backward comes to them. A bucket holds one kind (dtype, device)
-    and up to ``cap_bytes``; a larger tensor gets one of its own. It can be cut into ``shards`` aligned parts of one size.
+    Buckets run from the last tensor to the first, the order in which backward comes to them. A bucket holds one kind (dtype,
+    device) and up to ``cap_bytes``; a larger tensor gets one of its own. It can be cut into ``shards`` aligned parts of one
+    size.
     """
     groups: list[list[int]] = []
     size = 0
@@ -157,9 +158,10 @@ class GradientBuckets:
             flat.mul_(factor.to(flat.dtype))
 
 
-def norm_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """2-norm over all elements of the tensors, a float32 scalar on ``device``."""
     if not tensors:
         return torch.zeros((), device=device)
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack([one.to(device) for one in norms]))
+    found: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(device) for one in norms]))
+    return found

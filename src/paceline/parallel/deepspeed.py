@@ -69,6 +69,12 @@ class DeepSpeed(Strategy):
 
     @staticmethod
     def check(config: Config, axes: Axes) -> None:
+        DeepSpeed.check_settings(config, axes)
+        import_deepspeed("cpu" if config.parallel.device == "cpu" or not torch.accelerator.is_available() else "")
+
+    @staticmethod
+    def check_settings(config: Config, axes: Axes) -> None:
+        """As :meth:`check`, without importing DeepSpeed: a plan may be for another machine."""
         parallel, args = config.parallel, config.train_args
         if args.fp16:
             raise ConfigError(
@@ -99,7 +105,6 @@ class DeepSpeed(Strategy):
         if parallel.offload != "none" and (parallel.device == "cpu" or not torch.accelerator.is_available()):
             raise _no_offload(parallel.offload)
         check_json(config, axes.size)
-        import_deepspeed("cpu" if parallel.device == "cpu" or not torch.accelerator.is_available() else "")
 
     def place(self, model: nn.Module) -> nn.Module:
         """The model goes to its ranks when the optimizer is built: DeepSpeed takes both at once."""
@@ -296,8 +301,8 @@ def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
     if low_dtype is not None and norms:
         kind = type(norms[0]).__name__
         raise ConfigError(
-            f"`train_args.bf16` with `parallel.mode: deepspeed`, and the model has {kind}: DeepSpeed makes its weights bfloat16, "
-            "beside float32 running statistics, and it cannot compute with both",
+            f"`train_args.bf16` with `parallel.mode: deepspeed`, and the model has {kind}: DeepSpeed makes its weights "
+            "bfloat16, beside float32 running statistics, and it cannot compute with both",
             allowed="models without running statistics, or float32",
             fix="set `parallel.mode: ddp`, or `train_args.bf16: false`",
         )

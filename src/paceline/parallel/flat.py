@@ -32,8 +32,8 @@ class Piece:
 
 @dataclass
 class _Shard:
-    """This rank's part of a bucket. ``weights`` is the whole bucket, in which the parameters lie; ``values`` what the optimizer updates
-    and ``gradient`` what it reads; both are [size / N]."""
+    """This rank's part of a bucket. ``weights`` is the whole bucket, in which the parameters lie; ``values`` what the
+    optimizer updates and ``gradient`` what it reads; both are [size / N]."""
 
     weights: torch.Tensor
     local: torch.Tensor  # this rank's part of ``weights``
@@ -44,9 +44,10 @@ class _Shard:
 class ShardedBuckets(GradientBuckets):
     """Gradient buckets that are reduce-scattered, beside weight buckets of the same layout that are all-gathered.
 
-    Nothing is kept twice: in float32 a rank's shard is a range of the bucket itself. In low precision the weights have float32 masters
-    in the shard, and the shard's gradient is widened to float32 within the bucket's own memory, which nothing else needs between
-    backward and the next step. So a rank holds 4 + 12/N bytes a parameter with Adam (Rajbhandari et al., "ZeRO", 2020, section 5.1).
+    Nothing is kept twice: in float32 a rank's shard is a range of the bucket itself. In low precision the weights have
+    float32 masters in the shard, and the shard's gradient is widened to float32 within the bucket's own memory, which nothing
+    else needs between backward and the next step. So a rank holds 4 + 12/N bytes a parameter with Adam (Rajbhandari et al.,
+    "ZeRO", 2020, section 5.1).
 
     Args:
         trained: name → parameter, in the model's order; rank 0's values are on every rank.

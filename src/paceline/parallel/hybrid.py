@@ -22,11 +22,10 @@ from paceline.parallel.base import (
     MicroStep,
     Part,
     Strategy,
-    local_tensor,
     optimizer_tensors,
     persistent_buffers,
 )
-from paceline.parallel.buckets import GradientBuckets
+from paceline.parallel.buckets import GradientBuckets, norm_of
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.hybrid_cost import hybrid_cost
 from paceline.parallel.replicated import changing_buffers, clip_factor
@@ -36,7 +35,7 @@ from paceline.world.mesh import Axes
 
 if TYPE_CHECKING:
     from paceline.parallel.pipeline import Pipeline
-    from paceline.parallel.sharded import Sharding
+    from paceline.parallel.sharding import Sharding
 
 
 class Hybrid(Strategy):
@@ -61,7 +60,7 @@ class Hybrid(Strategy):
     # -- placing ------------------------------------------------------------------------------------------------------------
     def place(self, model: nn.Module) -> nn.Module:
         axes = self.world.axes
-        for line in (("tensor",), ("pipeline",), ("data",), ("data", "shard"), ("shard", "tensor", "pipeline")):
+        for line in (("tensor",), ("pipeline",), ("data",), ("shard",), ("data", "shard"), ("shard", "tensor", "pipeline")):
             self.world.line(*line)  # every rank makes its lines in this order
         self.world.broadcast([*model.parameters(), *model.buffers()])
         plan = None
@@ -73,24 +72,26 @@ class Hybrid(Strategy):
 
             self.pipeline = Pipeline(model, self.world.line("pipeline"), self.config)
             model = self.pipeline.model
+            self.notices += self.pipeline.notices
         if plan is not None:
             self.tensor = TensorSplit(model, self.world.line("tensor"), self.settings, plan)
             self.notices += self.tensor.notices
-        self.model = model.to(self.world.device)
-        self._remember_names()
-        self.changing_buffers = changing_buffers(model) if axes.replicas > 1 else []
+        self.model = model
+        # Names of parameters are taken while these are plain: sharding makes new ones, under the same names.
+        partial = {id(one) for one in self.tensor.partial} if self.tensor else set()
+        self.partial_names = [name for name, one in model.named_parameters() if id(one) in partial]
         if axes.shard > 1:
-            self._shard()
+            from paceline.parallel.sharding import Sharding
+
+            self.sharding = Sharding(model, self.world, low_dtype=self.low_dtype)
+            self.trained = dict(self.sharding.named_pieces())
         else:
+            model.to(self.world.device)
+            self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+            self.changing_buffers = changing_buffers(model) if axes.data > 1 else []
             cap_bytes = int(self.settings.bucket_cap_mb * 2**20)
             self.buckets = GradientBuckets(self.trained.values(), cap_bytes, self.world.line("data"))
-        return self.model
-
-    def _remember_names(self) -> None:
-        """Taken while parameters are plain: sharding makes new ones of them, under the same names."""
-        self.trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
-        partial = {id(one) for one in self.tensor.partial} if self.tensor else set()
-        self.partial_names = [name for name, one in self.trained.items() if id(one) in partial]
+        return model
 
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         self.optimizer = build(list(self.trained.items()))
@@ -99,54 +100,45 @@ class Hybrid(Strategy):
     # -- a step -------------------------------------------------------------------------------------------------------------
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         if self.sharding is not None:
-            self._backward_sharded(micro_step, num_micro_batches)
+            self.sharding.begin_step()
+            self._run_backward(micro_step, num_micro_batches, lambda: None)
+            self.sharding.end_step()
         else:
-            self._backward_replicated(micro_step, num_micro_batches)
+            assert self.buckets is not None
+            self.buckets.zero()
+            self._run_backward(micro_step, num_micro_batches, self.buckets.start_reducing)
+            self.buckets.finish()
+            self.world.line("data").broadcast(self.changing_buffers)
         if self.tensor is not None:
-            self.tensor.sum_partial_gradients(self._gradients(self.partial_names))
+            self.tensor.sum_partial_gradients([_gradient(self.trained[name]) for name in self.partial_names])
         if self.pipeline is not None:
             self.pipeline.sum_shared_gradients()
-        self.world.line("data", "shard").broadcast(self.changing_buffers)
 
-    def _backward_replicated(self, micro_step: MicroStep, num_micro_batches: int) -> None:
-        assert self.buckets is not None
-        self.buckets.zero()
+    def _run_backward(self, micro_step: MicroStep, num_micro_batches: int, before_last: Callable[[], None]) -> None:
         if self.pipeline is not None:
             self.pipeline.backward(micro_step, num_micro_batches)
-            self.buckets.start_reducing()
-        else:
-            for number in range(num_micro_batches):
-                loss = micro_step(number, self.model)
-                if number == num_micro_batches - 1:
-                    self.buckets.start_reducing()
-                loss.backward()
-        self.buckets.finish()
-
-    def _gradients(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """Local gradients of trained parameters; zeros are put where a parameter took no part."""
-        found = []
-        for name in names:
-            one = self.trained[name]
-            if one.grad is None:
-                one.grad = torch.zeros_like(one)
-            found.append(local_tensor(one.grad))
-        return found
+            before_last()  # gradients of several micro-batches come in at once: they are reduced when all are there
+            return
+        for number in range(num_micro_batches):
+            loss = micro_step(number, self.model)
+            if number == num_micro_batches - 1:
+                before_last()
+            loss.backward()
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        mine = [local_tensor(one.grad) for name, one in self.trained.items() if one.grad is not None and self._counts(name)]
-        total = torch.zeros((), device=self.world.device)
-        if mine:
-            norms = torch._foreach_norm(mine, 2, dtype=torch.float32)
-            total += torch.stack([one.to(total.device) for one in norms]).square().sum()
+        counted = {name for name in self.trained if self._counts(name)}
+        if self.sharding is not None:
+            total = self.sharding.squared_norm(counted)
+        else:
+            total = norm_of(
+                [_gradient(self.trained[name]) for name in self.trained if name in counted], self.world.device
+            ).square()
         line = self.world.line("shard", "tensor", "pipeline")
         line.wait(line.all_reduce(total))
         norm = total.sqrt()
         if max_norm > 0:
-            factor = clip_factor(norm, max_norm)
-            for one in self.trained.values():
-                if one.grad is not None:
-                    local = local_tensor(one.grad)
-                    local.mul_(factor.to(local.dtype))
+            scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
+            scale(clip_factor(norm, max_norm))
         return norm
 
     def _counts(self, name: str) -> bool:
@@ -156,9 +148,10 @@ class Hybrid(Strategy):
         return self.tensor is None or name in self.tensor.cuts or self.tensor.line.is_first
 
     def evaluate(self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module) -> dict[str, torch.Tensor] | None:
-        if self.pipeline is not None:
-            return self.pipeline.evaluate(run, model)
-        return super().evaluate(run, model)
+        found = super().evaluate(run, model) if self.pipeline is None else self.pipeline.evaluate(run, model)
+        if self.sharding is not None:
+            self.sharding.reshard()
+        return found
 
     # -- state --------------------------------------------------------------------------------------------------------------
     def parts(self) -> Iterable[Part]:
@@ -188,6 +181,13 @@ class Hybrid(Strategy):
         assert self.buckets is not None
         return [*self.model.parameters(), *self.model.buffers(), *self.buckets.flats, *optimizer_tensors(self.optimizer)]
 
+    def after_load(self) -> None:
+        if self.sharding is not None:
+            self.sharding.reshard()
+
+    def state_bytes(self) -> int:
+        return super().state_bytes() + (self.sharding.gathered_bytes if self.sharding is not None else 0)
+
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
         return hybrid_cost(shape, axes, work, config)
@@ -205,8 +205,18 @@ class PipelineParallel(Hybrid):
     name = "pipeline"
 
 
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def _check(config: Config, axes: Axes) -> None:
     cut = " × ".join(f"{axis} {getattr(axes, axis)}" for axis in ("shard", "tensor", "pipeline") if getattr(axes, axis) > 1)
+    if config.parallel.sequence_parallel and axes.tensor == 1:
+        raise ConfigError(
+            "`parallel.sequence_parallel: true` without tensor parallelism: there is nothing between cut layers",
+            fix="set `parallel.tensor: 2`, or leave `parallel.sequence_parallel` out",
+        )
     if not cut:
         return
     if config.evaluation.where == "rank0":
@@ -225,8 +235,8 @@ def _check(config: Config, axes: Axes) -> None:
             f"`train_args.optim: adafactor` with {cut}: its factored state needs whole matrices",
             fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
         )
-    if config.parallel.sequence_parallel and axes.tensor == 1:
+    if config.parallel.sequence_parallel and axes.pipeline > 1:
         raise ConfigError(
-            "`parallel.sequence_parallel: true` without tensor parallelism: there is nothing between cut layers",
-            fix="set `parallel.tensor: 2`, or leave `parallel.sequence_parallel` out",
+            f"`parallel.sequence_parallel: true` with {cut}: stages hand over whole rows",
+            fix="set `parallel.sequence_parallel: false`, or `parallel.pipeline: 1`",
         )

@@ -1,3 +1,227 @@
-from paceline.parallel.cost import Cost
-def hybrid_cost(shape, axes, work, config):
-    return Cost(0,0,0)
+"""What each rank of a hybrid holds and sends, from the model's shape alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from paceline.config.schema import Config
+from paceline.models.shape import ModelShape, TensorShape
+from paceline.models.tensor_plan import COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT, cut_dim, is_summed
+from paceline.parallel.buckets import lay_out
+from paceline.parallel.cost import Cost, Workload
+from paceline.parallel.zero import statistics_traffic, step_count_bytes
+from paceline.world.mesh import Axes
+from paceline.world.volume import all_reduce_bytes, scatter_bytes
+
+
+def hybrid_cost(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    """The rank that is the fullest, with the traffic of the one that sends most: perhaps different stages of a pipeline.
+
+    Each axis divides what the ones before it left: a stage's parameters, the part of each cut layer, the shards of these.
+    """
+    stages = _stages(shape, axes, work, config)
+    found = [_stage_cost(one, shape, axes, work, config) for one in stages]
+    fullest = max(found, key=lambda one: one.total)
+    busiest = max(found, key=lambda one: one.traffic_per_step)
+    return replace(fullest, traffic=busiest.traffic)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    shape: ModelShape
+    send_bytes: int = 0
+    activations: int = 0
+
+
+def _stages(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> list[_Stage]:
+    if axes.pipeline == 1:
+        return [_Stage(shape, activations=work.activation_bytes)]
+    from paceline.parallel.pipeline_cost import pipeline_cost
+
+    settings = config.parallel
+    line = pipeline_cost(shape, axes.pipeline, settings.pipeline_chunks, settings.pipeline_schedule, work)
+    found = []
+    for rank in range(axes.pipeline):
+        mine, buffers = set(line.parameters[rank]), set(line.buffers[rank])
+        held = replace(
+            shape,
+            parameters=tuple(one for one in shape.parameters if one.name in mine),
+            buffers=tuple(one for one in shape.buffers if one.name in buffers),
+            tensor_plan={name: style for name, style in shape.tensor_plan.items() if _has(name, mine)},
+        )
+        found.append(_Stage(held, line.send_bytes[rank], line.activation_bytes[rank]))
+    return found
+
+
+def _has(module: str, parameters: Iterable[str]) -> bool:
+    return any(name.startswith(f"{module}.") for name in parameters)
+
+
+def _stage_cost(stage: _Stage, whole: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    cut = replace(
+        stage.shape, parameters=tuple(_part(one, stage.shape.tensor_plan, axes.tensor) for one in stage.shape.parameters)
+    )
+    base = _sharded(cut, axes, work, config) if axes.shard > 1 else _replicated(cut, axes, config)
+    traffic = dict(base.traffic)
+    within = _tensor_traffic(stage.shape, whole, cut, axes, work, config) if axes.tensor > 1 else {}
+    for name, size in (*within.items(), ("send", stage.send_bytes)):
+        if size:
+            traffic[name] = traffic.get(name, 0) + size
+    passing = base.activations - (work.activation_bytes if axes.shard > 1 else 0)
+    return replace(base, activations=stage.activations + passing, traffic=traffic)
+
+
+def _part(one: TensorShape, plan: Mapping[str, str], size: int) -> TensorShape:
+    dim = cut_dim(one.name, len(one.shape), plan) if size > 1 else None
+    if dim is None:
+        return one
+    return replace(one, shape=tuple(math.ceil(length / size) if at == dim else length for at, length in enumerate(one.shape)))
+
+
+def _replicated(shape: ModelShape, axes: Axes, config: Config) -> Cost:
+    """As `ddp` over the axis data: gradients in aligned buckets, all-reduced once a step (Rajbhandari et al., "ZeRO", 2020,
+    section 7.1)."""
+    trained = shape.trained
+    cap_bytes = config.parallel.bucket_cap_mb * 2**20
+    layouts = lay_out([(one.numel, one.element_bytes, one.element_bytes) for one in trained], cap_bytes)
+    gradients = sum(one.size * trained[one.members[0]].element_bytes for one in layouts)
+    return Cost(
+        parameters=shape.parameter_bytes + shape.buffer_bytes,
+        gradients=gradients,
+        optimizer=sum(one.numel * shape.optimizer_bytes_per_element + step_count_bytes(config) for one in trained),
+        traffic={"all_reduce": all_reduce_bytes(gradients, axes.data), **statistics_traffic(shape, axes.data)},
+    )
+
+
+def _sharded(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    """As `zero3` over the axes shard and data, of what the other axes leave."""
+    from paceline.parallel.sharded import ZeRO3
+
+    return ZeRO3.cost(shape, Axes(data=axes.data, shard=axes.shard), work, config)
+
+
+# -- within the cut layers ----------------------------------------------------------------------------------------------------
+def _tensor_traffic(
+    stage: ModelShape, whole: ModelShape, cut: ModelShape, axes: Axes, work: Workload, config: Config
+) -> dict[str, int]:
+    """Each row layer all-reduces its output in forward, each input of column layers has its gradient all-reduced in backward:
+    four all-reduces of tokens × hidden a transformer layer (Shoeybi et al., "Megatron-LM", 2019, section 3). With sequence
+    parallelism each is a reduce-scatter, and an all-gather the other way (Korthikanti et al., 2022, section 4.2.2): as many
+    bytes, and the first block's input and the last one's output once more. Recomputed activations pay their forward again, but
+    for the end of a block."""
+    layers = _layers(stage, whole)
+    size, recomputed = axes.tensor, config.train_args.gradient_checkpointing
+    sequence = config.parallel.sequence_parallel
+    element = stage.low_bytes or (stage.parameters[0].element_bytes if stage.parameters else 4)
+    tokens = work.micro_batches * work.positions
+    # Parts of the tokens are equal: exact where every micro-batch has as many, else half a part more in the mean.
+    exact = float(work.positions).is_integer()
+    padded = work.micro_batches * (math.ceil(work.positions / size) * size if exact else work.positions + (size - 1) / 2)
+    traffic = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
+
+    def add(kind: str, count: float) -> None:
+        amount = count * element
+        traffic[kind] += all_reduce_bytes(amount, size) if kind == "all_reduce" else scatter_bytes(amount, size)
+
+    for layer in layers:
+        again = 1 + (recomputed and not layer.ends_block)
+        if sequence:
+            if layer.kind in (COLUMN, ROW):
+                forward, backward = (
+                    ("all_gather", "reduce_scatter") if layer.kind == COLUMN else ("reduce_scatter", "all_gather")
+                )
+                add(forward, padded * layer.width * again)
+                add(backward, padded * layer.width * (layer.reached or layer.kind == ROW))
+            elif layer.kind == _DOWN:
+                add("reduce_scatter", padded * layer.width * again)
+                add("all_gather", padded * layer.width)
+        elif layer.kind in (COLUMN, COLUMN_GATHERED):
+            add("all_reduce", tokens * layer.width * layer.reached)
+        elif layer.kind in (ROW, ROW_SPLIT, _DOWN):
+            add("all_reduce", tokens * layer.width * again)
+        elif layer.kind == _UP:
+            add("all_reduce", tokens * layer.width)
+        if layer.gathered:
+            kind = layer.kind == COLUMN_GATHERED
+            add("all_gather", tokens * layer.gathered * (again if kind else layer.reached))
+    summed = sum(one.size_bytes // max(1, axes.shard) for one in cut.trained if _is_partial(one.name, stage, sequence))
+    traffic["all_reduce"] += all_reduce_bytes(summed, size)
+    if sequence and stage.blocks:
+        hidden = whole.block_output_elements
+        outer = stage.parameters[0].element_bytes if stage.parameters else 4
+        outer = min(outer, stage.low_bytes) if axes.shard > 1 and stage.low_bytes else outer
+        traffic["all_gather"] += scatter_bytes(padded * hidden * outer, size)
+        if stage.parameters and stage.parameters[0].trainable:
+            traffic["all_gather"] += scatter_bytes(padded * hidden * outer, size)
+    return {name: amount for name, amount in traffic.items() if amount}
+
+
+#: LoRA's second matrix beside a column layer, its first beside a row layer.
+_UP, _DOWN = "lora_B", "lora_A"
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Layers that share a collective. ``width``: features that it moves; ``reached``: a gradient comes to its input;
+    ``gathered``: features put together besides; ``ends_block``: nothing after it is recomputed."""
+
+    kind: str
+    width: int
+    reached: bool = True
+    ends_block: bool = False
+    gathered: int = 0
+
+
+def _layers(stage: ModelShape, whole: ModelShape) -> list[_Layer]:
+    """The collectives of one forward and backward, in order: column layers one after another with one parent and one input
+    width share theirs, and each adapter has its own."""
+    shapes = {one.name: one for one in stage.parameters}
+    order = {one.name: number for number, one in enumerate(whole.parameters)}
+    first_trained = min((order[one.name] for one in whole.trained), default=len(order))
+    last_rows = _last_rows(stage)
+    found: list[_Layer] = []
+    shared: tuple[str, int] | None = None
+    for name, kind in stage.tensor_plan.items():
+        weight = shapes.get(f"{name}.weight") or shapes.get(f"{name}.base_layer.weight")
+        if weight is None or kind not in (COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT):
+            continue
+        rows, columns = weight.shape
+        reached = first_trained < order[weight.name]
+        adapters = [one for one in stage.parameters if one.name.startswith((f"{name}.lora_A.", f"{name}.lora_B."))]
+        if kind in (COLUMN, COLUMN_GATHERED):
+            key = (name.rpartition(".")[0], columns)
+            if key != shared:
+                found.append(_Layer(kind, columns, reached))
+            shared = key
+            if kind == COLUMN_GATHERED:
+                found.append(_Layer("", 0, gathered=rows))
+            found += [_Layer(_UP, one.shape[1]) for one in adapters if ".lora_B." in one.name]
+        else:
+            shared = None
+            ends = name in last_rows and not adapters  # lora_B's input, which is kept for backward, comes after the sum
+            found.append(_Layer(kind, rows, True, ends, columns if kind == ROW_SPLIT else 0))
+            found += [_Layer(_DOWN, one.shape[0]) for one in adapters if ".lora_A." in one.name]
+    return found
+
+
+def _last_rows(shape: ModelShape) -> set[str]:
+    """The last row layer of each block."""
+    last: dict[str, str] = {}
+    for name, kind in shape.tensor_plan.items():
+        block = next((one for one in shape.blocks if name == one or name.startswith(f"{one}.")), None)
+        if block is not None and kind in (ROW, ROW_SPLIT):
+            last[block] = name
+    return set(last.values())
+
+
+def _is_partial(name: str, shape: ModelShape, sequence: bool) -> bool:
+    plan = shape.tensor_plan
+    if is_summed(name, plan):
+        return True
+    if not sequence or not any(name.startswith(f"{block}.") for block in shape.blocks):
+        return False
+    dims = next(len(one.shape) for one in shape.parameters if one.name == name)
+    bias_of_row = name.endswith(".bias") and any(name.startswith(f"{module}.") and kind == ROW for module, kind in plan.items())
+    return cut_dim(name, dims, plan) is None and not bias_of_row

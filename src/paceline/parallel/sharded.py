@@ -23,10 +23,11 @@ __all__ = ["Sharding", "ZeRO2", "ZeRO3"]
 
 
 class ZeRO3(Strategy):
-    """ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.3): each
-    rank holds a shard of everything, and gathers the weights of a block when forward or backward comes to it.
+    """ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section
+    5.3): each rank holds a shard of everything, and gathers the weights of a block when forward or backward comes to it.
 
-    With the axis ``data`` beside ``shard`` the shards are repeated, and their gradients all-reduced once a step (hybrid sharding).
+    With the axis ``data`` beside ``shard`` the shards are repeated, and their gradients all-reduced once a step (hybrid
+    sharding).
     """
 
     name = "zero3"
@@ -91,13 +92,14 @@ class ZeRO3(Strategy):
 
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-        """Per trained parameter, N shards, Adam: stage 3 16/N bytes (4 weights, 4 gradients, 8 moments: Rajbhandari et al., 2020,
-        section 5.3, figure 1), the weights gathered for the moment counted with the activations; stage 2 besides the gathered weights, 2
-        bytes in mixed precision or 4 (section 5.2; the paper's 2 + 14/N has gradients in the low precision, FSDP2 keeps float32).
+        """Per trained parameter, N shards, Adam: stage 3 16/N bytes (4 weights, 4 gradients, 8 moments: Rajbhandari et al.,
+        2020, section 5.3, figure 1), the weights gathered for the moment counted with the activations; stage 2 besides the
+        gathered weights, 2 bytes in mixed precision or 4 (section 5.2; the paper's 2 + 14/N has gradients in the low
+        precision, FSDP2 keeps float32).
 
-        Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N; weights are gathered once a step in stage 2, in forward and backward of
-        each micro-batch in stage 3 (section 7.2). Over D replicas of the shards an all-reduce of a shard's gradients once a step.
-        Padding of each parameter's cut is counted."""
+        Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N; weights are gathered once a step in stage 2, in forward and
+        backward of each micro-batch in stage 3 (section 7.2). Over D replicas of the shards an all-reduce of a shard's
+        gradients once a step. Padding of each parameter's cut is counted."""
         weights = gathered = gradients = state = reduced = 0
         normed = batch_norm_names(shape)
         backward = _reached_by_backward(shape)
@@ -135,8 +137,8 @@ class ZeRO3(Strategy):
 
 
 class ZeRO2(ZeRO3):
-    """ZeRO stage 2 (section 5.2): the gathered weights stay from the first forward of a step to its last backward; gradients are in
-    shards after each micro-batch."""
+    """ZeRO stage 2 (section 5.2): the gathered weights stay from the first forward of a step to its last backward; gradients
+    are in shards after each micro-batch."""
 
     name = "zero2"
     reshard_after_forward = False
@@ -202,8 +204,8 @@ def _reached_by_backward(shape: ModelShape) -> set[str]:
 
 
 def _largest_gathered(shape: ModelShape, num_shards: int, normed: frozenset[str]) -> int:
-    """Bytes of weights that are gathered at a time in stage 3: the root's and two blocks', the next being fetched meanwhile, and one
-    block's gradients before they are cut."""
+    """Bytes of weights that are gathered at a time in stage 3: the root's and two blocks', the next being fetched meanwhile,
+    and one block's gradients before they are cut."""
     blocks = _blocks_by_parameter(shape)
     sizes: dict[str, int] = {}
     for one in shape.parameters:

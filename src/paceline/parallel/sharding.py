@@ -25,8 +25,8 @@ _MESSAGE_BYTES = 64 << 20
 
 
 def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
-    """Dimension along which a parameter is cut: the first, unless that has fewer rows than there are shards (which would leave most of
-    each shard padding, as with the low-rank matrices of LoRA) and another one divides."""
+    """Dimension along which a parameter is cut: the first, unless that has fewer rows than there are shards (which would
+    leave most of each shard padding, as with the low-rank matrices of LoRA) and another one divides."""
     if shape[0] < num_shards:
         for dim, size in enumerate(shape):
             if size % num_shards == 0:
@@ -56,20 +56,21 @@ class ShardPiece:
 
 
 class Sharding:
-    """Parameters, gradients and optimizer state of ``model`` cut over the line of ``world`` along the axis "shard", and repeated along
-    the axis "data". Its parameters may be parts of a tensor-parallel model already: plain tensors.
+    """Parameters, gradients and optimizer state of ``model`` cut over the line of ``world`` along the axis "shard", and
+    repeated along the axis "data". Its parameters may be parts of a tensor-parallel model already: plain tensors.
 
-    A step is :meth:`begin_step`, any number of forward and backward passes through the module (FSDP gathers weights and reduce-scatters
-    the sum of the gradients in each), :meth:`end_step`; then :attr:`pieces` have their gradients. A collective: every rank of the world
-    makes one, at the same place.
+    A step is :meth:`begin_step`, any number of forward and backward passes through the module (FSDP gathers weights and
+    reduce-scatters the sum of the gradients in each), :meth:`end_step`; then :attr:`pieces` have their gradients. A
+    collective: every rank of the world makes one, at the same place.
 
     Modules are cut block by block, so a block must be run by every rank of the line, or by none, in each forward.
 
     Args:
-        model: on the CPU or the rank's device; changed in place, one block at a time on the device. The first rank's values win.
+        model: on the CPU or the rank's device; changed in place, one block at a time on the device. The first rank's values
+            win.
         low_dtype: in which weights are gathered and gradients summed; None: their own.
-        reshard_after_forward: True: gathered weights are freed after forward and after backward, and gathered again (ZeRO stage 3). False:
-            they stay until :meth:`end_step` (stage 2).
+        reshard_after_forward: True: gathered weights are freed after forward and after backward, and gathered again (ZeRO
+            stage 3). False: they stay until :meth:`end_step` (stage 2).
         offload: keep shards, their gradients and the optimizer's state in the host's memory.
         blocks: modules that are gathered at a time; those of :func:`~paceline.models.blocks.find_blocks` where None.
 
@@ -153,7 +154,8 @@ class Sharding:
             piece.values.grad = None
 
     def end_step(self) -> None:
-        """Free gathered weights and bring the gradients to their sum over all ranks. Parameters that no batch reached have zeros."""
+        """Free gathered weights and bring the gradients to their sum over all ranks. Parameters that no batch reached have
+        zeros."""
         if self.keeps_weights:
             gathered = [one for one in self.model.parameters() if not isinstance(one, DTensor) and one not in self._whole]
             self.gathered_bytes = max(self.gathered_bytes, storage_bytes(gathered))
@@ -171,8 +173,8 @@ class Sharding:
             unit.reshard()
 
     def squared_norm(self, among: Container[str] | None = None) -> torch.Tensor:
-        """This rank's share of the gradient's squared 2-norm, a float32 scalar on the device, to be summed over the shards: each element
-        counts on one rank of the line. ``among``: names to take; all where None."""
+        """This rank's share of the gradient's squared 2-norm, a float32 scalar on the device, to be summed over the shards:
+        each element counts on one rank of the line. ``among``: names to take; all where None."""
         gradients = [
             _gradient(piece)
             for piece in self.pieces
@@ -214,7 +216,7 @@ def _group(line: World) -> dist.ProcessGroup:
     if line.size == 1:
         if not dist.is_initialized():
             backend = dist.get_default_backend_for_device(line.device)
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         return made

@@ -67,7 +67,8 @@ class TensorSplit:
         self.notices: list[tuple[str, str]] = []
         found = dict(plan) if plan is not None else find_tensor_plan(model, settings.tensor_plan)
         modules = dict(model.named_modules())
-        self.plan = {name: style for name, style in found.items() if name in modules}
+        # Of layers that belong to other stages of a pipeline the weights are gone.
+        self.plan = {name: style for name, style in found.items() if any(True for _ in modules[name].parameters())}
         self._sequence = settings.sequence_parallel
         self._shared = _SharedInput(line)
         self._where: dict[int, Cut] = {}

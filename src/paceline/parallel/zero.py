@@ -21,7 +21,8 @@ def check_elementwise(config: Config, mode: str) -> None:
     """Refuse optimizers whose update of an element depends on others of its matrix: a shard is a part of the matrix."""
     if config.train_args.optim == "adafactor":
         raise ConfigError(
-            f"`train_args.optim: adafactor` keeps sums over rows and columns of whole matrices, and `mode: {mode}` cuts them into parts",
+            f"`train_args.optim: adafactor` keeps sums over the rows and columns of whole matrices, and `mode: {mode}` cuts "
+            "matrices into parts",
             allowed=f"with {mode}: adamw, adam, sgd, rmsprop, adagrad",
             fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
         )

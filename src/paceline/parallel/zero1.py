@@ -30,11 +30,12 @@ from paceline.world.volume import scatter_bytes
 
 
 class ShardedOptimizer(DistributedDataParallel):
-    """ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1).
+    """ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section
+    5.1).
 
-    The last micro-batch's backward reduce-scatters the gradients bucket by bucket; each rank updates its shard of each bucket, then the
-    weights are all-gathered. Under mixed precision the trained weights are in bfloat16 or float16 on every rank (those of batch
-    normalisations stay in float32), with float32 master weights in the shard: what a checkpoint holds.
+    The last micro-batch's backward reduce-scatters the gradients bucket by bucket; each rank updates its shard of each
+    bucket, then the weights are all-gathered. Under mixed precision the trained weights are in bfloat16 or float16 on every
+    rank (those of batch normalisations stay in float32), with float32 master weights in the shard: what a checkpoint holds.
     """
 
     name = "zero1"
@@ -104,9 +105,9 @@ class ShardedOptimizer(DistributedDataParallel):
 
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-        """Per trained parameter, N ranks, Adam: 8 + 8/N bytes in float32 (weights and gradients 4 each), 4 + 12/N in mixed precision
-        (Rajbhandari et al., 2020, section 5.1, figure 1). A reduce-scatter of the gradients and an all-gather of the weights: 2Ψ(N-1)/N
-        (section 7.2.1). Padding of the buckets is counted."""
+        """Per trained parameter, N ranks, Adam: 8 + 8/N bytes in float32 (weights and gradients 4 each), 4 + 12/N in mixed
+        precision (Rajbhandari et al., 2020, section 5.1, figure 1). A reduce-scatter of the gradients and an all-gather of
+        the weights: 2Ψ(N-1)/N (section 7.2.1). Padding of the buckets is counted."""
         num_ranks = axes.data
         low_bytes = shape.low_bytes if num_ranks > 1 else 0
         normed = batch_norm_names(shape)

@@ -88,7 +88,7 @@ def estimate(
     work = workload(config, described, batch, machine.is_cpu)
     try:
         kind = strategy_class(layout.strategy)
-        kind.check(config, layout.axes)
+        getattr(kind, "check_settings", kind.check)(config, layout.axes)
         _check_cuts(layout, config, described)
         cost = kind.cost(described.shape, layout.axes, work, config)
     except ConfigError as error:

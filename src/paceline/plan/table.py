@@ -33,6 +33,7 @@ def show(plan: Plan, stream: TextIO | None = None) -> None:
         console.print(Text(line))
     shown, hidden = _shown(plan)
     console.print(_table(plan, shown))
+    console.print()
     console.print(Text(_legend(plan)))
     impossible = [one for one in plan.choice.modes if one.cost is None]
     if impossible:
@@ -67,12 +68,11 @@ def _shown(plan: Plan) -> tuple[list[Mode], int]:
 
 
 def _table(plan: Plan, modes: list[Mode]) -> Table:
-    from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("mode", no_wrap=True)
-    for name in ("weights", "grads", "optim", "activ.", "total", "sent", "step", "sampl./s"):
+    for name in ("weights", "grads", "optim", "activ.", "total", "sent", "step", "smp/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     for one in modes:
@@ -109,13 +109,13 @@ def _seconds(seconds: float) -> str:
     """``12 ms``, ``1.3 s``, ``24 min``, ``3.1 h``: a time of at most seven characters."""
     for limit, unit, size in ((1.0, "ms", 1e-3), (99.5, "s", 1.0), (5970.0, "min", 60.0)):
         if seconds < limit:
-            return f"{seconds / size:.3g} {unit}"
+            return f"{seconds / size:.3g} {unit}" if unit != "min" else f"{seconds / size:.0f} min"
     return f"{seconds / 3600:.3g} h"
 
 
 def _legend(plan: Plan) -> str:
     parts = [
-        "bytes on the fullest rank and sent by the busiest in a step (K, M, G: powers of 1024)",
+        "bytes on the fullest rank; sent: by the busiest in a step; smp/s: samples a second of all ranks",
         "fits: within 90 % of the device's memory",
     ]
     parts += ["→ taken by auto"] if plan.choice.taken else []

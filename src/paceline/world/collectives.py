@@ -10,6 +10,7 @@ bits on every rank: each element is summed on one rank and copied to the others.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -98,9 +99,7 @@ def broadcast(
     return _run(world_line, tensor, ("broadcast", algorithm, root), _add, trace)
 
 
-def _run(
-    world: World, tensor: torch.Tensor, what: tuple[str, str, int], combine: Combine, trace: Trace | None
-) -> Sent:
+def _run(world: World, tensor: torch.Tensor, what: tuple[str, str, int], combine: Combine, trace: Trace | None) -> Sent:
     if world.size == 1 or tensor.numel() == 0:
         if trace is not None:
             trace.begin(tensor.reshape(-1))
@@ -127,8 +126,17 @@ def _steps(collective: str, algorithm: str, root: int, size: int, numel: int) ->
 # -- step by step: where it is watched, and on accelerators -----------------------------------------------------------------
 
 
+# Worlds whose ranks have all met in a collective.
+_MET: weakref.WeakSet[World] = weakref.WeakSet()
+
+
 def _by_step(world: World, flat: torch.Tensor, todo: Sequence[Step], combine: Combine, trace: Trace | None) -> Sent:
     """Each step's messages as one batch (NCCL runs the calls of a batch together: no order of calls can lock up the ranks)."""
+    if flat.device.type != "cpu" and world not in _MET:
+        # The first call on a group must have all its ranks in it (torch.distributed.batch_isend_irecv); a tree's has not.
+        with uncounted():
+            dist.all_reduce(torch.zeros(1, device=flat.device), group=world.group)
+        _MET.add(world)
     raw = _as_bytes(flat)
     wide, rank = flat.element_size(), world.rank
     num_bytes = num_messages = 0
@@ -225,9 +233,7 @@ _SCRATCH = _Scratch()
 _PLANS = WeakTensorKeyDictionary()
 
 
-def _in_pieces(
-    world: World, owner: torch.Tensor, flat: torch.Tensor, what: tuple[str, str, int], combine: Combine
-) -> Sent:
+def _in_pieces(world: World, owner: torch.Tensor, flat: torch.Tensor, what: tuple[str, str, int], combine: Combine) -> Sent:
     program = _program(*what, world.rank, world.size, flat.numel(), flat.element_size(), PIECE_BYTES)
     slot_bytes = -(-min(flat.numel() * flat.element_size(), PIECE_BYTES) // 64) * 64
     scratch = _SCRATCH.of(slot_bytes * WINDOW) if program.adds else _as_bytes(flat)[:0]

@@ -179,9 +179,7 @@ def _naive(size: int, numel: int) -> _Rounds:
 
 
 def _tree(size: int, numel: int) -> _Rounds:
-    up = [
-        [Send(rank + span, rank, 0, 0, numel, True) for rank in range(0, size - span, 2 * span)] for span in _powers(size)
-    ]
+    up = [[Send(rank + span, rank, 0, 0, numel, True) for rank in range(0, size - span, 2 * span)] for span in _powers(size)]
     return [*(("reduce", step, sends) for step, sends in enumerate(up)), *_tree_broadcast(size, numel)]
 
 

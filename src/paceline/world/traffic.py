@@ -45,11 +45,22 @@ _MUTED = threading.local()
 
 
 @contextmanager
-def uncounted() -> Iterator[None]:
+def uncounted(*collectives: str) -> Iterator[None]:
     """What this thread sends meanwhile is left out of the count: it is no part of a step's work (a check, a gather for the
-    report)."""
+    report). ``collectives``: names in the count; all where none is given."""
     before = getattr(_MUTED, "on", False)
-    _MUTED.on = True
+    _MUTED.on = frozenset(collectives) or True
+    try:
+        yield
+    finally:
+        _MUTED.on = before
+
+
+@contextmanager
+def counted_again() -> Iterator[None]:
+    """Within :func:`uncounted`, a stretch that is counted after all."""
+    before = getattr(_MUTED, "on", False)
+    _MUTED.on = False
     try:
         yield
     finally:
@@ -133,7 +144,8 @@ def count_collectives() -> Traffic:
 def _counted(function: Callable[..., Any], label: str, size_of: Callable[[tuple[Any, ...], dict[str, Any]], int]) -> Any:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not getattr(_MUTED, "on", False):
+        muted = getattr(_MUTED, "on", False)
+        if muted is not True and not (muted and label in muted):
             TRAFFIC.add(label, size_of(args, kwargs))
         return function(*args, **kwargs)
 

@@ -63,7 +63,9 @@ def make_request(topic: str, values: dict[str, Any]) -> Request:
         check_algorithm(algorithm, topic)
     output = Path(values["output"]) if "output" in values else None
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise ConfigError(f"`--output {output}` cannot be written", allowed="a file in a folder that exists", fix="name an HTML file")
+        raise ConfigError(
+            f"`--output {output}` cannot be written", allowed="a file in a folder that exists", fix="name an HTML file"
+        )
     return Request(topic, ranks, elements, algorithm, output)
 
 

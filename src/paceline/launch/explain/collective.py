@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.files import human_bytes
@@ -17,14 +18,16 @@ PRELOAD = ("paceline.world.collectives",)
 Story = dict[str, Any]
 
 _ABOUT = {
-    "ring": "Each rank talks to its two neighbours alone. In {chunks} the tensor goes round: first the chunks are summed up on their "
-    "way, then the finished ones are passed on. Every rank sends 2(N-1)/N of the tensor, however many ranks there are.",
-    "tree": "Pairs of ranks, then pairs of pairs: the sum moves up to rank 0 in about log2(N) steps, and down the same way. Few "
-    "steps, but each carries the whole tensor.",
-    "halving": "Recursive halving and doubling: with each step a rank gives half of its part away and sums up the other half; then "
-    "the parts double again. 2 log2(N) steps, 2(N-1)/N of the tensor. Ranks beyond a power of two fold into another first.",
-    "naive": "All ranks send their tensor to rank 0, which adds up and sends the result to everyone. Rank 0 sends N-1 times the "
-    "tensor: it is the bottleneck.",
+    "ring": "Each rank talks to its two neighbours alone. In {chunks} the tensor goes round: first the chunks are summed up "
+    "on their way, then the finished ones are passed on. Every rank sends 2(N-1)/N of the tensor, however many ranks there "
+    "are.",
+    "tree": "Pairs of ranks, then pairs of pairs: the sum moves up to rank 0 in about log2(N) steps, and down the same way. "
+    "Few steps, but each carries the whole tensor.",
+    "halving": "Recursive halving and doubling: with each step a rank gives half of its part away and sums up the other half; "
+    "then the parts double again. 2 log2(N) steps, 2(N-1)/N of the tensor. Ranks beyond a power of two fold into another "
+    "first.",
+    "naive": "All ranks send their tensor to rank 0, which adds up and sends the result to everyone. Rank 0 sends N-1 times "
+    "the tensor: it is the bottleneck.",
 }
 _ABOUT_BROADCAST = {
     "ring": "The tensor goes down the line of ranks in chunks: while a rank passes one on, the next already comes in.",
@@ -45,9 +48,9 @@ def title(story: Story) -> str:
 def record(collective: str, algorithm: str, ranks: int, elements: int) -> Story:
     """Run it on real processes. Rank r begins with 2^r in every element, so that each value tells whose parts are in it.
 
-    Returns: the fixed keys (``algorithm, ranks, elements, steps, bytes_sent, messages_sent, result_ok``; bytes and messages one a
-    rank), and beside them ``collective``, ``segments`` (ranges of elements that move together) and ``held`` (before the first step
-    and after each: for each rank, for each segment, the value).
+    Returns: the fixed keys (``algorithm, ranks, elements, steps, bytes_sent, messages_sent, result_ok``; bytes and messages
+    one a rank), and beside them ``collective``, ``segments`` (ranges of elements that move together) and ``held`` (before the
+    first step and after each: for each rank, for each segment, the value).
     """
     found = run_on_ranks(_record_rank, ranks, collective, algorithm, elements)
     first = found[0]
@@ -93,7 +96,7 @@ def _record_rank(world: World, collective: str, algorithm: str, elements: int) -
     for step in steps(algorithm, world.size, elements, collective):
         cuts |= {edge for send in step.sends for edge in (send.start, send.stop)}
     edges = sorted(cuts)
-    segments = list(zip(edges[:-1], edges[1:], strict=True))
+    segments = list(pairwise(edges))
     states = [trace.first, *(step["held"] for step in trace.steps)]
     return {
         "steps": [{key: step[key] for key in ("phase", "step", "sends")} for step in trace.steps],

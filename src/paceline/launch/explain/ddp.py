@@ -24,7 +24,7 @@ _COLOURS = {
     "all-reduce": "var(--c2)",
     "wait": "var(--c4)",
     "update": "var(--c5)",
-    "summed": "var(--c3)",
+    "summed": "var(--c6)",
 }
 
 
@@ -32,8 +32,8 @@ def tell(request: Request) -> Story:
     """A step of a small training on real ranks.
 
     Returns: ``topic, ranks, buckets`` (bytes of each, in the order in which backward fills them), ``spans`` (forward, backward,
-    all-reduce, wait, update; seconds from the start of the step), ``fills`` (when each gradient came), ``overlap`` (share of the
-    all-reduces' time, on rank 0, that lay within backward) and ``result_ok`` (the gradients are those of one process).
+    all-reduce, wait, update; seconds from the start of the step), ``fills`` (when each gradient came), ``overlap`` (share of
+    the all-reduces' time, on rank 0, that lay within backward) and ``result_ok`` (the gradients are those of one process).
     """
     found = run_on_ranks(_record_rank, request.ranks)
     begin = min(span["start"] for one in found for span in one["spans"])
@@ -67,7 +67,9 @@ def _record_rank(world: World) -> dict[str, Any]:
     strategy = DistributedDataParallel(training.make_config("ddp", _BUCKET_CAP_MB), watched)
     model = training.make_model()
     gradients: list[tuple[Any, float]] = []
-    for parameter in model.parameters():  # before the strategy's own hooks, so that the last gradient stands before its all-reduce
+    for (
+        parameter
+    ) in model.parameters():  # before the strategy's own hooks, so that the last gradient stands before its all-reduce
         parameter.register_post_accumulate_grad_hook(lambda one: gradients.append((one, time.perf_counter())))
     strategy.place(model)
     optimizer = strategy.build_optimizer(training.build_adamw)
@@ -101,9 +103,7 @@ def _record_rank(world: World) -> dict[str, Any]:
     spans.append(training.span("compute", "update", "update", marks["update"], marks["end"]))
     for bucket, (start, end) in enumerate(watched.reduces):
         spans.append(training.span("network", "all-reduce", f"bucket {bucket}", start, end or marks["update"], bucket=bucket))
-    fills = [
-        {"bucket": bucket_of[id(one)], "time": when, "bytes": one.numel() * one.element_size()} for one, when in gradients
-    ]
+    fills = [{"bucket": bucket_of[id(one)], "time": when, "bytes": one.numel() * one.element_size()} for one, when in gradients]
     sizes = [sum(one.numel() * one.element_size() for one in bucket.parameters) for bucket in strategy.buckets.buckets]
     return {"spans": spans, "fills": fills, "buckets": sizes, "ok": ok}
 
@@ -133,9 +133,9 @@ def title(story: Story) -> str:
 def about(story: Story) -> str:
     del story
     return (
-        "Distributed data parallel: every rank has the whole model and its own part of the batch. Backward goes from the last layer to "
-        "the first and fills gradient buckets on its way; a full bucket is all-reduced at once, while backward goes on with the "
-        "layers before. What is left to wait for is the end of the last bucket's all-reduce."
+        "Distributed data parallel: every rank has the whole model and its own part of the batch. Backward goes from the last "
+        "layer to the first and fills gradient buckets on its way; a full bucket is all-reduced at once, while backward goes "
+        "on with the layers before. What is left to wait for is the end of the last bucket's all-reduce."
     )
 
 
@@ -158,7 +158,11 @@ def _moments(story: Story) -> list[tuple[float, str]]:
     for span in mine:
         if span["kind"] == "all-reduce":
             size = human_bytes(story["buckets"][span["bucket"]])
-            on = "backward goes on" if span["start"] < backward_end and span["bucket"] + 1 < len(story["buckets"]) else "it was the last"
+            on = (
+                "backward goes on"
+                if span["start"] < backward_end and span["bucket"] + 1 < len(story["buckets"])
+                else "it was the last"
+            )
             found.append((span["start"], f"Rank 0: bucket {span['bucket']} is full ({size}); its all-reduce starts, {on}."))
             found.append((span["end"], f"Rank 0: bucket {span['bucket']} holds the sum over all ranks."))
         elif span["kind"] == "forward":
@@ -189,7 +193,8 @@ def player(story: Story) -> dict[str, Any]:
 
 
 def stack(spans: list[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Names of the lanes of a picture, and the spans with ``lane`` as a number: spans of one name that overlap get lanes of their own."""
+    """Names of the lanes of a picture, and the spans with ``lane`` as a number: spans of one name that overlap get lanes of
+    their own."""
     ends: dict[tuple[int, str], list[float]] = {}
     placed = []
     for one in spans:

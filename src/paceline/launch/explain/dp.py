@@ -37,8 +37,8 @@ _CAPTIONS = {
 def tell(request: Request) -> Story:
     """A step of a small training.
 
-    Returns: ``topic, ranks`` (devices), ``spans`` (seconds from the start of the step; ``rank`` is the device), ``copied_bytes`` (between
-    devices, in a step) and ``result_ok`` (the gradients are those of one process).
+    Returns: ``topic, ranks`` (devices), ``spans`` (seconds from the start of the step; ``rank`` is the device),
+    ``copied_bytes`` (between devices, in a step) and ``result_ok`` (the gradients are those of one process).
     """
     found = run_on_ranks(_record, 1, request.ranks)[0]
     begin = min(span["start"] for span in found["spans"])
@@ -121,8 +121,9 @@ def title(story: Story) -> str:
 def about(story: Story) -> str:
     del story
     return (
-        "Data parallel by threads: one process drives all devices. Device 0 hands its weights out before each step and gathers every "
-        "gradient after it, so all traffic goes through it, and the others wait. DDP gives the same gradients without that bottleneck."
+        "Data parallel by threads: one process drives all devices. Device 0 hands its weights out before each step and "
+        "gathers every gradient after it, so all traffic goes through it, and the others wait. DDP gives the same gradients "
+        "without that bottleneck."
     )
 
 

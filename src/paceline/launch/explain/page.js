@@ -23,6 +23,7 @@
     mark.style.background = colour;
     span.append(mark, label);
     $("legend").append(span);
+    return mark;
   };
   const size = (bytes) => {
     for (const unit of ["B", "KiB", "MiB", "GiB"]) {
@@ -172,15 +173,15 @@
     memory() {
       const { frames, kinds: names, ranks, most } = data;
       const left = 84, width = 1000, row = 26, gap = 26, pitch = names.length * row + gap, inner = width - left - 250;
-      const svg = canvas(width, ranks * pitch);
+      const svg = canvas(width, ranks * pitch + 4);
       const x = (bytes) => (inner * bytes) / most;
       names.forEach((name) => key(name, data.colours[name]));
-      key("declared by the strategy before the run (dashed)", "transparent");
+      key("declared by the strategy before the run", "transparent").className = "dashed";
       const parts = [];
       for (let rank = 0; rank < ranks; rank++) {
-        make(svg, "text", { class: "left", x: 0, y: rank * pitch + (names.length * row) / 2 }, `rank ${rank}`);
+        make(svg, "text", { class: "left", x: 0, y: 4 + rank * pitch + (names.length * row) / 2 }, `rank ${rank}`);
         parts.push(names.map((name, at) => {
-          const y0 = rank * pitch + at * row;
+          const y0 = 4 + rank * pitch + at * row;
           make(svg, "rect", { class: "cell", x: left, y: y0, width: inner, height: row - 5, rx: 3 });
           const bar = make(svg, "rect", { x: left, y: y0, width: 0, height: row - 5, rx: 3, style: `fill:${data.colours[name]}` });
           const mark = make(svg, "rect", { class: "declared", x: left, y: y0 - 1, width: 0, height: row - 3, rx: 3 });

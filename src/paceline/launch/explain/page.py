@@ -15,8 +15,8 @@ def render(title: str, about: str, facts: list[tuple[str, str]], player: dict[st
 
     Args:
         facts: pairs of label and value that stand above the picture.
-        player: what page.js draws: ``kind`` (chunks, timeline or memory) and the recorded data of that kind; ``captions`` has one line
-            a frame.
+        player: what page.js draws: ``kind`` (chunks, timeline or memory) and the recorded data of that kind; ``captions`` has
+            one line a frame.
         text: the same for readers without a script.
     """
     return str(

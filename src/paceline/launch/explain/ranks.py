@@ -38,8 +38,8 @@ def warm_up(modules: Sequence[str] = ()) -> None:
 
 
 def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """``function(world, *args)`` on each of ``num_ranks`` CPU ranks, gloo between them. Returns what each returned (picklable), in
-    order of rank.
+    """``function(world, *args)`` on each of ``num_ranks`` CPU ranks, gloo between them. Returns what each returned
+    (picklable), in order of rank.
 
     Args:
         function: at the top level of a module.

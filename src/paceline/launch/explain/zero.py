@@ -18,7 +18,8 @@ PRELOAD = ("paceline.launch.explain.training", "paceline.parallel.replicated", "
 STAGES = {
     "ddp": "DDP: every rank holds everything.",
     "zero1": "ZeRO-1: each rank holds a part of the optimizer state and updates that part of the weights.",
-    "zero2": "ZeRO-2: gradients are cut as well; a rank keeps the part it updates.",
+    "zero2": "ZeRO-2: gradients are cut as well. Of the weights a rank keeps its part, and "
+    "all of them between forward and backward.",
     "zero3": "ZeRO-3: weights are cut as well, and gathered block by block when they are needed.",
 }
 KINDS = ("parameters", "gradients", "optimizer")
@@ -31,9 +32,9 @@ _STEPS = 2
 def tell(request: Request) -> Story:
     """Two steps of a small training under each stage.
 
-    Returns: ``topic, ranks, stages: [{mode, declared: {parameters, gradients, optimizer, traffic}, ranks: [{parameters, gradients,
-    optimizer}], traffic}]`` (bytes; ``declared`` is the strategy's own word before the run, for the fullest rank; traffic is of a step,
-    the busiest rank's) and ``result_ok`` (state measured within 2 % of what was declared).
+    Returns: ``topic, ranks, stages: [{mode, declared: {parameters, gradients, optimizer, traffic}, ranks: [{parameters,
+    gradients, optimizer}], traffic}]`` (bytes; ``declared`` is the strategy's own word before the run, for the fullest rank;
+    traffic is of a step, the busiest rank's) and ``result_ok`` (state measured within 2 % of what was declared).
     """
     found = run_on_ranks(_measure_rank, request.ranks)
     stages = []
@@ -80,8 +81,9 @@ def _measure(world: World, mode: str) -> dict[str, Any]:
         training.train_step(strategy, batch, world.size)
         traffic = world.traffic.total - before
     optimizer = storage_bytes(optimizer_tensors(strategy.optimizer))
-    parameters = storage_bytes([*placed.parameters(), *placed.buffers()])
-    held = {"parameters": parameters, "gradients": strategy.state_bytes() - parameters - optimizer, "optimizer": optimizer}
+    gradients = storage_bytes([one.grad for one in placed.parameters() if one.grad is not None])
+    # What else there is at the fullest moment are weights: a rank's own, and those gathered for a while.
+    held = {"parameters": strategy.state_bytes() - gradients - optimizer, "gradients": gradients, "optimizer": optimizer}
     world.barrier()
     declared = {**{kind: getattr(cost, kind) for kind in KINDS}, "traffic": cost.traffic_per_step}
     return {"held": held, "declared": declared, "traffic": traffic}
@@ -94,9 +96,10 @@ def title(story: Story) -> str:
 def about(story: Story) -> str:
     del story
     return (
-        "Training state is parameters, gradients and what the optimizer keeps (Adam: two numbers a parameter). Under DDP each rank holds "
-        "all of it; each stage of ZeRO (Rajbhandari et al., 2020) cuts one more of the three into a part for each rank. The bars are the "
-        "storages that were really there in a small training with float32 weights and AdamW; dashed is what the strategy declared before."
+        "Training state is parameters, gradients and what the optimizer keeps (Adam: two numbers a parameter). Under DDP each "
+        "rank holds all of it; each stage of ZeRO (Rajbhandari et al., 2020) cuts one more of the three into a part for each "
+        "rank. The bars are the storages that were really there in a small training with float32 weights and AdamW; dashed is "
+        "what the strategy declared before."
     )
 
 

@@ -1,0 +1,93 @@
+"""What each rank of a pipeline holds and sends, from the model's shape alone. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.models.shape import ModelShape
+from paceline.parallel.cost import Workload
+from paceline.parallel.pipeline_stages import Division, divide, num_chunks, rank_of_stage
+
+
+@dataclass(frozen=True)
+class PipelineCost:
+    """One entry a rank of the pipeline's line.
+
+    Args:
+        division: the stages.
+        parameters: names of what the rank holds, tied weights under their first name.
+        buffers: likewise.
+        send_bytes: that the rank sends in a step: hidden states forward, their gradients back, gradients of tied weights.
+        in_flight: micro-batches whose activations the rank keeps at once (of each of its stages).
+        activation_bytes: of the micro-batches in flight; 0 where not known.
+    """
+
+    division: Division
+    parameters: tuple[tuple[str, ...], ...]
+    buffers: tuple[tuple[str, ...], ...]
+    send_bytes: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+
+    @property
+    def busiest_send_bytes(self) -> int:
+        return max(self.send_bytes)
+
+
+def pipeline_cost(shape: ModelShape, num_ranks: int, chunks: int, schedule: str, work: Workload) -> PipelineCost:
+    """The pipeline's share of a strategy's cost.
+
+    Each boundary between stages passes tokens × hidden elements forward and as many back, each micro-batch (Narayanan et al.,
+    "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 3.2). Micro-batches in flight: all under
+    GPipe (Huang et al., 2019), at most ranks - r on rank r under 1F1B (Narayanan et al., section 2.2.1).
+
+    Args:
+        num_ranks: of the pipeline's line.
+        chunks: ``parallel.pipeline_chunks``; means something to the schedules of several stages a rank alone.
+
+    Raises:
+        ConfigError: fewer layers than stages.
+    """
+    num_stages = num_ranks * num_chunks(schedule, chunks)
+    sizes = {one.name: one.numel for one in shape.parameters}
+    division = divide(sizes, shape.blocks, num_stages, shape.aliases, [one.name for one in shape.buffers])
+
+    def held(names: list[str]) -> tuple[tuple[str, ...], ...]:
+        return tuple(
+            tuple(name for name in names if any(rank_of_stage(stage, num_ranks) == rank for stage in division.stages[name]))
+            for rank in range(num_ranks)
+        )
+
+    element_bytes = shape.parameters[0].element_bytes if shape.parameters else 4
+    boundary = round(work.micro_batches * work.positions * shape.block_output_elements * element_bytes)
+    send = [0] * num_ranks
+    for stage in range(num_stages):
+        send[rank_of_stage(stage, num_ranks)] += boundary * ((stage > 0) + (stage < num_stages - 1))
+    for one in shape.trained:
+        ranks = sorted({rank_of_stage(stage, num_ranks) for stage in division.stages[one.name]})
+        for rank in ranks if len(ranks) > 1 else []:
+            send[rank] += one.size_bytes * (len(ranks) - 1)
+    in_flight = tuple(_in_flight(schedule, rank, num_ranks, num_stages, work.micro_batches) for rank in range(num_ranks))
+    per_block = work.block_activation_bytes or (0,) * len(shape.blocks)
+    activations = [0] * num_ranks
+    for stage, (first, beyond) in enumerate(division.blocks):
+        rank = rank_of_stage(stage, num_ranks)
+        activations[rank] += in_flight[rank] * sum(per_block[first:beyond])
+    return PipelineCost(
+        division=division,
+        parameters=held([one.name for one in shape.parameters]),
+        buffers=held([one.name for one in shape.buffers]),
+        send_bytes=tuple(send),
+        in_flight=in_flight,
+        activation_bytes=tuple(activations),
+    )
+
+
+def _in_flight(schedule: str, rank: int, num_ranks: int, num_stages: int, micro_batches: int) -> int:
+    if schedule == "1f1b" and micro_batches >= num_ranks:
+        return min(micro_batches, num_ranks - rank)
+    if schedule == "zero_bubble":
+        return micro_batches  # inputs of the weights' backward are kept until it is their turn
+    if schedule == "interleaved_1f1b":
+        return min(micro_batches, 2 * num_ranks - rank)
+    return micro_batches

@@ -1,0 +1,192 @@
+"""Which stage holds what: from names and sizes alone. No torch here: the launcher and the plan ask too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.words import counted
+
+#: Modules registered before the blocks and used after them, and the reverse: order of registration alone would misplace them.
+_AFTER = re.compile(r"^(final_|ln_f|norm|.*_norm$|head|lm_head|score|classifier|project_out|proj_out|output)")
+_BEFORE = re.compile(r"(embed|wte|wpe|position|shared)")
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+@dataclass(frozen=True)
+class Division:
+    """A model dealt to stages.
+
+    Args:
+        blocks: for each stage, the range [first, beyond) of blocks that it runs.
+        stages: parameter or buffer → the stages that hold it, in order; the first of them owns it. All names of a tied weight.
+        regions: module outside the blocks ("model.norm") → "before" or "after" the blocks; those with parameters alone.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    stages: Mapping[str, tuple[int, ...]]
+    regions: Mapping[str, str]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.blocks)
+
+
+def divide(
+    sizes: Mapping[str, int],
+    blocks: Iterable[str],
+    num_stages: int,
+    aliases: Mapping[str, str] | None = None,
+    buffers: Iterable[str] = (),
+) -> Division:
+    """Deal the blocks to ``num_stages`` contiguous stages so that the largest has as few elements as can be; what stands before
+    the blocks (embeddings) counts to the first stage, what stands after them (norm, head) to the last.
+
+    Elements stand for both memory (state is a fixed number of bytes an element) and compute (2 FLOPs an element and token).
+
+    Args:
+        sizes: elements of each parameter, in the model's order, tied weights once.
+        blocks: dotted names, in the order in which they run.
+        aliases: further name → first name.
+        buffers: their names.
+
+    Raises:
+        ConfigError: fewer blocks with parameters than stages.
+    """
+    names, aliases = list(blocks), dict(aliases or {})
+    place = {name: number for number, name in enumerate(names)}
+    container = names[0].rpartition(".")[0].split(".") if names and "." in names[0] else []
+    costs = [0] * len(names)
+    outer = {"before": 0, "after": 0}
+    regions: dict[str, str] = {}
+    where: dict[str, int | str] = {}  # number of the block, or the region
+    met_block = False
+    for name in [*sizes, *aliases]:
+        unit = _unit(name, container)
+        found: int | str
+        if unit in place:
+            met_block, found = True, place[unit]
+            costs[place[unit]] += sizes.get(name, 0)
+        else:
+            found = regions.setdefault(unit, _region(unit, met_block))
+            outer[found] += sizes.get(
+                name, sizes.get(aliases.get(name, ""), 0)
+            )  # a tied weight is held, and computed with, twice
+        where[name] = found
+    with_parameters = sum(cost > 0 for cost in costs)
+    if num_stages > with_parameters:
+        raise too_many_stages(num_stages, with_parameters)
+    ranges = _balance(tuple(costs), num_stages, outer["before"], outer["after"])
+    stage_of_block = [stage for stage, (first, beyond) in enumerate(ranges) for _ in range(first, beyond)]
+
+    def stage_of(found: int | str) -> int:
+        if isinstance(found, int):
+            return stage_of_block[found]
+        return 0 if found == "before" else num_stages - 1
+
+    held: dict[str, set[int]] = {}
+    for name, found in where.items():
+        held.setdefault(aliases.get(name, name), set()).add(stage_of(found))
+    stages = {name: tuple(sorted(held[aliases.get(name, name)])) for name in where}
+    for name in buffers:
+        unit = _unit(name, container)
+        if unit in place or unit in regions:
+            stages[name] = (stage_of(place[unit] if unit in place else regions[unit]),)
+        else:
+            stages[name] = tuple(range(num_stages))  # rotary frequencies and their like: every stage computes them
+    return Division(tuple(ranges), stages, regions)
+
+
+def _unit(name: str, container: list[str]) -> str:
+    """The block, or else the largest module (or parameter) on the way to ``name`` that does not hold the blocks."""
+    parts = name.split(".")
+    common = 0
+    while common < min(len(parts), len(container)) and parts[common] == container[common]:
+        common += 1
+    return ".".join(parts[: common + 1])
+
+
+def _region(unit: str, met_block: bool) -> str:
+    last = unit.rpartition(".")[2]
+    if _BEFORE.search(last):
+        return "before"
+    return "after" if met_block or _AFTER.search(last) else "before"
+
+
+def _balance(costs: tuple[int, ...], num_stages: int, before: int, after: int) -> list[tuple[int, int]]:
+    """Contiguous ranges of blocks with the least maximum (and then the least sum of squares) of a stage's cost."""
+    sums = [0]
+    for one in costs:
+        sums.append(sums[-1] + one)
+
+    @cache
+    def best(stage: int, first: int) -> tuple[int, int, tuple[int, ...]]:
+        """(largest, sum of squares, ends) for stages ``stage`` and on, from block ``first`` on."""
+        extra = before if stage == 0 else 0
+        if stage == num_stages - 1:
+            cost = sums[-1] - sums[first] + extra + after
+            return cost, cost * cost, (len(costs),)
+        found = None
+        for end in range(first + 1, len(costs)):
+            if sums[end] == sums[first] or sums[end] == sums[-1]:
+                continue  # a stage without parameters
+            cost = sums[end] - sums[first] + extra
+            if found is not None and cost > found[0]:
+                break
+            try:
+                largest, squares, ends = best(stage + 1, end)
+            except ValueError:
+                continue
+            candidate = (max(cost, largest), cost * cost + squares, (end, *ends))
+            if found is None or candidate[:2] <= found[:2]:  # of equals the later cut: an activation stays with its layer
+                found = candidate
+        if found is None:
+            raise ValueError("nothing left for the stages behind")
+        return found
+
+    ends = best(0, 0)[2]
+    return list(zip((0, *ends[:-1]), ends, strict=True))
+
+
+def rank_of_stage(stage: int, num_ranks: int) -> int:
+    """Stages go round the ranks: rank r has the stages r, r + N, r + 2N … (Narayanan et al., 2021, section 2.2)."""
+    return stage % num_ranks
+
+
+def num_chunks(schedule: str, chunks: int) -> int:
+    """Stages that each rank holds under a schedule."""
+    return chunks if schedule in ("interleaved_1f1b", "zero_bubble") else 1
+
+
+def check_sizes(config_json: Mapping[str, Any], pipeline: int, chunks: int = 1) -> None:
+    """Before anything is loaded: does a Hugging Face ``config.json`` name enough layers? Says nothing where it names none.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    inner = config_json.get("text_config")
+    for source in (config_json, inner if isinstance(inner, Mapping) else {}):
+        for key in _LAYER_KEYS:
+            layers = source.get(key)
+            if isinstance(layers, int):
+                if pipeline * chunks > layers:
+                    raise too_many_stages(pipeline * chunks, layers, pipeline, chunks)
+                return
+
+
+def too_many_stages(stages: int, layers: int, pipeline: int | None = None, chunks: int = 1) -> ConfigError:
+    if pipeline is None:
+        what = f"the pipeline wants {counted(stages, 'stage')}"
+    else:
+        each = f" of {counted(chunks, 'stage')}" if chunks > 1 else ""
+        what = f"`parallel.pipeline: {pipeline}`{each} makes {counted(stages, 'stage')}"
+    fit = f"`parallel.pipeline: {max(1, layers // chunks)}`" + (f" with `pipeline_chunks: {chunks}`" if chunks > 1 else "")
+    return ConfigError(
+        f"{what}, and the model has {counted(layers, 'layer')} to deal out",
+        allowed=f"at most {counted(max(layers, 1), 'stage')} (ranks of the pipeline × stages a rank)",
+        fix=f"set {fit}" + (", or a schedule of one stage a rank: `parallel.pipeline_schedule: 1f1b`" if chunks > 1 else ""),
+    )

@@ -1,0 +1,145 @@
+"""Layouts train as one rank does: losses, weights, norms, state; and hold and send what the cost says."""
+
+import contextlib
+
+import pytest
+import torch
+from ranks import run_ranks
+from states import assemble, copied
+from torch.nn import functional
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.engine.precision import checkpoint_activations
+from paceline.models.outline import outline
+from paceline.parallel.cost import Workload
+from paceline.parallel.hybrid import Hybrid
+from paceline.parallel.replicated import Single
+from paceline.world.group import World
+from paceline.world.mesh import Axes
+
+TOKENS, STEPS, MICRO = 14, 20, 2
+
+
+def make(lora=False, **train_args):
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
+    model.config.use_cache = False
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"))
+    if train_args.get("gradient_checkpointing"):
+        checkpoint_activations(model)
+    return model
+
+
+def config_of(parallel, train_args):
+    return Config(model="m", dataset="d", parallel=parallel, train_args=train_args)
+
+
+def train(world, axes, parallel, train_args, lora=False, state=None, first=0, steps=STEPS):
+    """Losses, norms, traffic of the last step, state bytes, state."""
+    world = World(world.env, world.device, axes)
+    config = config_of(parallel, train_args)
+    strategy = (Single if axes.size == 1 else Hybrid)(config, world)
+    model = strategy.place(make(lora, **train_args))
+    optimizer = strategy.build_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-3))
+    if state is not None:
+        strategy.load_state(state)
+    model.train()
+    each = MICRO // axes.replicas
+    losses, norms, sent = [], [], 0
+    for step in range(first, first + steps):
+        seen = []
+
+        def micro_step(number, module, step=step, seen=seen):
+            number += strategy.replica * each
+            torch.manual_seed(100 * step + number)
+            ids = torch.randint(0, 96, (1, TOKENS))
+            places = torch.cat([torch.arange(9), torch.arange(5)]).unsqueeze(0)
+            with torch.autocast("cpu", torch.bfloat16) if config.train_args.bf16 else contextlib.nullcontext():
+                logits = module(input_ids=ids, position_ids=places, use_cache=False).logits[0, :-1]
+            loss = functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum") / (MICRO * TOKENS)
+            seen.append(loss.detach())
+            return loss
+
+        before = world.traffic.total
+        strategy.backward(micro_step, each)
+        norms.append(float(strategy.clip(0.5)))
+        strategy.update(lambda one: (one.step(), True)[1])
+        sent = world.traffic.total - before
+        losses.append(world.sum(float(sum(seen)) if strategy.speaks else 0.0)[0])
+    found = losses, norms, sent, strategy.state_bytes(), copied(strategy.state())
+    assert optimizer is strategy.optimizer
+    world.barrier()
+    return found
+
+
+LAYOUTS = [
+    (Axes(tensor=2), {}, {}, False),
+    (Axes(tensor=2), {"sequence_parallel": True}, {"gradient_checkpointing": True}, False),
+    (Axes(tensor=2), {}, {"gradient_checkpointing": True}, True),
+    (Axes(shard=2, tensor=2), {}, {}, False),
+    (Axes(data=2, tensor=2), {"sequence_parallel": True}, {}, True),
+]
+
+
+@pytest.mark.parametrize(("axes", "parallel", "train_args", "lora"), LAYOUTS)
+def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, train_args, lora):
+    alone = run_ranks(train, 1, Axes(), {}, train_args, lora)[0]
+    found = run_ranks(train, axes.size, axes, parallel, train_args, lora)
+    for losses, norms, *_ in found:
+        torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(norms, alone[1], rtol=1e-3, atol=0)
+    expected, whole = assemble([alone[4]]).whole, assemble([one[4] for one in found]).whole
+    assert whole.keys() == expected.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=name)
+    shape = outline(make(lora, **train_args), config_of(parallel, train_args))
+    cost = Hybrid.cost(shape, axes, Workload(MICRO // axes.replicas, TOKENS), config_of(parallel, train_args))
+    assert max(one[3] for one in found) == pytest.approx(cost.state, rel=0.02)
+    assert max(one[2] for one in found) == pytest.approx(cost.traffic_per_step, rel=0.02)
+
+
+def test_bf16_stays_near_one_rank():
+    train_args = {"bf16": True}
+    alone = run_ranks(train, 1, Axes(), {}, train_args)[0]
+    found = run_ranks(train, 2, Axes(tensor=2), {}, train_args)
+    torch.testing.assert_close(found[0][0], alone[0], rtol=1e-2, atol=0)
+    assert found[0][0] == found[1][0]
+
+
+def test_state_moves_from_a_hybrid_to_one_rank_and_back():
+    unbroken = run_ranks(train, 1, Axes(), {}, {})[0]
+    hybrid = Axes(shard=2, tensor=2)
+    start = run_ranks(train, 4, hybrid, {}, {}, False, None, 0, 4)
+    middle = run_ranks(train, 1, Axes(), {}, {}, False, assemble([one[4] for one in start]), 4, 4)
+    end = run_ranks(train, 4, hybrid, {}, {}, False, assemble([middle[0][4]]), 8, 4)
+    torch.testing.assert_close([*start[0][0], *middle[0][0], *end[0][0]], unbroken[0][:12], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("axes", "settings", "message"),
+    [
+        (Axes(tensor=2), {"train_args": {"optim": "adafactor"}}, "adamw"),
+        (Axes(shard=2), {"evaluation": {"where": "rank0"}}, "where: all"),
+        (Axes(pipeline=2), {"parallel": {"offload": "all"}}, "offload"),
+        (Axes(data=2), {"parallel": {"sequence_parallel": True}}, "without tensor"),
+        (Axes(pipeline=2, tensor=2), {"parallel": {"sequence_parallel": True}}, "whole rows"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_before_the_start(axes, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Hybrid.check(Config(model="m", dataset="d", **settings), axes)

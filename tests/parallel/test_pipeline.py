@@ -1,0 +1,298 @@
+"""Pipeline stages on real ranks give the gradients of the whole model, whatever the schedule and the shapes."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError, RunError
+from paceline.models.blocks import find_blocks
+from paceline.models.outline import outline
+from paceline.parallel.cost import Workload
+from paceline.parallel.pipeline import Pipeline, divide_model
+from paceline.parallel.pipeline_check import output_forms
+from paceline.parallel.pipeline_cost import pipeline_cost
+from paceline.parallel.pipeline_cut import Cut
+from paceline.world.env import RankEnv
+from paceline.world.group import World
+from paceline.world.mesh import Axes
+
+LENGTHS = ((5, 3), (7,), (2, 2, 9), (4, 4))  # samples of each micro-batch: ragged, packed into one row
+HIDDEN = 16
+
+
+def make_config(schedule: str, **parallel: Any) -> Config:
+    return Config(
+        model="m",
+        dataset="d",
+        parallel={"pipeline_schedule": schedule, **parallel},
+        train_args={"gradient_accumulation_steps": len(LENGTHS)},
+    )
+
+
+def language_model(layers: int = 4, tied: bool = False) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=50, num_hidden_layers=layers, tie_word_embeddings=tied, **sizes))
+
+
+def language_step(lengths: Any, low: bool, number: int, model: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    total = sum(lengths[number])
+    ids = torch.randint(0, 50, (1, total), generator=generator)
+    positions = torch.cat([torch.arange(one) for one in lengths[number]]).unsqueeze(0)
+    keep = torch.arange(1, total)
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), ids[0, keep], reduction="sum")
+    return loss / 40
+
+
+def image_model() -> nn.Module:
+    from paceline.models.vision import build_small_cnn
+
+    torch.manual_seed(2)
+    return nn.ModuleDict({"body": build_small_cnn(in_channels=1, image_size=8, hidden=8, num_classes=3)})
+
+
+def image_step(number: int, model: Any) -> torch.Tensor:
+    images = torch.randn(2 + number % 2, 1, 8, 8, generator=torch.Generator().manual_seed(number))
+    return functional.cross_entropy(model["body"](images), torch.arange(len(images)) % 3, reduction="sum") / 10
+
+
+def compare(world: World, model: nn.Module, step: Any, config: Config, steps: int = 1) -> dict[str, Any]:
+    """Train nothing, but take the gradients of the whole model and of the pipeline; what differs."""
+    whole, count = copy.deepcopy(model), len(LENGTHS)
+    expected = [step(number, whole) for number in range(count)]
+    for loss in expected:
+        loss.backward()
+    truth = dict(whole.named_parameters())
+    pipeline = Pipeline(model, world, config)
+    for _ in range(steps):
+        model.zero_grad()
+        before = world.traffic.total
+        losses: dict[int, float] = {}
+
+        def micro_step(number: int, module: nn.Module, seen: dict[int, float] = losses) -> torch.Tensor:
+            loss = step(number, module)
+            seen[number] = float(loss.detach())
+            return loss
+
+        pipeline.backward(micro_step, count)
+        pipeline.sum_shared_gradients()
+        sent = world.traffic.total - before
+    worst = 0.0
+    names = []
+    for name, one in model.named_parameters():
+        names.append(name)
+        assert pipeline.has(name), name
+        if not one.requires_grad:
+            continue
+        expected_grad = truth[name].grad
+        if expected_grad is None:
+            assert one.grad is None or not one.grad.any(), name
+            continue
+        assert one.grad is not None, name
+        scale = expected_grad.abs().max().clamp(min=1e-3)
+        worst = max(worst, float((one.grad - expected_grad).abs().max() / scale))
+    if losses:
+        worst = max(worst, max(abs(losses[one] - float(expected[one].detach())) for one in range(count)))
+    found = pipeline.evaluate(lambda module: {"loss": step(2, module)}, model)
+    with torch.no_grad():
+        wanted = float(step(2, whole))
+    return {
+        "worst": worst,
+        "names": names,
+        "all": list(truth),
+        "owned": [name for name in truth if pipeline.owns(name)],
+        "sent": sent,
+        "losses": sorted(losses),
+        "evaluated": None if found is None else abs(float(found["loss"]) - wanted),
+        "notices": pipeline.notices,
+    }
+
+
+def with_adapters(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    return adapted.bfloat16()
+
+
+def recomputed(model: Any) -> Any:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def recomputed_images() -> nn.Module:
+    model = image_model()
+    for block in model["body"]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def on_two_ranks(world: World) -> dict[str, Any]:
+    plain = partial(language_step, LENGTHS, False)
+    found = {
+        schedule: compare(world, language_model(), plain, make_config(schedule), steps=2)
+        for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+    }
+    for schedule in ("1f1b", "zero_bubble"):
+        found[f"tied {schedule}"] = compare(world, language_model(tied=True), plain, make_config(schedule))
+        found[f"recomputed {schedule}"] = compare(world, recomputed(language_model()), plain, make_config(schedule))
+    low = partial(language_step, LENGTHS, True)
+    found["bf16"] = compare(world, language_model(), low, make_config("1f1b"))
+    found["adapters"] = compare(world, with_adapters(language_model()), low, make_config("interleaved_1f1b"))
+    found["images"] = compare(world, image_model(), image_step, make_config("1f1b"), steps=2)
+    found["images recomputed"] = compare(world, recomputed_images(), image_step, make_config("gpipe"))
+    world.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2, timeout_s=240)
+
+
+def test_gradients_losses_and_evaluation_are_those_of_the_whole_model(two_ranks: list[dict[str, Any]]) -> None:
+    for name in two_ranks[0]:
+        bound = 2e-2 if name in ("bf16", "adapters") else 1e-5
+        for rank, found in enumerate(one[name] for one in two_ranks):
+            assert found["worst"] < bound, f"{name} on rank {rank}"
+            assert found["losses"] == ([] if rank == 0 else [0, 1, 2, 3]), name
+            assert (found["evaluated"] is None) == (rank == 0), name
+            assert rank == 0 or found["evaluated"] < bound, name
+            assert found["notices"] == [], name
+
+
+def test_each_parameter_is_kept_where_it_is_used_and_owned_once(two_ranks: list[dict[str, Any]]) -> None:
+    for name in two_ranks[0]:
+        first, second = (one[name] for one in two_ranks)
+        assert sorted(first["owned"] + second["owned"]) == sorted(first["all"]), name
+        both = set(first["names"]) & set(second["names"])
+        assert both == ({"model.embed_tokens.weight"} if name.startswith("tied") else set()), name
+        assert set(first["names"]) | set(second["names"]) == set(first["all"]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "tied"),
+    [
+        ("gpipe", "gpipe", False),
+        ("1f1b", "1f1b", False),
+        ("interleaved_1f1b", "interleaved_1f1b", False),
+        ("zero_bubble", "zero_bubble", False),
+        ("tied 1f1b", "1f1b", True),
+    ],
+)
+def test_bytes_sent_are_those_predicted(two_ranks: list[dict[str, Any]], name: str, schedule: str, tied: bool) -> None:
+    model = language_model(tied=tied)
+    shape = outline(model, make_config(schedule))
+    shape = type(shape)(**{**vars(shape), "block_output_elements": HIDDEN})
+    positions = sum(map(sum, LENGTHS)) / len(LENGTHS)
+    cost = pipeline_cost(shape, 2, 2, schedule, Workload(micro_batches=len(LENGTHS), positions=positions))
+    assert tuple(one[name]["sent"] for one in two_ranks) == cost.send_bytes
+    assert [set(one) for one in cost.parameters] == [set(one[name]["names"]) for one in two_ranks]
+
+
+class Crossed(nn.Module):
+    """The second half looks at what the first block gave, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](x)
+        out = first
+        for block in self.blocks[1:]:
+            out = block(out)
+        return out + first
+
+
+class Between(Crossed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+def simple_step(number: int, model: nn.Module) -> torch.Tensor:
+    return model(torch.ones(2, 4) + number).square().sum()
+
+
+def on_four_ranks(world: World) -> dict[str, Any]:
+    plain = partial(language_step, LENGTHS, False)
+    found = {
+        schedule: compare(world, language_model(layers=8, tied=True), plain, make_config(schedule))
+        for schedule in ("1f1b", "zero_bubble")
+    }
+    world.barrier()
+    # Two replicas of two stages: each line works on its own.
+    grid = World(RankEnv(world.rank, 4, world.rank, 4), world.device, Axes(data=2, pipeline=2))
+    line = grid.line("pipeline")
+    found["lines"] = compare(line, language_model(), plain, make_config("interleaved_1f1b"))
+    # Three micro-batches do not fill the schedule.
+    pipeline = Pipeline(language_model(), world, make_config("1f1b"))
+    pipeline.backward(partial(language_step, LENGTHS, False), 3)
+    found["notices"] = pipeline.notices
+    world.barrier()
+    return found
+
+
+def test_four_ranks() -> None:
+    ranks = run_ranks(on_four_ranks, 4, timeout_s=240)
+    for name in ("1f1b", "zero_bubble", "lines"):
+        assert [one[name]["worst"] < 1e-5 for one in ranks] == [True] * 4, name
+    assert [one["lines"]["evaluated"] is None for one in ranks] == [True, True, False, False]
+    for one in ranks:
+        assert len(one["notices"]) == 1
+        assert one["notices"][0][0] == "warning"
+        assert "gpipe" in one["notices"][0][1]
+    kept = [len(one["1f1b"]["names"]) for one in ranks]
+    assert sum(kept) == len(ranks[0]["1f1b"]["all"]) + 1  # the tied weight twice
+
+
+def alone(model: nn.Module) -> Pipeline:
+    return Pipeline(model, World(RankEnv(0, 2, 0, 2), torch.device("cpu")), make_config("1f1b"))
+
+
+def test_models_that_are_no_chain_of_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no ModuleList or Sequential"):
+        alone(nn.Linear(2, 2))
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="several places"):
+        alone(nn.Sequential(layer, nn.Linear(2, 2), layer))
+    with pytest.raises(ConfigError, match="1 layer to deal out"):
+        alone(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    twice = language_model()
+    twice.model.layers[2].forward = lambda hidden, **others: twice.model.layers[1](hidden, **others)
+    with pytest.raises(ConfigError, match="run in the order"):
+        alone(twice)
+
+
+def cut_in_two(model: nn.Module) -> Cut:
+    blocks = find_blocks(model)
+    return Cut(model, blocks, output_forms(model, blocks), divide_model(model, blocks, 2), [0, 1])
+
+
+def test_what_passes_beside_the_blocks_shows_in_the_first_step() -> None:
+    model = Between()
+    with pytest.raises(RunError, match="something is done to the output of block 1"):
+        cut_in_two(model).run(0, partial(simple_step, 0, model), None)
+    model = Crossed()
+    cut = cut_in_two(model)
+    hidden = cut.run(0, partial(simple_step, 0, model), None)
+    assert not hidden.isnan().any()
+    assert cut.run(1, partial(simple_step, 0, model), hidden).isnan()  # Pipeline refuses this

@@ -1,0 +1,91 @@
+"""Dealing blocks to stages, from names and sizes alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.models.shape import ModelShape, TensorShape
+from paceline.parallel.cost import Workload
+from paceline.parallel.pipeline_cost import pipeline_cost
+from paceline.parallel.pipeline_stages import check_sizes, divide
+
+
+def sizes_of(layers: int, layer: int, embedding: int, head: int) -> dict[str, int]:
+    return {
+        "model.embed.weight": embedding,
+        **{f"model.layers.{number}.weight": layer for number in range(layers)},
+        "model.norm.weight": 1,
+        "head.weight": head,
+    }
+
+
+def blocks_of(layers: int) -> list[str]:
+    return [f"model.layers.{number}" for number in range(layers)]
+
+
+def test_a_heavy_head_gets_fewer_layers_beside_it() -> None:
+    even = divide(sizes_of(12, 10, 0, 0), blocks_of(12), 4)
+    assert [beyond - first for first, beyond in even.blocks] == [3, 3, 3, 3]
+    heavy = divide(sizes_of(12, 10, 5, 30), blocks_of(12), 4)
+    loads = [beyond - first for first, beyond in heavy.blocks]
+    assert sum(loads) == 12
+    assert loads[-1] < min(loads[:-1])
+    assert heavy.stages["model.embed.weight"] == (0,)
+    assert heavy.stages["model.norm.weight"] == heavy.stages["head.weight"] == (3,)
+
+
+def test_a_tied_weight_stands_at_both_ends_and_belongs_to_the_first() -> None:
+    sizes = sizes_of(4, 10, 5, 0)
+    del sizes["head.weight"]
+    found = divide(sizes, blocks_of(4), 2, aliases={"head.weight": "model.embed.weight"})
+    assert found.stages["model.embed.weight"] == found.stages["head.weight"] == (0, 1)
+
+
+def test_names_tell_what_registration_does_not() -> None:
+    sizes = {"d.embed_tokens.weight": 4, "d.final_layer_norm.weight": 1, "d.layers.0.w": 9, "d.layers.1.w": 9, "d.scale": 1}
+    found = divide(sizes, ["d.layers.0", "d.layers.1"], 2, buffers=["d.layers.1.mask", "d.rotary.inv_freq"])
+    assert found.regions == {"d.embed_tokens": "before", "d.final_layer_norm": "after", "d.scale": "after"}
+    assert found.stages["d.layers.1.mask"] == (1,)
+    assert found.stages["d.rotary.inv_freq"] == (0, 1)
+
+
+def test_no_stage_is_left_without_parameters() -> None:
+    sizes = {"0.w": 100, "2.w": 1, "5.w": 1}
+    found = divide(sizes, [str(number) for number in range(7)], 3)
+    assert found.blocks == ((0, 2), (2, 5), (5, 7))
+    with pytest.raises(ConfigError, match="4 stages, and the model has 3 layers"):
+        divide(sizes, [str(number) for number in range(7)], 4)
+
+
+def test_many_layers_are_dealt_quickly_and_evenly() -> None:
+    found = divide(sizes_of(128, 100, 120, 120), blocks_of(128), 16)
+    loads = [beyond - first for first, beyond in found.blocks]
+    assert sum(loads) == 128
+    assert max(loads) - min(loads) <= 3
+
+
+def test_more_stages_than_layers_are_refused_before_anything_is_loaded() -> None:
+    check_sizes({"num_hidden_layers": 8}, 4, 2)
+    check_sizes({"model_type": "unknown"}, 400)
+    with pytest.raises(ConfigError, match=r"makes 16 stages, and the model has 8 layers.*parallel\.pipeline: 4"):
+        check_sizes({"text_config": {"num_hidden_layers": 8}}, 8, 2)
+
+
+def test_cost_says_who_sends_how_much() -> None:
+    names = sizes_of(8, 10, 4, 4)
+    shape = ModelShape(
+        parameters=tuple(TensorShape(name, (size,), 4, True) for name, size in names.items()),
+        blocks=tuple(blocks_of(8)),
+        block_output_elements=16,
+    )
+    work = Workload(micro_batches=6, positions=10.0, block_activation_bytes=(100,) * 8)
+    boundary = 6 * 10 * 16 * 4
+    found = pipeline_cost(shape, 4, 2, "1f1b", work)
+    assert found.send_bytes == (boundary, 2 * boundary, 2 * boundary, boundary)
+    assert found.in_flight == (4, 3, 2, 1)
+    assert found.activation_bytes == (800, 600, 400, 200)
+    looped = pipeline_cost(shape, 4, 2, "interleaved_1f1b", work)
+    assert looped.send_bytes == (3 * boundary, 4 * boundary, 4 * boundary, 3 * boundary)
+    assert looped.busiest_send_bytes == 4 * boundary
+    assert looped.parameters[0] == ("model.embed.weight", "model.layers.0.weight", "model.layers.4.weight")

@@ -1,0 +1,117 @@
+"""Which layers are cut: the model's own plan, the user's, a plain chain; and what is refused, with the sizes that would fit."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.core.errors import ConfigError
+from paceline.models.tensor_plan import check_sizes, cut_dim, find_tensor_plan, fitting_sizes
+
+
+def chain(*widths):
+    layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *layers[:-1])
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def small_qwen(**changes):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**{**sizes, **heads, **changes}))
+
+
+def test_a_transformers_model_is_cut_by_its_own_plan_and_the_head_stays_whole():
+    plan = find_tensor_plan(small_qwen(), {})
+    assert plan["model.layers.1.self_attn.k_proj"] == "colwise"
+    assert plan["model.layers.0.mlp.down_proj"] == "rowwise"
+    assert len(plan) == 14
+    assert not any("lm_head" in name or "embed" in name for name in plan)
+    assert list(plan)[:4] == [f"model.layers.0.self_attn.{one}_proj" for one in "qkvo"]
+
+
+def test_a_users_plan_goes_before_the_models_and_takes_short_names():
+    plan = find_tensor_plan(small_qwen(), {"layers.1.mlp.down_proj": "rowwise_split_input"})
+    assert plan["model.layers.1.mlp.down_proj"] == "rowwise_split_input"
+    assert find_tensor_plan(Stack(), {"layers.*.up": "colwise", "layers.*.down": "rowwise"}) == {
+        "layers.0.up": "colwise",
+        "layers.0.down": "rowwise",
+        "layers.1.up": "colwise",
+        "layers.1.down": "rowwise",
+    }
+
+
+def test_pairs_of_a_chain_and_nothing_that_is_not_surely_right():
+    assert find_tensor_plan(chain(8, 16, 16, 4), {}) == {"1": "colwise", "3": "rowwise"}
+    assert find_tensor_plan(chain(8, 16, 16, 16, 4), {}) == {"1": "colwise", "3": "rowwise", "5": "colwise", "7": "rowwise"}
+    twice = nn.Linear(8, 8)
+    for unsure in (
+        nn.Sequential(twice, nn.ReLU(), twice),
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
+        Stack(),
+    ):
+        with pytest.raises(ConfigError, match="tensor_plan"):
+            find_tensor_plan(unsure, {})
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"layers.*.upp": "colwise"}, r"no module.*layers\.\*\.up"),
+        ({"layers.*.up": "packed_colwise"}, "packed_colwise"),
+        ({"layers.*.up": "colwise"}, "rowwise"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(plan, message):
+    with pytest.raises(ConfigError, match=message):
+        find_tensor_plan(Stack(), plan)
+
+
+def test_experts_of_a_models_own_plan_are_refused_by_name():
+    model = small_qwen()
+    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.gate_proj": "packed_colwise"}
+    with pytest.raises(ConfigError, match=r"gate_proj.*packed_colwise"):
+        find_tensor_plan(model, {})
+
+
+def test_what_is_cut_of_a_layer_and_of_its_adapter():
+    plan = {"a.q": "colwise", "a.o": "rowwise"}
+    assert [cut_dim(f"a.q.{one}", dims, plan) for one, dims in (("weight", 2), ("bias", 1))] == [0, 0]
+    assert [cut_dim(f"a.o.{one}", dims, plan) for one, dims in (("weight", 2), ("bias", 1))] == [1, None]
+    assert [cut_dim(f"a.q.{one}.default.weight", 2, plan) for one in ("lora_A", "lora_B")] == [None, 0]
+    assert [cut_dim(f"a.o.{one}.default.weight", 2, plan) for one in ("lora_A", "lora_B")] == [1, None]
+    assert cut_dim("a.norm.weight", 1, plan) is None
+
+
+def test_sizes_of_a_config_json_are_checked_before_anything_is_loaded():
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 4096}
+    check_sizes(sizes, 4)
+    check_sizes({}, 3)
+    with pytest.raises(ConfigError, match=r"attention heads \(12\), key_value heads \(4\)") as error:
+        check_sizes({"text_config": sizes}, 8)
+    assert "1, 2, 4" in str(error.value)
+    assert "`parallel.tensor: 4`" in str(error.value)
+    assert fitting_sizes([12, 18]) == [1, 2, 3, 6]

@@ -1,0 +1,165 @@
+"""A small model with every difficulty, and a training loop around a strategy: shared by the tests of strategies."""
+
+import torch
+from states import copied
+from torch import nn
+from torch.nn import functional
+
+from paceline.config.schema import Config
+from paceline.engine.optim import build_optimizer, matrices_of
+from paceline.models.outline import outline
+from paceline.parallel import make_strategy
+from paceline.parallel.cost import Workload
+from paceline.world.group import World
+
+WIDTH = 20  # does not divide by three: shards get padding
+WORDS = 30
+ROWS = 24
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen layer, a scalar, layers that few samples or none reach, running statistics; with ``twice`` a
+    block that runs twice."""
+
+    def __init__(self, twice=True):
+        super().__init__()
+        self.twice = twice
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.statistics = nn.BatchNorm1d(WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.rare = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(3, 5)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words):
+        x = self.words(words)
+        for block in [*self.blocks, self.blocks[0]] if self.twice else self.blocks:
+            x = block(x)
+        x = self.statistics(self.frozen(x)) * self.scale
+        rare = words < 2
+        if rare.any():
+            x = x + rare[:, None] * self.rare(x)
+        return self.head(x)
+
+
+class Adapted(nn.Module):
+    """Frozen matrices with low-rank ones beside them, as LoRA has."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(48, 48).requires_grad_(False)
+            self.low_a = nn.Linear(48, 2, bias=False)
+            self.low_b = nn.Linear(2, 48, bias=False)
+
+        def forward(self, x):
+            return x + torch.tanh(self.base(x) + self.low_b(self.low_a(x)))
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 48).requires_grad_(False)
+        self.blocks = nn.ModuleList(Adapted.Layer() for _ in range(3))
+        self.head = nn.Linear(48, WORDS, bias=False).requires_grad_(False)
+
+    def forward(self, words):
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Plain(nn.Sequential):
+    """No difficulty; wide enough that step counts and scalars do not show."""
+
+    def __init__(self):
+        block = [nn.Linear(64, 64), nn.Tanh()]
+        super().__init__(nn.Embedding(WORDS, 64), *block, *block, nn.Linear(64, WORDS))
+
+
+def train(
+    world, mode, axes=None, steps=6, net=Net, source=None, first=0, bf16=False, micro_batches=2, train_mode=False, rate=3e-3
+):
+    """Train ``steps`` steps of AdamW with weight decay, clipping and accumulation. Every rank starts from weights of its own:
+    rank 0's must win. Returns a dict: losses (of the whole batch), parts (what this rank writes), state and cost and traffic
+    (of the last step)."""
+    if axes is not None:
+        world = World(world.env, world.device, axes)
+    config = Config(
+        model="m",
+        dataset="d",
+        parallel={"mode": mode, "bucket_cap_mb": 0.004},
+        train_args={"weight_decay": 0.1, "bf16": bf16, "gradient_accumulation_steps": micro_batches},
+    )
+    strategy = make_strategy(mode, config, world)
+    torch.manual_seed(world.rank)
+    built = net().train(train_mode)
+    shape, matrices = outline(built, config), matrices_of(built)
+    model = strategy.place(built)
+    strategy.build_optimizer(lambda named: build_optimizer(config.train_args, rate, named, matrices))
+    if source is not None:
+        strategy.load_state(source)
+    losses, norms, traffic = [], [], {}
+    rows = ROWS // (world.axes.replicas * micro_batches)
+    for step in range(first, first + steps):
+        words = torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
+        seen = []
+
+        def micro_step(number, module, words=words, seen=seen):
+            begin = (strategy.replica * micro_batches + number) * rows
+            mine = words[begin : begin + rows]
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                logits = module(mine)
+            loss = functional.cross_entropy(logits.float(), (mine * 7 + 1) % WORDS, reduction="sum") / ROWS
+            seen.append(float(loss.detach()))
+            return loss
+
+        before = dict(world.traffic.bytes_by_collective)
+        strategy.backward(micro_step, micro_batches)
+        norms.append(float(strategy.clip(0.5)))
+        assert strategy.update(lambda optimizer: (optimizer.step(), True)[1])
+        traffic = {name: size - before.get(name, 0) for name, size in world.traffic.bytes_by_collective.items()}
+        losses.append(world.sum(sum(seen))[0])
+
+    def look(module):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return {"logits": module(torch.arange(WORDS))}
+
+    model.eval()
+    parts, state_bytes = copied(strategy.state()), strategy.state_bytes()
+    looked = strategy.evaluate(look, model)["logits"]
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "parts": parts,
+        "state": state_bytes,
+        "state_after_evaluation": strategy.state_bytes(),
+        "logits": looked,
+        "cost": type(strategy).cost(shape, world.axes, Workload(micro_batches=micro_batches), config),
+        "traffic": {name: size for name, size in traffic.items() if size},
+    }
+    world.barrier()
+    return result
+
+
+def largest_difference(ours, theirs):
+    """Largest relative difference of two states' trained weights, and of nothing else."""
+    assert set(ours.whole) == set(theirs.whole), set(ours.whole) ^ set(theirs.whole)
+    return max(
+        float((one - theirs.whole[name]).norm() / theirs.whole[name].norm().clamp(min=1e-3))
+        for name, one in ours.whole.items()
+        if name.startswith("model/")
+    )
