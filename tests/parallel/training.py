@@ -86,8 +86,8 @@ class Plain(nn.Sequential):
     """No difficulty; wide enough that step counts and scalars do not show."""
 
     def __init__(self):
-        block = [nn.Linear(64, 64), nn.Tanh()]
-        super().__init__(nn.Embedding(WORDS, 64), *block, *block, nn.Linear(64, WORDS))
+        blocks = [one for _ in range(2) for one in (nn.Linear(64, 64), nn.Tanh())]
+        super().__init__(nn.Embedding(WORDS, 64), *blocks, nn.Linear(64, WORDS))
 
 
 def train(

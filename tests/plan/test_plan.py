@@ -76,6 +76,7 @@ def test_the_verb_prints_what_the_function_gives(capsys: pytest.CaptureFixture[s
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["task=classify", "model=builtin:small-cnn", "dataset=builtin:digits", "parallel.device=cpu"]
+    words.append("per_device_train_batch_size=64")
     assert main(["plan", *words, "--world-size", "2"]) == 0
     out = capsys.readouterr().out
     assert max(len(line) for line in out.splitlines()) <= 100

@@ -7,23 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Auto = Literal["auto"]
-
-
-def _only_str(value: object) -> object:
-    # YAML reads `model: 7` as a number; a name is a name.
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-Text = Annotated[str, BeforeValidator(_only_str)]
-
-
-class Section(BaseModel):
-    """A part of the config. Unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=())
+from paceline.config.section import Auto, Section, Text
 
 
 class DatasetSource(Section):

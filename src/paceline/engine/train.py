@@ -114,9 +114,9 @@ def train_step(session: Session) -> bool:
     grad_norm = session.strategy.clip(config.train_args.max_grad_norm)
     learning_rate = session.schedule.set_step(step)
     if not session.strategy.update(session.precision.step):
-        session.events.notice(
-            f"step {step + 1}: float16 gradients overflowed; the update was skipped, the loss scale is halved"
-        )
+        overflow = "float16 gradients overflowed; the update was skipped, the loss scale is halved"
+        not_finite = "the gradient is not finite; the update was skipped"
+        session.events.notice(f"step {step + 1}: {overflow if session.precision.scaler else not_finite}", level="warning")
     session.step += 1
     meter.end(counts.tensor, sum_in_order(losses if session.strategy.speaks else {}, world.device))
     if session.step % config.train_args.logging_steps == 0 or session.step in (session.first_step + 1, session.derived.steps):

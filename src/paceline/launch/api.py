@@ -97,7 +97,7 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
     devices = choose_devices(config.parallel, ranks_given=None if outer is None else outer.local_world_size)
     for level, text in devices.notices:
         say(level, text)
-    layout = choose_layout(config, devices.count if outer is None else outer.world_size, outer, say)
+    layout = choose_layout(config, devices.count if outer is None else outer.world_size, devices.type, outer, say)
     plan = plan_run(
         loaded,
         started_at=started_at,

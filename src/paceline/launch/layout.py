@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Say = Callable[[str, str], None]
 
 
-def choose_layout(config: Config, num_devices: int, outer: RankEnv | None, say: Say) -> Layout:
+def choose_layout(config: Config, num_devices: int, device_type: str, outer: RankEnv | None, say: Say) -> Layout:
     """The layout for ``num_devices`` devices: as the config says, or, with ``mode: auto``, the fastest that fits in memory.
 
     Args:
@@ -30,7 +30,7 @@ def choose_layout(config: Config, num_devices: int, outer: RankEnv | None, say: 
     if name == "auto":
         from paceline.plan import pick
 
-        chosen, why = pick(config, num_devices)
+        chosen, why = pick(config, num_devices, device_type=device_type)
         say("info", f"strategy: {chosen.text()}, chosen by `mode: auto`: {why}")
     else:
         chosen = layout(config.parallel, num_devices, name)

@@ -51,7 +51,11 @@ def _stages(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> li
             buffers=tuple(one for one in shape.buffers if one.name in buffers),
             tensor_plan={name: style for name, style in shape.tensor_plan.items() if _has(name, mine)},
         )
-        found.append(_Stage(held, line.send_bytes[rank], line.activation_bytes[rank]))
+        # Gradients of tied weights are sent as each rank holds them: a shard.
+        copies = {one: sum(one.name in names for names in line.parameters) for one in held.trained}
+        tied = sum(one.size_bytes * (count - 1) for one, count in copies.items())
+        sends = line.send_bytes[rank] - tied + tied // axes.shard
+        found.append(_Stage(held, sends, line.activation_bytes[rank]))
     return found
 
 
@@ -111,7 +115,9 @@ def _tensor_traffic(
     parallelism each is a reduce-scatter, and an all-gather the other way (Korthikanti et al., 2022, section 4.2.2): as many
     bytes, and the first block's input and the last one's output once more. Recomputed activations pay their forward again, but
     for the end of a block."""
-    layers = _layers(stage, whole)
+    # transformers lets the embeddings' output require a gradient where adapters meet activation checkpointing.
+    adapted = config.train_args.gradient_checkpointing and any(".lora_A." in one.name for one in whole.parameters)
+    layers = _layers(stage, whole, adapted)
     size, recomputed = axes.tensor, config.train_args.gradient_checkpointing
     sequence = config.parallel.sequence_parallel
     element = stage.low_bytes or (stage.parameters[0].element_bytes if stage.parameters else 4)
@@ -153,7 +159,7 @@ def _tensor_traffic(
         outer = stage.parameters[0].element_bytes if stage.parameters else 4
         outer = min(outer, stage.low_bytes) if axes.shard > 1 and stage.low_bytes else outer
         traffic["all_gather"] += scatter_bytes(padded * hidden * outer, size)
-        if stage.parameters and stage.parameters[0].trainable:
+        if adapted or (stage.parameters and stage.parameters[0].trainable):
             traffic["all_gather"] += scatter_bytes(padded * hidden * outer, size)
     return {name: amount for name, amount in traffic.items() if amount}
 
@@ -174,12 +180,14 @@ class _Layer:
     gathered: int = 0
 
 
-def _layers(stage: ModelShape, whole: ModelShape) -> list[_Layer]:
+def _layers(stage: ModelShape, whole: ModelShape, inputs_trained: bool) -> list[_Layer]:
     """The collectives of one forward and backward, in order: column layers one after another with one parent and one input
     width share theirs, and each adapter has its own."""
     shapes = {one.name: one for one in stage.parameters}
     order = {one.name: number for number, one in enumerate(whole.parameters)}
     first_trained = min((order[one.name] for one in whole.trained), default=len(order))
+    if inputs_trained:
+        first_trained = -1
     last_rows = _last_rows(stage)
     found: list[_Layer] = []
     shared: tuple[str, int] | None = None

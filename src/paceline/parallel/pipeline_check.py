@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
+from paceline.models import attention
 
 _FIX = "use a mode that keeps the layers' order as it is, such as `parallel.mode: zero3` or `tensor`"
 _ALLOWED = "a model whose blocks stand in one ModuleList or Sequential and run one after another, each once"
@@ -56,6 +57,8 @@ def _made_up_inputs(model: nn.Module) -> dict[str, Any] | None:
     taken = inspect.signature(base.forward).parameters
     if "input_ids" in taken and "decoder_input_ids" not in taken:
         inputs: dict[str, Any] = {"input_ids": torch.zeros((1, 2), dtype=torch.int64, device=first.device)}
+        if getattr(config, "_attn_implementation", None) == attention.NAME:  # it wants to know the samples
+            inputs |= {"position_ids": torch.arange(2, device=first.device).unsqueeze(0), "segment_lengths": (2,)}
         return inputs | ({"use_cache": False} if "use_cache" in taken else {})
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
     if "pixel_values" in taken and isinstance(size, int):

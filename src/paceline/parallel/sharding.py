@@ -63,7 +63,8 @@ class Sharding:
     reduce-scatters the sum of the gradients in each), :meth:`end_step`; then :attr:`pieces` have their gradients. A
     collective: every rank of the world makes one, at the same place.
 
-    Modules are cut block by block, so a block must be run by every rank of the line, or by none, in each forward.
+    Modules are cut block by block, so a block must be run by every rank of the line, or by none, in each forward. A block
+    that runs twice in a forward is right, but gathered and reduced twice: more traffic than a cost can know.
 
     Args:
         model: on the CPU or the rank's device; changed in place, one block at a time on the device. The first rank's values

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.core.errors import ConfigError
 
@@ -191,8 +192,10 @@ def available_memory() -> int:
     except (OSError, ValueError):
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            found.append(max(0, int(limit.read()) - int(used.read())))
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        found.append(max(0, limit - used + int(stat.get("inactive_file", 0))))  # files' pages give way
     except (OSError, ValueError):
         pass  # no control group, or one without a limit
     return min(found)
