@@ -19,13 +19,13 @@ usage: paceline VERB …
 
   sft, train   CONFIG.yaml [key=value …]     train what the file says (--dry-run, --allow-config-change, --debug)
   plan         CONFIG.yaml [key=value …]     memory, traffic, time of each mode (--world-size N, --device-memory 80GB, …)
-  verify       CONFIG.yaml [key=value …]     certify that the strategies agree (--modes a,b, --world-size N, --steps N, --output DIR)
+  verify       CONFIG.yaml [key=value …]     certify that the strategies agree (--modes a,b, --world-size N, --steps N, …)
   watch        RUN                           follow a run from another terminal (--once)
   generate     RUN "a question"              answer with a run's model (--max-new-tokens N, --temperature T, --system TEXT)
   export       RUN --merge --output DIR      write the merged model, ready for plain transformers
   inspect      CHECKPOINT                    what a checkpoint holds, and its digest
-  explain      all-reduce                    watch an algorithm on real ranks (also broadcast, ddp, zero, dp; --ranks N, --output PAGE.html)
-  bench        collectives                   latency and bandwidth of each collective here (--ranks 2,4, --sizes 1KB,25MB, --output PAGE.html)
+  explain      all-reduce                    an algorithm on real ranks (broadcast, ddp, zero, dp; --output PAGE.html)
+  bench        collectives                   their latency and bandwidth (--ranks 2,4, --sizes 1KB,25MB, --output …)
 
 Every verb takes --json: the result alone on standard output. Keys: docs/config.md.
 The shortest run: paceline sft model=builtin:qwen2-tiny dataset=builtin:python-docs

@@ -23,9 +23,11 @@ def start(*words: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[s
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
 
 
-def run(*words: str, verb: str = "sft", expect: int = 0, **settings: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: str, verb: str = "sft", expect: int = 0, timeout_s: float = 300.0, **settings: Any
+) -> subprocess.CompletedProcess[str]:
     process = start(*words, verb=verb, **settings)
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == expect, f"exit code {process.returncode}, expected {expect}\n{err[-3000:]}"
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

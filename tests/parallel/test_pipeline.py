@@ -199,7 +199,7 @@ def test_each_parameter_is_kept_where_it_is_used_and_owned_once(two_ranks: list[
 def test_bytes_sent_are_those_predicted(two_ranks: list[dict[str, Any]], name: str, schedule: str, tied: bool) -> None:
     model = language_model(tied=tied)
     shape = outline(model, make_config(schedule))
-    shape = type(shape)(**{**vars(shape), "block_output_elements": HIDDEN})
+    shape = type(shape)(**{**vars(shape), "block_output_elements": (HIDDEN,) * len(shape.blocks)})
     positions = sum(map(sum, LENGTHS)) / len(LENGTHS)
     cost = pipeline_cost(shape, 2, 2, schedule, Workload(micro_batches=len(LENGTHS), positions=positions))
     assert tuple(one[name]["sent"] for one in two_ranks) == cost.send_bytes

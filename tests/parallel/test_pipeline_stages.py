@@ -77,7 +77,7 @@ def test_cost_says_who_sends_how_much() -> None:
     shape = ModelShape(
         parameters=tuple(TensorShape(name, (size,), 4, True) for name, size in names.items()),
         blocks=tuple(blocks_of(8)),
-        block_output_elements=16,
+        block_output_elements=(16,) * 8,
     )
     work = Workload(micro_batches=6, positions=10.0, block_activation_bytes=(100,) * 8)
     boundary = 6 * 10 * 16 * 4

@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from paceline.config.schema_local import LocalSgd
+from paceline.config.schema_recommend import Recommend
+from paceline.config.schema_communication import AllReduce, Compression
 from paceline.config.section import Auto, Section, Text
 
 
@@ -78,6 +81,7 @@ class Parallel(Section):
     bucket_cap_mb: float = Field(
         25.0, gt=0, description="Size in MiB of a gradient bucket; each bucket is all-reduced while backward goes on."
     )
+    all_reduce: AllReduce = "native"
     timeout_s: float = Field(600.0, ge=10, description="Seconds after which a collective that does not end fails the run.")
 
 
@@ -202,7 +206,7 @@ class Config(Section):
 
     model: Text = Field(description="Hub id, local folder, or `builtin:NAME`.")
     tokenizer: Text | None = Field(None, description="Hub id or folder of the tokenizer. Default: the model's.")
-    task: Text = Field("sft", description="`sft`, `pretrain`, `classify`, or your own as `./file.py:Class`.")
+    task: Text = Field("sft", description="`sft`, `pretrain`, `classify`, `recommend`, or your own as `./file.py:Class`.")
     dataset: Text | DatasetSource | list[Text | DatasetSource] = Field(
         description="Path, hub id, well-known name, `builtin:NAME`, any of them as `path#N` for N samples, or a list."
     )
@@ -221,10 +225,15 @@ class Config(Section):
     output_dir: Text = Field("./output/run", description="Folder of this run: config, events, checkpoints, report, model.")
     resume: Text = Field("auto", description="`auto`: go on where the run in output_dir stopped; `never`; a checkpoint's path.")
     parallel: Parallel = Field(default_factory=Parallel, description="How training is spread over devices.")
+    local_sgd: LocalSgd = Field(
+        default_factory=LocalSgd, description="Synchronisation every so many steps: `local_sgd`, `diloco`."
+    )
+    compression: Compression = Field(default_factory=Compression, description="What is sent of the gradients.")
     lora: Lora = Field(default_factory=Lora, description="Low-rank adapters.")
     train_args: TrainArgs = Field(default_factory=TrainArgs, description="The training itself.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="How the validation data is run.")
     classify: Classify = Field(default_factory=Classify, description="Settings of `task: classify`.")
+    recommend: Recommend = Field(default_factory=Recommend, description="Settings of `task: recommend`.")
     task_args: dict[str, object] = Field(
         default_factory=dict, description="Free settings for your own task; it reads them as `self.config.task_args`."
     )

@@ -44,6 +44,7 @@ def evaluate(
     args = config.train_args
     alone = config.evaluation.where == "rank0"
     sums: dict[str, torch.Tensor] = {}
+    each: dict[str, list[torch.Tensor]] = {name: [] for name in task.gathers}
     count = 0
     was_training = model.training
     model.eval()
@@ -70,6 +71,9 @@ def evaluate(
                     continue
                 count += task.count(batch.data)
                 for name, value in found.items():
+                    if name in each:
+                        each[name].append(value.detach().reshape(-1).to(world.wide_dtype))
+                        continue
                     sums[name] = sums.get(name, torch.zeros((), device=world.device, dtype=world.wide_dtype)) + value
     finally:
         model.train(was_training)
@@ -77,4 +81,20 @@ def evaluate(
     total, *values = world.sum(float(count), *(float(sums[name]) if name in sums else 0.0 for name in names))
     means = {name: value / max(total, 1.0) for name, value in zip(names, values, strict=True)}
     loss = means.pop("loss")
+    if each:
+        means |= task.metrics({name: _gather(values, world) for name, values in each.items()})
     return EvalResult(loss, means, int(total), time.perf_counter() - start)
+
+
+def _gather(values: list[torch.Tensor], world: World) -> torch.Tensor:
+    """Every rank's values, one after the other, on the CPU; each rank may have another number of them."""
+    mine = torch.cat(values) if values else torch.zeros(0, dtype=world.wide_dtype, device=world.device)
+    sizes = [int(one) for one in world.gather_numbers(float(len(mine)))]
+    if max(sizes) == 0:
+        return mine.cpu()
+    padded = torch.zeros(max(sizes), dtype=mine.dtype, device=world.device)
+    padded[: len(mine)] = mine
+    output = torch.empty(world.size * max(sizes), dtype=mine.dtype, device=world.device)
+    world.wait(world.all_gather(output, padded))
+    rows = output.view(world.size, -1).cpu()
+    return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])

@@ -34,7 +34,7 @@ from paceline.engine.state import check_same_model, load_training_state
 from paceline.engine.stop import StopFlag
 from paceline.engine.summary import build_report
 from paceline.engine.train import Session, train
-from paceline.models.outline import outline
+from paceline.models.outline import Probe, outline
 from paceline.models.shape import ModelShape
 from paceline.parallel import Layout, make_strategy
 from paceline.parallel.base import Strategy, load_whole
@@ -136,6 +136,7 @@ class Built:
     """The model as the strategy has placed it, its shape before that, and what the optimizer must know of it."""
 
     task: Task
+    datasets: tuple[Any, Any | None]
     model: nn.Module
     shape: ModelShape
     matrices: frozenset[str]
@@ -148,8 +149,7 @@ def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None =
     that.
 
     The order is fixed here, for every strategy: activation checkpointing is a switch on the blocks' own forward, so that
-        whatever a
-    strategy hangs on a block runs around it; then the strategy places the model, tensor parallel first and sharding last.
+    whatever a strategy hangs on a block runs around it; then the strategy places the model.
     """
     _quiet_libraries(job.config, world.device.type)
     task = load_task(job.config)
@@ -164,9 +164,16 @@ def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None =
     if strategy.whole_on_first:
         model.to(world.device)  # else a model that no single device holds stays on the CPU until it is cut
     notices = task.setup(model)
-    shape, matrices = outline(model, job.config), matrices_of(model)
+    datasets = task.build_datasets()
+    probe = _probe(task, datasets[0]) if job.layout.axes.pipeline > 1 else None
+    shape, matrices = outline(model, job.config, probe), matrices_of(model)
     placed = strategy.place(model)
-    return Built(task, placed, shape, matrices, strategy, notices + strategy.notices)
+    return Built(task, datasets, placed, shape, matrices, strategy, notices + strategy.notices)
+
+
+def _probe(task: Task, dataset: Any) -> Probe:
+    """The task's loss on one sample: what its blocks hand on is what pipeline stages send."""
+    return Probe(lambda model: task.loss(model, task.collate([dataset[0]])), rows=1)
 
 
 def _build_model(task: Task, config: Config) -> nn.Module:
@@ -182,7 +189,7 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
     """Everything that a rank's training needs, at the step it shall go on from."""
     config, args = job.config, job.config.train_args
     task, strategy = built.task, built.strategy
-    train_dataset, eval_dataset = task.build_datasets()
+    train_dataset, eval_dataset = built.datasets
     optimizer = strategy.build_optimizer(lambda named: build_optimizer(args, job.derived.learning_rate, named, built.matrices))
     options = LoaderOptions(
         args.dataloader_num_workers, args.dataloader_prefetch_factor, args.dataloader_pin_memory and world.device.type != "cpu"

@@ -15,12 +15,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def model_type(name: str) -> str | None:
-    """The ``model_type`` of a local model folder, without importing anything; None where it cannot be read."""
+def config_numbers(name: str) -> dict[str, Any]:
+    """``config.json`` of a local model folder, without importing anything; empty where it cannot be read."""
     try:
-        found = json.loads((Path(resolve_model(name)).expanduser() / "config.json").read_text()).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
+        found = json.loads((Path(resolve_model(name)).expanduser() / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def model_type(name: str) -> str | None:
+    """The ``model_type`` of a local model folder; None where it cannot be read."""
+    found = config_numbers(name).get("model_type")
     return found if isinstance(found, str) and found.isidentifier() else None
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.config.optimizer import optimizer_bytes_per_element
@@ -14,7 +17,15 @@ from paceline.models.shape import ModelShape, TensorShape
 from paceline.models.tensor_plan import find_tensor_plan
 
 
-def outline(model: nn.Module, config: Config) -> ModelShape:
+@dataclass(frozen=True)
+class Probe:
+    """A forward through a model on a batch of ``rows`` samples: shows what its blocks give out, where nothing else tells."""
+
+    run: Callable[[nn.Module], object]
+    rows: int
+
+
+def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> ModelShape:
     """The shape of ``model`` as the task built it, before a strategy has placed it."""
     args = config.train_args
     first: dict[int, str] = {}
@@ -34,7 +45,7 @@ def outline(model: nn.Module, config: Config) -> ModelShape:
         blocks=tuple(name for name, _ in find_blocks(model)),
         tensor_plan=_tensor_plan(model, config),
         aliases=aliases,
-        block_output_elements=_block_output(model),
+        block_output_elements=_block_outputs(model, probe),
     )
 
 
@@ -45,15 +56,32 @@ def _tensor_plan(model: nn.Module, config: Config) -> dict[str, str]:
         return {}  # said where tensor parallelism is asked for
 
 
-def _block_output(model: nn.Module) -> int:
-    """Elements that a block gives out for each token or sample; 0 where not known."""
+def _block_outputs(model: nn.Module, probe: Probe | None) -> tuple[float, ...]:
+    """Elements that each block gives out for each token or sample; empty where not known."""
+    blocks = find_blocks(model)
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(inner, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     if isinstance(getattr(text, "hidden_size", None), int):
-        return int(text.hidden_size)
-    for _, block in find_blocks(model):
-        linear = [one for one in block.modules() if isinstance(one, nn.Linear)]
-        if linear:
-            return int(linear[-1].out_features)
-    return 0
+        return (float(text.hidden_size),) * len(blocks)
+    return () if probe is None else _probed(model, [block for _, block in blocks], probe)
+
+
+def _probed(model: nn.Module, blocks: list[nn.Module], probe: Probe) -> tuple[float, ...]:
+    sizes: dict[int, float] = {}
+
+    def note(block: nn.Module, _: object, output: object) -> None:
+        if isinstance(output, torch.Tensor):
+            sizes[id(block)] = output.numel() / probe.rows
+
+    handles = [block.register_forward_hook(note) for block in blocks]
+    was_training = model.training
+    model.eval()  # running statistics stay as they are
+    try:
+        with torch.no_grad():
+            probe.run(model)
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return tuple(sizes[id(block)] for block in blocks) if len(sizes) == len({id(block) for block in blocks}) else ()

@@ -39,7 +39,7 @@ class ModelShape:
         blocks: dotted names of the repeated blocks in the order in which they run ("model.layers.0", …).
         tensor_plan: dotted module name → how tensor parallelism cuts it ("colwise", "rowwise", …).
         aliases: further name → first name, of weights used under several names.
-        block_output_elements: elements that a block hands to the next, for each token (or sample); 0 where not known.
+        block_output_elements: elements that each block hands to the next, for each token (or sample); empty where not known.
     """
 
     parameters: tuple[TensorShape, ...]
@@ -49,7 +49,7 @@ class ModelShape:
     blocks: tuple[str, ...] = ()
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    block_output_elements: int = 0
+    block_output_elements: tuple[float, ...] = ()
 
     @property
     def trained(self) -> list[TensorShape]:

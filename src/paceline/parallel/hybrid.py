@@ -16,6 +16,8 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.models.language import config_numbers
+from paceline.models.tensor_plan import check_sizes as check_heads
 from paceline.models.tensor_plan import find_tensor_plan
 from paceline.parallel.base import (
     BuildOptimizer,
@@ -28,6 +30,8 @@ from paceline.parallel.base import (
 from paceline.parallel.buckets import GradientBuckets, norm_of
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.hybrid_cost import hybrid_cost
+from paceline.parallel.pipeline_stages import check_sizes as check_layers
+from paceline.parallel.pipeline_stages import num_chunks
 from paceline.parallel.replicated import changing_buffers, clip_factor
 from paceline.parallel.tensor import TensorSplit, check_plan_sizes
 from paceline.world.group import World
@@ -235,6 +239,22 @@ def _check(config: Config, axes: Axes) -> None:
             f"`train_args.optim: adafactor` with {cut}: its factored state needs whole matrices",
             fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
         )
+    if config.train_args.fp16 and axes.pipeline > 1:
+        raise ConfigError(
+            f"`train_args.fp16: true` with {cut}: only the last stage sees the loss that is scaled",
+            fix="set `train_args.bf16: true` instead, or `parallel.pipeline: 1`",
+        )
+    if axes.pipeline > 1 and axes.shard > 1 and config.parallel.pipeline_schedule == "zero_bubble":
+        raise ConfigError(
+            f"`parallel.pipeline_schedule: zero_bubble` with {cut}: its split backward passes FSDP by",
+            fix="set `parallel.pipeline_schedule: 1f1b`, or `parallel.shard: 1`",
+        )
+    if config.task in ("sft", "pretrain"):
+        numbers = config_numbers(config.model)
+        check_heads(numbers, axes.tensor)
+        chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.pipeline_chunks)
+        if axes.pipeline > 1:
+            check_layers(numbers, axes.pipeline, chunks)
     if config.parallel.sequence_parallel and axes.pipeline > 1:
         raise ConfigError(
             f"`parallel.sequence_parallel: true` with {cut}: stages hand over whole rows",

@@ -155,7 +155,7 @@ def _tensor_traffic(
     summed = sum(one.size_bytes // max(1, axes.shard) for one in cut.trained if _is_partial(one.name, stage, sequence))
     traffic["all_reduce"] += all_reduce_bytes(summed, size)
     if sequence and stage.blocks:
-        hidden = whole.block_output_elements
+        hidden = whole.block_output_elements[0] if whole.block_output_elements else 0.0
         outer = stage.parameters[0].element_bytes if stage.parameters else 4
         outer = min(outer, stage.low_bytes) if axes.shard > 1 and stage.low_bytes else outer
         traffic["all_gather"] += scatter_bytes(padded * hidden * outer, size)

@@ -59,10 +59,12 @@ def pipeline_cost(shape: ModelShape, num_ranks: int, chunks: int, schedule: str,
         )
 
     element_bytes = shape.parameters[0].element_bytes if shape.parameters else 4
-    boundary = round(work.micro_batches * work.positions * shape.block_output_elements * element_bytes)
     send = [0] * num_ranks
-    for stage in range(num_stages):
-        send[rank_of_stage(stage, num_ranks)] += boundary * ((stage > 0) + (stage < num_stages - 1))
+    for stage, (_, beyond) in enumerate(division.blocks[:-1]):  # forward to the next stage, and the gradient back
+        elements = shape.block_output_elements[beyond - 1] if shape.block_output_elements else 0.0
+        boundary = round(work.micro_batches * work.positions * elements * element_bytes)
+        send[rank_of_stage(stage, num_ranks)] += boundary
+        send[rank_of_stage(stage + 1, num_ranks)] += boundary
     for one in shape.trained:
         ranks = sorted({rank_of_stage(stage, num_ranks) for stage in division.stages[one.name]})
         for rank in ranks if len(ranks) > 1 else []:

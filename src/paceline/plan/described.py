@@ -76,21 +76,24 @@ def _check_folder(config: Config) -> None:
 
 
 def _other(task: Task, config: Config) -> Described:
-    from paceline.models.outline import outline
+    from paceline.models.outline import Probe, outline
 
     task.prepared = task.prepare()
     model, on_meta = _build(task)
+    dataset, _ = task.build_datasets()
+    shape = outline(model, config)
     notes = []
     activation_bytes, flops = 0, 0.0
     if on_meta:
         try:
-            activation_bytes, flops = _trial(task, model, config)
+            shape = outline(model, config, Probe(lambda one: task.loss(one, _to_meta(task.collate([dataset[0]]))), rows=1))
+            activation_bytes, flops = _trial(task, model, config, dataset)
         except Exception as error:  # the user's code, on tensors that hold no values
             first = (str(error).splitlines() or [""])[0][:120]
             notes.append(f"activations are not known: the model does not run without values ({type(error).__name__}: {first})")
     else:
         notes.append("activations are not known: the model cannot be built without values")
-    return Described(outline(model, config), None, activation_bytes, flops, notes=tuple(notes))
+    return Described(shape, None, activation_bytes, flops, notes=tuple(notes))
 
 
 def _build(task: Task) -> tuple[nn.Module, bool]:
@@ -117,7 +120,7 @@ def _build(task: Task) -> tuple[nn.Module, bool]:
         ) from error
 
 
-def _trial(task: Task, model: nn.Module, config: Config) -> tuple[int, float]:
+def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[int, float]:
     """(bytes kept for backward, operations of forward and backward) of one micro-batch, float32, nothing computed."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -126,7 +129,6 @@ def _trial(task: Task, model: nn.Module, config: Config) -> tuple[int, float]:
 
     if config.train_args.gradient_checkpointing:
         checkpoint_activations(model)
-    dataset, _ = task.build_datasets()
     size = config.train_args.per_device_train_batch_size
     batch = _to_meta(task.collate([dataset[index % len(dataset)] for index in range(size)]))
     weights = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}

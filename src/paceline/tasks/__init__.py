@@ -15,6 +15,7 @@ BUILT_IN = {
     "sft": "language models, loss on the answers",
     "pretrain": "language models, loss on every token",
     "classify": "images into classes",
+    "recommend": "the chance of a click, with embedding tables",
 }
 
 
@@ -33,6 +34,10 @@ def load_task(config: Config) -> Task:
         from paceline.tasks.classify import ClassifyTask
 
         return ClassifyTask(config)
+    if name == "recommend":
+        from paceline.tasks.recommend import RecommendTask
+
+        return RecommendTask(config)
     if ":" in name or name.endswith(".py"):
         from paceline.tasks.user import load_user_task
 

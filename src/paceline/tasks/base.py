@@ -9,13 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from paceline.config.schema import Config
+
+
+class StateSource(Protocol):
+    """Where the parts of a trained model are read from: a checkpoint."""
+
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of each whole tensor, by name."""
+
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor, on the CPU."""
 
 
 @dataclass
@@ -136,8 +146,17 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} needs loss(self, model, batch)")
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Sums over the batch, by name; the engine divides them by the global count. Must hold "loss"."""
+        """Sums over the batch, by name; the engine divides them by the global count. Must hold "loss". Those named in
+        :attr:`gathers` are values a sample instead."""
         return {"loss": self.loss(model, batch)}
+
+    #: names of results of :meth:`evaluate` that are no sums but values a sample, [num_samples]: for :meth:`metrics`
+    gathers: tuple[str, ...] = ()
+
+    def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Metrics that follow from no sum, such as an AUC: ``gathered`` has the :attr:`gathers` of the whole validation set, from
+        all ranks, in any order but the same for each name."""
+        return {}
 
     # -- at the end ---------------------------------------------------------------------------------------------------
     def save_model(self, model: nn.Module, folder: Path) -> None:
@@ -145,6 +164,11 @@ class Task:
         from safetensors.torch import save_model
 
         save_model(model, str(folder / "model.safetensors"))
+
+    def save_from(self, source: StateSource, folder: Path) -> bool:
+        """The same out of a checkpoint's parts, for a model that no single process need hold. False: this task cannot, and
+        :meth:`save_model` gets the whole model."""
+        return False
 
 
 def _first_tensor(batch: Any) -> torch.Tensor:

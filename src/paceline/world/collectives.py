@@ -25,10 +25,11 @@ from paceline.world.collectives_trace import Trace
 from paceline.world.group import World
 from paceline.world.traffic import uncounted
 
-#: Largest piece on the wire: small enough that a piece just received is still in the cache when it is added up.
-PIECE_BYTES = 1 << 20
+#: Largest piece on the wire. Each message has its price in system calls and wake-ups, so pieces are large; one is summed while
+#: the next is on its way, so a chunk should have several.
+PIECE_BYTES = 2 << 20
 #: Receives that are open at a time.
-WINDOW = 4
+WINDOW = 3
 
 Combine = Callable[[torch.Tensor, torch.Tensor], Any]
 

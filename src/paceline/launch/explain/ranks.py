@@ -113,9 +113,8 @@ def _rank(function: Callable[..., Any], rank: int, num_ranks: int, port: int, pi
     except PacelineError as error:
         pipe.send((False, error))
     except BaseException as error:
-        if os.environ.get("PACELINE_DEBUG"):
-            traceback.print_exc()
-        pipe.send((False, f"{type(error).__name__}: {error}"))
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        pipe.send((False, f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"))
     else:
         pipe.send((True, value))
 

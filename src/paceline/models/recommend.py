@@ -1,0 +1,232 @@
+"""A click model with embedding tables, after Naumov et al., "Deep Learning Recommendation Model for Personalization and
+Recommendation Systems" (2019): vectors of the ids and of the dense numbers, their pairwise dot products, a network on top."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.files import write_json_atomic
+from paceline.world.seeds import derive_seed
+
+DLRM = "builtin:dlrm"
+_FORMAT = "paceline-recommender"
+_BLOCK_ROWS = 4096
+_FILE_BYTES = 128 << 20
+
+
+class RowSource(Protocol):
+    """Where a table's rows come from when they are not in this process."""
+
+    def ask(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to fetch the rows ``ids`` (int64 [n], distinct); what is returned waits for them: float32 [n, dim]."""
+
+
+class Table(nn.Module):
+    """An embedding table, whose rows may lie in other processes: then ``weight`` has a shape and no values, and ``source`` gives
+    the rows of a batch.
+
+    The values at the start are a function of the table's seed and the row alone (uniform within 1/sqrt(rows), as in the paper's
+    code), so that any range of rows can be made anywhere.
+    """
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.dim = dim
+        # Drawn even where no values are made: the layers after this one start the same.
+        self.seed = int(torch.randint(0, 2**62, (), device="cpu"))
+        device = torch.device("meta") if _elsewhere else torch.get_default_device()
+        self.weight = nn.Parameter(torch.empty(rows, dim, device=device))
+        self.source: RowSource | None = None
+        if device.type != "meta":
+            with torch.no_grad():
+                fill_rows(self.weight, self.seed, rows, 0)
+
+    def ask(self, ids: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """Start to fetch the rows of ``ids`` (int64 [n]). What is returned gives (vectors, the ids' places among them)."""
+        if self.source is None:
+            return lambda: (self.weight, ids)
+        distinct, places = torch.unique(ids, return_inverse=True)
+        wait = self.source.ask(distinct)
+        return lambda: (wait(), places)
+
+    def forward(self, asked: Callable[[], tuple[torch.Tensor, torch.Tensor]], starts: torch.Tensor) -> torch.Tensor:
+        """The sum of each bag's rows [num_bags, dim]; ``starts`` int64 [num_bags + 1]."""
+        vectors, places = asked()
+        return functional.embedding_bag(places, vectors, starts, mode="sum", include_last_offset=True)
+
+
+_elsewhere = False
+
+
+@contextmanager
+def tables_elsewhere() -> Iterator[None]:
+    """Tables that are made within have a shape and no values."""
+    global _elsewhere
+    before, _elsewhere = _elsewhere, True
+    try:
+        yield
+    finally:
+        _elsewhere = before
+
+
+def fill_rows(target: torch.Tensor, seed: int, rows: int, start: int) -> None:
+    """Write the first values of the rows from ``start`` on into ``target`` [n, dim], of a table of ``rows`` rows. The values come
+    block by block, each block from a state of its own."""
+    bound, dim = 1.0 / math.sqrt(rows), target.shape[1]
+    end = start + target.shape[0]
+    for block in range(start // _BLOCK_ROWS, math.ceil(end / _BLOCK_ROWS)):
+        first = block * _BLOCK_ROWS
+        generator = torch.Generator().manual_seed(derive_seed(seed, "rows", block))
+        values = torch.empty(_BLOCK_ROWS, dim).uniform_(-bound, bound, generator=generator)
+        low, high = max(first, start), min(first + _BLOCK_ROWS, end)
+        target[low - start : high - start] = values[low - first : high - first]
+
+
+class ClickModel(nn.Module):
+    """``model(dense [N, D], ids, starts)`` gives the logit of a click [N]; ``ids`` and ``starts`` have one tensor a table."""
+
+    def __init__(self, num_dense: int, tables: Sequence[int], dim: int, bottom: Sequence[int], top: Sequence[int]) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(Table(rows, dim) for rows in tables)
+        self.bottom = _layers([num_dense, *bottom, dim], last=True) if num_dense else None
+        vectors = len(tables) + (1 if num_dense else 0)
+        pairs = torch.triu_indices(vectors, vectors, offset=1, device="cpu")
+        self.pairs = (pairs[0].tolist(), pairs[1].tolist())
+        width = len(self.pairs[0]) + vectors * dim
+        self.top = _layers([width, *top, 1])
+
+    def forward(self, dense: torch.Tensor, ids: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> torch.Tensor:
+        asked = [table.ask(one) for table, one in zip(self.tables, ids, strict=True)]  # type: ignore[operator]
+        vectors = [] if self.bottom is None else [self.bottom(dense)]
+        vectors += [table(one, begin) for table, one, begin in zip(self.tables, asked, starts, strict=True)]
+        stacked = torch.stack([one.to(vectors[0].dtype) for one in vectors], dim=1)  # [N, vectors, dim]
+        dots = torch.bmm(stacked, stacked.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        # The vectors themselves go up too, beside their products: an id's own weight needs no partner.
+        return self.top(torch.cat([stacked.flatten(1), dots], dim=1)).squeeze(1)
+
+
+def _layers(widths: Sequence[int], last: bool = False) -> nn.Sequential:
+    found: list[nn.Module] = []
+    for number, (inner, outer) in enumerate(zip(widths, widths[1:], strict=False)):
+        found.append(nn.Linear(inner, outer))
+        if last or number < len(widths) - 2:
+            found.append(nn.ReLU())
+    return nn.Sequential(*found)
+
+
+# -- building, saving and loading -----------------------------------------------------------------------------------------
+def model_args(config: Config, num_dense: int, tables: Sequence[int]) -> dict[str, Any]:
+    """Arguments of :class:`ClickModel` as the config says."""
+    said = config.recommend
+    return {"num_dense": num_dense, "tables": list(tables), "dim": said.embedding_dim, "bottom": said.bottom, "top": said.top}
+
+
+def check_click_model(name: str) -> None:
+    """Raise ConfigError where ``model`` names no click model."""
+    if name == DLRM or _spec(Path(name).expanduser()) is not None:
+        return
+    raise ConfigError(
+        f"`model: {name}` is no click model", allowed=f"{DLRM}, or the `model` folder of a run of `task: recommend`"
+    )
+
+
+def build_click_model(name: str, args: dict[str, Any]) -> ClickModel:
+    """The model that ``model`` names, for data of this form: fresh, or with the weights of a run's ``model`` folder.
+
+    Raises:
+        ConfigError: the folder's model has another form.
+    """
+    model = ClickModel(**args)
+    if name == DLRM:
+        return model
+    folder = Path(name).expanduser()
+    found = (_spec(folder) or {}).get("args")
+    if found != args:
+        raise ConfigError(
+            f"`model: {name}` has another form than the data and `recommend` say: {found}, not {args}",
+            fix=f"set `recommend` and the data as they were, or `model: {DLRM}`",
+        )
+    if any(one.device.type == "meta" for one in model.parameters()):
+        return model
+    _fill(model, folder)
+    return model
+
+
+def save_click_model(
+    folder: Path,
+    args: dict[str, Any],
+    form: dict[str, Any],
+    dense: dict[str, torch.Tensor],
+    tables: Iterable[tuple[str, int, Callable[[int, int], torch.Tensor]]],
+) -> None:
+    """Write what :func:`load_recommender` reads. A table goes into several files, a range of rows each, so that no process need
+    hold it whole.
+
+    Args:
+        form: what else a user of the model must know, such as the columns and their scale.
+        dense: all weights but the tables', by name.
+        tables: (name, rows, what gives the rows from a to b as a tensor) of each table.
+    """
+    from safetensors.torch import save_file
+
+    save_file({name: one.detach().contiguous().cpu() for name, one in dense.items()}, str(folder / "model.safetensors"))
+    files: dict[str, list[list[Any]]] = {}
+    for number, (name, rows, read) in enumerate(tables):
+        step = max(1, _FILE_BYTES // (4 * args["dim"]))
+        for part, start in enumerate(range(0, rows, step)):
+            file = f"table-{number:03d}-{part:05d}.safetensors"
+            values = read(start, min(start + step, rows)).detach().contiguous().cpu()
+            save_file({name: values.clone()}, str(folder / file))
+            files.setdefault(name, []).append([file, start])
+    write_json_atomic(folder / "config.json", {"format": _FORMAT, "model": DLRM, "args": args, "tables": files, "form": form})
+
+
+def load_recommender(folder: str | Path) -> tuple[ClickModel, dict[str, Any]]:
+    """A trained click model: (model in evaluation mode on the CPU, what its inputs are).
+
+    Raises:
+        ConfigError: the folder holds no click model.
+    """
+    folder = Path(folder).expanduser()
+    spec = _spec(folder)
+    if spec is None:
+        raise ConfigError(f"{folder} holds no click model", allowed="the `model` folder of a run of `task: recommend`")
+    model = ClickModel(**spec["args"])
+    _fill(model, folder)
+    return model.eval(), dict(spec["form"])
+
+
+def _fill(model: ClickModel, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    spec = _spec(folder)
+    assert spec is not None
+    found = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in load_file(str(folder / "model.safetensors")).items():
+            found[name].copy_(value)
+        for name, files in spec["tables"].items():
+            for file, start in files:
+                value = load_file(str(folder / file))[name]
+                found[name][start : start + len(value)] = value
+
+
+def _spec(folder: Path) -> dict[str, Any] | None:
+    """The config.json of a folder that this module wrote, else None."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("format") == _FORMAT else None

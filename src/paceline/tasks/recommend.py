@@ -1,0 +1,298 @@
+"""`task: recommend`: the chance of a click, from ids and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.schema import Config, TrainArgs
+from paceline.core.errors import ConfigError
+from paceline.core.words import counted
+from paceline.tasks.base import DataCounts, Prepared, StateSource, Task
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import nn
+
+    from paceline.data.clicks import ClickLog, Row
+
+#: Settings that mean something for language models alone.
+_LANGUAGE_KEYS = ("tokenizer", "format", "system", "chat_template")
+_LANGUAGE_ARGS = ("max_length", "overlong", "packing", "train_on_inputs")
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """Where the data lie in the cache, and which rows are held out."""
+
+    train: Path
+    evaluation: Path | None
+    split: float
+    seed: int
+    take: int | None
+    take_evaluation: int | None
+    mean: np.ndarray
+    std: np.ndarray
+    tables: tuple[int, ...]
+
+
+class RecommendTask(Task):
+    """A click model on `builtin:clicks` or on a click log of the user's.
+
+    The loss is binary cross entropy in nats, summed over rows; validation gives the exact AUC too, and `best_auc`, that of the
+    true chances, where the data's makers know them.
+    """
+
+    unit = "rows"
+    default_learning_rate = 1e-3
+    gathers = ("score", "label", "chance")
+
+    def check(self) -> None:
+        from paceline.models.recommend import check_click_model
+
+        config = self.config
+        if config.lora.enable:
+            raise ConfigError(
+                "`lora.enable: true` does not go with `task: recommend`", fix="take it out: click models are trained in full"
+            )
+        for key in ("dataset", "val_dataset"):
+            sources = config.sources(validation=key == "val_dataset")
+            if len(sources) > 1:
+                raise ConfigError(
+                    f"`{key}` names several sources, and `task: recommend` takes one", fix="put the rows into one file"
+                )
+            if sources and not sources[0].path.startswith("builtin:"):
+                self._check_columns()
+        check_click_model(config.model)
+
+    def _check_columns(self) -> None:
+        said = self.config.recommend
+        if not said.categorical:
+            raise ConfigError(
+                "`recommend.categorical` names no column, and a click log of your own needs at least one",
+                fix="set `recommend.categorical: [user, item]` and `recommend.dense: [age]` to your columns' names",
+            )
+        named = [said.label, *said.dense, *said.categorical]
+        twice = sorted({one for one in named if named.count(one) > 1})
+        if twice:
+            raise ConfigError(f"`recommend` names {', '.join(f'`{one}`' for one in twice)} more than once")
+        if isinstance(said.table_size, dict):
+            unknown = [one for one in said.table_size if one not in said.categorical]
+            if unknown:
+                raise ConfigError(
+                    f"`recommend.table_size` names `{unknown[0]}`, which is no categorical column",
+                    allowed=", ".join(said.categorical),
+                )
+
+    def prepare(self) -> Prepared:
+        """Read the data into the cache, where they are not there yet.
+
+        Raises:
+            ConfigError: no usable data, or ids for which a table has no row.
+        """
+        from paceline.data.cache import key_of
+        from paceline.data.clicks import stored_meta, take_count
+
+        config = self.config
+        name, take = take_count(config.sources()[0].path)
+        train = self._read(name, None)
+        validation, take_validation = None, None
+        if config.val_dataset is not None:
+            val_name, take_validation = take_count(config.sources(validation=True)[0].path)
+            if (val_name.startswith("builtin:")) != (name.startswith("builtin:")):
+                raise ConfigError(f"`val_dataset: {val_name}` and `dataset` are not of one kind", fix="take both from files")
+            validation = self._read(val_name, train)
+        empty: Any = None
+        handle = _Handle(
+            train, validation, config.split_dataset_ratio, config.train_args.seed, take, take_validation, empty, empty, ()
+        )
+        rows, held_out = _split(handle)
+        mean, std = rows.scale()
+        handle = replace(handle, mean=mean, std=std, tables=rows.tables)
+        meta = stored_meta(train)
+        kept = len(rows) + (len(held_out) if held_out is not None and validation is None else 0)
+        taken = meta["read"] if take is None else kept + sum(meta["dropped"].values())
+        return Prepared(
+            num_train=len(rows),
+            num_eval=0 if held_out is None else len(held_out),
+            counts=DataCounts(read=taken, kept=kept, dropped=dict(meta["dropped"])),
+            notices=_ignored(config) + _about(name, rows, held_out, meta),
+            fingerprint=key_of([train.name, take, config.split_dataset_ratio, config.train_args.seed]),
+            handle=handle,
+        )
+
+    def _read(self, name: str, train: Path | None) -> Path:
+        from paceline.data.clicks import builtin_clicks
+        from paceline.data.clicks_read import read_clicks
+
+        return builtin_clicks(name) if name.startswith("builtin:") else read_clicks(name, self.config.recommend, train)
+
+    def build_datasets(self) -> tuple[Any, Any | None]:
+        return _split(self._handle())
+
+    def build_model(self) -> nn.Module:
+        from paceline.models.recommend import build_click_model
+
+        return build_click_model(self.config.model, self._model_args())
+
+    def _model_args(self) -> dict[str, Any]:
+        from paceline.models.recommend import model_args
+
+        handle = self._handle()
+        return model_args(self.config, len(handle.mean), handle.tables)
+
+    def collate(self, samples: Sequence[Row]) -> dict[str, Any]:
+        """``label`` float32 [N], ``dense`` float32 [N, D], ``ids`` and ``starts``: int64 [n] and [N + 1] for each table."""
+        import numpy as np
+        import torch
+
+        batch = samples[0].log.batch(np.array([one.place for one in samples], dtype=np.int64))
+        return {
+            key: [torch.from_numpy(one) for one in value] if isinstance(value, list) else torch.from_numpy(value)
+            for key, value in batch.items()
+        }
+
+    def count(self, batch: Any) -> int:
+        return int(batch["label"].shape[0])
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Binary cross entropy in nats, summed over the rows."""
+        return self._loss(self._logits(model, batch), batch)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """Summed over the rows: ``loss``; a value a row: ``score`` (the logit), ``label``, and ``chance`` where it is known."""
+        logits = self._logits(model, batch)
+        found = {"loss": self._loss(logits, batch), "score": logits, "label": batch["label"]}
+        return found | ({"chance": batch["chance"]} if "chance" in batch else {})
+
+    def _logits(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        logits: torch.Tensor = model(batch["dense"], batch["ids"], batch["starts"])
+        return logits.float()
+
+    def _loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        from torch.nn import functional
+
+        return functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum")
+
+    def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
+        """``auc`` over the whole set, exact, and ``best_auc``, that of the true chances, where they are known."""
+        from paceline.data.clicks_auc import exact_auc
+
+        labels = gathered["label"].numpy()
+        found = {"auc": exact_auc(labels, gathered["score"].numpy())}
+        if len(gathered["chance"]):
+            found["best_auc"] = exact_auc(labels, gathered["chance"].numpy())
+        return found
+
+    def save_model(self, model: nn.Module, folder: Path) -> None:
+        """Weights, tables, and what the inputs are; :func:`paceline.models.recommend.load_recommender` reads them back."""
+        named = dict(model.named_parameters())
+
+        self._save(folder, {name: one for name, one in named.items() if not _is_table(name)}, named.__getitem__)
+
+    def save_from(self, source: StateSource, folder: Path) -> bool:
+        shapes = {name.removeprefix("model/"): one[1] for name, one in source.tensors().items() if name.startswith("model/")}
+
+        class Rows:
+            """A table in the checkpoint, read range by range."""
+
+            def __init__(self, name: str) -> None:
+                self.name = name
+                self.shape = shapes[name]
+
+            def __getitem__(self, rows: slice) -> torch.Tensor:
+                return source.read(f"model/{self.name}", (rows.start, 0), (rows.stop - rows.start, self.shape[1]))
+
+        dense = {
+            name: source.read(f"model/{name}", (0,) * len(shape), shape)
+            for name, shape in shapes.items()
+            if not _is_table(name)
+        }
+        self._save(folder, dense, Rows)
+        return True
+
+    def _save(self, folder: Path, dense: dict[str, torch.Tensor], table: Any) -> None:
+        from paceline.data.clicks import stored_meta
+        from paceline.models.recommend import save_click_model
+
+        handle, said = self._handle(), self.config.recommend
+        meta = stored_meta(handle.train)
+        form = {
+            "dense": said.dense or [f"d{number + 1}" for number in range(len(handle.mean))],
+            "categorical": list(meta["names"]),
+            "ids": said.ids,
+            "mean": handle.mean.tolist(),
+            "std": handle.std.tolist(),
+            "vocabulary": meta.get("vocabulary"),
+        }
+        tables = []
+        for number, rows in enumerate(handle.tables):
+            one = table(f"tables.{number}.weight")
+            tables.append((f"tables.{number}.weight", rows, lambda start, stop, one=one: one[start:stop]))
+        save_click_model(folder, self._model_args(), form, dense, tables)
+
+    def _handle(self) -> _Handle:
+        assert self.prepared is not None, "the engine sets `prepared` before the datasets are built"
+        handle: _Handle = self.prepared.handle
+        return handle
+
+
+def _is_table(name: str) -> bool:
+    return name.startswith("tables.")
+
+
+def _split(handle: _Handle) -> tuple[ClickLog, ClickLog | None]:
+    """The training and the validation rows."""
+    import numpy as np
+
+    from paceline.data.clicks import open_stored
+    from paceline.data.tokenize import split_indices
+    from paceline.world.seeds import derive_seed
+
+    def some(log: ClickLog, take: int | None) -> ClickLog:
+        if take is None or take >= len(log):
+            return log
+        chosen = np.random.default_rng(derive_seed(handle.seed, "take")).permutation(len(log))[:take]
+        return log.take(np.sort(chosen))
+
+    rows, held_out = some(open_stored(handle.train), handle.take), None
+    if handle.evaluation is not None:
+        held_out = some(open_stored(handle.evaluation), handle.take_evaluation)
+    elif handle.split > 0:
+        keep, out = split_indices(len(rows), handle.split, handle.seed)
+        rows, held_out = rows.take(keep), rows.take(out)
+    if handle.mean is None:
+        return rows, held_out
+    scaled = {"mean": handle.mean, "std": handle.std}
+    return replace(rows, **scaled), None if held_out is None else replace(held_out, **scaled)
+
+
+def _about(name: str, rows: ClickLog, held_out: ClickLog | None, meta: dict[str, Any]) -> list[tuple[str, str]]:
+    from paceline.data.clicks_auc import exact_auc
+
+    columns = ", ".join(f"{column} {size:,}" for column, size in zip(rows.names, rows.tables, strict=True))
+    clicks = float(rows.column(rows.labels).mean())
+    notices = [("info", f"{name}: {counted(len(rows), 'training row')}, {clicks:.1%} clicks; rows of the tables: {columns}")]
+    if meta["dropped"]:
+        each = "; ".join(f"{reason}: {number:,}" for reason, number in sorted(meta["dropped"].items()))
+        notices.append(("warning", f"{name}: {sum(meta['dropped'].values()):,} rows left out ({each})"))
+    if held_out is not None:
+        text = f"validation: {counted(len(held_out), 'row')}"
+        if held_out.chance is not None:
+            best = exact_auc(held_out.column(held_out.labels), held_out.column(held_out.chance))
+            text += f"; the best AUC that a model can reach on them is {best:.4f}, that of the chances they were drawn from"
+        notices.append(("info", text))
+    return notices
+
+
+def _ignored(config: Config) -> list[tuple[str, str]]:
+    """A notice for each setting that was changed and means nothing here."""
+    defaults = TrainArgs()
+    named = [key for key in _LANGUAGE_KEYS if getattr(config, key) != Config.model_fields[key].default]
+    named += [f"train_args.{key}" for key in _LANGUAGE_ARGS if getattr(config.train_args, key) != getattr(defaults, key)]
+    for source in config.sources() + config.sources(validation=True):
+        named += [f"dataset.{key}" for key in ("columns", "name") if getattr(source, key)]
+    return [("warning", f"`{key}` has no effect on `task: recommend`") for key in named]
