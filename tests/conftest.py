@@ -33,7 +33,7 @@ _NOT_RUN = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick tests first. Without an accelerator the ``gpu`` ones are not run at all, and ``soak`` ones only where -m asks for them."""
+    """Quick tests first. Without an accelerator the ``gpu`` ones are not run; ``soak`` ones only where -m asks for them."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
     left_out = {"gpu": not _accelerator(), "soak": "soak" not in config.option.markexpr}
     config.stash[_NOT_RUN] = {}

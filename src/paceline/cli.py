@@ -25,6 +25,8 @@ usage: paceline VERB …
   export       RUN --merge --output DIR      write the merged model, ready for plain transformers
   inspect      CHECKPOINT                    what a checkpoint holds, and its digest
   explain      all-reduce                    an algorithm on real ranks (broadcast, ddp, zero, dp; --output PAGE.html)
+  data         count FILE …                  count words over all ranks (--ranks N, --by tokens, --output FILE.tsv, …)
+  data         stats CONFIG.yaml [key=value …]  lengths, duplicates, what each max_length would cut (--output PAGE.html)
   bench        collectives                   their latency and bandwidth (--ranks 2,4, --sizes 1KB,25MB, --output …)
 
 Every verb takes --json: the result alone on standard output. Keys: docs/config.md.
@@ -213,6 +215,19 @@ def _bench(tokens: list[str], _: float) -> int:
     return bench(make_request(what, values), flags["json"])
 
 
+def _data(tokens: list[str], _: float) -> int:
+    from paceline.launch.data_verb import COUNT_VALUES, check_action, count, make_request
+
+    flags, tokens = _take_flags(tokens, "json", "debug")
+    if check_action(tokens) == "count":
+        values, files = _take_values(tokens[1:], COUNT_VALUES)
+        return count(make_request(files, values), flags["json"])
+    from paceline.launch.data_stats import show_stats
+
+    values, tokens = _take_values(tokens[1:], {"output": str})
+    return show_stats(tokens, values.get("output"), flags["json"])
+
+
 _VERBS: dict[str, Callable[[list[str], float], int]] = {
     "sft": _train,
     "train": _train,
@@ -224,6 +239,7 @@ _VERBS: dict[str, Callable[[list[str], float], int]] = {
     "inspect": _inspect,
     "explain": _explain,
     "bench": _bench,
+    "data": _data,
 }
 
 

@@ -55,7 +55,7 @@ def digest(path: Path) -> str:
     return checkpoint.inspect(checkpoint.find(path))["digest"]
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 60.0) -> None:
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180.0) -> None:
     """Until the run has made ``step`` updates; fails where it ends before."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -95,7 +95,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
 def wait_for_checkpoint(
     folder: Path, process: subprocess.Popen[str], failed: bool, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
         meanwhile()

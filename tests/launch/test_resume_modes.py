@@ -13,13 +13,12 @@ from paceline.engine import checkpoint
 
 pytestmark = pytest.mark.slow
 
-SAMPLES = 8  # of a global batch
+MICRO_BATCH, SAMPLES = 4, 16  # samples of a micro-batch (as in MICRO), and of a global batch
 # A constant rate: each life of the run ends at its own last step, on which another schedule would depend.
 WORDS = (
     "train_args.learning_rate=1e-3",
     "train_args.warmup_steps=2",
     "train_args.lr_scheduler_type=constant_with_warmup",
-    "per_device_train_batch_size=2",
 )
 
 #: name → (ranks, replicas, words)
@@ -41,8 +40,9 @@ MODES = {
 
 def words_of(mode: str, step: int) -> list[str]:
     ranks, replicas, words = MODES[mode]
-    accumulation = SAMPLES // 2 // replicas
-    return [*words, f"parallel.num_gpus={ranks}", f"gradient_accumulation_steps={accumulation}", f"train_args.save_steps={step}"]
+    accumulation = SAMPLES // MICRO_BATCH // replicas
+    batch = f"gradient_accumulation_steps={accumulation}"
+    return [*words, f"parallel.num_gpus={ranks}", batch, f"train_args.save_steps={step}"]
 
 
 def stop_at(folder: Path, mode: str, step: int) -> None:

@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from paceline.config.schema_communication import AllReduce, Compression
 from paceline.config.schema_local import LocalSgd
 from paceline.config.schema_recommend import Recommend
-from paceline.config.schema_communication import AllReduce, Compression
+from paceline.config.schema_server import ParameterServer
 from paceline.config.section import Auto, Section, Text
 
 
@@ -37,8 +38,8 @@ class Parallel(Section):
     mode: Text = Field(
         "auto",
         description="`auto`, `single`, `dp`, `ddp`, `zero1`, `zero2`, `zero3` (also called `fsdp`), `deepspeed`, `tensor`, "
-        "`pipeline`, `hybrid`, or a strategy of your own as `package.module:Class`. `auto`: the fastest that fits in memory, "
-        "as `paceline plan` says; `hybrid` where sizes of axes are given.",
+        "`pipeline`, `hybrid`, `local_sgd`, `diloco`, `parameter_server`, or a strategy of your own as `package.module:Class`. "
+        "`auto`: the fastest that fits in memory, as `paceline plan` says; `hybrid` where sizes of axes are given.",
     )
     data: Annotated[int, Field(ge=1)] | None = Field(None, description="Replicas. Default: what the other axes leave.")
     shard: Annotated[int, Field(ge=1)] | None = Field(
@@ -234,6 +235,9 @@ class Config(Section):
     evaluation: Evaluation = Field(default_factory=Evaluation, description="How the validation data is run.")
     classify: Classify = Field(default_factory=Classify, description="Settings of `task: classify`.")
     recommend: Recommend = Field(default_factory=Recommend, description="Settings of `task: recommend`.")
+    parameter_server: ParameterServer = Field(
+        default_factory=ParameterServer, description="Settings of `parallel.mode: parameter_server`."
+    )
     task_args: dict[str, object] = Field(
         default_factory=dict, description="Free settings for your own task; it reads them as `self.config.task_args`."
     )

@@ -22,9 +22,9 @@ class Compression(Section):
 
     method: Method | list[Method] = Field(
         "none",
-        description="`none`; `bf16`, `fp16`, `int8` (fewer bits an element); `topk`, `randomk` (few elements); `powersgd` (matrices "
-        "of low rank); `signsgd` (signs, by majority vote); or a chain such as `[topk, bf16]`: what the first one chose, in fewer "
-        "bits.",
+        description="`none`; `bf16`, `fp16`, `int8` (fewer bits an element); `topk`, `randomk` (few elements); `powersgd` "
+        "(matrices of low rank); `signsgd` (signs, by majority vote); or a chain such as `[topk, bf16]`: what the first one "
+        "chose, in fewer bits.",
     )
     ratio: float = Field(0.01, gt=0, le=1, description="`topk`, `randomk`: share of the elements that is sent.")
     rank: int = Field(4, ge=1, le=1024, description="`powersgd`: rank of the matrices that stand for the gradient's.")
@@ -35,8 +35,8 @@ class Compression(Section):
     )
     local_moments: Auto | bool = Field(
         "auto",
-        description="`topk`, `randomk` with `adamw` or `adam`: each rank keeps Adam's moments of its own gradient and sends the "
-        "direction that follows from them. `auto`: yes.",
+        description="`topk`, `randomk` with `adamw` or `adam`: each rank keeps Adam's moments of its own gradient and sends "
+        "the direction that follows from them. `auto`: yes.",
     )
     momentum_correction: Auto | bool = Field(
         "auto",
@@ -73,7 +73,7 @@ class Compression(Section):
 AllReduce = Annotated[
     Literal["native", "ring", "tree", "halving", "naive"],
     Field(
-        description="How `ddp` sums gradients over the ranks: `native` by the backend, or by an algorithm of Paceline's own over "
-        "point-to-point messages. The losses are the same to rounding.",
+        description="How `ddp` sums gradients over the ranks: `native` by the backend, or by an algorithm of Paceline's own "
+        "over point-to-point messages. The losses are the same to rounding.",
     ),
 ]

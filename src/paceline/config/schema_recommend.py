@@ -25,8 +25,8 @@ class Recommend(Section):
     )
     ids: Literal["hash", "vocabulary", "given"] = Field(
         "hash",
-        description="How a value becomes a row of its table: by its hash; by its place among the training data's values (unknown "
-        "ones share row 0); or the value is the row's number itself.",
+        description="How a value becomes a row of its table: by its hash; by its place among the training data's values "
+        "(unknown ones share row 0); or the value is the row's number itself.",
     )
     table_size: Size | dict[str, Size] | None = Field(
         None,

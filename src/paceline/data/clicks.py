@@ -23,10 +23,10 @@ CLICKS = "builtin:clicks"
 _MARK = "meta.json"
 
 # The generative model of `builtin:clicks`.
-_TABLES = (2000, 1000, 500, 200, 50, 10)
+_TABLES = (1000, 500, 200, 100, 50, 10)
 _NUM_DENSE = 4
-_NUM_ROWS = 120_000
-_POWER = 1.05  # the id of rank r is drawn in proportion to r^-1.05
+_NUM_ROWS = 400_000
+_POWER = 1.2  # the id of rank r is drawn in proportion to r^-1.2
 _FACTORS = 3
 _VERSION = 1
 
@@ -83,8 +83,8 @@ class ClickLog:
         return dense.mean(axis=0).astype(np.float32), np.where(std > 0, std, 1.0).astype(np.float32)
 
     def batch(self, rows: np.ndarray) -> dict[str, Any]:
-        """The rows at ``rows`` (places in the arrays) as NumPy arrays: ``label`` [N], ``dense`` [N, D], and for each categorical
-        column ``ids`` [n] and ``starts`` [N + 1]; ``chance`` [N] where it is known."""
+        """The rows at ``rows`` (places in the arrays) as NumPy arrays: ``label`` [N], ``dense`` [N, D], and for each
+        categorical column ``ids`` [n] and ``starts`` [N + 1]; ``chance`` [N] where it is known."""
         dense = self.dense[rows]
         if self.mean is not None and self.std is not None:
             dense = (dense - self.mean) / self.std
@@ -189,7 +189,7 @@ def builtin_clicks(name: str) -> Path:
 def generate(num_rows: int, tables: Sequence[int] = _TABLES, num_dense: int = _NUM_DENSE) -> ClickLog:
     """Rows of the generative model behind `builtin:clicks`, always the same.
 
-    The dense numbers x are standard normal. In each column the id of rank r is drawn in proportion to r^-1.05, and the ids are
+    The dense numbers x are standard normal. In each column the id of rank r is drawn in proportion to r^-1.2, and the ids are
     numbered in an order that has nothing to do with the rank. A click has the chance
     sigmoid(b + w·x + sum of a_f[id_f] + sum over pairs f < g of u_f[id_f]·u_g[id_g]),
     with a normal weight for each id and three normal factors an id. No model can rank the rows better than these chances do.

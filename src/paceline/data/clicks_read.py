@@ -27,8 +27,8 @@ def read_clicks(given: str, settings: Recommend, train: Path | None = None) -> P
         train: folder of the training data in the cache, where this file is validation data: its tables and vocabularies hold.
 
     Raises:
-        ConfigError: no such file or column, no usable row, or ids that a table has no row for (named with the column, the id and
-            the table's size).
+        ConfigError: no such file or column, no usable row, or ids that a table has no row for (named with the column, the id
+            and the table's size).
     """
     file = Path(given).expanduser()
     if not file.is_file():
@@ -179,10 +179,10 @@ class _Reader:
                 size = self.sizes[place]
                 if size is not None and len(rows) + 1 > size:
                     raise ConfigError(
-                        f"`{name}` of `{self.file}` has {len(rows):,} values, the last with the id {len(rows)}, and its table has "
-                        f"{size:,} rows (row 0 is for unknown values)",
-                        fix=f"set `recommend.table_size` to at least {len(rows) + 1} for `{name}`, raise `recommend.min_count`, or "
-                        "set `recommend.ids: hash`",
+                        f"`{name}` of `{self.file}` has {len(rows):,} values, the last with the id {len(rows)}, and its table "
+                        f"has {size:,} rows (row 0 is for unknown values)",
+                        fix=f"set `recommend.table_size` to at least {len(rows) + 1} for `{name}`, raise "
+                        "`recommend.min_count`, or set `recommend.ids: hash`",
                     )
                 self.sizes[place] = size or len(rows) + 1
             new = [0] * len(values)

@@ -13,8 +13,9 @@ from paceline.world.group import World
 class Meter:
     """Adds up on the device; waits for it only where figures are asked for (:meth:`gather`)."""
 
-    def __init__(self, world: World, started_at: float, has_tokens: bool) -> None:
+    def __init__(self, world: World, started_at: float, has_tokens: bool, traffic_period: int = 1) -> None:
         self.world = world
+        self.traffic_period = traffic_period  # steps after which what is sent in a step repeats
         self.started_at = started_at  # seconds since the epoch, when the command began
         self.has_tokens = has_tokens
         self.time_to_first_step_s: float | None = None
@@ -39,10 +40,13 @@ class Meter:
     def data_ready(self) -> None:
         self._data_s += time.perf_counter() - self._start
 
-    def end(self, counts: torch.Tensor, loss_sum: torch.Tensor) -> None:
-        """``counts``: global [labels, tokens, samples, …]; ``loss_sum``: this rank's sum."""
-        self._loss += loss_sum
+    def count(self, counts: torch.Tensor) -> None:
+        """Add a step's global [labels, tokens, samples, …]; perhaps a step late, but before :meth:`gather`."""
         self._counts += counts
+
+    def end(self, loss_sum: torch.Tensor) -> None:
+        """The end of a step; ``loss_sum``: this rank's sum."""
+        self._loss += loss_sum
         self._steps += 1
         self._steps_done += 1
         self._comm_s += self.world.wait_s - self._wait_before
@@ -110,7 +114,9 @@ class Meter:
 
     @property
     def usual_traffic(self) -> int | None:
-        """Median bytes this rank sent in a step."""
+        """Median bytes this rank sent in a step; where traffic has a period, the mean over the last whole one."""
+        if 1 < self.traffic_period <= len(self.traffic_per_step):
+            return round(sum(self.traffic_per_step[-self.traffic_period :]) / self.traffic_period)
         ordered = sorted(self.traffic_per_step)
         return ordered[len(ordered) // 2] if ordered else None
 

@@ -39,6 +39,7 @@ def render_report(
         "plots": _plots(steps, _effective_evals(events), start, lives),
         "data": _data_rows(report.get("data") or start.get("data") or {}),
         "predictions": _predictions(report),
+        "communication": _communication(report.get("communication") or {}),
         "certificate": certificate and certificate_page(certificate),
         "ranks": _rank_table(steps),
         "notices": [_notice(event) for event in events if event["type"] == "notice" or event.get("error")],
@@ -145,6 +146,18 @@ def _predictions(report: dict[str, Any]) -> list[dict[str, str]]:
         ratio = f"{measured / predicted:.3f}" if predicted and measured is not None else wording.UNKNOWN
         rows.append({"name": name, "predicted": wording.size(predicted), "measured": wording.size(measured), "ratio": ratio})
     return rows
+
+
+def _communication(figures: dict[str, Any]) -> list[dict[str, str]]:
+    """What gradient compression came to."""
+    if not figures:
+        return []
+    ratio, norm = wording.finite(figures.get("ratio_sent")), wording.finite(figures.get("residual_norm"))
+    return [
+        {"name": "Method", "value": str(figures.get("method"))},
+        {"name": "Sent, of what plain ddp sends", "value": f"1/{ratio:.4g}" if ratio else wording.UNKNOWN},
+        {"name": "Norm of what waits to be sent", "value": "nothing waits" if norm is None else f"{norm:.4g}"},
+    ]
 
 
 def _rank_table(steps: list[Event]) -> dict[str, Any]:

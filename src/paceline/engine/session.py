@@ -85,6 +85,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
                 reason = _stop_reason(stop) if status == "stopped" else None
                 events.emit("run_end", status=status, step=session.step, reason=reason, wall_s=report["wall_s"])
             world.barrier()
+            built.strategy.close()
             return {"status": status, "report": report if world.is_first else None}
     except BaseException as error:
         if world.is_first:  # the command line says the same, once, when all ranks have ended
@@ -154,10 +155,11 @@ def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None =
     _quiet_libraries(job.config, world.device.type)
     task = load_task(job.config)
     task.prepared = job.prepared
-    model = _build_model(task, job.config)
+    strategy = make_strategy(job.layout.strategy, job.config, world)
+    with strategy.building():
+        model = _build_model(task, job.config)
     if adjust is not None:
         adjust(model)
-    strategy = make_strategy(job.layout.strategy, job.config, world)
     strategy.num_devices = job.layout.axes.replicas if job.layout.num_processes == 1 else 1
     if not any(one.requires_grad for one in model.parameters()):
         raise RunError("the model has no parameter to train: all are frozen", fix="set requires_grad on what shall be trained")
@@ -214,11 +216,13 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
         events=events,
         run_dir=run_dir,
         stop=stop,
-        meter=Meter(world, job.started_at, has_tokens=job.prepared.train_tokens is not None),
+        meter=Meter(world, job.started_at, job.prepared.train_tokens is not None, strategy.traffic_period),
         saver=Saver(world, run_dir.checkpoints, args.save_total_limit, events, background=args.async_save),
         fingerprint=job.prepared.fingerprint,
     )
+    said = len(strategy.notices)
     resumed = _resume(session, job)
+    notices = built.notices + strategy.notices[said:]  # what the checkpoint did not hold, or held in vain
     accumulation = job.derived.gradient_accumulation_steps
     if job.layout.num_processes == 1:  # one process works on the micro-batches of all devices
         accumulation *= job.layout.axes.replicas
@@ -228,12 +232,12 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
         task.collate,
         rank=strategy.replica,
         world_size=world.axes.replicas,
-        accumulation=accumulation,
+        accumulation=accumulation if strategy.works else 0,
         first_step=session.step,
         last_step=job.derived.steps,
         options=options,
     )
-    _announce(session, job, built.notices, resumed)
+    _announce(session, job, notices, resumed)
     return session
 
 
@@ -321,23 +325,37 @@ def _quiet_libraries(config: Config, device_type: str) -> None:
 
 def _save_model(session: Session) -> None:
     """``model/`` appears whole, on rank 0."""
-    if session.world.is_first:
-        final = session.run_dir.model
-        aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-        for old in final.parent.glob(f".{final.name}.*.tmp"):
-            shutil.rmtree(old, ignore_errors=True)
-        try:
-            aside.mkdir()
-            session.task.save_model(_whole_model(session), aside)
-            replace_dir(aside, final)
-        except checkpoint.write_errors() as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise RunError(
-                f"the trained model could not be written to {final}: {checkpoint.reason_of(error)} (free: "
-                f"{human_bytes(shutil.disk_usage(final.parent).free)})",
-                fix="free some space; the same command goes on from the last checkpoint and writes it",
-            ) from error
+    with session.strategy.consolidated():
+        if session.world.is_first:
+            _write_model(session)
     session.world.barrier()
+
+
+def _write_model(session: Session) -> None:
+    final = session.run_dir.model
+    aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    for old in final.parent.glob(f".{final.name}.*.tmp"):
+        shutil.rmtree(old, ignore_errors=True)
+    try:
+        aside.mkdir()
+        if not _save_from_parts(session, aside):
+            session.task.save_model(_whole_model(session), aside)
+        replace_dir(aside, final)
+    except checkpoint.write_errors() as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise RunError(
+            f"the trained model could not be written to {final}: {checkpoint.reason_of(error)} (free: "
+            f"{human_bytes(shutil.disk_usage(final.parent).free)})",
+            fix="free some space; the same command goes on from the last checkpoint and writes it",
+        ) from error
+
+
+def _save_from_parts(session: Session, folder: Path) -> bool:
+    """Write the model out of the last checkpoint's parts, where the task can, so that no process holds it whole."""
+    if session.strategy.whole_on_first:
+        return False
+    with checkpoint.CheckpointReader(session.run_dir.checkpoints / checkpoint.name_of(session.step)) as reader:
+        return session.task.save_from(reader, folder)
 
 
 def _whole_model(session: Session) -> nn.Module:

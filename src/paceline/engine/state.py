@@ -57,7 +57,16 @@ def check_same_model(path: Path, shape: ModelShape) -> None:
 
 def load_training_state(session: Session, source: StateSource, step: int) -> None:
     """The reverse, on every rank."""
-    session.strategy.load_state(source)
+    strategy = session.strategy
+    strategy.load_state(source)
+    if not strategy.trains_apart and any(name.startswith("local/") for name in source.tensors()):
+        strategy.notices.append(
+            (
+                "warning",
+                "the checkpoint is of workers that trained on their own: this goes on from the mean of their parameters and "
+                "the first one's optimizer; the rest of their state is dropped",
+            )
+        )
     scaler = {name: float(source.read(name, (), ())) for name in source.tensors() if name.startswith("scaler/")}
     session.precision.load_state(scaler)
     session.step = session.first_step = step

@@ -23,6 +23,7 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
     held = [int(one) for one in world.gather_numbers(session.strategy.state_bytes())]
     traffic = meter.usual_traffic
     sent = [int(one) for one in world.gather_numbers(-1 if traffic is None else traffic)]
+    figures = session.strategy.figures(max(sent) if max(sent) > 0 else None)
     events = read_events(session.run_dir.events) if world.is_first else []
     steps = effective_steps(events)
     cost = session.strategy.cost(session.shape, job.layout.axes, workload(session), session.config)
@@ -48,6 +49,7 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
         "final_train_loss": steps[-1]["loss"] if steps else None,
         "final_eval_loss": evals[-1]["loss"] if evals else None,
         "final_eval_metrics": evals[-1].get("metrics") if evals else None,
+        **figures,
         "peak_memory_bytes": peaks,
         "state_memory_bytes": {"predicted": cost.state, "measured": max(held)},
         "traffic_bytes_per_step": {"predicted": cost.traffic_per_step, "measured": max(sent) if max(sent) >= 0 else None},

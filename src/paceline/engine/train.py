@@ -60,6 +60,7 @@ class Session:
     step: int = 0  # updates made so far
     said_nan: bool = False
     eval_losses: dict[int, float] = field(default_factory=dict)
+    unread: list[StepCounts] = field(default_factory=list)  # on their way, of the step made last
 
 
 def train(session: Session) -> str:
@@ -92,8 +93,10 @@ def train_step(session: Session) -> bool:
     micro_batches = [one.to(world.device) for one in next(session.batches)]
     meter.data_ready()
 
-    # The global count divides the loss; it travels while the first forward runs. The wish to stop travels with it.
+    # The count divides the loss; it travels while the first forward runs. The wish to stop travels with it.
     counts = StepCounts(session, micro_batches)
+    for earlier in session.unread[: max(0, len(session.unread) - session.strategy.counts_late + 1)]:
+        earlier.read()  # sent a step ago, or as many as the strategy lets pass
     first_number = session.strategy.replica * len(micro_batches)
     losses: dict[int, torch.Tensor] = {}  # by micro-batch, and added in that order: some strategies run them in another
 
@@ -118,10 +121,25 @@ def train_step(session: Session) -> bool:
         not_finite = "the gradient is not finite; the update was skipped"
         session.events.notice(f"step {step + 1}: {overflow if session.precision.scaler else not_finite}", level="warning")
     session.step += 1
-    meter.end(counts.tensor, sum_in_order(losses if session.strategy.speaks else {}, world.device))
-    if session.step % config.train_args.logging_steps == 0 or session.step in (session.first_step + 1, session.derived.steps):
+    meter.end(sum_in_order(losses if session.strategy.speaks else {}, world.device))
+    logging = session.step % config.train_args.logging_steps == 0
+    logging = logging or session.step in (session.first_step + 1, session.derived.steps)
+    stopping = read_counts(session, counts, now=logging)
+    if logging:
         log_step(session, grad_norm, learning_rate)
-    return counts.stop_wanted()
+    return stopping
+
+
+def read_counts(session: Session, counts: StepCounts, now: bool) -> bool:
+    """Hand the global counts of this step to the meter. Where the step did not need them they stay on their way (but for
+    ``now``), and those of the step before are read. True where some rank had asked to stop by then."""
+    session.unread.append(counts)
+    stopping = False
+    while len(session.unread) > (0 if now or counts.near is None else session.strategy.counts_late):
+        earlier = session.unread.pop(0)
+        session.meter.count(earlier.read())
+        stopping = earlier.stop_wanted() or stopping
+    return stopping
 
 
 def sum_in_order(losses: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -133,7 +151,8 @@ def sum_in_order(losses: dict[int, torch.Tensor], device: torch.device) -> torch
 
 
 class StepCounts:
-    """Global sums over one step: the loss's count, tokens, samples, and how many ranks wish to stop."""
+    """Global sums over one step: the loss's count, tokens, samples, and how many ranks wish to stop. Where the strategy's
+    replicas train on their own, the loss is divided by their own count (``near``), and nobody waits for the global ones."""
 
     def __init__(self, session: Session, micro_batches: list[MicroBatch]) -> None:
         task, world = session.task, session.world
@@ -146,18 +165,30 @@ class StepCounts:
         ]
         self.world = world
         self.tensor = torch.tensor(numbers, dtype=world.wide_dtype, device=world.device)
+        group = session.strategy.count_world
+        self.near: torch.Tensor | None = None
+        if group is not world:
+            self.near = self.tensor[0].clone()
+            world.wait(group.all_reduce(self.near))
+            self.near *= world.size // group.size
         self.work = world.all_reduce(self.tensor)
         self._lock = threading.Lock()  # a strategy may run micro-batches in threads
         self._on_host: tuple[torch.Tensor, torch.Event] | None = None
 
     def denominator(self) -> torch.Tensor:
-        """The global count as a float32 scalar on the device, at least 1."""
+        """What the loss is divided by: the global count, or its estimate from that of this rank's group; a float32 scalar on
+        the device, at least 1."""
+        count = self.read()[0] if self.near is None else self.near
+        return count.clamp(min=1.0).float()
+
+    def read(self) -> torch.Tensor:
+        """The global sums, when they have come."""
         with self._lock:
             if self.work is not None:
                 self.world.wait(self.work)
                 self.work = None
                 self._copy_to_host()
-        return self.tensor[0].clamp(min=1.0).float()
+        return self.tensor
 
     def _copy_to_host(self) -> None:
         # On an accelerator the host must not wait for the whole step to learn of a stop: copy now, look later.
@@ -169,7 +200,7 @@ class StepCounts:
             self._on_host = (host, event)
 
     def stop_wanted(self) -> bool:
-        tensor = self.tensor
+        tensor = self.read()
         if self._on_host is not None:
             tensor, event = self._on_host
             event.synchronize()
@@ -210,16 +241,17 @@ def run_evaluation(session: Session) -> None:
     """Evaluate now, once a step."""
     if session.step in session.eval_losses:
         return
-    result = evaluate(
-        session.task,
-        session.model,
-        session.strategy,
-        session.eval_dataset,
-        session.config,
-        session.world,
-        session.precision,
-        session.loader_options,
-    )
+    with session.strategy.consolidated():
+        result = evaluate(
+            session.task,
+            session.model,
+            session.strategy,
+            session.eval_dataset,
+            session.config,
+            session.world,
+            session.precision,
+            session.loader_options,
+        )
     session.eval_losses[session.step] = result.loss
     session.events.emit(
         "eval", step=session.step, loss=result.loss, count=result.count, wall_s=result.wall_s, metrics=result.metrics

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.words import counted
-from paceline.parallel import Layout, layout, mode_of, strategy_class
+from paceline.parallel import Layout, check_strategy, layout, mode_of, strategy_class
 
 if TYPE_CHECKING:
     from paceline.world.env import RankEnv
@@ -33,6 +35,13 @@ def choose_layout(config: Config, num_devices: int, device_type: str, outer: Ran
         chosen, why = pick(config, num_devices, device_type=device_type)
         say("info", f"strategy: {chosen.text()}, chosen by `mode: auto`: {why}")
     else:
+        if outer is not None:  # it has started the serving ranks too
+            num_devices -= strategy_class(name).num_serving(config)
+        if num_devices < 1:
+            raise ConfigError(
+                f"`parallel.mode: {name}` has no worker: all ranks that were started are servers",
+                fix="start more ranks, or lower `parameter_server.servers`",
+            )
         chosen = layout(config.parallel, num_devices, name)
         say("info", f"strategy: {chosen.text()}")
     if chosen.num_processes == 1 and outer is not None and outer.world_size > 1:
@@ -40,5 +49,23 @@ def choose_layout(config: Config, num_devices: int, device_type: str, outer: Ran
             f"`parallel.mode: {name}` runs in one process, and the outer launcher started {counted(outer.world_size, 'rank')}",
             fix="start it without torchrun (`paceline sft …`), or set `parallel.mode: ddp`",
         )
-    strategy_class(chosen.strategy).check(config, chosen.axes)
-    return chosen
+    check_strategy(chosen.strategy, config, chosen.axes)
+    serving = strategy_class(chosen.strategy).num_serving(config)
+    if serving and device_type != "cpu":
+        raise ConfigError(
+            f"`parallel.mode: {chosen.strategy}` runs on CPU ranks alone so far, and these are {device_type} devices",
+            fix="set `parallel.device: cpu`, or `parallel.mode: ddp`",
+        )
+    return replace(chosen, num_processes=chosen.num_processes + serving)
+
+
+def check_row_state(config: Config, stored: Config, path: Path) -> None:
+    """What servers keep beside the rows must be what the optimizer wants that gets them."""
+    there, here = stored.parameter_server.optimizer, config.train_args.optim
+    served = stored.parallel.mode == "parameter_server" != config.parallel.mode
+    if served and there != here:
+        raise ConfigError(
+            f"{path} was written by servers with `parameter_server.optimizer: {there}`, and "
+            f"`parallel.mode: {config.parallel.mode}` would go on with `optim: {here}` from its state",
+            fix="set `parallel.mode: parameter_server`, or another `output_dir` for a new run",
+        )

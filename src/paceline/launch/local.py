@@ -134,12 +134,22 @@ class LocalRun:
             if _alive(pid):
                 _send(pid, signal.SIGKILL)
 
+    def _role(self, rank: int) -> str:
+        """What a rank was, where ranks differ: ``, a server of the tables``."""
+        layout = getattr(self.job, "layout", None)
+        if layout is None:
+            return ""
+        from paceline.parallel import strategy_class
+
+        role = strategy_class(layout.strategy).role(self.job.config, layout.axes, rank)
+        return f", {role}" if role else ""
+
     def _outcome(self) -> dict[str, Any]:
         outcomes, lost = self._outcomes(), self._lost()
         failures = sorted((one for one in outcomes.values() if one["status"] == "failed"), key=lambda one: one["time"])
         if lost:
             pids = self._pids()
-            names = ", ".join(f"rank {rank} (process {pids[rank]})" for rank in lost)
+            names = ", ".join(f"rank {rank}{self._role(rank)} (process {pids[rank]})" for rank in lost)
             text = (
                 f"{names} was killed or crashed without a word (often: out of memory; see `dmesg`). The other ranks were "
                 "stopped. To go on: give the same command again; it resumes from the newest checkpoint."

@@ -17,7 +17,8 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.core.words import counted
 from paceline.engine import checkpoint
-from paceline.parallel import Layout, mode_of
+from paceline.launch.layout import check_row_state
+from paceline.parallel import OTHER_TRAINING, Layout, mode_of, strategy_class
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared
 
@@ -34,7 +35,7 @@ _FREE_KEYS = (
     "train_args.per_device_eval_batch_size", "evaluation.",
     "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor", "train_args.dataloader_pin_memory",
     "train_args.gradient_checkpointing", "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
-    "trust_remote_code",
+    "trust_remote_code", "parameter_server.servers",
 )  # fmt: skip
 
 
@@ -129,6 +130,7 @@ def plan_run(
         accumulation=accumulation,
     )
     _check_sizes(config, derived, prepared)
+    strategy_class(layout.strategy).check_length(config, derived.steps)
     _check_schedule(config)
     finished = None
     if path is not None and meta is not None:
@@ -267,6 +269,7 @@ def _check_resume(
 ) -> dict[str, Any] | None:
     """Raise ConfigError where the run cannot go on exactly from ``path``. Returns the report, where it is done already."""
     _check_same_config(config, meta["config"], path, allow_change, say)
+    check_row_state(config, Config.model_validate(meta["config"]), path)
     _check_same_batches(derived, prepared, meta, path, allow_change, say)
     if meta["step"] > derived.steps:
         raise ConfigError(
@@ -292,8 +295,15 @@ def _stored_config(run_dir: RunDir) -> dict[str, Any]:
         ) from error
 
 
+def _is_free(key: str, old: object, new: object) -> bool:
+    """True where a change of ``key`` changes no number of the training."""
+    if key == "parallel.mode" and (old in OTHER_TRAINING or new in OTHER_TRAINING):
+        return False
+    return key.startswith(_FREE_KEYS)
+
+
 def _check_same_config(config: Config, stored: dict[str, Any], where: Path, allow_change: bool, say: Say) -> None:
-    changes = [one for one in diff_configs(Config.model_validate(stored), config) if not one[0].startswith(_FREE_KEYS)]
+    changes = [one for one in diff_configs(Config.model_validate(stored), config) if not _is_free(*one)]
     if not changes:
         return
     listing = "; ".join(f"{key}: {old!r} → {new!r}" for key, old, new in changes)

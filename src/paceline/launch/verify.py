@@ -164,10 +164,10 @@ def _group(asked: str) -> bool:
 
 
 def _check_mode(mode: Mode, config: Config) -> None:
-    from paceline.parallel import strategy_class
+    from paceline.parallel import check_strategy
 
     config = config.model_copy(update={"parallel": mode.parallel})
-    strategy_class(mode.layout.strategy).check(config, mode.layout.axes)
+    check_strategy(mode.layout.strategy, config, mode.layout.axes)
 
 
 def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> Job:

@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 from paceline.config.schema import Config, Parallel
 from paceline.core.errors import ConfigError, nearest
-from paceline.parallel import ALIASES, STRATEGIES, Layout, layout, mode_of
+from paceline.parallel import ALIASES, OTHER_TRAINING, STRATEGIES, Layout, layout, mode_of
 
 _AXES = ("data", "shard", "tensor", "pipeline")
 _STAGES = (1, 2, 3)
@@ -40,11 +40,11 @@ class Mode:
 def all_modes(config: Config, world_size: int) -> list[str]:
     """The names of every mode and hybrid for that many ranks; whether this config can run under each is not looked at."""
     settings = config.parallel
-    names = [name for name in STRATEGIES if name not in ("hybrid", "deepspeed")]
+    names = [name for name in STRATEGIES if name not in ("hybrid", "deepspeed", *OTHER_TRAINING)]
     names += [f"pipeline-{one}" for one in _SCHEDULES if one != settings.pipeline_schedule]
     names += hybrids(world_size)
     own = configured(config, world_size)
-    names += [own] if own is not None and own not in names and own != "deepspeed" else []
+    names += [own] if own is not None and own not in (*names, "deepspeed", *OTHER_TRAINING) else []
     # Last: DeepSpeed keeps a state of its own in the process.
     return [*names, "deepspeed", *(f"deepspeed-{one}" for one in _STAGES if one != settings.deepspeed_stage)]
 

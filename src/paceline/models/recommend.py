@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,8 +34,8 @@ class RowSource(Protocol):
 
 
 class Table(nn.Module):
-    """An embedding table, whose rows may lie in other processes: then ``weight`` has a shape and no values, and ``source`` gives
-    the rows of a batch.
+    """An embedding table, whose rows may lie in other processes: then ``weight`` has a shape and no values, and ``source``
+    gives the rows of a batch.
 
     The values at the start are a function of the table's seed and the row alone (uniform within 1/sqrt(rows), as in the paper's
     code), so that any range of rows can be made anywhere.
@@ -49,9 +50,24 @@ class Table(nn.Module):
         device = torch.device("meta") if _elsewhere else torch.get_default_device()
         self.weight = nn.Parameter(torch.empty(rows, dim, device=device))
         self.source: RowSource | None = None
+        self.files: list[tuple[Path, str, int, int]] = []  # where a trained table's rows lie: (file, name, first row, rows)
         if device.type != "meta":
-            with torch.no_grad():
-                fill_rows(self.weight, self.seed, rows, 0)
+            self.fill(self.weight, 0)
+
+    @torch.no_grad()
+    def fill(self, target: torch.Tensor, start: int) -> None:
+        """Write the values with which this table starts, from row ``start`` on, into ``target`` [n, dim]."""
+        if not self.files:
+            fill_rows(target, self.seed, self.rows, start)
+            return
+        from safetensors import safe_open
+
+        end = start + len(target)
+        for file, name, first, rows in self.files:
+            low, high = max(first, start), min(first + rows, end)
+            if low < high:
+                with safe_open(str(file), framework="pt") as opened:
+                    target[low - start : high - start] = opened.get_slice(name)[low - first : high - first]
 
     def ask(self, ids: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """Start to fetch the rows of ``ids`` (int64 [n]). What is returned gives (vectors, the ids' places among them)."""
@@ -81,9 +97,14 @@ def tables_elsewhere() -> Iterator[None]:
         _elsewhere = before
 
 
+def named_tables(model: nn.Module) -> dict[str, Table]:
+    """The tables of a model, by the names of their parameters."""
+    return {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, Table)}
+
+
 def fill_rows(target: torch.Tensor, seed: int, rows: int, start: int) -> None:
-    """Write the first values of the rows from ``start`` on into ``target`` [n, dim], of a table of ``rows`` rows. The values come
-    block by block, each block from a state of its own."""
+    """Write the first values of the rows from ``start`` on into ``target`` [n, dim], of a table of ``rows`` rows. The values
+    come block by block, each block from a state of its own."""
     bound, dim = 1.0 / math.sqrt(rows), target.shape[1]
     end = start + target.shape[0]
     for block in range(start // _BLOCK_ROWS, math.ceil(end / _BLOCK_ROWS)):
@@ -119,7 +140,7 @@ class ClickModel(nn.Module):
 
 def _layers(widths: Sequence[int], last: bool = False) -> nn.Sequential:
     found: list[nn.Module] = []
-    for number, (inner, outer) in enumerate(zip(widths, widths[1:], strict=False)):
+    for number, (inner, outer) in enumerate(pairwise(widths)):
         found.append(nn.Linear(inner, outer))
         if last or number < len(widths) - 2:
             found.append(nn.ReLU())
@@ -158,8 +179,6 @@ def build_click_model(name: str, args: dict[str, Any]) -> ClickModel:
             f"`model: {name}` has another form than the data and `recommend` say: {found}, not {args}",
             fix=f"set `recommend` and the data as they were, or `model: {DLRM}`",
         )
-    if any(one.device.type == "meta" for one in model.parameters()):
-        return model
     _fill(model, folder)
     return model
 
@@ -189,7 +208,7 @@ def save_click_model(
             file = f"table-{number:03d}-{part:05d}.safetensors"
             values = read(start, min(start + step, rows)).detach().contiguous().cpu()
             save_file({name: values.clone()}, str(folder / file))
-            files.setdefault(name, []).append([file, start])
+            files.setdefault(name, []).append([file, start, len(values)])
     write_json_atomic(folder / "config.json", {"format": _FORMAT, "model": DLRM, "args": args, "tables": files, "form": form})
 
 
@@ -217,10 +236,10 @@ def _fill(model: ClickModel, folder: Path) -> None:
     with torch.no_grad():
         for name, value in load_file(str(folder / "model.safetensors")).items():
             found[name].copy_(value)
-        for name, files in spec["tables"].items():
-            for file, start in files:
-                value = load_file(str(folder / file))[name]
-                found[name][start : start + len(value)] = value
+    for name, table in named_tables(model).items():
+        table.files = [(folder / file, name, start, rows) for file, start, rows in spec["tables"][name]]
+        if table.weight.device.type != "meta":
+            table.fill(table.weight, 0)
 
 
 def _spec(folder: Path) -> dict[str, Any] | None:

@@ -27,8 +27,13 @@ STRATEGIES = {
     "tensor": "paceline.parallel.hybrid:TensorParallel",
     "pipeline": "paceline.parallel.hybrid:PipelineParallel",
     "hybrid": "paceline.parallel.hybrid:Hybrid",
+    "local_sgd": "paceline.parallel.local_sgd:LocalSgd",
+    "diloco": "paceline.parallel.diloco:DiLoCo",
+    "parameter_server": "paceline.parallel.parameter_server:ParameterServer",
 }
 ALIASES = {"fsdp": "zero3"}
+#: Modes that are another training than `single`: to hold them against it says nothing, and `auto` never takes them.
+OTHER_TRAINING = ("local_sgd", "diloco", "parameter_server")
 
 #: The axis that takes the ranks which no size in the config accounts for, and the axes that a mode may have beside it.
 _MAIN_AXIS = {
@@ -42,6 +47,9 @@ _MAIN_AXIS = {
     "tensor": ("tensor", ("data",)),
     "pipeline": ("pipeline", ("data",)),
     "hybrid": ("data", ("shard", "tensor", "pipeline")),
+    "local_sgd": ("data", ()),
+    "diloco": ("data", ()),
+    "parameter_server": ("data", ()),
 }
 _AXIS_KEYS = ("data", "shard", "tensor", "pipeline")
 
@@ -49,7 +57,8 @@ _AXIS_KEYS = ("data", "shard", "tensor", "pipeline")
 @dataclass(frozen=True)
 class Layout:
     """How a run is spread: the strategy's name (see :data:`STRATEGIES`; or ``module:Class``), the mesh, and how many processes
-    run it (one for ``dp``, whose devices share a process; else one a device)."""
+    run it (one for ``dp``, whose devices share a process; else one a device, and the servers of a parameter server beside
+    them)."""
 
     strategy: str
     axes: Axes
@@ -169,6 +178,15 @@ def strategy_class(name: str) -> type[Strategy]:
     return found
 
 
+def check_strategy(name: str, config: Config, axes: Axes) -> None:
+    """Raise :class:`~paceline.core.errors.ConfigError` for a config that the strategy cannot run on this mesh."""
+    from paceline.parallel.communication import check_communication
+
+    kind = strategy_class(name)
+    kind.check(config, axes)
+    check_communication(config, name, kind.sums_buckets, axes)
+
+
 def make_strategy(name: str, config: Config, world: World) -> Strategy:
     """An instance of the strategy ``name`` for this rank."""
-    return strategy_class(name)(config, world)
+    return strategy_class(name).variant(config)(config, world)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -78,6 +79,10 @@ class Strategy(ABC):
     name: str
     #: Rank 0 holds the whole model as the task built it, can run it alone, and can save it as it is.
     whole_on_first = True
+    #: Sums gradients of replicas in buckets: they can be compressed, and summed by an algorithm of our own.
+    sums_buckets = False
+    #: Groups of ranks hold weights of their own between synchronisations (``local/…`` and ``outer/…`` in a checkpoint).
+    trains_apart = False
     optimizer: torch.optim.Optimizer
 
     def __init__(self, config: Config, world: World) -> None:
@@ -94,6 +99,20 @@ class Strategy(ABC):
         """Raise :class:`~paceline.core.errors.ConfigError` for a config that this strategy cannot run, before anything starts:
         what was asked for, why not, and the nearest that works."""
 
+    @classmethod
+    def check_length(cls, config: Config, steps: int) -> None:
+        """As :meth:`check`, when the number of steps is known; still before anything starts."""
+
+    @classmethod
+    def num_serving(cls, config: Config) -> int:
+        """Processes beside the devices' own, with no share of the batch: the last ranks of the world."""
+        return 0
+
+    @classmethod
+    def role(cls, config: Config, axes: Axes, rank: int) -> str | None:
+        """What a rank is, for a person who hears of its end; None where all are alike."""
+        return None
+
     @property
     def low_dtype(self) -> torch.dtype | None:
         """bfloat16 or float16 under mixed precision, else None."""
@@ -106,10 +125,44 @@ class Strategy(ABC):
         return self.world.axes.replica(self.world.rank)
 
     @property
+    def works(self) -> bool:
+        """False on a rank that has no share of the batch at all."""
+        return True
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """For the while, a task's model is built as this rank can hold it."""
+        yield
+
+    def close(self) -> None:
+        """Called once, at the end of a run that went well: end what was opened beside the process group. A collective."""
+
+    @property
     def speaks(self) -> bool:
         """True on the one rank of each replica whose losses and counts stand for the replica."""
         at = self.world.coordinates
         return at["tensor"] == 0 and at["pipeline"] == self.world.axes.pipeline - 1
+
+    @property
+    def count_world(self) -> World:
+        """The ranks whose count divides the loss of this step, times how often such groups go into the world: all of them,
+        but for strategies whose replicas train on their own for a while."""
+        return self.world
+
+    @property
+    def traffic_period(self) -> int:
+        """Steps after which the traffic of a step repeats; what is sent in a step is measured as a mean over them."""
+        return 1
+
+    @property
+    def counts_late(self) -> int:
+        """With a :attr:`count_world` that is not all ranks: how many steps a rank may be ahead of the news from the others."""
+        return 1
+
+    @classmethod
+    def variant(cls, config: Config) -> type[Strategy]:
+        """The class that does what the config asks of this mode: itself, unless a mode comes in several."""
+        return cls
 
     @abstractmethod
     def place(self, model: nn.Module) -> nn.Module:
@@ -145,6 +198,12 @@ class Strategy(ABC):
         (:attr:`speaks` is true on the one that does)."""
         found = run(model)
         return found if self.speaks else None
+
+    @contextmanager
+    def consolidated(self) -> Iterator[None]:
+        """For the while, the weights are those that a checkpoint would hold under ``model/``: what is evaluated, and what is
+        saved where :attr:`whole_on_first`. A collective."""
+        yield
 
     @abstractmethod
     def parts(self) -> Iterable[Part]:
@@ -183,15 +242,27 @@ class Strategy(ABC):
                 # A number, or (factored moments) a tensor of a shape of its own.
                 elif part.is_start if value.dim() == 0 else part.is_whole:
                     found.append(Part.whole(name, value))
-        return found
+        return found + self.more_state()
+
+    def more_state(self) -> list[Part]:
+        """What else of this rank's is needed to go on to the bit; names as they stand in the checkpoint."""
+        return []
+
+    def load_more(self, source: StateSource) -> None:
+        """The reverse, on every rank, after parameters and optimizer were read. What does not fit is dropped, with a notice."""
+        from paceline.parallel.compressed import dropped
+
+        self.notices += dropped(source)
+
+    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+        """More keys of the report. A collective. ``sent_bytes``: measured, by the busiest rank in a step."""
+        return {}
 
     def _optimizer_state(self, part: Part) -> dict[str, torch.Tensor]:
         if part.key is None:
             return {}
         entries = self.optimizer.state.get(part.key, {})
-        return {
-            str(key): torch.as_tensor(local_tensor(value)).detach() for key, value in entries.items() if value is not None
-        }
+        return {str(key): torch.as_tensor(local_tensor(value)).detach() for key, value in entries.items() if value is not None}
 
     def load_state(self, source: StateSource) -> None:
         """The reverse, on every rank."""
@@ -209,6 +280,7 @@ class Strategy(ABC):
                 for entry in entries.get(part.name, []):
                     value = self._read_entry(source, f"optimizer/{part.name}/{entry}", part, known)
                     self.optimizer.state.setdefault(part.key, {})[entry] = value
+            self.load_more(source)
         self.after_load()
 
     def after_load(self) -> None:

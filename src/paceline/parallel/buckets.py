@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from paceline.world.group import World
+from paceline.parallel.reduction import Reduction
+from paceline.world.group import World, wide_dtype
 
 _ALIGN_BYTES = 64
+_NORM_CHUNK = 65536
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,9 @@ def lay_out(tensors: Sequence[tuple[int, int, Hashable]], cap_bytes: float, shar
 class _Bucket:
     flat: torch.Tensor
     parameters: list[nn.Parameter] = field(default_factory=list)
+    offsets: tuple[int, ...] = ()
     waiting: int = 0
-    work: dist.Work | None = None
+    work: Any = None
 
 
 class GradientBuckets:
@@ -79,13 +82,17 @@ class GradientBuckets:
             comes to them.
         cap_bytes: size of a bucket; a larger parameter gets one of its own.
         world: issues the all-reduces, always in the order of the buckets, so every rank issues the same ones.
+        reduction: sums the buckets in its stead.
     """
 
     #: Equal parts that a bucket must be cut into.
     shards = 1
 
-    def __init__(self, parameters: Iterable[nn.Parameter], cap_bytes: int, world: World) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], cap_bytes: int, world: World, reduction: Reduction | None = None
+    ) -> None:
         self.world = world
+        self.reduction = reduction
         self.buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._next = 0
@@ -103,7 +110,7 @@ class GradientBuckets:
         return parameter.dtype
 
     def _add_bucket(self, group: list[nn.Parameter], layout: Layout, dtype: torch.dtype) -> None:
-        bucket = _Bucket(torch.zeros(layout.size, dtype=dtype, device=group[0].device), group)
+        bucket = _Bucket(torch.zeros(layout.size, dtype=dtype, device=group[0].device), group, layout.offsets)
         for parameter, offset in zip(group, layout.offsets, strict=True):
             parameter.grad = bucket.flat[offset : offset + parameter.numel()].view(parameter.shape)
             self._bucket_of[parameter] = bucket
@@ -118,7 +125,7 @@ class GradientBuckets:
 
     def start_reducing(self) -> None:
         """From here on (the last micro-batch of a step) each bucket is sent off when its last gradient has come."""
-        self._reducing = self.world.size > 1
+        self._reducing = self.world.size > 1 and not (self.reduction is not None and self.reduction.late)
         self._next = 0
         for bucket in self.buckets:
             bucket.waiting = len(bucket.parameters)
@@ -136,7 +143,9 @@ class GradientBuckets:
         bucket.work = self._send(bucket)
         self._next += 1
 
-    def _send(self, bucket: _Bucket) -> dist.Work | None:
+    def _send(self, bucket: _Bucket) -> Any:
+        if self.reduction is not None:
+            return self.reduction.start(self._next, bucket.flat)
         return self.world.all_reduce(bucket.flat)
 
     def finish(self) -> None:
@@ -148,6 +157,8 @@ class GradientBuckets:
         for bucket in self.buckets:
             self.world.wait(bucket.work)
         self._reducing = False
+        if self.reduction is not None:
+            self.reduction.end_step()
 
     def norm(self) -> torch.Tensor:
         """2-norm over all gradients, a float32 scalar on the device."""
@@ -160,8 +171,17 @@ class GradientBuckets:
 
 def norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """2-norm over all elements of the tensors, a float32 scalar on ``device``."""
+    return squared_norm_of(tensors, device).sqrt().float()
+
+
+def squared_norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Its square, in the widest floating type of ``device``: nearly the same to the last bit however the elements are dealt to
+    ranks and tensors (see :func:`~paceline.parallel.replicated.clip_factor`)."""
+    wide = wide_dtype(device)
     if not tensors:
-        return torch.zeros((), device=device)
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
-    found: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(device) for one in norms]))
-    return found
+        return torch.zeros((), device=device, dtype=wide)
+    if device.type == "cpu":  # where a norm in float64 costs sixty times one in float32: many short ones, added up in float64
+        chunks = [chunk for one in tensors for chunk in one.reshape(-1).split(_NORM_CHUNK)]
+        return torch.stack(torch._foreach_norm(chunks, 2, dtype=torch.float32)).to(wide).square().sum()
+    norms = torch._foreach_norm(tensors, 2, dtype=wide)
+    return torch.stack([one.to(device) for one in norms]).square().sum()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.parallel.buckets import GradientBuckets, Layout, _Bucket, norm_of
+from paceline.parallel.buckets import GradientBuckets, Layout, _Bucket, squared_norm_of
 from paceline.world.group import World
 
 
@@ -133,9 +133,9 @@ class ShardedBuckets(GradientBuckets):
             self.world.wait(work)
 
     def norm(self) -> torch.Tensor:
-        squared = norm_of([one.gradient for one in self.shard_parts], self.world.device).square()
+        squared = squared_norm_of([one.gradient for one in self.shard_parts], self.world.device)
         self.world.wait(self.world.all_reduce(squared))
-        return squared.sqrt()
+        return squared.sqrt().float()
 
     def scale(self, factor: torch.Tensor) -> None:
         for shard in self.shard_parts:

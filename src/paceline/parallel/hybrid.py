@@ -23,15 +23,17 @@ from paceline.parallel.base import (
     BuildOptimizer,
     MicroStep,
     Part,
+    StateSource,
     Strategy,
     optimizer_tensors,
     persistent_buffers,
 )
-from paceline.parallel.buckets import GradientBuckets, norm_of
+from paceline.parallel.buckets import GradientBuckets, squared_norm_of
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.hybrid_cost import hybrid_cost
 from paceline.parallel.pipeline_stages import check_sizes as check_layers
 from paceline.parallel.pipeline_stages import num_chunks
+from paceline.parallel.reduction import Reduction, make_reduction
 from paceline.parallel.replicated import changing_buffers, clip_factor
 from paceline.parallel.tensor import TensorSplit, check_plan_sizes
 from paceline.world.group import World
@@ -47,6 +49,7 @@ class Hybrid(Strategy):
 
     name = "hybrid"
     whole_on_first = False
+    sums_buckets = True
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
@@ -56,6 +59,7 @@ class Hybrid(Strategy):
         self.pipeline: Pipeline | None = None
         self.sharding: Sharding | None = None
         self.buckets: GradientBuckets | None = None
+        self.reduction: Reduction | None = None
 
     @staticmethod
     def check(config: Config, axes: Axes) -> None:
@@ -94,7 +98,10 @@ class Hybrid(Strategy):
             self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
             self.changing_buffers = changing_buffers(model) if axes.data > 1 else []
             cap_bytes = int(self.settings.bucket_cap_mb * 2**20)
-            self.buckets = GradientBuckets(self.trained.values(), cap_bytes, self.world.line("data"))
+            self.reduction = make_reduction(self.config, self.world)
+            self.buckets = GradientBuckets(self.trained.values(), cap_bytes, self.world.line("data"), self.reduction)
+            if self.reduction is not None:
+                self.reduction.bind(self.buckets, self.trained)
         return model
 
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
@@ -134,12 +141,11 @@ class Hybrid(Strategy):
         if self.sharding is not None:
             total = self.sharding.squared_norm(counted)
         else:
-            total = norm_of(
-                [_gradient(self.trained[name]) for name in self.trained if name in counted], self.world.device
-            ).square()
+            gradients = [_gradient(self.trained[name]) for name in self.trained if name in counted]
+            total = squared_norm_of(gradients, self.world.device)
         line = self.world.line("shard", "tensor", "pipeline")
         line.wait(line.all_reduce(total))
-        norm = total.sqrt()
+        norm = total.sqrt().float()
         if max_norm > 0:
             scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
             scale(clip_factor(norm, max_norm))
@@ -183,7 +189,21 @@ class Hybrid(Strategy):
         if self.sharding is not None:
             return [*self.sharding.held(), *optimizer_tensors(self.optimizer)]
         assert self.buckets is not None
-        return [*self.model.parameters(), *self.model.buffers(), *self.buckets.flats, *optimizer_tensors(self.optimizer)]
+        kept = [] if self.reduction is None else self.reduction.held()
+        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *kept]
+        return [*self.model.parameters(), *self.model.buffers(), *state]
+
+    def more_state(self) -> list[Part]:
+        return [] if self.reduction is None else self.reduction.parts()
+
+    def load_more(self, source: StateSource) -> None:
+        if self.reduction is None:
+            super().load_more(source)
+        else:
+            self.notices += self.reduction.load(source, self.optimizer)
+
+    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+        return {} if self.reduction is None else self.reduction.figures(sent_bytes)
 
     def after_load(self) -> None:
         if self.sharding is not None:

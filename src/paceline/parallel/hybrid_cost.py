@@ -10,6 +10,7 @@ from paceline.config.schema import Config
 from paceline.models.shape import ModelShape, TensorShape
 from paceline.models.tensor_plan import COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT, cut_dim, is_summed
 from paceline.parallel.buckets import lay_out
+from paceline.parallel.communication import communication_cost
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.zero import statistics_traffic, step_count_bytes
 from paceline.world.mesh import Axes
@@ -91,11 +92,14 @@ def _replicated(shape: ModelShape, axes: Axes, config: Config) -> Cost:
     cap_bytes = config.parallel.bucket_cap_mb * 2**20
     layouts = lay_out([(one.numel, one.element_bytes, one.element_bytes) for one in trained], cap_bytes)
     gradients = sum(one.size * trained[one.members[0]].element_bytes for one in layouts)
+    other = communication_cost(trained, config, axes.data)
+    traffic = {"all_reduce": all_reduce_bytes(gradients, axes.data)} if other is None else other.traffic
+    optimizer = sum(one.numel * shape.optimizer_bytes_per_element + step_count_bytes(config) for one in trained)
     return Cost(
         parameters=shape.parameter_bytes + shape.buffer_bytes,
         gradients=gradients,
-        optimizer=sum(one.numel * shape.optimizer_bytes_per_element + step_count_bytes(config) for one in trained),
-        traffic={"all_reduce": all_reduce_bytes(gradients, axes.data), **statistics_traffic(shape, axes.data)},
+        optimizer=optimizer + (0 if other is None else other.kept),
+        traffic={**traffic, **statistics_traffic(shape, axes.data)},
     )
 
 

@@ -100,7 +100,7 @@ def check_rhythm(settings: LocalSgd, steps: int | None) -> None:
         )
     if settings.overlap_steps >= period:
         raise ConfigError(
-            f"`local_sgd.overlap_steps: {settings.overlap_steps}`: a synchronisation would not end before the next begins, after "
-            f"`local_sgd.steps: {period}`",
+            f"`local_sgd.overlap_steps: {settings.overlap_steps}`: a synchronisation would not end before the next begins, "
+            f"after `local_sgd.steps: {period}`",
             allowed=f"0 to {period - 1}",
         )

@@ -65,14 +65,14 @@ class Mean:
 
     def __init__(self, message: torch.Tensor, world: World, dtype: str = "float32") -> None:
         self.world = world
-        self.code = None if dtype == "float32" or world.size == 1 else Code(dtype)
         self.size, self.dtype = message.numel(), message.dtype
+        self.code = None if dtype == "float32" or world.size == 1 or not self.size else Code(dtype)
         self._work: dist.Work | None = None
         self._halfway = self.code is None
         self._value: torch.Tensor | None = None
         if self.code is None:
             self._holds = [message]
-            self._work = world.all_reduce(message)
+            self._work = world.all_reduce(message) if self.size else None
             return
         rows = message.new_zeros(world.size, self.code.part(self.size, world.size))
         rows.view(-1)[: self.size] = message
@@ -112,6 +112,38 @@ class Mean:
         """Bytes of the messages under way, or of what has come."""
         held = self._holds if self._value is None else [self._value]
         return sum(one.numel() * one.element_size() for one in held)
+
+
+class Flight:
+    """A synchronisation of a fragment that has begun: this rank's share of it.
+
+    Args:
+        mean: of what the workers sent.
+        own: what this rank sent, where the mean's difference from it is wanted.
+    """
+
+    def __init__(self, mean: Mean | None, own: torch.Tensor | None = None, landed: torch.Tensor | None = None) -> None:
+        self.mean = mean
+        self.own = own
+        self.landed = landed
+
+    def advance(self) -> None:
+        if self.mean is not None:
+            self.mean.advance()
+
+    def land(self) -> torch.Tensor:
+        """What the synchronisation gave, when it has come. Its value does not depend on when this is asked."""
+        if self.landed is None:
+            assert self.mean is not None
+            value = self.mean.value()
+            self.landed = value if self.own is None else value - self.own
+            self.mean = self.own = None
+        return self.landed
+
+    @property
+    def held_bytes(self) -> int:
+        tensors = [one for one in (self.own, self.landed) if one is not None]
+        return sum(one.numel() * one.element_size() for one in tensors) + (self.mean.held_bytes if self.mean else 0)
 
 
 class Code:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.parallel.base import BuildOptimizer, MicroStep, Part, Strategy, optimizer_tensors, persistent_buffers
+from paceline.parallel.base import (
+    BuildOptimizer,
+    MicroStep,
+    Part,
+    StateSource,
+    Strategy,
+    optimizer_tensors,
+    persistent_buffers,
+)
 from paceline.parallel.buckets import GradientBuckets
+from paceline.parallel.communication import communication_cost
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
+from paceline.parallel.reduction import Reduction, make_reduction
 from paceline.world.group import World
 from paceline.world.mesh import Axes
 from paceline.world.volume import all_reduce_bytes
@@ -22,6 +32,9 @@ class DistributedDataParallel(Strategy):
     not within an accumulation; every rank then makes the same update."""
 
     name = "ddp"
+    sums_buckets = True
+    #: Sums the buckets where the backend's all-reduce is not to.
+    reduction: Reduction | None = None
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
@@ -33,11 +46,16 @@ class DistributedDataParallel(Strategy):
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.world.broadcast([*model.parameters(), *model.buffers()])
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
-        self.buckets = GradientBuckets(self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.world)
+        self.reduction = make_reduction(self.config, self.world)
+        cap_bytes = int(self.settings.bucket_cap_mb * 2**20)
+        self.buckets = GradientBuckets(self.trained.values(), cap_bytes, self.world, self.reduction)
+        if self.reduction is not None:
+            self.reduction.bind(self.buckets, self.trained)
         return model
 
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
-        self.optimizer = build(list(self.trained.items()))
+        built = build(list(self.trained.items()))
+        self.optimizer = built if self.reduction is None else self.reduction.optimizer(built)
         return self.optimizer
 
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
@@ -51,6 +69,8 @@ class DistributedDataParallel(Strategy):
         self.world.broadcast(self.changing_buffers)
 
     def clip(self, max_norm: float) -> torch.Tensor:
+        if self.reduction is not None and self.reduction.late:
+            return self.reduction.clip_and_sum(max_norm)
         norm = self.buckets.norm()
         if max_norm > 0:
             self.buckets.scale(clip_factor(norm, max_norm))
@@ -63,7 +83,21 @@ class DistributedDataParallel(Strategy):
             yield Part.whole(name, one, owned=self.world.is_first)
 
     def held(self) -> list[Any]:
-        return [*self.model.parameters(), *self.model.buffers(), *self.buckets.flats, *optimizer_tensors(self.optimizer)]
+        kept = [] if self.reduction is None else self.reduction.held()
+        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *kept]
+        return [*self.model.parameters(), *self.model.buffers(), *state]
+
+    def more_state(self) -> list[Part]:
+        return [] if self.reduction is None else self.reduction.parts()
+
+    def load_more(self, source: StateSource) -> None:
+        if self.reduction is None:
+            super().load_more(source)
+        else:
+            self.notices += self.reduction.load(source, self.optimizer)
+
+    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+        return {} if self.reduction is None else self.reduction.figures(sent_bytes)
 
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
@@ -71,12 +105,18 @@ class DistributedDataParallel(Strategy):
         section 7.1: 2Ψ)."""
         gradients = total_bytes(shape.trained)
         elements = sum(one.numel for one in shape.trained)
+        optimizer = elements * shape.optimizer_bytes_per_element
+        traffic: Mapping[str, int] = {"all_reduce": all_reduce_bytes(gradients, axes.data)}
+        other = communication_cost(shape.trained, config, axes.data)
+        if other is not None:
+            optimizer = other.kept + (0 if other.holds_moments else optimizer)
+            traffic = other.traffic
         return Cost(
             parameters=shape.parameter_bytes + shape.buffer_bytes,
             gradients=gradients,
-            optimizer=elements * shape.optimizer_bytes_per_element,
+            optimizer=optimizer,
             activations=work.activation_bytes,
-            traffic={"all_reduce": all_reduce_bytes(gradients, axes.data)},
+            traffic=traffic,
         )
 
 
@@ -84,12 +124,19 @@ class Single(DistributedDataParallel):
     """One rank: no collective is issued."""
 
     name = "single"
+    sums_buckets = False
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients of ``norm`` are multiplied by. As torch.nn.utils.clip_grad_norm_: never scales up. No branch on the value,
-    so no wait for the device."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    """What gradients of ``norm`` (float32) are multiplied by. As torch.nn.utils.clip_grad_norm_: never scales up. No branch on
+    the value, so no wait for the device.
+
+    The factor is rounded to 18 bits (a relative 2e-6). The norm's last bits depend on the order in which elements are added up,
+    and so on the strategy; with them each scaled gradient would round otherwise, and Adam makes much of that where a gradient
+    is near zero. Rounded, all strategies clip by the same factor.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return ((factor.view(torch.int32) + 16) & ~31).view(torch.float32)
 
 
 def changing_buffers(model: nn.Module) -> list[torch.Tensor]:

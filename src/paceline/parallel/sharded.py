@@ -68,7 +68,7 @@ class ZeRO3(Strategy):
     def clip(self, max_norm: float) -> torch.Tensor:
         squared = self.sharding.squared_norm()
         self.world.wait(self.sharding.shards.all_reduce(squared))
-        norm = squared.sqrt()
+        norm = squared.sqrt().float()
         if max_norm > 0:
             self.sharding.scale(clip_factor(norm, max_norm))
         return norm

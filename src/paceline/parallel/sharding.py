@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from paceline.core.errors import ConfigError
 from paceline.models.blocks import find_blocks
 from paceline.parallel.base import Part, local_tensor, persistent_buffers, storage_bytes
-from paceline.parallel.buckets import norm_of
+from paceline.parallel.buckets import squared_norm_of
 from paceline.parallel.replicated import changing_buffers
 from paceline.world.group import World
 
@@ -174,14 +174,14 @@ class Sharding:
             unit.reshard()
 
     def squared_norm(self, among: Container[str] | None = None) -> torch.Tensor:
-        """This rank's share of the gradient's squared 2-norm, a float32 scalar on the device, to be summed over the shards:
+        """This rank's share of the gradient's squared 2-norm, a wide scalar on the device, to be summed over the shards:
         each element counts on one rank of the line. ``among``: names to take; all where None."""
         gradients = [
             _gradient(piece)
             for piece in self.pieces
             if (piece.cut or self.shards.is_first) and (among is None or piece.name in among)
         ]
-        return norm_of([one for one in gradients if one.numel()], self.shards.device).square()
+        return squared_norm_of([one for one in gradients if one.numel()], self.shards.device)
 
     def scale(self, factor: torch.Tensor) -> None:
         for piece in self.pieces:

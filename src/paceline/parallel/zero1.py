@@ -39,6 +39,7 @@ class ShardedOptimizer(DistributedDataParallel):
     """
 
     name = "zero1"
+    sums_buckets = False
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)

@@ -9,7 +9,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.words import counted
-from paceline.parallel import Layout, layout
+from paceline.parallel import OTHER_TRAINING, Layout, layout
 from paceline.plan.described import Described, describe
 from paceline.plan.estimate import Mode, estimate
 from paceline.plan.hardware import Machine, available_memory, cpu_machine, named_machine, recognise
@@ -18,7 +18,7 @@ from paceline.plan.quick import at_most
 from paceline.plan.workload import Batch, micro_batch
 
 #: Never taken by ``auto``: `dp` is there for comparison, and DeepSpeed does what the zero modes do.
-NOT_CHOSEN = ("dp", "deepspeed")
+NOT_CHOSEN = ("dp", "deepspeed", *OTHER_TRAINING)
 #: Of modes within this of the fastest the plainest is taken: an estimate tells no finer.
 _EQUAL = 0.98
 #: Share of the memory below which a rough upper bound is enough.

@@ -11,6 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.models.shape import ModelShape
 from paceline.parallel import Layout, strategy_class
+from paceline.parallel.communication import check_communication
 from paceline.parallel.cost import Cost, Workload
 from paceline.plan.described import Described
 from paceline.plan.hardware import Machine
@@ -89,6 +90,7 @@ def estimate(
     try:
         kind = strategy_class(layout.strategy)
         getattr(kind, "check_settings", kind.check)(config, layout.axes)
+        check_communication(config, kind.name, kind.sums_buckets, layout.axes)
         _check_cuts(layout, config, described)
         cost = kind.cost(described.shape, layout.axes, work, config)
     except ConfigError as error:

@@ -154,8 +154,8 @@ class Task:
     gathers: tuple[str, ...] = ()
 
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Metrics that follow from no sum, such as an AUC: ``gathered`` has the :attr:`gathers` of the whole validation set, from
-        all ranks, in any order but the same for each name."""
+        """Metrics that follow from no sum, such as an AUC: ``gathered`` has the :attr:`gathers` of the whole validation set,
+        from all ranks, in any order but the same for each name."""
         return {}
 
     # -- at the end ---------------------------------------------------------------------------------------------------

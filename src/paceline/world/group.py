@@ -139,7 +139,7 @@ class World:
     @property
     def wide_dtype(self) -> torch.dtype:
         """The widest floating type of the device."""
-        return torch.float32 if self.device.type == "mps" else torch.float64
+        return wide_dtype(self.device)
 
     def broadcast(self, tensors: Iterable[torch.Tensor], chunk_bytes: int = 64 << 20) -> None:
         """Copy rank 0's values into every rank's tensors, in place, packed into few messages by dtype."""
@@ -199,6 +199,11 @@ class World:
         close with the process."""
         if dist.is_initialized() and dist.get_backend() != "gloo":
             dist.destroy_process_group()
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The widest floating type that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | None = None) -> World:

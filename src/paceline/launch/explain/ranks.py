@@ -37,13 +37,16 @@ def warm_up(modules: Sequence[str] = ()) -> None:
             signal.signal(signal.SIGINT, before)
 
 
-def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
+def run_on_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 300.0, collective_timeout_s: float = _TIMEOUT_S
+) -> list[Any]:
     """``function(world, *args)`` on each of ``num_ranks`` CPU ranks, gloo between them. Returns what each returned
     (picklable), in order of rank.
 
     Args:
         function: at the top level of a module.
         timeout_s: for all of it.
+        collective_timeout_s: how long a rank may wait for another in a collective.
 
     Raises:
         RunError: a rank failed, died, or took too long.
@@ -60,7 +63,10 @@ def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeo
             for rank in range(num_ranks):
                 mine, theirs = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_rank, args=(function, rank, num_ranks, store.port, theirs, args), daemon=True, name=f"rank-{rank}"
+                    target=_rank,
+                    args=(function, rank, num_ranks, store.port, theirs, args, collective_timeout_s),
+                    daemon=True,
+                    name=f"rank-{rank}",
                 )
                 process.start()
                 theirs.close()
@@ -98,7 +104,15 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(function: Callable[..., Any], rank: int, num_ranks: int, port: int, pipe: Any, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    port: int,
+    pipe: Any,
+    args: tuple[Any, ...],
+    timeout_s: float,
+) -> None:
     _end_with_command()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -106,7 +120,7 @@ def _rank(function: Callable[..., Any], rank: int, num_ranks: int, port: int, pi
     from paceline.world.group import open_world
 
     try:
-        world = open_world(RankEnv(rank, num_ranks, rank, num_ranks), "cpu", _TIMEOUT_S)
+        world = open_world(RankEnv(rank, num_ranks, rank, num_ranks), "cpu", timeout_s)
         value = function(world, *args)
         world.barrier()
         world.close()

@@ -1,0 +1,32 @@
+"""Settings of `parallel.mode: parameter_server`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.section import Section
+
+
+class ParameterServer(Section):
+    """Settings of `parallel.mode: parameter_server`."""
+
+    servers: int = Field(
+        1, ge=1, description="Processes that hold the embedding tables, beside one worker for each of `parallel.num_gpus`."
+    )
+    mode: Literal["sync", "async", "bounded"] = Field(
+        "sync",
+        description="`sync`: every step is the one of `ddp`. `async`: each worker's gradients are applied as they come, and "
+        "nobody waits for them. `bounded`: so, but no worker gets further ahead of the slowest than `staleness` steps.",
+    )
+    staleness: int = Field(4, ge=0, description="With `bounded`: steps that a worker may be ahead of the slowest.")
+    optimizer: Literal["sgd", "adagrad", "row_wise_adagrad", "adam"] = Field(
+        "adagrad",
+        description="What the servers update the rows of a batch by. `row_wise_adagrad` keeps one number a row; `adam` moves a "
+        "row's moments only where the row occurs; `sgd` has no momentum. All other parameters have `train_args.optim`: "
+        "on each worker with `sync`, else on the servers.",
+    )
+    learning_rate: float | None = Field(
+        None, gt=0, description="Peak learning rate of the rows. Default: `train_args.learning_rate`."
+    )

@@ -1,0 +1,213 @@
+"""Counting words and tokens: the pieces of the three phases, each against what Python itself says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from paceline.core.errors import ConfigError, RunError
+from paceline.data.count import Found, Job, MapSeen, combined, count_rank, tables, write_table
+from paceline.data.count_runs import Spills, encoded, merged, rows
+from paceline.data.count_split import Reading, Seen, plan_shards, texts, white_space
+from paceline.data.tokenizer import load_tokenizer
+from paceline.models.builtin import builtin_tokenizer
+from paceline.world.group import World
+
+SPACES = [chr(code) for code in range(0x110000) if chr(code).isspace()]
+LETTERS = ["a", "b", "é", "中", "😀", "\u200b", "\ufeff", "\x00", "\x01", "\x08", "\ufffd", "\u0301", '"', "\\"]
+
+
+def nasty(seed: int, length: int, spaces: float = 0.3) -> str:
+    chance = random.Random(seed)
+    return "".join(chance.choice(SPACES if chance.random() < spaces else LETTERS) for _ in range(length))
+
+
+def save(path: Path, text: str | bytes) -> tuple[Path, int]:
+    raw = text if isinstance(text, bytes) else text.encode()
+    path.write_bytes(raw)
+    return path, len(raw)
+
+
+def corpus(folder: Path) -> tuple[list[tuple[Path, int]], Counter[str]]:
+    """Files that are hard to cut, and what Python counts in them."""
+    given = [
+        nasty(1, 6000), "", nasty(2, 3), "no line end", "one giant line " * 500, "\u3000".join("中文" * 200),
+        Path(json.__file__).read_text(encoding="utf-8"), "\n\n \u2028",
+    ]  # fmt: skip
+    files = [save(folder / f"{number}.txt", text) for number, text in enumerate(given)]
+    return files, Counter(word for text in given for word in text.split())
+
+
+def test_white_space_is_found_in_bytes_where_python_splits() -> None:
+    for code in range(0x20000):
+        if not 0xD800 <= code < 0xE000:
+            assert bool(white_space().fullmatch(chr(code).encode())) == chr(code).isspace(), hex(code)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 7, 61])
+@pytest.mark.parametrize("chunk_bytes", [3, 64, 1 << 20])
+def test_shards_together_hold_every_word_once(tmp_path: Path, num_shards: int, chunk_bytes: int) -> None:
+    files, expected = corpus(tmp_path)
+    reading = Reading(chunk_bytes=chunk_bytes)
+    seen = Seen()
+    found: Counter[str] = Counter()
+    for share in plan_shards(files, num_shards):
+        for shard in share:
+            for text in texts(shard, reading, seen):
+                found.update(text.split())
+    assert found == expected
+    assert seen.size_bytes == sum(size for _, size in files)
+
+
+def test_shards_of_lines_hold_whole_lines(tmp_path: Path) -> None:
+    lines = [nasty(number, 40).replace("\n", " ") for number in range(50)]
+    files = [save(tmp_path / "a.txt", "\n".join(lines))]
+    for num_shards in (1, 3, 8, 100):
+        shards = [shard for share in plan_shards(files, num_shards) for shard in share]
+        found = [text for shard in shards for text in texts(shard, Reading(lines=True, chunk_bytes=32), Seen())]
+        assert all(text.endswith("\n") for text in found[:-1])
+        assert "".join(found).split("\n") == lines
+
+
+def test_compressed_files_and_fields(tmp_path: Path) -> None:
+    given = [nasty(7, 80), "", "a\tb\nc", "\ud800 lone"]
+    raw = "\n".join(["", *(json.dumps({"text": one, "n": 1}) for one in given)]).encode()
+    plain = save(tmp_path / "a.jsonl", raw)
+    packed = save(tmp_path / "b.jsonl.gz", gzip.compress(raw))
+    for num_shards in (1, 4):
+        shards = [shard for share in plan_shards([plain, packed, packed], num_shards) for shard in share]
+        found = [text for shard in shards for text in texts(shard, Reading(field="text", chunk_bytes=50), Seen())]
+        assert Counter(found) == Counter(given * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "reading", "said"),
+    [
+        ("a.txt", b"ab \xff c", Reading(chunk_bytes=2), "0xff at offset 3"),
+        ("a.txt", b"word " * 9 + b"\xe4\xb8", Reading(chunk_bytes=8), "0xe4 at offset 45"),
+        ("a.txt", b"\xed\xa0\x80", Reading(), "offset 0"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', Reading(field="text"), "offset 14"),
+        ("a.jsonl", b'{"text": "x"}\n{"text":\n', Reading(field="text"), "no valid JSON"),
+        ("a.txt.gz", gzip.compress(b"some words")[:-9], Reading(), "no whole gzip file"),
+        ("a.txt.gz", b"some words", Reading(), "no whole gzip file"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, raw: bytes, reading: Reading, said: str) -> None:
+    files = [save(tmp_path / name, raw)]
+    with pytest.raises(ConfigError, match=name) as caught:
+        [*texts(plan_shards(files, 1)[0][0], reading, Seen())]
+    assert said in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_replaced_and_counted(tmp_path: Path) -> None:
+    raw = b"a\xffb \xe2\x80 \xf0\x9f\x98 \xef\xbf\xbd x\xc3\n\xed\xa0\x80 \xf0\xc2\x85y"
+    files = [save(tmp_path / "a.txt", raw)]
+    expected = raw.decode("utf-8", "replace")
+    for num_shards in (1, 3, 9):
+        seen = Seen()
+        shards = [shard for share in plan_shards(files, num_shards) for shard in share]
+        found = Counter(
+            word
+            for shard in shards
+            for text in texts(shard, Reading(errors="replace", chunk_bytes=2), seen)
+            for word in text.split()
+        )
+        assert found == Counter(expected.split())
+        assert seen.replaced == expected.count("\ufffd") - 1  # one stood there before
+
+
+def test_a_word_too_long_for_the_memory_is_refused(tmp_path: Path) -> None:
+    files = [save(tmp_path / "a.txt", "a " + "x" * 5000 + " b")]
+    for num_shards in (1, 3):
+        shards = [shard for share in plan_shards(files, num_shards) for shard in share]
+        with pytest.raises(RunError, match="--memory"):
+            [*(one for shard in shards for one in texts(shard, Reading(chunk_bytes=64, longest_bytes=1000), Seen()))]
+
+
+def test_runs_merge_to_the_sum_in_the_order_of_words(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    spills = Spills(tmp_path, 3, 1 << 20)
+    total: Counter[str] = Counter()
+    for number in range(130):  # more than are merged at a time
+        table = Counter(nasty(number, 200).split() + ["\ud800", "😀"] * chance.randrange(3))
+        spills.add(table)
+        total.update(table)
+    run = spills.finish()
+    assert [one.name for one in tmp_path.iterdir()] == [run.path.name]
+    parts = [list(run.part(rank, 512)) for rank in range(3)]
+    for part in parts:
+        assert part == sorted(part)
+    assert Counter(dict(row for part in parts for row in part)) == Counter({encoded(word): n for word, n in total.items()})
+
+
+def test_memory_bounds_the_tables(tmp_path: Path) -> None:
+    files = [save(tmp_path / "a.txt", " ".join(f"word-{number}" for number in range(40_000)))]
+    job = Job(tuple(files), memory_bytes=1 << 20)
+    seen = MapSeen()
+    found = list(tables(plan_shards(files, 1)[0], job, seen))
+    assert seen.full >= 10
+    assert max(map(len, found)) < 5000
+    assert Counter(word for table in found for word in table) == Counter(f"word-{number}" for number in range(40_000))
+
+
+def test_tokens_do_not_depend_on_the_shards(tmp_path: Path) -> None:
+    text = Path(json.__file__).read_text(encoding="utf-8")[:6000] + nasty(5, 300)
+    files = [save(tmp_path / "a.txt", text)]
+    folder = Path(builtin_tokenizer())
+    backend = load_tokenizer(folder).backend
+    lines = text.split("\n")
+    units = [f"{one}\n" for one in lines[:-1]] + lines[-1:]
+    expected = Counter(token for one in units for token in backend.encode(one, add_special_tokens=False).tokens)
+    for num_shards in (1, 3):
+        job = Job(tuple(files), by="tokens", tokenizer=folder)
+        found: Counter[str] = Counter()
+        for share in plan_shards(files, num_shards):
+            for table in tables(share, job, MapSeen()):
+                found.update(table)
+        assert found == expected
+
+
+def _count(world: World, job: Job) -> tuple[list[Found], list[tuple[bytes, int]]]:
+    jobs = [job, replace(job, folder=job.folder / "spilling", memory_bytes=1 << 18, keep_table=False)]
+    found, table = [], []
+    for one in jobs:
+        one.folder.mkdir(exist_ok=True)
+        found.append(count_rank(world, one))
+        world.barrier()
+        if found[-1].table is not None:
+            table = list(rows(found[-1].table, 0, found[-1].table.stat().st_size, 4096))
+    return found, table
+
+
+def test_ranks_count_what_python_counts(tmp_path: Path) -> None:
+    files, expected = corpus(tmp_path)
+    many = [f"{number:05d}-{'x' * 30}" for number in range(6000)]
+    files.append(save(tmp_path / "many.txt", "\n".join(many)))
+    expected.update(many)
+    job = Job(tuple(files), top=25, folder=tmp_path / "work", keep_table=True)
+    results = run_ranks(_count, 3, job)
+    best = sorted(expected.items(), key=lambda one: (-one[1], one[0]))[:25]
+    for turn in range(2):
+        whole = combined([found[turn] for found, _ in results], 25)
+        assert (whole.total, whole.distinct, whole.top) == (expected.total(), len(expected), best)
+        assert (whole.spills > 0) == (turn == 1)
+        assert whole.shuffled_bytes > 0
+    output = tmp_path / "table.tsv"
+    write_table(output, merged([iter(table) for _, table in results]))
+    lines = [line.split("\t") for line in output.read_bytes().decode().split("\n")[:-1]]
+    assert [word for word, _ in lines] == sorted(expected)
+    assert {word: int(count) for word, count in lines} == expected
+
+
+def test_a_table_of_odd_words_is_utf8(tmp_path: Path) -> None:
+    output = tmp_path / "table.tsv"
+    write_table(output, iter([(encoded("\x00a"), 2), (encoded("x\ud800"), 1)]))
+    assert output.read_bytes().decode("utf-8") == "\x00a\t2\nx\\ud800\t1\n"
+    assert [one.name for one in tmp_path.iterdir()] == ["table.tsv"]

@@ -1,0 +1,81 @@
+"""Training with gradients summed otherwise than by the backend: shared by the tests of it."""
+
+import io
+
+import torch
+from states import MemorySource, copied
+from torch.nn import functional
+from training import ROWS, WORDS
+
+from paceline.config.schema import Config
+from paceline.engine.optim import build_optimizer, matrices_of
+from paceline.models.outline import outline
+from paceline.parallel import make_strategy
+from paceline.parallel.cost import Workload
+from paceline.world.group import World
+
+
+def packed(sources):
+    """Sources by name as bytes: handed to a process as they are, each of their tensors would take a file descriptor."""
+    buffer = io.BytesIO()
+    torch.save({name: one.whole for name, one in sources.items()}, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(raw):
+    return {name: MemorySource(whole) for name, whole in torch.load(io.BytesIO(raw)).items()}
+
+
+def train(
+    world, net, steps, *, mode="ddp", axes=None, source=None, first=0, rate=3e-3, parallel=None, compression=None, **args
+):
+    """Train ``steps`` steps from step ``first`` on. Every rank starts from weights of its own. Returns losses (of the whole
+    batch), norms, parts, weights, state bytes measured, cost, traffic of the last step, figures, notices."""
+    if axes is not None:
+        world = World(world.env, world.device, axes)
+    config = Config(
+        model="m",
+        dataset="d",
+        parallel={"mode": mode, "bucket_cap_mb": 0.004, **(parallel or {})},
+        compression=compression or {},
+        train_args={"weight_decay": 0.1, **args},
+    )
+    strategy = make_strategy(mode, config, world)
+    torch.manual_seed(world.rank)
+    built = net().eval()
+    shape, matrices = outline(built, config), matrices_of(built)
+    model = strategy.place(built)
+    strategy.build_optimizer(lambda named: build_optimizer(config.train_args, rate, named, matrices))
+    if source is not None:
+        strategy.load_state(source)
+    losses, norms, traffic = [], [], {}
+    rows = ROWS // world.axes.replicas
+    for step in range(first, first + steps):
+        words = torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
+        mine = words[strategy.replica * rows : (strategy.replica + 1) * rows]
+        seen = []
+
+        def micro_step(number, module, mine=mine, seen=seen):
+            loss = functional.cross_entropy(module(mine), (mine * 7 + 1) % WORDS, reduction="sum") / ROWS
+            seen.append(float(loss.detach()))
+            return loss
+
+        before = dict(world.traffic.bytes_by_collective)
+        strategy.backward(micro_step, 1)
+        norms.append(float(strategy.clip(1.0)))
+        assert strategy.update(lambda optimizer: (optimizer.step(), True)[1])
+        traffic = {name: size - before.get(name, 0) for name, size in world.traffic.bytes_by_collective.items()}
+        losses.append(world.sum(sum(seen) if strategy.speaks else 0.0)[0])
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "parts": copied(strategy.state()),
+        "weights": {name: one.detach().clone() for name, one in model.named_parameters()},
+        "state": strategy.state_bytes(),
+        "cost": type(strategy).cost(shape, world.axes, Workload(), config),
+        "traffic": {name: size for name, size in traffic.items() if size},
+        "figures": strategy.figures(float(sum(traffic.values()))),
+        "notices": strategy.notices,
+    }
+    world.barrier()
+    return result

@@ -1,0 +1,166 @@
+"""`diloco`: what Douillard et al. (2023, 2025) define, on real ranks; outer gradients in few bits; exact on going on."""
+
+import copy
+
+import pytest
+import torch
+from local_runs import Plain, goes_on_to_the_bit, loss_of, make, one_step, resumed, source_of, weights, words_of
+from ranks import run_ranks
+from test_local_sgd import costs_of, decayed
+
+from paceline.parallel.outer import BLOCK, Code, Mean, Vector, mean_traffic, share
+
+BITWISE = [
+    ({"steps": 4}, (2, 4)),
+    ({"steps": 5, "overlap_steps": 4, "fragments": 2, "outer_dtype": "int8"}, (4, 8)),
+    ({"steps": 4, "overlap_steps": 1, "warmup_steps": 3, "outer_dtype": "bf16"}, (2, 7)),
+]
+
+
+def three_ranks(world):
+    wrong = [(local, name) for local, at in BITWISE for name in goes_on_to_the_bit(world, "diloco", local, at, 11)]
+    paths = [by_definition(world, local) for local in ({"steps": 3}, {"steps": 4, "overlap_steps": 2, "overlap_mix": 0.25})]
+    costs = [
+        costs_of(world, local, "diloco")
+        for local in (
+            {"steps": 4, "outer_dtype": "int8", "overlap_steps": 3},
+            {"steps": 4, "fragments": 2, "overlap_steps": 3, "outer_dtype": "bf16"},
+        )
+    ]
+    means = {dtype: mean_of(world, dtype) for dtype in ("float32", "bf16", "int8")}
+    world.barrier()
+    return wrong, paths, costs, means
+
+
+def by_definition(world, local):
+    """Largest difference from three models that this process trains itself, with torch's own SGD for the outer steps."""
+    ours = make(world, "diloco", {**local, "outer_learning_rate": 0.5, "outer_momentum": 0.8}, "sgd", net=Plain, rate=0.2)
+    models = [copy.deepcopy(ours.model) for _ in range(world.size)]
+    for one in models:
+        for parameter in one.parameters():
+            parameter.grad = None
+    optimizers = [torch.optim.SGD(decayed(one), lr=0.2, momentum=0.9) for one in models]
+    outer = torch.nn.Parameter(weights(ours).clone())
+    outer_optimizer = torch.optim.SGD([outer], lr=0.5, momentum=0.8, nesterov=True)
+    overlap, mix = local.get("overlap_steps", 0), local.get("overlap_mix", 0.0)
+    worst, gradient = 0.0, None
+    for step in range(1, 14):
+        one_step(ours, step - 1)
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            share_of_rank = words_of(step - 1).view(world.size, -1)[rank]
+            optimizer.zero_grad()
+            (loss_of(model, share_of_rank) / len(share_of_rank)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        flats = [torch.nn.utils.parameters_to_vector(one.parameters()).detach() for one in models]
+        if step % local["steps"] == 0:
+            gradient = outer.detach() - torch.stack(flats).mean(0)
+        if step > overlap and (step - overlap) % local["steps"] == 0:
+            outer.grad = gradient
+            outer_optimizer.step()
+            flats = [mix * flat + (1 - mix) * outer.detach() for flat in flats]
+            for model, flat in zip(models, flats, strict=True):
+                torch.nn.utils.vector_to_parameters(flat.clone(), model.parameters())
+        worst = max(worst, float((weights(ours) - flats[world.rank]).abs().max()))
+    return worst
+
+
+def mean_of(world, dtype):
+    """(mean by the collective, exact mean, largest magnitude) of vectors whose size divides by nothing; then one with a NaN."""
+    vectors = [torch.randn(1003, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+    sent = world.traffic.total
+    found = Mean(vectors[world.rank].clone(), world, dtype).value()
+    sent = world.traffic.total - sent
+    broken = Mean(torch.full((300,), float("nan") if world.rank == 1 else 1.0), world, dtype).value()
+    exact = torch.stack([one.double() for one in vectors]).mean(0)
+    return found, exact, max(float(one.abs().max()) for one in vectors), sent, bool(broken.isnan().all())
+
+
+def test_three_ranks():
+    found = run_ranks(three_ranks, 3)
+    for wrong, paths, costs, means in found:
+        assert not wrong
+        assert max(paths) < 2e-6
+        for state, state_measured, traffic, traffic_measured in costs:
+            assert state == pytest.approx(state_measured, rel=0.02)
+            assert traffic == pytest.approx(traffic_measured, rel=0.02)
+        # Rounded twice: each vector, and their mean. A unit is 2^-8 of the magnitude, in int8 the largest / 127.
+        for dtype, bound in (("float32", 1e-6), ("bf16", 2 * 2**-9), ("int8", 2 * 0.5 / 127)):
+            mean, exact, largest, sent, is_nan = means[dtype]
+            assert float((mean.double() - exact).abs().max()) <= bound * largest * 1.001
+            assert torch.equal(mean, found[0][3][dtype][0])  # the same bits on every rank
+            assert sent == sum(mean_traffic(1003, 3, dtype).values())
+            assert is_nan
+
+
+def two_ranks(world):
+    wrong = goes_on_to_the_bit(world, "diloco", {"steps": 3, "overlap_steps": 2, "outer_dtype": "int8"}, (4,), 8)
+    losses = {}
+    for name, local in {
+        "ddp": None,
+        "every 5": {"steps": 5},
+        "int8, overlapped, streamed": {"steps": 5, "outer_dtype": "int8", "overlap_steps": 2, "fragments": 2},
+    }.items():
+        run = make(world, "ddp" if local is None else "diloco", local, net=Plain)
+        losses[name] = [one_step(run, step) for step in range(60)]
+    run = make(world, "diloco", {"steps": 3})
+    for step in range(4):
+        one_step(run, step)
+    mean = torch.stack(world.gather_objects(weights(run))).mean(0)
+    alone = resumed(world, "diloco", {"steps": 3, "workers": 1}, source_of(run))
+    outer = {name: [torch.equal(*pair) for pair in in_range(run, alone, name)] for name in run.outer_state()}
+    world.barrier()
+    return wrong, losses, mean, weights(alone), outer, [text for _, text in alone.notices]
+
+
+def in_range(run, other, name):
+    """Pairs of what ``other`` holds of the outer state and what ``run``, which holds it whole, has there."""
+    (_, whole), *_ = run.outer_state()[name]
+    return [(one, whole[start : start + one.numel()]) for start, one in other.outer_state()[name]]
+
+
+def test_two_ranks():
+    for wrong, losses, mean, alone, outer, notices in run_ranks(two_ranks, 2):
+        assert not wrong
+        start, plain = losses["ddp"][0], sum(losses["ddp"][-5:]) / 5
+        for name in ("every 5", "int8, overlapped, streamed"):
+            reached = sum(losses[name][-5:]) / 5
+            assert reached < plain + 0.1 * (start - plain), (name, reached, plain, start)
+        torch.testing.assert_close(alone, mean)  # another number of workers goes on from the mean …
+        assert all(all(same) for same in outer.values())  # … with the outer state as it was
+        assert "2 workers" in notices[-1]
+
+
+def four_ranks(world):
+    local = {"steps": 4, "workers": 2, "fragments": 3, "overlap_steps": 2, "outer_dtype": "bf16"}
+    wrong = goes_on_to_the_bit(world, "diloco", local, (3, 6), 9)
+    costs = costs_of(world, local, "diloco")
+    world.barrier()
+    return wrong, costs
+
+
+def test_two_workers_of_two_ranks_keep_half_the_outer_state_each():
+    for wrong, (state, state_measured, traffic, traffic_measured) in run_ranks(four_ranks, 4):
+        assert not wrong
+        assert state == pytest.approx(state_measured, rel=0.02)
+        assert traffic == pytest.approx(traffic_measured, rel=0.02)
+
+
+def test_vectors_and_codes():
+    tensors = [torch.arange(6.0).view(2, 3), torch.tensor(6.0), torch.arange(7.0, 12.0)]
+    vector = Vector(tensors)
+    assert vector.read(4, 9).tolist() == [4, 5, 6, 7, 8]
+    vector.write(5, torch.tensor([50.0, 60.0, 70.0]))
+    assert (tensors[0][1, 2], tensors[1], tensors[2][0]) == (50, 60, 70)
+    assert [share(3, 10, 3, rank) for rank in range(3)] == [(3, 6), (6, 9), (9, 10)]
+    rows = torch.randn(2, 2 * BLOCK) * torch.tensor([[1.0], [1000.0]])
+    rows[0, :BLOCK] = 0
+    code = Code("int8")
+    raw = code.encode(rows)
+    assert raw.dtype == torch.uint8
+    assert raw.shape == (2, code.row_bytes(2 * BLOCK))
+    scales = rows.view(2, 2, BLOCK).abs().amax(2, keepdim=True) / 127
+    errors = (code.decode(raw) - rows).view(2, 2, BLOCK).abs()
+    assert bool((errors <= scales * 0.5001).all())
+    assert torch.equal(code.decode(code.encode(code.decode(raw))), code.decode(raw))
+    assert torch.equal(Code("bf16").decode(Code("bf16").encode(rows)), rows.bfloat16().float())

@@ -1,0 +1,279 @@
+"""`local_sgd`: what Stich (2019) defines, on real ranks; exact on going on; what is refused; what it costs."""
+
+import copy
+import json
+
+import pytest
+import torch
+from commands import digest, events, report, run, train
+from local_runs import (
+    Plain,
+    config_of,
+    goes_on_to_the_bit,
+    loss_of,
+    make,
+    one_step,
+    resumed,
+    source_of,
+    weights,
+    words_of,
+)
+from ranks import run_ranks
+
+from paceline.core.errors import ConfigError
+from paceline.parallel import check_strategy, strategy_class
+from paceline.parallel.cost import Workload
+from paceline.parallel.local_rhythm import Rhythm, num_workers
+from paceline.world.env import RankEnv
+from paceline.world.group import World
+from paceline.world.mesh import Axes
+
+BITWISE = [
+    ({"steps": 4}, (2, 6)),
+    ({"steps": 5, "overlap_steps": 3, "fragments": 2, "warmup_steps": 2}, (1, 5, 8)),
+    ({"steps": 3, "average_moments": True, "fragments": 2}, (5,)),
+]
+
+
+def three_ranks(world):
+    wrong = [(local, name) for local, at in BITWISE for name in goes_on_to_the_bit(world, "local_sgd", local, at, 11)]
+    every = compare_with_ddp(world)
+    paths = {
+        key: by_definition(world, local)
+        for key, local in {
+            "plain": {"steps": 3},
+            "post-local": {"steps": 3, "warmup_steps": 4},
+            "fragments": {"steps": 4, "fragments": 2},
+            "overlap": {"steps": 4, "overlap_steps": 2},
+        }.items()
+    }
+    costs = [costs_of(world, local) for local in ({"steps": 4}, {"steps": 4, "fragments": 3, "overlap_steps": 2})]
+    world.barrier()
+    return wrong, every, paths, costs
+
+
+def compare_with_ddp(world):
+    """Largest difference of the weights over ten steps of SGD with momentum: brought together at each step it is `ddp`."""
+    runs = [make(world, mode, {"steps": 1}, optim="sgd", net=Plain, clip=0.0) for mode in ("ddp", "local_sgd")]
+    worst = 0.0
+    for step in range(10):
+        for one in runs:
+            one_step(one, step)
+        worst = max(worst, float((weights(runs[0]) - weights(runs[1])).abs().max()))
+    return worst
+
+
+def by_definition(world, local):
+    """Largest difference from three models that this process trains and averages itself, as the papers have it."""
+    ours = make(world, "local_sgd", local, "sgd", net=Plain, rate=0.2)
+    models = [copy.deepcopy(ours.model) for _ in range(world.size)]
+    for one in models:
+        for parameter in one.parameters():
+            parameter.grad = None
+    optimizers = [torch.optim.SGD(decayed(one), lr=0.2, momentum=0.9) for one in models]
+    period, warmup = local["steps"], local.get("warmup_steps", 0)
+    fragments, overlap = local.get("fragments", 1), local.get("overlap_steps", 0)
+    size, pending, worst, spread = weights(ours).numel(), [], 0.0, 0.0
+    for step in range(1, 14):
+        one_step(ours, step - 1)
+        together = step <= warmup
+        whole = words_of(step - 1)
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            share = whole if together else whole.view(world.size, -1)[rank]
+            optimizer.zero_grad()
+            (loss_of(model, share) / len(share)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        flats = [torch.nn.utils.parameters_to_vector(one.parameters()).detach() for one in models]
+        mean = torch.stack(flats).mean(0)
+        for due, low, high, corrections in pending:
+            if due == step:
+                for flat, correction in zip(flats, corrections, strict=True):
+                    flat[low:high] += correction
+        for number in range(fragments):
+            low, high = size * number // fragments, size * (number + 1) // fragments
+            at = period * (number + 1) // fragments
+            if step > warmup and (step - warmup) % period == at % period:
+                if overlap:
+                    pending.append((step + overlap, low, high, [(mean - flat)[low:high] for flat in flats]))
+                else:
+                    for flat in flats:
+                        flat[low:high] = mean[low:high]
+        for model, flat in zip(models, flats, strict=True):
+            torch.nn.utils.vector_to_parameters(flat, model.parameters())
+        worst = max(worst, float((weights(ours) - flats[world.rank]).abs().max()))
+        spread = max(spread, float((flats[0] - flats[1]).abs().max()))
+    return worst, spread
+
+
+def decayed(model):
+    matrices = [one for one in model.parameters() if one.dim() > 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": [one for one in model.parameters() if one.dim() < 2]}]
+
+
+def costs_of(world, local, mode="local_sgd"):
+    strategy = make(world, mode, local, net=Plain)
+    sent = []
+    for step in range(12):
+        before = world.traffic.total
+        one_step(strategy, step)
+        sent.append(world.traffic.total - before)
+    cost = type(strategy).cost(strategy.shape, world.axes, Workload(), strategy.config)
+    period = strategy.traffic_period
+    counts = 2 * 8  # the loss of each step, added up by the test
+    return cost.state, strategy.state_bytes(), cost.traffic_per_step, sum(sent[-period:]) / period - counts
+
+
+def test_three_ranks():
+    for wrong, every, paths, costs in run_ranks(three_ranks, 3):
+        assert not wrong
+        assert every < 1e-6
+        for worst, spread in paths.values():
+            assert worst < 2e-6 < 1e-3 < spread
+        for state, state_measured, traffic, traffic_measured in costs:
+            assert state == pytest.approx(state_measured, rel=0.02)
+            assert traffic == pytest.approx(traffic_measured, rel=0.02)
+
+
+def two_by_two(world):
+    local = {"steps": 3, "workers": 2}
+    wrong = goes_on_to_the_bit(world, "local_sgd", {**local, "overlap_steps": 2, "fragments": 2}, (4,), 8)
+    ours = make(world, "local_sgd", local)
+    apart = []
+    for step in range(6):
+        one_step(ours, step)
+        apart.append(weights(ours))
+    costs = costs_of(world, local)
+    one_step(ours, 6)
+    checkpoint = source_of(ours)
+    mean = torch.stack(world.gather_objects(weights(ours))).mean(0)
+    before = weights(ours)
+    with ours.consolidated():
+        seen = weights(ours)
+    after = weights(ours)
+    others = {}
+    for name, other in (
+        ("ddp", resumed(world, "ddp", {}, checkpoint)),
+        ("four workers", resumed(world, "local_sgd", {"steps": 3, "workers": 4}, checkpoint)),
+        ("diloco", resumed(world, "diloco", local, checkpoint)),
+    ):
+        others[name] = (weights(other), getattr(other, "done", None), [text for _, text in other.notices])
+    world.barrier()
+    return wrong, apart, costs, mean, seen, torch.equal(before, after), before, others
+
+
+def test_two_workers_of_two_ranks():
+    found = run_ranks(two_by_two, 4)
+    assert not [wrong for wrong, *_ in found if wrong]
+    paths = [apart for _, apart, *_ in found]
+    for step in range(6):
+        at = [path[step] for path in paths]
+        assert torch.equal(at[0], at[1])  # the ranks of a worker are replicas
+        assert torch.equal(at[2], at[3])
+        assert torch.equal(at[0], at[2]) is (step in (2, 5))
+    for _, _, (state, state_measured, traffic, traffic_measured), mean, seen, unchanged, own, others in found:
+        assert state == pytest.approx(state_measured, rel=0.02)
+        assert traffic == pytest.approx(traffic_measured, rel=0.02)
+        torch.testing.assert_close(seen, mean)  # what is evaluated
+        assert unchanged
+        torch.testing.assert_close(others["ddp"][0], mean)
+        torch.testing.assert_close(others["four workers"][0], mean)
+        assert others["four workers"][1] == 7
+        assert "2 workers" in others["four workers"][2][-1]
+        assert "dropped" in others["four workers"][2][-1]
+        assert torch.equal(others["diloco"][0], own)  # as many workers: each has its own
+
+
+def test_rhythm():
+    rhythm = Rhythm(period=6, fragments=3, overlap=4, warmup=5)
+    begins = {step: rhythm.begins(step) for step in range(1, 24) if rhythm.begins(step)}
+    assert begins == {7: [0], 9: [1], 11: [2], 13: [0], 15: [1], 17: [2], 19: [0], 21: [1], 23: [2]}
+    assert [step for step in range(20) if rhythm.ends(step)] == [11, 13, 15, 17, 19]
+    assert rhythm.in_flight(11) == [(1, 2), (2, 0)]
+    assert [step for step in range(12) if rhythm.halfway(step) == [0]] == [9]
+    assert [step for step in range(9) if Rhythm(3, warmup=1).together(step)] == [0, 1, 4, 7]
+    assert not any(Rhythm(3, overlap=1).together(step) for step in range(1, 9))
+    assert [Rhythm(7, 4).begins(step) for step in range(1, 8)] == [[0], [], [1], [], [2], [], [3]]
+
+
+def test_workers_are_machines_or_ranks():
+    settings = config_of("local_sgd").local_sgd
+    assert num_workers(settings, RankEnv(0, 8, 0, 8)) == 8
+    assert num_workers(settings, RankEnv(0, 8, 0, 4)) == 2
+    assert num_workers(settings, RankEnv(0, 8, 0, 3)) == 8
+    assert num_workers(config_of("local_sgd", {"workers": 4}).local_sgd, RankEnv(0, 8, 0, 4)) == 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "local", "train_args", "words"),
+    [
+        ("local_sgd", {"steps": 50}, {"max_steps": 40}, ["50", "40 steps", "1 to 40"]),
+        ("diloco", {"steps": 20, "warmup_steps": 30}, {"max_steps": 40}, ["warm-up", "1 to 10"]),
+        ("local_sgd", {"workers": 3}, {}, ["does not divide", "1, 2, 4"]),
+        ("diloco", {"steps": 4, "fragments": 5}, {}, ["fragments: 5", "1 to 4"]),
+        ("diloco", {"steps": 4, "overlap_steps": 4}, {}, ["overlap_steps: 4", "0 to 3"]),
+        ("local_sgd", {}, {"fp16": True}, ["fp16", "bf16"]),
+        ("local_sgd", {"outer_dtype": "int8"}, {}, ["outer_dtype", "diloco"]),
+        ("diloco", {"average_moments": True}, {}, ["average_moments", "local_sgd"]),
+        ("local_sgd", {"average_moments": True, "overlap_steps": 2}, {}, ["negative"]),
+        ("local_sgd", {"average_moments": True}, {"optim": "adafactor"}, ["factored"]),
+    ],
+)
+def test_refused(mode, local, train_args, words):
+    with pytest.raises(ConfigError) as caught:
+        check_strategy(mode, config_of(mode, local, **train_args), Axes(data=4))
+    for word in words:
+        assert word in caught.value.paragraph()
+
+
+def test_longer_than_the_epochs():
+    with pytest.raises(ConfigError, match="more than the run's 12 steps"):
+        strategy_class("diloco").check_length(config_of("diloco", {"steps": 13}), 12)
+
+
+def test_one_rank_is_a_worker():
+    world = World(RankEnv(), torch.device("cpu"))
+    for mode in ("local_sgd", "diloco"):
+        strategy = make(world, mode, {"steps": 2, "outer_dtype": "int8" if mode == "diloco" else "float32"}, net=Plain)
+        assert one_step(strategy, 0) > one_step(strategy, 0) > 0
+        assert strategy.cost(strategy.shape, Axes(), Workload(), strategy.config).traffic_per_step == 0
+
+
+@pytest.mark.slow
+def test_brought_together_at_each_step_it_is_single(tmp_path):
+    """Four ranks, two to a worker, shares of one size, and an optimizer in which means are means: the engine's counts divide
+    the loss of each worker rightly."""
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "{model: 'builtin:mlp', task: classify, dataset: 'builtin:digits', parallel: {device: cpu}, "
+        "local_sgd: {steps: 1, workers: 2}, "
+        "train_args: {per_device_train_batch_size: 16, optim: sgd, max_grad_norm: 0, learning_rate: 0.1}}"
+    )
+    done = run(str(file), "--world-size", "4", "--modes", "local_sgd", "--steps", "5", "--json", verb="verify")
+    assert [(one["mode"], one["ok"]) for one in json.loads(done.stdout)["modes"]] == [("local_sgd", True)]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_in_the_middle_of_a_period(tmp_path):
+    words = ["parallel.mode=local_sgd", "parallel.num_gpus=2", "local_sgd.steps=4", "local_sgd.overlap_steps=2"]
+    words += ["train_args.max_steps=8", "train_args.logging_steps=3", "train_args.eval_steps=6", "split_dataset_ratio=0.1"]
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    train(whole, *words)
+    train(half, *words, "train_args.save_steps=5", "train_args.save_total_limit=null")
+    (half / "checkpoints" / "step-00000008" / "meta.json").unlink()  # as if it had never been: step 5 is whole
+    (half / "report.json").unlink()
+    train(half, *words, "train_args.save_steps=5", "train_args.save_total_limit=null")
+    assert report(half)["resumed_from_step"] == 5
+    assert digest(half) == digest(whole)
+    assert [one["loss"] for one in events(half, "eval")][-1] == events(whole, "eval")[-1]["loss"]
+    found = report(whole)
+    assert found["traffic_bytes_per_step"]["measured"] == pytest.approx(found["traffic_bytes_per_step"]["predicted"], rel=0.02)
+    assert found["state_memory_bytes"]["measured"] == pytest.approx(found["state_memory_bytes"]["predicted"], rel=0.02)
+    assert found["communication"]["synchronisations"] == 1
+    assert [one["step"] for one in events(whole, "step")] == [1, 3, 6, 8]
+    losses = [one["loss"] for one in events(whole, "step")]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] < 1.1 * losses[-1]
+    words = [one for one in words if not one.startswith(("parallel.mode", "train_args.max_steps"))]
+    ended = train(half, *words, "parallel.mode=ddp", "train_args.max_steps=9", "--allow-config-change")
+    assert "the mean of their parameters" in ended.stderr

@@ -1,0 +1,328 @@
+"""`parameter_server`: the steps of ddp, tables in parts, checkpoints for any layout, and losses of ranks that are named."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from states import assemble, copied
+from torch.distributed import rpc
+from torch.nn import functional
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.engine.optim import build_optimizer, matrices_of
+from paceline.models.outline import outline
+from paceline.models.recommend import ClickModel
+from paceline.parallel import make_strategy
+from paceline.parallel.cost import Workload
+from paceline.parallel.parameter_server import ParameterServer
+from paceline.parallel.server_async import _STORE
+from paceline.world.env import RankEnv
+from paceline.world.group import World
+from paceline.world.mesh import Axes
+
+TABLES, DIM, ROWS = (5000, 7, 2), 4, 24
+
+
+def make_config(mode, optimizer, servers, rhythm="sync"):
+    dense = {"adagrad": "adagrad", "sgd": "sgd"}.get(optimizer, "adamw")
+    return Config(
+        model="m",
+        dataset="d",
+        task="recommend",
+        parallel={"mode": mode, "bucket_cap_mb": 0.001},
+        parameter_server={"servers": servers, "optimizer": optimizer, "mode": rhythm, "staleness": 2},
+        train_args={"optim": dense, "momentum": 0.0, "gradient_accumulation_steps": 2},
+    )
+
+
+def batch_of(step):
+    """A global batch: ids from a power law, so that ranks share rows; the last table's ids come in bags, some empty."""
+    generator = torch.Generator().manual_seed(step)
+    ids = [((torch.rand(ROWS, generator=generator) ** 6) * size).long() for size in TABLES]
+    return torch.randn(ROWS, 2, generator=generator), ids, torch.randint(0, 2, (ROWS,), generator=generator).float()
+
+
+def share_of(batch, rows):
+    dense, ids, labels = batch
+    starts = [torch.arange(len(rows) + 1) for _ in ids]
+    return dense[rows], [one[rows] for one in ids], starts, labels[rows]
+
+
+def train(world, mode, optimizer, workers, servers=1, steps=6, source=None, first=0, watch=(), rhythm="sync"):
+    """Losses of the global batch, and what this rank writes after each step of ``watch``."""
+    world = World(world.env, world.device, Axes(data=workers))
+    config = make_config(mode, optimizer, servers, rhythm)
+    strategy = make_strategy(mode, config, world)
+    torch.manual_seed(0)
+    with strategy.building():
+        model = ClickModel(2, TABLES, DIM, [6], [8])
+    shape, matrices = outline(model, config), matrices_of(model)
+    strategy.place(model)
+    strategy.build_optimizer(lambda named: build_optimizer(config.train_args, 0.05, named, matrices))
+    if source is not None:
+        strategy.load_state(source)
+    losses, norms, parts = [], [], {}
+    for step in range(first, first + steps):
+        batch = batch_of(step)
+        seen = []
+
+        def micro_step(number, module, batch=batch, seen=seen):
+            each = ROWS // (2 * workers)
+            begin = (strategy.replica * 2 + number) * each
+            dense, ids, starts, labels = share_of(batch, torch.arange(begin, begin + each))
+            loss = functional.binary_cross_entropy_with_logits(module(dense, ids, starts), labels, reduction="sum") / ROWS
+            seen.append(float(loss.detach()))
+            return loss if rhythm == "sync" else loss / world.size  # as the engine does where replicas count alone
+
+        strategy.backward(micro_step, 2 if strategy.works else 0)
+        norms.append(float(strategy.clip(0.2)))
+        assert strategy.update(lambda one: (one.step(), True)[1])
+        losses.append(world.sum(sum(seen))[0])
+        if step in watch:
+            parts[step] = copied(strategy.state())
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "parts": parts,
+        "state": strategy.state_bytes(),
+        "cost": type(strategy).cost(shape, world.axes, Workload(), config).state,
+        "serves": not strategy.works,
+        "table_elements": sum(
+            one.numel() for name, one in model.named_parameters() if name.startswith("tables.") and not one.is_meta
+        ),
+    }
+    world.barrier()
+    strategy.close()
+    return result
+
+
+def alone(optimizer, **more):
+    return train(World(RankEnv(0, 1, 0, 1), torch.device("cpu")), "single", optimizer, workers=1, **more)
+
+
+def close(ours, theirs, tolerance=1e-6):
+    return all(abs(one - other) <= tolerance * abs(other) for one, other in zip(ours, theirs, strict=True))
+
+
+def same_weights(ours, theirs):
+    assert set(ours.whole) == set(theirs.whole)
+    return all(torch.allclose(one, theirs.whole[name], rtol=1e-5, atol=1e-6) for name, one in ours.whole.items())
+
+
+@pytest.mark.parametrize(("optimizer", "workers", "servers"), [("adagrad", 2, 2), ("sgd", 2, 1)])
+def test_each_step_is_that_of_ddp(optimizer, workers, servers):
+    found = run_ranks(train, workers + servers, "parameter_server", optimizer, workers, servers, 6, None, 0, (2, 5))
+    reference = alone(optimizer, watch=(2, 5))
+    assert all(close(one["losses"], reference["losses"]) for one in found)
+    assert all(close(one["norms"], reference["norms"], 1e-5) for one in found)
+    # The state has the names, shapes and values that ddp's has; each row is written by one server.
+    end = assemble([one["parts"][5] for one in found])
+    assert same_weights(end, assemble([reference["parts"][5]]))
+    # No table is on a worker, and no server has a whole one where there are two.
+    assert all(one["table_elements"] == 0 for one in found)
+    held = [sum(part.tensor.numel() for part in one["parts"][5] if part.name.startswith("model/tables.")) for one in found]
+    assert held[:workers] == [0] * workers
+    assert sum(held[workers:]) == sum(TABLES) * DIM
+    assert max(held[workers:]) <= sum(-(-rows // servers) for rows in TABLES) * DIM
+    most = max(one["state"] for one in found)
+    assert abs(most - found[0]["cost"]) <= 0.02 * most
+    if optimizer == "adagrad":
+        _goes_on_from(assemble([one["parts"][2] for one in found]), found, end, reference)
+
+
+def _goes_on_from(middle, found, end, reference):
+    """The same layout to the bit, any other to rounding; and without servers."""
+    again = run_ranks(train, 4, "parameter_server", "adagrad", 2, 2, 3, middle, 3, (5,))
+    whole = assemble([one["parts"][5] for one in again])
+    assert all(torch.equal(one, end.whole[name]) for name, one in whole.whole.items())
+    fewer = run_ranks(train, 2, "parameter_server", "adagrad", 1, 1, 3, middle, 3, (5,))
+    assert close(fewer[0]["losses"], reference["losses"][3:])
+    assert same_weights(assemble([one["parts"][5] for one in fewer]), end)
+    assert close(alone("adagrad", steps=3, source=middle, first=3)["losses"], reference["losses"][3:])
+
+
+def test_one_worker_alone_makes_the_same_steps_without_waiting():
+    found = run_ranks(train, 3, "parameter_server", "adagrad", 1, 2, 6, None, 0, (2, 5), "bounded")
+    reference = alone("adagrad", watch=(5,))
+    assert all(close(one["losses"], reference["losses"]) for one in found)
+    end = assemble([one["parts"][5] for one in found])
+    assert same_weights(end, assemble([reference["parts"][5]]))
+    assert sum(part.tensor.numel() for part in found[0]["parts"][5]) == 0  # all is on the servers
+    most = max(one["state"] for one in found)
+    assert abs(most - found[0]["cost"]) <= 0.02 * most
+    middle = assemble([one["parts"][2] for one in found])
+    again = run_ranks(train, 2, "parameter_server", "adagrad", 1, 1, 3, middle, 3, (5,), "async")
+    assert close(again[0]["losses"], reference["losses"][3:])
+
+
+def drift(world, rhythm, steps, far):
+    """Two workers and a server. Worker 1 makes no third step before worker 0 has got ``far`` steps ahead."""
+    world = World(world.env, world.device, Axes(data=2))
+    strategy = make_strategy("parameter_server", make_config("parameter_server", "sgd", 1, rhythm), world)
+    torch.manual_seed(0)
+    with strategy.building():
+        model = ClickModel(2, TABLES, DIM, [6], [8])
+    matrices = matrices_of(model)
+    strategy.place(model)
+    strategy.build_optimizer(lambda named: build_optimizer(strategy.config.train_args, 0.05, named, matrices))
+    for step in range(steps):
+        if step == 2 and world.rank == 1:
+            while rpc.rpc_sync("rank2", lead) < far:  # ends: worker 0 goes on until it is held or done
+                pass
+
+        def micro_step(number, module, step=step):
+            dense, ids, starts, labels = share_of(batch_of(step), torch.arange(world.rank * 12, world.rank * 12 + 12))
+            loss = functional.binary_cross_entropy_with_logits(module(dense, ids, starts), labels)
+            return loss / world.size
+
+        strategy.backward(micro_step, 1)
+        strategy.clip(1.0)
+        strategy.update(lambda one: True)
+    figures = strategy.figures(None)
+    world.barrier()
+    strategy.close()
+    return figures["staleness"]
+
+
+def lead():
+    with _STORE.lock:
+        return max(_STORE.clocks.values()) - min(_STORE.clocks.values()) if _STORE.furthest else 0
+
+
+@pytest.mark.parametrize(("rhythm", "far", "expected"), [("bounded", 3, {"bound": 2, "seen": 2}), ("async", 7, None)])
+def test_staleness_is_bounded_and_measured(rhythm, far, expected):
+    for found in run_ranks(drift, 3, rhythm, 12, far):
+        if expected is not None:
+            assert found == expected
+        else:
+            assert found["bound"] is None
+            assert found["seen"] >= far
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "row_wise_adagrad"])
+def test_row_state_is_in_the_checkpoint(optimizer):
+    found = run_ranks(train, 3, "parameter_server", optimizer, 1, 2, 4, None, 0, (1, 3))
+    again = run_ranks(train, 2, "parameter_server", optimizer, 1, 1, 2, assemble([one["parts"][1] for one in found]), 2, (3,))
+    assert found[0]["losses"][2:] == again[0]["losses"]  # one worker: not even the rounding knows how many servers there are
+    ours, theirs = assemble([one["parts"][3] for one in again]), assemble([one["parts"][3] for one in found])
+    assert set(ours.whole) == set(theirs.whole)
+    assert all(torch.equal(one, theirs.whole[name]) for name, one in ours.whole.items() if "tables" in name)
+    keys = {name.rpartition("/")[2] for name in ours.whole if name.startswith("optimizer/tables.0")}
+    assert keys == ({"step", "exp_avg", "exp_avg_sq"} if optimizer == "adam" else {"row_sum"})
+
+
+def large(world, rows, dim, spare_bytes):
+    """Steps of SGD on a table that no process may hold whole: whether it was out of reach, losses, bytes of the part."""
+    import resource
+
+    with open("/proc/self/status") as handle:
+        used = next(int(line.split()[1]) * 1024 for line in handle if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + spare_bytes, used + spare_bytes))
+    try:
+        torch.empty(rows, dim)
+        out_of_reach = False
+    except RuntimeError:
+        out_of_reach = True
+    world = World(world.env, world.device, Axes(data=1))
+    config = make_config("parameter_server", "sgd", world.size - 1)
+    strategy = make_strategy("parameter_server", config, world)
+    torch.manual_seed(0)
+    with strategy.building():
+        model = ClickModel(0, (rows, 3), dim, [], [])
+    matrices = matrices_of(model)
+    strategy.place(model)
+    optimizer = strategy.build_optimizer(lambda named: build_optimizer(config.train_args, 0.5, named, matrices))
+    ids = [torch.tensor([0, rows // 2, rows - 1]), torch.tensor([0, 1, 2])]
+    losses = []
+    for _ in range(3):
+
+        def micro_step(number, module, losses=losses):
+            logits = module(torch.zeros(3, 0), ids, [torch.arange(4), torch.arange(4)])
+            loss = functional.binary_cross_entropy_with_logits(logits, torch.ones(3))
+            losses.append(float(loss.detach()))
+            return loss
+
+        strategy.backward(micro_step, 1 if strategy.works else 0)
+        strategy.clip(0.0)
+        strategy.update(lambda one: (one.step(), True)[1])
+    held = sum(part.tensor.numel() * 4 for part in strategy.state() if part.name == "model/tables.0.weight")
+    assert optimizer is strategy.optimizer
+    world.barrier()
+    strategy.close()
+    return out_of_reach, losses, held
+
+
+@pytest.mark.soak
+def test_a_table_larger_than_a_process_may_have() -> None:
+    rows, dim = 24_000_000, 16  # 1.5 GB, on four servers that may have 0.8 GB more than they begin with
+    found = run_ranks(large, 5, rows, dim, 800 << 20, timeout_s=400.0)
+    assert all(out_of_reach for out_of_reach, _, _ in found)
+    assert [held for _, _, held in found] == [0] + [rows * dim] * 4  # bytes: a quarter of the elements, four bytes each
+    losses = found[0][1]
+    assert losses[0] > losses[1] > losses[2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"train_args": {"weight_decay": 0.1}}, "weight_decay"),
+        ({"train_args": {"fp16": True}}, "fp16"),
+        ({"train_args": {"gradient_checkpointing": True}}, "gradient_checkpointing"),
+        ({"task": "sft"}, "`task: sft` has none"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(keys, words):
+    config = Config.model_validate({"model": "m", "dataset": "d", "task": "recommend", **keys})
+    with pytest.raises(ConfigError, match=words):
+        ParameterServer.check(config, Axes(data=2))
+
+
+KILLER = """
+import os, signal
+from pathlib import Path
+from paceline.tasks.recommend import RecommendTask
+
+class Killer(RecommendTask):
+    '''In its third loss worker 1 kills the rank that the settings name.'''
+    losses = 0
+
+    def build_datasets(self):
+        (Path(self.config.task_args["pids"]) / os.environ["RANK"]).write_text(str(os.getpid()))
+        return super().build_datasets()
+
+    def loss(self, model, batch):
+        self.losses += 1
+        if self.losses == 3 and os.environ["RANK"] == "1":
+            victim = Path(self.config.task_args["pids"]) / str(self.config.task_args["victim"])
+            os.kill(int(victim.read_text()), signal.SIGKILL)
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "role"), [(1, "a worker"), (2, "a server of the tables")])
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path, victim, role):
+    import subprocess
+
+    (tmp_path / "killer.py").write_text(KILLER)
+    (tmp_path / "pids").mkdir()
+    command = [
+        sys.executable, "-m", "paceline", "sft", "model=builtin:dlrm", f"task={tmp_path}/killer.py:Killer",
+        "dataset=builtin:clicks#2000", f"output_dir={tmp_path}/run", "parallel.mode=parameter_server", "parallel.device=cpu",
+        "parallel.num_gpus=2", "train_args.per_device_train_batch_size=16", "train_args.max_steps=20",
+        f"task_args.pids={tmp_path}/pids", f"task_args.victim={victim}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1, done.stderr
+    pid = (tmp_path / "pids" / str(victim)).read_text()
+    assert f"rank {victim}, {role} (process {pid}) was killed" in done.stderr.replace("\n", " ")
+    steps = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert max((one["step"] for one in steps if one["type"] == "step"), default=0) == 2
+    for one in (tmp_path / "pids").iterdir():  # nobody is left
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(one.read_text()), 0)

@@ -1,0 +1,105 @@
+"""What a server does with the rows: torch's optimizers on the rows of a batch, sums in a fixed order, even ranges."""
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.parallel.server_rows import RowOptimizer, Shard, row_ranges
+
+ROWS, DIM, STEPS = 12, 3, 5
+
+
+def batches():
+    """Rows of each step with their gradients; rows 0 and 7 never occur, others come and go."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        rows = torch.tensor([1, 2, 3, 4, 5, 6, 8, 9, 10, 11])[torch.randperm(10, generator=generator)[:4]].sort().values
+        yield rows, torch.randn(4, DIM, generator=generator)
+
+
+def trained(kind, start=0, end=ROWS, rates=(0.1,) * STEPS, **more):
+    values = torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM)[start:end].clone()
+    shard = Shard("table", ROWS, start, nn.Parameter(values))
+    optimizer = RowOptimizer([shard], kind, rates[0], **more)
+    for (rows, gradient), rate in zip(batches(), rates, strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        mine = (rows >= start) & (rows < end)
+        if mine.any():
+            shard.pushed[(0, 0)] = (rows[mine] - start, gradient[mine])
+        shard.merge()
+        optimizer.step()
+    return shard.values.detach()
+
+
+def by_torch(make, sparse=False, rates=(0.1,) * STEPS):
+    weight = nn.Parameter(torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM).clone())
+    optimizer = make([weight])
+    for (rows, gradient), rate in zip(batches(), rates, strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        whole = torch.sparse_coo_tensor(rows[None], gradient, (ROWS, DIM), check_invariants=True)
+        weight.grad = whole.coalesce() if sparse else whole.to_dense()
+        optimizer.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "sparse"),
+    [
+        ("sgd", lambda p: torch.optim.SGD(p, lr=0.1), False),
+        ("adagrad", lambda p: torch.optim.Adagrad(p, lr=0.1), False),
+        ("adam", lambda p: torch.optim.SparseAdam(p, lr=0.1), True),
+    ],
+)
+def test_rows_move_as_torchs_optimizer_moves_them(kind, make, sparse):
+    rates = (0.1, 0.05, 0.2, 0.0, 0.1)
+    expected = by_torch(make, sparse, rates)
+    assert torch.allclose(trained(kind, rates=rates), expected, rtol=1e-6, atol=1e-7)
+    cut = torch.cat([trained(kind, 0, 5, rates), trained(kind, 5, 6, rates), trained(kind, 6, ROWS, rates)])
+    assert torch.equal(cut, trained(kind, rates=rates))  # the rows do not know how the table is cut
+
+
+def test_row_wise_adagrad_keeps_the_mean_of_squares_a_row():
+    weight = torch.linspace(-1, 1, ROWS * DIM, dtype=torch.float64).view(ROWS, DIM).clone()
+    sums = torch.zeros(ROWS, dtype=torch.float64)
+    for rows, gradient in batches():
+        for row, one in zip(rows.tolist(), gradient.double(), strict=True):
+            sums[row] += (one * one).sum() / DIM
+            weight[row] -= 0.1 * one / (sums[row].sqrt() + 1e-10)
+    assert torch.allclose(trained("row_wise_adagrad").double(), weight, rtol=1e-5, atol=1e-6)
+    assert torch.equal(trained("row_wise_adagrad")[[0, 7]], torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM)[[0, 7]])
+
+
+def test_pushes_are_summed_in_one_order_whatever_order_they_come_in():
+    generator = torch.Generator().manual_seed(1)
+    pushes = {
+        (worker, number): (
+            torch.randperm(ROWS, generator=generator)[:5].sort().values,
+            torch.randn(5, DIM, generator=generator),
+        )
+        for worker in range(3)
+        for number in range(2)
+    }
+    sums = []
+    for order in (sorted(pushes), sorted(pushes, reverse=True)):
+        shard = Shard("table", ROWS, 0, nn.Parameter(torch.zeros(ROWS, DIM)))
+        for key in order:
+            shard.pushed[key] = pushes[key]
+        shard.merge()
+        assert shard.pushed == {}
+        whole = torch.zeros(ROWS, DIM)
+        whole[shard.gradient[0]] = shard.gradient[1]
+        sums.append(whole)
+    assert torch.equal(*sums)
+    expected = torch.zeros(ROWS, DIM).double()
+    for rows, gradient in pushes.values():
+        expected.index_add_(0, rows, gradient.double())
+    assert torch.allclose(sums[0].double(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "servers"), [(10, 3), (3, 3), (2, 4), (1000, 1)])
+def test_ranges_are_even_and_leave_no_row_out(rows, servers):
+    found = row_ranges(rows, servers)
+    assert len(found) == servers
+    assert [row for start, end in found for row in range(start, end)] == list(range(rows))
+    sizes = [end - start for start, end in found]
+    assert max(sizes) - min(sizes) <= 1

@@ -1,0 +1,151 @@
+"""`task: recommend`: the model, its tables, AUC over ranks, and a folder that loads again."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from sklearn.metrics import roc_auc_score
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.data.loader import LoaderOptions
+from paceline.engine.evaluate import EvalResult, evaluate
+from paceline.engine.precision import Precision
+from paceline.models.recommend import ClickModel, Table, fill_rows, load_recommender, tables_elsewhere
+from paceline.parallel.replicated import DistributedDataParallel
+from paceline.tasks import load_task
+from paceline.tasks.base import Task
+from paceline.world.group import World
+
+
+def make_config(**keys: Any) -> Config:
+    given = {"model": "builtin:dlrm", "task": "recommend", "dataset": "builtin:clicks#3000", "split_dataset_ratio": 0.2, **keys}
+    return Config.model_validate({"recommend": {"embedding_dim": 4}, **given})
+
+
+def prepared_task(config: Config) -> Task:
+    task = load_task(config)
+    task.check()
+    task.prepared = pickle.loads(pickle.dumps(task.prepare()))
+    return task
+
+
+def test_the_model_is_the_papers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ClickModel(3, (10, 5), 4, [6], [8])
+    dense, ids = torch.randn(2, 3), [torch.tensor([9, 2, 2]), torch.tensor([0, 4])]
+    starts = [torch.tensor([0, 2, 3]), torch.tensor([0, 1, 2])]
+    bottom = model.bottom(dense)
+    one, two = model.tables[0].weight, model.tables[1].weight
+    bags = [[one[9] + one[2], two[0]], [one[2], two[4]]]
+    expected = []
+    for row in range(2):
+        vectors = [bottom[row], *bags[row]]
+        dots = [vectors[0] @ vectors[1], vectors[0] @ vectors[2], vectors[1] @ vectors[2]]
+        expected.append(model.top(torch.cat([*vectors, torch.stack(dots)]))[0])
+    assert torch.allclose(model(dense, ids, starts), torch.stack(expected), atol=1e-6)
+
+
+def test_any_range_of_a_table_can_be_made_anywhere() -> None:
+    torch.manual_seed(0)
+    table = Table(9000, 3)
+    after = torch.rand(3)
+    torch.manual_seed(0)
+    with tables_elsewhere():
+        shape = Table(9000, 3)
+    assert shape.weight.device.type == "meta"
+    assert torch.equal(torch.rand(3), after)  # what is made next starts the same
+    assert float(table.weight.detach().abs().max()) <= 9000**-0.5
+    assert abs(float(table.weight.detach().mean())) < 1e-3
+    for start, end in ((0, 9000), (4090, 4100), (8999, 9000)):
+        part = torch.empty(end - start, 3)
+        fill_rows(part, shape.seed, 9000, start)
+        assert torch.equal(part, table.weight.detach()[start:end])
+
+
+def test_training_learns_and_the_folder_loads_again(tmp_path: Path) -> None:
+    config = make_config()
+    task = prepared_task(config)
+    assert task.prepared is not None
+    assert (task.prepared.num_train, task.prepared.num_eval) == (2400, 600)
+    assert any("best AUC" in text for _, text in task.prepared.notices)
+    torch.manual_seed(0)
+    model = task.build_model()
+    train, evaluation = task.build_datasets()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for epoch in range(2):
+        order = np.random.default_rng(epoch).permutation(len(train))
+        for start in range(0, len(order), 100):
+            batch = task.collate([train[int(one)] for one in order[start : start + 100]])
+            loss = task.loss(model, batch) / task.count(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.05
+
+    task.save_model(model, tmp_path)
+    again, form = load_recommender(tmp_path)
+    batch = task.collate([evaluation[one] for one in range(50)])
+    inputs = (batch["dense"], batch["ids"], batch["starts"])
+    assert torch.equal(again(*inputs), model.eval()(*inputs))
+    assert form["categorical"] == ["c1", "c2", "c3", "c4", "c5", "c6"]
+    # The folder is a model to go on from, in its own form only.
+    further = prepared_task(make_config(model=str(tmp_path)))
+    assert torch.equal(further.build_model()(*inputs), model(*inputs))
+    with pytest.raises(ConfigError, match="another form"):
+        prepared_task(make_config(model=str(tmp_path), recommend={"embedding_dim": 8})).build_model()
+
+
+def on_rank(world: World, where: str) -> tuple[EvalResult, list[float], list[float]]:
+    config = make_config(evaluation={"where": where}, train_args={"per_device_eval_batch_size": 70})
+    task = prepared_task(config)
+    torch.manual_seed(0)
+    model = task.build_model()
+    strategy = DistributedDataParallel(config, world)
+    strategy.place(model)
+    rows = task.build_datasets()[1]
+    precision = Precision(config.train_args, world)
+    found = evaluate(task, model, strategy, rows, config, world, precision, LoaderOptions())
+    batch = task.collate([rows[one] for one in range(len(rows))])
+    with torch.no_grad():
+        scores = model(batch["dense"], batch["ids"], batch["starts"])
+    world.barrier()
+    return found, batch["label"].tolist(), scores.tolist()
+
+
+@pytest.mark.parametrize(("world_size", "where"), [(1, "all"), (3, "all"), (2, "rank0")])
+def test_auc_over_ranks_is_that_of_the_whole_set(world_size: int, where: str) -> None:
+    for found, labels, scores in run_ranks(on_rank, world_size, where):
+        assert found.count == 600
+        assert found.metrics["auc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-4)
+        assert 0.8 < found.metrics["best_auc"] < 0.95
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"lora": {"enable": True}}, "lora.enable"),
+        ({"model": "builtin:small-cnn"}, "no click model"),
+        ({"dataset": "log.csv"}, "recommend.categorical"),
+        ({"dataset": ["builtin:clicks", "builtin:clicks"]}, "several sources"),
+        ({"dataset": "log.csv", "recommend": {"categorical": ["label"]}}, "more than once"),
+        ({"dataset": "log.csv", "recommend": {"categorical": ["a"], "table_size": {"b": 3}}}, "no categorical column"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_task(make_config(**keys)).check()
+
+
+def test_settings_without_effect_are_told() -> None:
+    task = prepared_task(make_config(train_args={"packing": True}))
+    assert task.prepared is not None
+    assert ("warning", "`train_args.packing` has no effect on `task: recommend`") in task.prepared.notices
