@@ -10,9 +10,12 @@ from paceline.compress import make_compressor
 from paceline.compress.base import BucketShape, Slot
 from paceline.compress.codes import CODES, pack, unpack
 from paceline.compress.lowrank import matrix_of, orthonormal
+from paceline.compress.moments import SECOND, Apply, LocalAdam
 from paceline.compress.signs import pack_bits, unpack_bits
 from paceline.compress.sparse import largest
 from paceline.config.schema_communication import CHAINS, Compression
+from paceline.world.env import RankEnv
+from paceline.world.group import World
 
 #: two matrices, a vector and a scalar, with padding between them
 SLOTS = (Slot("a", 0, (12, 10)), Slot("v", 128, (7,)), Slot("b", 144, (9, 2, 4)), Slot("s", 224, ()))
@@ -148,13 +151,13 @@ def test_signsgd_is_the_vote_of_the_majority(results):
 def test_largest_is_exact_with_and_without_a_sample():
     for seed, numel, count in ((0, 500_000, 5000), (1, 500_000, 1), (2, 300, 7), (3, 200_000, 150_000)):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) ** 3
-        found = largest(values, count)
+        found = largest(values.abs(), count)
         assert torch.equal(found, values.abs().topk(count).indices.sort().values)
     values = torch.zeros(500_000)
     values[123_457] = -3.0
-    assert 123_457 in largest(values, 10)  # nearly all of one magnitude: the sample cannot tell, and need not
+    assert 123_457 in largest(values.abs(), 10)  # nearly all of one magnitude: the sample cannot tell, and need not
     values[77] = float("nan")
-    assert 77 in largest(values, 10)
+    assert 77 in largest(values.abs(), 10)
 
 
 def test_int8_is_right_in_the_mean_and_hides_nothing_that_is_not_finite():
@@ -198,9 +201,6 @@ def test_bits_and_matrices():
 
 
 def test_powersgd_does_not_stay_at_zero_after_a_step_without_gradient():
-    from paceline.world.env import RankEnv
-    from paceline.world.group import World
-
     world = World(RankEnv(), torch.device("cpu"))
     compressor = make_compressor(Compression(method="powersgd", rank=2), 0)
     state = compressor.state_of(BUCKET, world.device)
@@ -219,3 +219,35 @@ def test_warm_up_lowers_the_share_step_by_step():
     assert counts[4:] == [100, 100]
     ratios = [one / other for one, other in zip(counts[1:5], counts[:4], strict=True)]
     assert max(ratios) - min(ratios) < 0.01
+
+
+def test_local_directions_are_adams_where_the_ranks_gradients_are_one():
+    """Three ranks with a third of the gradient each: the sum of their directions, applied, is what torch's AdamW does."""
+    shape = BucketShape(0, 16, (Slot("w", 0, (10,)),))
+    theirs, ours = (torch.nn.Parameter(torch.linspace(-1, 1, 10)) for _ in range(2))
+    adam = torch.optim.AdamW([theirs], lr=0.1, betas=(0.0, 0.99), weight_decay=0.1)
+    apply = Apply([{"params": [ours], "lr": 0.1, "weight_decay": 0.1}])
+    local, state = LocalAdam(0.99, 1e-8), make_compressor(Compression(method="topk"), 0).state_of(shape, torch.device("cpu"))
+    local.add_state(state, shape, torch.device("cpu"))
+    for step in range(4):
+        gradient = torch.randn(16, generator=torch.Generator().manual_seed(step))
+        theirs.grad = gradient[:10].clone()
+        share = gradient / 3
+        local.direct(share, state, step + 1, 3)
+        ours.grad = 3 * share[:10]
+        adam.step()
+        apply.step()
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_topk_weighs_directions_by_the_root_of_the_gradients_size():
+    world, shape = World(RankEnv(), torch.device("cpu")), BucketShape(0, 16, (Slot("w", 0, (4,)),))
+    compressor = make_compressor(Compression(method="topk", ratio=0.25), 0)
+    state = compressor.state_of(shape, world.device)
+    state.flats[SECOND] = torch.zeros(16)
+    state.flats[SECOND][:4] = torch.tensor([1e-4, 16.0, 1e-8, 1.0])  # roots of the gradient's size: 0.1, 2, 0.01, 1
+    flat = torch.zeros(16)
+    flat[:4] = torch.tensor([5.0, -1.0, 9.0, 1.5])
+    compressor.reduce(flat, shape, state, world, 0)
+    assert flat[:4].tolist() == [0.0, -1.0, 0.0, 0.0]
+    assert state.flats["residual"][:4].tolist() == [5.0, 0.0, 9.0, 1.5]

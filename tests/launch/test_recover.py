@@ -54,7 +54,7 @@ def test_killed_and_started_again_ends_with_the_same_bits(undisturbed, tmp_path,
         ranks = ranks_of(process)
         first = next(one for one in ranks if one.pid == pid)
         (first if victim == "rank 0" else next(one for one in ranks if one.pid != pid)).kill()
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=120)
     if victim != "launcher":
         assert process.returncode == 1
         assert "was killed or crashed" in said
@@ -73,7 +73,7 @@ def test_stopped_by_a_signal_commits_and_goes_on(undisturbed, tmp_path, number, 
     wait_for_step(folder, 6, process)
     everyone = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == code
     assert all_gone(everyone) == []
     stopped_at = report(folder)["steps"]
@@ -94,7 +94,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert process.returncode == 130
     assert all_gone(everyone) == []
 
@@ -131,4 +131,4 @@ def test_two_runs_in_one_folder(tmp_path):
             one.resume()
         os.kill(process.pid, signal.SIGCONT)
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)

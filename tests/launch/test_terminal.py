@@ -21,7 +21,7 @@ def test_a_closed_terminal_commits_a_checkpoint(tmp_path: Path) -> None:
     # The kernel tells the whole process group, then the shell tells it once more.
     os.killpg(process.pid, signal.SIGHUP)
     os.killpg(process.pid, signal.SIGHUP)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 143
     assert psutil.wait_procs(everyone, timeout=6)[1] == []
     found = report(folder)

@@ -89,10 +89,10 @@ def test_going_on_from_the_state_is_bitwise_equal(world_size):
         for key, value in ours.items():
             assert torch.equal(value, theirs[key]), (name, key)
         assert whole[0][name]["losses"][2:] == resumed[0][name]["losses"], name
-        assert not resumed[0][name]["notices"]
+        assert not [text for level, text in resumed[0][name]["notices"] if level == "warning"]
     names = set(sources["topk"].whole)
     for rank in range(world_size):
-        assert {f"compression/1.weight/rank-{rank}/{kind}" for kind in ("residual", "exp_avg", "exp_avg_sq")} <= names
+        assert {f"compression/1.weight/rank-{rank}/{kind}" for kind in ("residual", "exp_avg_sq")} <= names
     assert not any(name.startswith("optimizer/") for name in names)
 
 

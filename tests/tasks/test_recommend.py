@@ -134,6 +134,8 @@ def test_auc_over_ranks_is_that_of_the_whole_set(world_size: int, where: str) ->
     [
         ({"lora": {"enable": True}}, "lora.enable"),
         ({"model": "builtin:small-cnn"}, "no click model"),
+        ({"parallel": {"mode": "pipeline"}}, "side by side"),
+        ({"parallel": {"tensor": 2}}, "side by side"),
         ({"dataset": "log.csv"}, "recommend.categorical"),
         ({"dataset": ["builtin:clicks", "builtin:clicks"]}, "several sources"),
         ({"dataset": "log.csv", "recommend": {"categorical": ["label"]}}, "more than once"),

@@ -121,7 +121,7 @@ def test_a_task_and_its_data_can_be_sent_to_a_loader_process() -> None:
         ("./my_line.py:number", r"number is an object of int, not a subclass"),
         ("no_such_package.tasks:Line", r"no module 'no_such_package'"),
         ("clasify", r"`task: classify`"),
-        ("recommend", r"not known. Allowed: sft .*pretrain .*classify"),
+        ("segment", r"not known. Allowed: sft .*pretrain .*classify .*recommend"),
     ],
 )
 def test_what_is_not_there_is_said(task: str, said: str) -> None:

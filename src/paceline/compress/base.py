@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,9 @@ import torch
 from paceline.config.schema_communication import Compression
 from paceline.world.group import World
 from paceline.world.seeds import derive_seed
+
+#: Elements of a part of :func:`blocks`: 256 KiB of float32.
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,12 @@ class State:
     @property
     def held(self) -> list[torch.Tensor]:
         return [*self.flats.values(), *self.tensors.values()]
+
+
+def blocks(*flats: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors of one size, cut alike into parts that stay in a CPU's cache while several things are done to them."""
+    size = _BLOCK if flats[0].device.type == "cpu" else max(1, flats[0].numel())
+    return zip(*(one.split(size) for one in flats), strict=True)
 
 
 class Compressor(ABC):

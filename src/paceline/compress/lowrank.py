@@ -77,10 +77,13 @@ class PowerSGD(Compressor):
     def _start(self, slot: Slot, last: torch.Tensor, step: int) -> torch.Tensor:
         """The last step's Q (warm start); by chance where there is none, the same on every rank. A column that is zero would
         stay so: it begins anew."""
+        empty = last.norm(dim=0, keepdim=True) == 0
+        if not bool(empty.any()):
+            return last
         chance = torch.Generator("cpu")
         chance.manual_seed(derive_seed(self.seed, f"powersgd/{slot.name}", step))
         fresh = torch.randn(last.shape, generator=chance).to(last.device)
-        return torch.where(last.norm(dim=0, keepdim=True) == 0, fresh, last)
+        return torch.where(empty, fresh, last)
 
     def _sum(
         self, tensors: list[torch.Tensor], line: World, step: int, bucket: BucketShape, turn: int
@@ -130,18 +133,17 @@ def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int, int] | None:
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Columns [n × r] made orthonormal, one after another (Gram-Schmidt; twice, for rounding). A column that is a sum of those
     before it becomes zero: it adds nothing."""
-    columns: list[torch.Tensor] = []
-    floor = torch.finfo(matrix.dtype).eps * torch.linalg.vector_norm(matrix, dim=0)
-    for number in range(matrix.shape[1]):
-        column = matrix[:, number]
-        if columns:
-            before = torch.stack(columns, 1)
-            for _ in range(2):
-                column = column - before @ (before.t() @ column)
+    columns = matrix.t().contiguous()
+    done = torch.zeros_like(columns)
+    floor = 8 * torch.finfo(matrix.dtype).eps * torch.linalg.vector_norm(columns, dim=1)
+    for number, column in enumerate(columns):
+        before = done[:number]
+        for _ in range(2 if number else 0):
+            column = column - (before @ column) @ before
         norm = torch.linalg.vector_norm(column)
-        keep = norm > 8 * floor[number]
-        columns.append(torch.where(keep | norm.isnan(), column / torch.where(keep, norm, norm.new_ones(())), 0.0))
-    return torch.stack(columns, 1)
+        keep = norm > floor[number]
+        done[number] = torch.where(keep | norm.isnan(), column / torch.where(keep, norm, norm.new_ones(())), 0.0)
+    return done.t()
 
 
 def _flat(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

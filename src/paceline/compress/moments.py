@@ -1,10 +1,14 @@
-"""Adam's moments of this rank's own gradient, and the direction that follows from them.
+"""Adam's second moment of this rank's own gradient, and the direction that follows from it.
 
 Where few elements are sent, a common Adam sees a gradient that is zero nearly everywhere and large where many steps' worth
-comes at once: its second moment is then that of the bursts, and training is many times slower. So each rank keeps the moments
+comes at once: its second moment is then that of the bursts, and training is many times slower. So each rank keeps the moment
 of its own, whole gradient, and what is compressed, with error feedback, is the direction (Chen et al., "Quantized Adam with
-Error Feedback", 2021, algorithm 1; Chen et al., "Efficient-Adam: Communication-Efficient Distributed Adam", 2022). The moments
-are not those of the global gradient: the noise of a smaller batch is in them, so directions are a little shorter.
+Error Feedback", 2021, algorithm 1; Chen et al., "Efficient-Adam: Communication-Efficient Distributed Adam", 2022). The moment
+is not that of the global gradient: the noise of a smaller batch is in it, so directions are a little shorter.
+
+Unlike theirs there is no first moment. An element waits many steps in the residual before it is sent, and its directions are
+added up there meanwhile: that is the average which the first moment would make, and both together would be late twice. The
+memory is so that of Adam: residual and second moment.
 """
 
 from __future__ import annotations
@@ -14,46 +18,41 @@ from typing import Any
 
 import torch
 
-from paceline.compress.base import BucketShape, State
+from paceline.compress.base import BucketShape, State, blocks
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+SECOND = "exp_avg_sq"
 
 
 class LocalAdam:
-    """Turns gradients into directions. The moments are in the :class:`State` of each bucket.
+    """Turns gradients into directions. The moment is in the :class:`State` of each bucket.
 
     Args:
-        betas, epsilon: as torch.optim.Adam's.
+        beta, epsilon: Adam's beta 2 and epsilon.
     """
 
-    def __init__(self, betas: tuple[float, float], epsilon: float) -> None:
-        self.betas = betas
+    def __init__(self, beta: float, epsilon: float) -> None:
+        self.beta = beta
         self.epsilon = epsilon
 
     def add_state(self, state: State, bucket: BucketShape, device: torch.device) -> None:
-        for kind in MOMENTS:
-            state.flats[kind] = torch.zeros(bucket.size, dtype=torch.float32, device=device)
+        state.flats[SECOND] = torch.zeros(bucket.size, dtype=torch.float32, device=device)
 
-    def state_bytes(self, bucket: BucketShape) -> int:
-        return 4 * bucket.size * len(MOMENTS)
+    @staticmethod
+    def state_bytes(bucket: BucketShape) -> int:
+        return 4 * bucket.size
 
     def direct(self, flat: torch.Tensor, state: State, age: int, num_ranks: int) -> None:
         """Put this rank's share of the direction in the place of its share of the gradient: both add up over the ranks.
 
-        Kingma & Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1; without the learning rate.
+        Kingma & Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1 with a beta 1 of 0, without learning rate.
+        N times this rank's gradient is an estimate of the whole one: the moment is of that.
 
         Args:
-            age: how many gradients the moments have seen, this one among them.
+            age: how many gradients the moment has seen, this one among them.
         """
-        first, second = (state.flats[kind] for kind in MOMENTS)
-        beta1, beta2 = self.betas
-        flat.mul_(num_ranks)  # an estimate of the whole gradient
-        first.lerp_(flat, 1 - beta1)
-        second.mul_(beta2).addcmul_(flat, flat, value=1 - beta2)
-        torch.div(second, 1 - beta2**age, out=flat)
-        flat.sqrt_().add_(self.epsilon)
-        torch.div(first, flat, out=flat)
-        flat.div_((1 - beta1**age) * num_ranks)
+        for values, second in blocks(flat, state.flats[SECOND]):
+            second.mul_(self.beta).addcmul_(values, values, value=(1 - self.beta) * num_ranks**2)
+            values.div_((second / (1 - self.beta**age)).sqrt_().add_(self.epsilon))
 
 
 class Apply(torch.optim.Optimizer):

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-from paceline.compress.base import BucketShape, Compressor, State
+from paceline.compress.base import BucketShape, Compressor, State, blocks
 from paceline.compress.codes import CODES, PLAIN, Code, coded_sum, coded_sum_sends, pack, unpack
+from paceline.compress.moments import SECOND
 from paceline.config.schema_communication import Compression
 from paceline.world.group import World
 from paceline.world.volume import all_reduce_bytes, scatter_bytes
@@ -64,22 +65,21 @@ class _Sparse(Compressor):
         residual[chosen] = residual.new_zeros(()) if kept is None else kept
         if self.momentum:
             state.flats["momentum"][chosen] = 0.0
-        import os
-        if os.environ.get("PMASK") and "exp_avg" in state.flats:
-            state.flats["exp_avg"][chosen] *= float(os.environ["PMASK"])
 
 
 class TopK(_Sparse):
     """`topk`: the elements of a bucket that are largest in magnitude, each with its sign and its place. Every rank chooses its
-    own; an all-gather brings them to all, who add them up in order of rank."""
+    own; an all-gather brings them to all, who add them up in order of rank.
+
+    Where what waits are Adam's directions d, all of one size at first, they are weighed by the root of the gradient's size g:
+    by the geometric mean of the step's size |d| and of the decrease of the loss that it promises, |d| g. Found by trial: with
+    either of the two alone training takes more steps.
+    """
 
     def reduce(self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int) -> None:
         waiting = self._gather(flat, state)
         count = self.count(bucket, step)
-        import os
-        second = state.flats.get("exp_avg_sq") if os.environ.get("PKEY") else None
-        p = float(os.environ.get("PKEY", "0.5"))
-        chosen = largest(waiting if second is None else waiting * (second + 1e-20) ** p, count)
+        chosen = largest(self._weight(waiting, state), count)
         values = waiting[chosen]
         codes, scale = self.code.encode(_filled(values), self.generator(step, bucket, flat.device, line.rank))
         self._keep(state, chosen, None if self.code is PLAIN else values - self.code.decode(codes, scale)[:count])
@@ -92,6 +92,16 @@ class TopK(_Sparse):
         for rank in range(line.size):
             at = gathered[rank, : 4 * count].contiguous().view(torch.int32).long()
             flat.index_add_(0, at, theirs[rank])
+
+    def _weight(self, waiting: torch.Tensor, state: State) -> torch.Tensor:
+        """Magnitudes by which elements are chosen."""
+        second = state.flats.get(SECOND)
+        if second is None:
+            return waiting.abs()
+        weighed = torch.empty_like(waiting)
+        for out, values, moment in blocks(weighed, waiting, second):
+            torch.mul(values, moment.sqrt().sqrt_(), out=out).abs_()
+        return weighed
 
     def sends(self, bucket: BucketShape, num_ranks: int, step: int | None = None) -> Mapping[str, int]:
         count = self.count(bucket, step)
@@ -139,15 +149,15 @@ class RandomK(_Sparse):
         return coded_sum_sends(count, self.code, num_ranks)
 
 
-def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Places of the ``count`` elements largest in magnitude, ascending, int64 [count].
+def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
+    """Places of the ``count`` largest elements, none of them negative; ascending, int64 [count].
 
     On a CPU a sample says how large these are about, and only what is as large is sorted (Lin et al., 2018, section 5): the
     result is that of sorting all, but for elements of one magnitude.
     """
-    magnitudes, numel = values.abs(), values.numel()
+    numel = magnitudes.numel()
     among = None
-    if values.device.type == "cpu" and numel > 4 * _SAMPLE and count * 8 < numel:
+    if magnitudes.device.type == "cpu" and numel > 4 * _SAMPLE and count * 8 < numel:
         sample = magnitudes[:: numel // _SAMPLE]
         expected = sample.numel() * count / numel
         margin = math.ceil(expected + 4 * math.sqrt(expected) + 4)  # four standard deviations: rarely too few

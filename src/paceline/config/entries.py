@@ -169,7 +169,7 @@ def _close(entry: Entry) -> str | None:
     for key in KEYS:
         by_last.setdefault(key.rpartition(".")[2], []).append(key)
     if name in by_last:
-        return by_last[name][0]
+        return "` or `".join(by_last[name])
     prefix = f"{entry.section}." if entry.section else ""
     own = [key.removeprefix(prefix) for key in KEYS if key.startswith(prefix) and "." not in key.removeprefix(prefix)]
     if not entry.section:

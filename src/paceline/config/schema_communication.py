@@ -35,8 +35,8 @@ class Compression(Section):
     )
     local_moments: Auto | bool = Field(
         "auto",
-        description="`topk`, `randomk` with `adamw` or `adam`: each rank keeps Adam's moments of its own gradient and sends "
-        "the direction that follows from them. `auto`: yes.",
+        description="`topk`, `randomk` with `adamw` or `adam`: each rank keeps Adam's second moment of its own gradient "
+        "and sends the direction that follows from it; what waits to be sent stands for the first moment. `auto`: yes.",
     )
     momentum_correction: Auto | bool = Field(
         "auto",

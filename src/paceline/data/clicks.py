@@ -23,7 +23,7 @@ CLICKS = "builtin:clicks"
 _MARK = "meta.json"
 
 # The generative model of `builtin:clicks`.
-_TABLES = (1000, 500, 200, 100, 50, 10)
+BUILTIN_TABLES = (1000, 500, 200, 100, 50, 10)
 _NUM_DENSE = 4
 _NUM_ROWS = 400_000
 _POWER = 1.2  # the id of rank r is drawn in proportion to r^-1.2
@@ -182,11 +182,11 @@ def builtin_clicks(name: str) -> Path:
             allowed=f"{CLICKS}, or a file with a column of labels (CSV, Parquet, JSON lines, Arrow)",
             fix=f"did you mean `{near}`?" if near else None,
         )
-    numbers = [_TABLES, _NUM_DENSE, _NUM_ROWS, _POWER, _FACTORS]
+    numbers = [BUILTIN_TABLES, _NUM_DENSE, _NUM_ROWS, _POWER, _FACTORS]
     return stored([CLICKS, numbers], lambda: (generate(_NUM_ROWS), {"read": _NUM_ROWS, "dropped": {}}))
 
 
-def generate(num_rows: int, tables: Sequence[int] = _TABLES, num_dense: int = _NUM_DENSE) -> ClickLog:
+def generate(num_rows: int, tables: Sequence[int] = BUILTIN_TABLES, num_dense: int = _NUM_DENSE) -> ClickLog:
     """Rows of the generative model behind `builtin:clicks`, always the same.
 
     The dense numbers x are standard normal. In each column the id of rank r is drawn in proportion to r^-1.2, and the ids are

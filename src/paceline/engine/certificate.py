@@ -27,33 +27,36 @@ class Bounds:
         weights: of the final weights, see :func:`weight_difference`.
         family: as ``loss``, between `ddp` and zero1, zero2, zero3; None where it is not asked for.
         cost: of bytes measured, relative to those predicted.
+        floor: see :func:`weight_difference`.
     """
 
     loss: float
     weights: float
     family: float | None
     cost: float = 0.02
+    floor: float = 1e-2
 
 
 def bounds_for(config: Config, device_type: str) -> Bounds:
     """float32 on a CPU: the order of sums alone differs, 2^-24 a sum, and twenty updates of AdamW carry it on. Accelerators add
     other kernels for other shapes (and TF32 where it is on). Under bfloat16 and float16 each result is rounded to 2^-9 or
-    2^-12, at other places in each strategy."""
+    2^-12, at other places in each strategy; a small tensor is then measured by the size of the others, see
+    :func:`weight_difference`."""
     args = config.train_args
     if args.bf16 or args.fp16:
-        return Bounds(loss=2e-2, weights=2e-2, family=None)
+        return Bounds(loss=2e-2, weights=5e-2, family=None, floor=1.0)
     if device_type == "cpu":
         return Bounds(loss=1e-5, weights=1e-3, family=1e-6)
     return Bounds(loss=1e-4, weights=1e-2, family=None)
 
 
-def combine(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def combine(ranks: Sequence[dict[str, Any]], floor: float = 1e-2) -> dict[str, Any]:
     """One mode's figures from those that its ranks left (those with no part in it left out)."""
     ranks = [one for one in ranks if one["status"] != "idle"]
     refused = [one["reason"] for one in ranks if one["status"] == "refused"]
     if refused:
         return {"status": "refused", "reason": refused[0]}
-    difference, tensor, missing = weight_difference([one["weights"] for one in ranks])
+    difference, tensor, missing = weight_difference([one["weights"] for one in ranks], floor)
     return {
         "status": "done",
         "losses": ranks[0]["losses"],
@@ -67,24 +70,24 @@ def combine(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def weight_difference(ranks: Sequence[dict[str, list[float]]]) -> tuple[float, str | None, list[str]]:
+def weight_difference(ranks: Sequence[dict[str, list[float]]], floor: float = 1e-2) -> tuple[float, str | None, list[str]]:
     """(largest over the tensors of ‖w - r‖ / ‖r‖, that tensor, the tensors whose elements the ranks do not own once each).
 
     Norms, not elements: Adam divides a gradient by its own size, so where a gradient is all rounding (nearly 0) an element
     moves by up to a whole learning rate in a direction that the order of sums decides. For the same reason ‖r‖ is taken as at
-    least a hundredth of what a tensor of that size would have at the model's root mean square: a bias that was 0 at the start
+    least ``floor`` times what a tensor of that size would have at the model's root mean square: a bias that was 0 at the start
     has no size of its own yet.
     """
     names = list(ranks[0])
     squares, elements = (sum(ranks[0][name][place] for name in names) for place in (2, 3))
-    floor = 1e-2 * math.sqrt(squares / elements) if elements else 0.0
+    least = floor * math.sqrt(squares / elements) if elements else 0.0
     worst, tensor, missing = 0.0, None, []
     for name in names:
         apart, owned = (sum(one[name][place] for one in ranks) for place in (0, 1))
         norm, count = ranks[0][name][2:]
         if owned != count:
             missing.append(name)
-        size = max(math.sqrt(norm), floor * math.sqrt(count))
+        size = max(math.sqrt(norm), least * math.sqrt(count))
         relative = math.sqrt(apart) / size if size else (0.0 if apart == 0 else math.inf)
         if not relative <= worst:  # NaN too
             worst, tensor = relative, name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -19,13 +18,14 @@ from paceline.config.resolve import Derived
 from paceline.config.schema import Config
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.events import EventLog
-from paceline.core.files import human_bytes, replace_dir, write_atomic
+from paceline.core.files import write_atomic
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.data.loader import LoaderOptions, train_steps
 from paceline.data.order import SampleOrder
 from paceline.engine import checkpoint
 from paceline.engine.console import Console
 from paceline.engine.meter import Meter
+from paceline.engine.model_folder import save_model_folder
 from paceline.engine.optim import Schedule, build_optimizer, matrices_of
 from paceline.engine.precision import Precision, checkpoint_activations
 from paceline.engine.report import write_reports
@@ -37,7 +37,7 @@ from paceline.engine.train import Session, train
 from paceline.models.outline import Probe, outline
 from paceline.models.shape import ModelShape
 from paceline.parallel import Layout, make_strategy
-from paceline.parallel.base import Strategy, load_whole
+from paceline.parallel.base import Strategy
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
 from paceline.tasks.user import guard_model
@@ -78,7 +78,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             with session.saver:  # what is being written when the training ends, however it ends, is waited for
                 status = train(session)
             if status == "done":
-                _save_model(session)
+                save_model_folder(session, lambda: _build_model(built.task, job.config))
             report = build_report(session, job, status)
             if world.is_first:
                 write_reports(run_dir, report)
@@ -321,49 +321,3 @@ def _quiet_libraries(config: Config, device_type: str) -> None:
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-
-
-def _save_model(session: Session) -> None:
-    """``model/`` appears whole, on rank 0."""
-    with session.strategy.consolidated():
-        if session.world.is_first:
-            _write_model(session)
-    session.world.barrier()
-
-
-def _write_model(session: Session) -> None:
-    final = session.run_dir.model
-    aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-    for old in final.parent.glob(f".{final.name}.*.tmp"):
-        shutil.rmtree(old, ignore_errors=True)
-    try:
-        aside.mkdir()
-        if not _save_from_parts(session, aside):
-            session.task.save_model(_whole_model(session), aside)
-        replace_dir(aside, final)
-    except checkpoint.write_errors() as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise RunError(
-            f"the trained model could not be written to {final}: {checkpoint.reason_of(error)} (free: "
-            f"{human_bytes(shutil.disk_usage(final.parent).free)})",
-            fix="free some space; the same command goes on from the last checkpoint and writes it",
-        ) from error
-
-
-def _save_from_parts(session: Session, folder: Path) -> bool:
-    """Write the model out of the last checkpoint's parts, where the task can, so that no process holds it whole."""
-    if session.strategy.whole_on_first:
-        return False
-    with checkpoint.CheckpointReader(session.run_dir.checkpoints / checkpoint.name_of(session.step)) as reader:
-        return session.task.save_from(reader, folder)
-
-
-def _whole_model(session: Session) -> nn.Module:
-    """The trained model as the task built it: the one at hand, or, where it is spread over ranks, a new one in the host's
-    memory, filled from the checkpoint of the last step."""
-    if session.strategy.whole_on_first:
-        return session.model
-    model = _build_model(session.task, session.config)
-    with checkpoint.CheckpointReader(session.run_dir.checkpoints / checkpoint.name_of(session.step)) as reader:
-        load_whole(model, reader)
-    return model

@@ -142,9 +142,7 @@ def plan_run(
     return Plan(Job(config, derived, prepared, layout, device_type, started_at, resume_from, notices), devices, finished)
 
 
-def _accumulation(
-    config: Config, layout: Layout, meta: dict[str, Any] | None, say: Say, notices: list[tuple[str, str]]
-) -> int:
+def _accumulation(config: Config, layout: Layout, meta: dict[str, Any] | None, say: Say, notices: list[tuple[str, str]]) -> int:
     """The config's accumulation; or, where a run goes on with another number of replicas, the one that keeps its global batch.
     ``meta``: of the checkpoint that is gone on from."""
     args = config.train_args

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config.load import Loaded
 from paceline.config.resolve import derive
 from paceline.config.schema import Config
+from paceline.config.schema_communication import Compression
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, ConfigError, PacelineError, RunError
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.run_dir import RunDir
@@ -103,7 +104,10 @@ def _calm(config: Config, steps: int) -> Config:
     if config.lora.enable and config.lora.dropout:
         _say("info", f"dropout off: lora.dropout {config.lora.dropout:g} → 0; so are all others in the model")
     lora = config.lora.model_copy(update={"dropout": 0.0})
-    return config.model_copy(update={"train_args": args, "lora": lora, "val_dataset": None, "resume": "never", "report_to": []})
+    if config.compression.chain:
+        _say("info", f"compression off: compression.method {config.compression.text} → none; it is another training")
+    off: dict[str, Any] = {"val_dataset": None, "resume": "never", "report_to": [], "compression": Compression()}
+    return config.model_copy(update={"train_args": args, "lora": lora, **off})
 
 
 def _devices(config: Config, world_size: int | None) -> Devices:
@@ -231,10 +235,11 @@ def _run(trials: list[Trial], steps: int, folder: Path, num_ranks: int) -> dict[
         failures[failed.name] = {"status": "failed", "reason": text}
         left = left[left.index(failed) + 1 :]
     found = {}
+    floor = bounds_for(trials[0].job.config, trials[0].job.device_type).floor
     for one in trials:
         if one.name not in failures:
             found[one.name] = combine(
-                [json.loads(result_file(folder, one.number, rank).read_text()) for rank in range(num_ranks)]
+                [json.loads(result_file(folder, one.number, rank).read_text()) for rank in range(num_ranks)], floor
             )
     reference = found[trials[0].name]
     if reference["status"] == "refused":

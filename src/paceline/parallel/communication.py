@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.compress.base import BucketShape, Compressor, Slot
+from paceline.compress.moments import LocalAdam
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models.shape import TensorShape
@@ -140,7 +141,7 @@ def communication_cost(trained: Sequence[TensorShape], config: Config, num_ranks
     local, momentum = uses_local_moments(config), momentum_correction(config)
     for shape, _ in buckets:
         traffic.update(compressor.sends(shape, num_ranks))
-        kept += compressor.state_bytes(shape) + (8 * shape.size if local else 0)
+        kept += compressor.state_bytes(shape) + (LocalAdam.state_bytes(shape) if local else 0)
     if local or momentum:
         traffic["all_reduce"] += all_reduce_bytes(4, num_ranks)  # the norm
     return CommunicationCost(traffic, kept, local or momentum > 0)

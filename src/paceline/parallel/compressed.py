@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.compress.base import BucketShape, Slot, State
-from paceline.compress.moments import MOMENTS, Apply, LocalAdam
+from paceline.compress.moments import SECOND, Apply, LocalAdam
 from paceline.config.schema import Config
 from paceline.parallel.base import Part, StateSource, read_part
 from paceline.parallel.buckets import GradientBuckets
@@ -27,7 +27,7 @@ _PREFIX = "compression/"
 class CompressedReduction(Reduction):
     """Sums each bucket by a compressor, in a thread beside backward.
 
-    With moments or momentum on the ranks' own gradients it is late: gradients are clipped first, each rank's own, at
+    With a moment or momentum of the ranks' own gradients it is late: gradients are clipped first, each rank's own, at
     ``max_norm / √N``, which for N independent gradients is what clipping their sum would come to (Lin et al., "Deep Gradient
     Compression", 2018, section 3.2).
     """
@@ -38,10 +38,16 @@ class CompressedReduction(Reduction):
         assert compressor is not None
         self.compressor = compressor
         args = config.train_args
-        self.adam = LocalAdam((args.adam_beta1, args.adam_beta2), args.adam_epsilon) if uses_local_moments(config) else None
+        self.adam = LocalAdam(args.adam_beta2, args.adam_epsilon) if uses_local_moments(config) else None
         self.late = self.adam is not None or momentum_correction(config) > 0
+        if self.adam is not None:
+            text = (
+                f"{config.compression.text} with {args.optim}: each rank keeps Adam's second moment of its own gradient; what "
+                "waits to be sent stands for the first moment, so `adam_beta1` has no meaning"
+            )
+            self.notices = (("info", text),)
         self.step = 0
-        #: How many gradients the moments have seen.
+        #: How many gradients the moment has seen.
         self.age = 0
         self.buckets: GradientBuckets
         self.shapes: list[BucketShape] = []
@@ -157,14 +163,13 @@ class CompressedReduction(Reduction):
         return dropped(source) if ranks else []
 
     def _take_moments(self, optimizer: torch.optim.Optimizer) -> int:
-        """Common moments, where a checkpoint had them, are each rank's first ones. Returns their age."""
+        """The common moment, where a checkpoint had one, is where each rank's begins. Returns its age."""
         age = 0
         for bucket, shape, state in zip(self.buckets.buckets, self.shapes, self.states, strict=True):
             for parameter, slot in zip(bucket.parameters, shape.slots, strict=True):
                 entries = optimizer.state.get(parameter, {})
-                if self.adam is not None and all(kind in entries for kind in MOMENTS):
-                    for kind in MOMENTS:
-                        slot.of(state.flats[kind]).copy_(entries[kind])
+                if self.adam is not None and SECOND in entries:
+                    slot.of(state.flats[SECOND]).copy_(entries[SECOND])
                     age = max(age, int(entries.get("step", 0)))
         optimizer.state.clear()
         return age
@@ -191,6 +196,6 @@ def dropped(source: StateSource) -> list[tuple[str, str]]:
     if not found:
         return []
     text = "what gradient compression kept back until the checkpoint is dropped: it was kept by other ranks or another method"
-    if any(name.rpartition("/")[2] in (*MOMENTS, "momentum") for name in found):
+    if any(name.rpartition("/")[2] in (SECOND, "momentum") for name in found):
         text += "; the optimizer's moments, which each rank had of its own gradient, start anew"
     return [("warning", text)]

@@ -24,7 +24,7 @@ def deepspeed_cost(shape: ModelShape, axes: Axes, work: Workload, config: Config
     ranks = axes.size
     section = zero_section(config, sum(one.numel for one in shape.trained), shape.low_bytes)
     if config.parallel.deepspeed_stage == 3:
-        return _stage_3(shape, ranks, work, section, config.parallel.offload)
+        return _stage_3(shape, ranks, work, section, config)
     return _stages_1_and_2(shape, ranks, work, section, config.parallel.offload)
 
 
@@ -78,10 +78,12 @@ def _touched(group: Sequence[TensorShape], size: int, rank: int) -> int:
     return total
 
 
-def _stage_3(shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], offload: str) -> Cost:
+def _stage_3(shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], config: Config) -> Cost:
+    offload, recomputed = config.parallel.offload, config.train_args.gradient_checkpointing
     threshold = int(section["stage3_param_persistence_threshold"])
     weights = gathered = kept = 0
-    for one in shape.parameters:
+    first_trained = next((number for number, one in enumerate(shape.parameters) if one.trainable), 0)
+    for number, one in enumerate(shape.parameters):
         part = _up(one.numel, ranks) // ranks
         width = _width(one, shape)
         weights += part * width
@@ -90,7 +92,11 @@ def _stage_3(shape: ModelShape, ranks: int, work: Workload, section: dict[str, i
             kept += one.numel * width
             gathered += part * ranks * width
         else:
-            gathered += 2 * uses * work.micro_batches * part * ranks * width
+            # Backward does not come to a module that stands before the first trained weight, unless activations are recomputed:
+            # the blocks' inputs then need gradients, and each block runs forward once more.
+            reached = uses - (number < first_trained and not recomputed)
+            again = recomputed and one.name.startswith(tuple(f"{block}." for block in shape.blocks))
+            gathered += (uses + reached + again) * work.micro_batches * part * ranks * width
     width = shape.low_bytes or 4
     partition = sum(_up(one.numel, ranks) // ranks for one in shape.trained)
     bucket = int(section["reduce_bucket_size"]) * width

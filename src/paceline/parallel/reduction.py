@@ -26,6 +26,8 @@ class Reduction:
         world: all ranks. The sum is over its axis data. Making one is a collective.
     """
 
+    #: Lines for a person, as (level, text).
+    notices: tuple[tuple[str, str], ...] = ()
     #: Gradients are summed by :meth:`clip_and_sum`, after backward, instead of bucket by bucket during it.
     late = False
 

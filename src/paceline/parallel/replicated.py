@@ -51,6 +51,7 @@ class DistributedDataParallel(Strategy):
         self.buckets = GradientBuckets(self.trained.values(), cap_bytes, self.world, self.reduction)
         if self.reduction is not None:
             self.reduction.bind(self.buckets, self.trained)
+            self.notices += self.reduction.notices
         return model
 
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:

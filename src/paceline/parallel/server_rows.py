@@ -65,7 +65,7 @@ class RowOptimizer(torch.optim.Optimizer):
     a gradient that is zero elsewhere (SGD, Adagrad), or, for Adam, of ``torch.optim.SparseAdam``.
 
     ``row_wise_adagrad``: one sum of squares a row, of the mean of the gradient's squares over the row (Mudigere et al.,
-    "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation Models", 2022, section 4.1.3).
+    "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation Models", 2022).
     """
 
     def __init__(

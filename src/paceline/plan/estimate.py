@@ -11,7 +11,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.models.shape import ModelShape
 from paceline.parallel import Layout, strategy_class
-from paceline.parallel.communication import check_communication
 from paceline.parallel.cost import Cost, Workload
 from paceline.plan.described import Described
 from paceline.plan.hardware import Machine
@@ -83,6 +82,8 @@ def estimate(
     layout: Layout, config: Config, described: Described, batch: Batch, machine: Machine, *, stage: int | None = None
 ) -> Mode:
     """What ``layout`` comes to. ``stage``: of DeepSpeed."""
+    from paceline.parallel.communication import check_communication
+
     name, settings = _names(layout, stage)
     update = dict.fromkeys(("data", "shard", "tensor", "pipeline")) | settings
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
@@ -147,6 +148,10 @@ def _check_cuts(layout: Layout, config: Config, described: Described) -> None:
     stages = axes.pipeline * (config.parallel.pipeline_chunks if chunked else 1)
     if axes.pipeline > 1 and stages > len(blocks):
         raise ConfigError(f"{stages} stages are more than the model's {len(blocks)} blocks")
+    if axes.pipeline > 1 and config.task == "recommend":
+        raise ConfigError("a click model's tables stand side by side: there are no stages to cut it into")
+    if axes.tensor > 1 and not described.shape.tensor_plan:
+        raise ConfigError("no plan says how this model's layers are cut: give `parallel.tensor_plan`")
     if axes.tensor > 1 and dims is not None and (dims.heads % axes.tensor or dims.key_heads % axes.tensor):
         raise ConfigError(
             f"{dims.heads} attention heads and {dims.key_heads} of keys and values do not divide into {axes.tensor} parts"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ def at_most(config: Config) -> int | None:
         return _language(config)
     if config.task == "classify" and config.model.startswith("builtin:"):
         return _classifier(config)
+    if config.task == "recommend":
+        return _recommender(config)
     return None  # a task of the user's own: its model is known when it is built
 
 
@@ -60,6 +63,26 @@ def _classifier(config: Config) -> int:
     parameters = 9 * (3 * hidden + 3 * hidden * hidden) + 3 * pixels * hidden + hidden * hidden + 4096 * hidden
     maps = config.train_args.per_device_train_batch_size * pixels * hidden * 4 * 6
     return parameters * 18 + maps
+
+
+def _recommender(config: Config) -> int | None:
+    """Click models whose tables' sizes the config gives: rows, two networks, and six times what a batch's rows hold."""
+    from paceline.data.clicks import BUILTIN_TABLES
+
+    said = config.recommend
+    if config.sources()[0].path.startswith("builtin:"):
+        sizes = list(BUILTIN_TABLES)
+    elif isinstance(said.table_size, int) or said.ids == "hash":
+        given = said.table_size if isinstance(said.table_size, dict) else {}
+        usual = said.table_size if isinstance(said.table_size, int) else 100_000
+        sizes = [given.get(name, usual) for name in said.categorical]
+    else:
+        return None  # the data say how large the tables are
+    vectors = len(sizes) + 1
+    widths = [max(len(said.dense), 16), *said.bottom, vectors * (vectors + said.embedding_dim), *said.top, 1]
+    parameters = said.embedding_dim * sum(sizes) + sum(a * b + b for a, b in pairwise(widths))
+    batch = config.train_args.per_device_train_batch_size * (sum(widths) + vectors * said.embedding_dim) * 4 * 6
+    return parameters * 18 + batch
 
 
 def _folder(config: Config) -> Path | None:

@@ -58,6 +58,13 @@ class RecommendTask(Task):
             raise ConfigError(
                 "`lora.enable: true` does not go with `task: recommend`", fix="take it out: click models are trained in full"
             )
+        parallel = config.parallel
+        if parallel.mode in ("tensor", "pipeline") or (parallel.tensor or 1) > 1 or (parallel.pipeline or 1) > 1:
+            raise ConfigError(
+                "a click model's tables stand side by side: `task: recommend` has no layers or stages to cut",
+                allowed="`parallel.mode: ddp`, zero1 to zero3, parameter_server",
+                fix="set `parallel.mode: parameter_server` where the tables do not fit, else `ddp`",
+            )
         for key in ("dataset", "val_dataset"):
             sources = config.sources(validation=key == "val_dataset")
             if len(sources) > 1:

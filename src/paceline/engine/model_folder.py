@@ -1,0 +1,66 @@
+"""The trained model's folder, ``model/``, at the end of a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from paceline.core.errors import RunError
+from paceline.core.files import human_bytes, replace_dir
+from paceline.engine import checkpoint
+from paceline.engine.train import Session
+from paceline.parallel.base import load_whole
+
+
+def save_model_folder(session: Session, build: Callable[[], nn.Module]) -> None:
+    """``model/`` appears whole, written by rank 0. A collective. ``build`` makes the model as the task does.
+
+    Raises:
+        RunError: it could not be written.
+    """
+    with session.strategy.consolidated():
+        if session.world.is_first:
+            _write_model(session, build)
+    session.world.barrier()
+
+
+def _write_model(session: Session, build: Callable[[], nn.Module]) -> None:
+    final = session.run_dir.model
+    aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    for old in final.parent.glob(f".{final.name}.*.tmp"):
+        shutil.rmtree(old, ignore_errors=True)
+    try:
+        aside.mkdir()
+        if not _save_from_parts(session, aside):
+            session.task.save_model(_whole_model(session, build), aside)
+        replace_dir(aside, final)
+    except checkpoint.write_errors() as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise RunError(
+            f"the trained model could not be written to {final}: {checkpoint.reason_of(error)} (free: "
+            f"{human_bytes(shutil.disk_usage(final.parent).free)})",
+            fix="free some space; the same command goes on from the last checkpoint and writes it",
+        ) from error
+
+
+def _save_from_parts(session: Session, folder: Path) -> bool:
+    """Write the model out of the last checkpoint's parts, where the task can, so that no process holds it whole."""
+    if session.strategy.whole_on_first:
+        return False
+    with checkpoint.CheckpointReader(session.run_dir.checkpoints / checkpoint.name_of(session.step)) as reader:
+        return session.task.save_from(reader, folder)
+
+
+def _whole_model(session: Session, build: Callable[[], nn.Module]) -> nn.Module:
+    """The trained model as the task built it: the one at hand, or, where it is spread over ranks, a new one in the host's
+    memory, filled from the checkpoint of the last step."""
+    if session.strategy.whole_on_first:
+        return session.model
+    model = build()
+    with checkpoint.CheckpointReader(session.run_dir.checkpoints / checkpoint.name_of(session.step)) as reader:
+        load_whole(model, reader)
+    return model
