@@ -25,7 +25,13 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RAN
     os.environ.pop(_name, None)
 
 # Set by pytest itself, and by scikit-learn and torch's compiler the first time they are imported.
-_MAY_CHANGE = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"}
+_MAY_CHANGE = {
+    "PYTEST_CURRENT_TEST",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
 # Helpers that multiprocessing keeps for the life of its parent. A fork server's workers are not exempt: their parent is it.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _GRACE_S = 5.0

@@ -92,6 +92,8 @@ class Hybrid(Strategy):
             from paceline.parallel.sharding import Sharding
 
             self.sharding = Sharding(model, self.world, low_dtype=self.low_dtype)
+            if self.pipeline is not None:
+                self.pipeline.together = self.world.line("shard")
             self.trained = dict(self.sharding.named_pieces())
         else:
             model.to(self.world.device)

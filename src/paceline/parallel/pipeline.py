@@ -61,6 +61,8 @@ class Pipeline:
         self._schedules: dict[int, Any] = {}
         self._known: dict[tuple[int, ...], tuple[Hidden, ...]] = {}  # shape before the blocks → hidden behind each stage
         self._keeps_shape = True
+        #: The same stage's ranks in other replicas, where a forward has collectives among them (shards).
+        self.together: World | None = None
         self._checked: set[int] = set()
         self._legal(config.train_args.gradient_accumulation_steps)
 
@@ -172,23 +174,29 @@ class Pipeline:
 
     # -- shapes -------------------------------------------------------------------------------------------------------------
     def _shapes(self, num_micro_batches: int) -> list[tuple[Hidden, ...]]:
-        """What is passed behind each stage but the last, for each micro-batch; every rank finds the same."""
-        found = []
+        """What is passed behind each stage but the last, for each micro-batch; every rank of the line finds the same.
+
+        Most blocks keep the shape (seen at the first micro-batch). For those that do not, one micro-batch of each new shape is
+        sent through the stages once, forward alone. Shapes may be new to one replica and not to another: where the replicas'
+        forwards have collectives in common (:attr:`together`), all run as many as the one with the most.
+        """
+        before = []
         for number in range(num_micro_batches):
             with torch.no_grad():
-                before = self.cut.probe(lambda number=number: self._micro(number))  # type: ignore[misc]
-            if before not in self._known:
-                self._learn(before, number)
-            found.append(self._known[before])
-        return found
+                before.append(self.cut.probe(lambda number=number: self._micro(number)))  # type: ignore[misc]
+        if not self._known:
+            self._learn(before[0], 0)
+        new = {shape: number for number, shape in reversed(list(enumerate(before))) if shape not in self._known}
+        if self._keeps_shape:
+            first = next(iter(self._known.values()))
+            self._known |= {shape: tuple((shape, dtype) for _, dtype in first) for shape in new}
+        else:
+            most = int(max(self.together.gather_numbers(len(new)))) if self.together is not None else len(new)
+            for shape, number in [*new.items(), *[(before[0], 0)] * (most - len(new))]:
+                self._learn(shape, number)
+        return [self._known[shape] for shape in before]
 
     def _learn(self, before: tuple[int, ...], number: int) -> None:
-        """Most blocks keep the shape (seen at the first micro-batch). For those that do not, one that has a new shape is sent
-        through the stages once, forward alone."""
-        if self._known and self._keeps_shape:
-            first = next(iter(self._known.values()))
-            self._known[before] = tuple((before, dtype) for _, dtype in first)
-            return
         mine: dict[int, Hidden] = {}
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()  # running statistics stay as they are
