@@ -49,7 +49,7 @@ def language_model_on_meta(config: Config) -> nn.Module:
                 f"`model: {config.model}` cannot be laid out from its config.json: {language._first_line(error)}",
                 allowed="a folder with the config.json of a causal language model, a hub id that this machine can download, or "
                 "builtin:qwen2-tiny",
-                fix="check the path and the file; a model of the hub: download it where there is a network and give its folder: "
+                fix="check the path and the file; download a model of the hub where there is a network and give its folder: "
                 "`model=/path/to/folder`",
             ) from error
     return model  # type: ignore[no-any-return]
