@@ -105,7 +105,7 @@ def steps_per_second(one: Measured) -> float:
 def state_bytes(work: Work) -> dict[str, int]:
     """Training state of the fullest of four ranks under ddp and zero3, as the run measures it."""
     short = replace(work, batches=work.batches[:2])
-    settings = {"lora__enable": "false", "parallel__num_gpus": STATE_RANKS, "per_device_train_batch_size": 1}
+    settings = {"lora__enable": "false", "parallel__num_gpus": STATE_RANKS, "train_args__per_device_train_batch_size": 1}
     return {
         mode: int(common.run_paceline(short, parallel__mode=mode, **settings).state_bytes or 0) for mode in ("ddp", "zero3")
     }
