@@ -62,7 +62,13 @@ class ZeRO3(Strategy):
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.sharding.begin_step()
         for number in range(num_micro_batches):
-            micro_step(number, self.sharding.model).backward()
+            last = number == num_micro_batches - 1
+            if last:
+                self.sharding.free_in_backward()
+            loss = micro_step(number, self.sharding.model)
+            if last and not self.reshard_after_forward:
+                self.sharding.note_gathered()
+            loss.backward()
         self.sharding.end_step()
 
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -137,8 +143,8 @@ class ZeRO3(Strategy):
 
 
 class ZeRO2(ZeRO3):
-    """ZeRO stage 2 (section 5.2): the gathered weights stay from the first forward of a step to its last backward; gradients
-    are in shards after each micro-batch."""
+    """ZeRO stage 2 (section 5.2): the gathered weights stay from the first forward of a step to its last backward, which frees
+    them block by block; gradients are in shards after each micro-batch."""
 
     name = "zero2"
     reshard_after_forward = False

@@ -60,8 +60,8 @@ class Sharding:
     repeated along the axis "data". Its parameters may be parts of a tensor-parallel model already: plain tensors.
 
     A step is :meth:`begin_step`, any number of forward and backward passes through the module (FSDP gathers weights and
-    reduce-scatters the sum of the gradients in each), :meth:`end_step`; then :attr:`pieces` have their gradients. A
-    collective: every rank of the world makes one, at the same place.
+    reduce-scatters the sum of the gradients in each; :meth:`free_in_backward` before the last), :meth:`end_step`; then
+    :attr:`pieces` have their gradients. A collective: every rank of the world makes one, at the same place.
 
     Modules are cut block by block, so a block must be run by every rank of the line, or by none, in each forward. A block
     that runs twice in a forward is right, but gathered and reduced twice: more traffic than a cost can know.
@@ -71,7 +71,7 @@ class Sharding:
             win.
         low_dtype: in which weights are gathered and gradients summed; None: their own.
         reshard_after_forward: True: gathered weights are freed after forward and after backward, and gathered again (ZeRO
-            stage 3). False: they stay until :meth:`end_step` (stage 2).
+            stage 3). False: they stay until the last backward, or :meth:`end_step` (stage 2).
         offload: keep shards, their gradients and the optimizer's state in the host's memory.
         blocks: modules that are gathered at a time; those of :func:`~paceline.models.blocks.find_blocks` where None.
 
@@ -94,7 +94,7 @@ class Sharding:
         self.copies = world.line("data")
         self.replicas = world.line("data", "shard")
         self.keeps_weights = not reshard_after_forward
-        #: Bytes of gathered weights at the end of a step's last backward, where they stay until then.
+        #: Most bytes of gathered weights between a forward and its backward, where they stay that long.
         self.gathered_bytes = 0
         _check_dtypes(model)
         self.replicas.broadcast([*model.parameters(), *model.buffers()])
@@ -134,6 +134,7 @@ class Sharding:
             found.append(module)
         root = found[-1]
         root.set_reshard_after_backward(not self.keeps_weights)
+        self._frees_in_backward = not self.keeps_weights
         # Ranks may differ in which parameters a batch reaches; torch before 2.12 has no switch for it.
         if hasattr(root, "set_reduce_scatter_unused_params"):
             root.set_reduce_scatter_unused_params(True)
@@ -150,16 +151,31 @@ class Sharding:
 
     # -- a step --------------------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
+        self._set_frees_in_backward(not self.keeps_weights)
         for piece in self.pieces:
             piece.parameter.grad = None
             piece.values.grad = None
 
+    def free_in_backward(self) -> None:
+        """Before the last forward of a step: its backward frees each block's weights when it is done with them, so that
+        they do not lie beside all of the gradients."""
+        self._set_frees_in_backward(True)
+
+    def note_gathered(self) -> None:
+        """Note how much is gathered now, between a forward and its backward."""
+        gathered = [one for one in self.model.parameters() if not isinstance(one, DTensor) and one not in self._whole]
+        self.gathered_bytes = max(self.gathered_bytes, storage_bytes(gathered))
+
+    def _set_frees_in_backward(self, frees: bool) -> None:
+        if frees != self._frees_in_backward:
+            self.units[-1].set_reshard_after_backward(frees)
+            self._frees_in_backward = frees
+
     def end_step(self) -> None:
-        """Free gathered weights and bring the gradients to their sum over all ranks. Parameters that no batch reached have
-        zeros."""
+        """Free weights that are gathered still and bring the gradients to their sum over all ranks. Parameters that no batch
+        reached have zeros."""
         if self.keeps_weights:
-            gathered = [one for one in self.model.parameters() if not isinstance(one, DTensor) and one not in self._whole]
-            self.gathered_bytes = max(self.gathered_bytes, storage_bytes(gathered))
+            self.note_gathered()
         self.reshard()
         for piece in self.pieces:
             gradient = piece.parameter.grad
@@ -184,9 +200,8 @@ class Sharding:
         return squared_norm_of([one for one in gradients if one.numel()], self.shards.device)
 
     def scale(self, factor: torch.Tensor) -> None:
-        for piece in self.pieces:
-            gradient = _gradient(piece)
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        for device, gradients in _by_device(_gradient(piece) for piece in self.pieces).items():
+            torch._foreach_mul_(gradients, factor.to(device))
 
     # -- what it holds -------------------------------------------------------------------------------------------------------
     def named_pieces(self) -> list[tuple[str, nn.Parameter]]:
@@ -210,6 +225,13 @@ class Sharding:
 def _gradient(piece: ShardPiece) -> torch.Tensor:
     assert piece.values.grad is not None
     return piece.values.grad
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for one in tensors:
+        found.setdefault(one.device, []).append(one)
+    return found
 
 
 def _group(line: World) -> dist.ProcessGroup:

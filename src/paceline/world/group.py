@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.world.env import RankEnv
+from paceline.world.heap import settle
 from paceline.world.mesh import Axes
 from paceline.world.traffic import Traffic, count_collectives
 
@@ -212,6 +213,7 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | No
     The backend is the one torch names as the default for the device (nccl, gloo, xccl…). CPU ranks of one host share its
     cores evenly. ``axes``: the mesh (default: all ranks on the data axis).
     """
+    settle(device_type)
     if device_type == "cpu":
         device = torch.device("cpu")
         share_cores(env.local_world_size)
