@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 # The stamp's name holds a checksum of what the installation follows from: touched files change nothing, edited ones do.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -s ' \t' '-')
 
-.PHONY: help setup demo test soak lint format bench clean
+.PHONY: help setup demo test soak lint format bench bench-network clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Make .venv and install Paceline with everything it needs
 
@@ -51,6 +51,9 @@ format: setup  ## Let ruff put the style right
 
 bench: setup  ## Measure against a hand-written loop and the transformers Trainer, and print the ratios
 	$(BIN)/python benchmarks/run.py
+
+bench-network: setup  ## Measure compression and DiLoCo against plain DDP over a slow network of namespaces (root)
+	$(BIN)/python benchmarks/slow_network.py
 
 clean:  ## Remove .venv, caches and the demo's output
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache output/demo

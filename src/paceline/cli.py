@@ -20,6 +20,7 @@ usage: paceline VERB …
   sft, train   CONFIG.yaml [key=value …]     train what the file says (--dry-run, --allow-config-change, --debug)
   plan         CONFIG.yaml [key=value …]     memory, traffic, time of each mode (--world-size N, --device-memory 80GB, …)
   verify       CONFIG.yaml [key=value …]     certify that the strategies agree (--modes a,b, --world-size N, --steps N, …)
+  doctor       [CONFIG.yaml] [key=value …]   look at this machine and the links between its ranks (--ranks N)
   watch        RUN                           follow a run from another terminal (--once)
   generate     RUN "a question"              answer with a run's model (--max-new-tokens N, --temperature T, --system TEXT)
   export       RUN --merge --output DIR      write the merged model, ready for plain transformers
@@ -206,6 +207,16 @@ def _explain(tokens: list[str], _: float) -> int:
     return explain(make_request(topic, values), flags["json"])
 
 
+def _doctor(tokens: list[str], _: float) -> int:
+    from paceline.config.load import split_cli
+    from paceline.launch.doctor import doctor, make_request
+
+    flags, tokens = _take_flags(tokens, "json", "debug")
+    values, tokens = _take_values(tokens, {"ranks": str})
+    path, overrides = split_cli(tokens)
+    return doctor(make_request(path, overrides, values.get("ranks")), flags["json"])
+
+
 def _bench(tokens: list[str], _: float) -> int:
     from paceline.launch.bench_collectives import bench, make_request
 
@@ -239,6 +250,7 @@ _VERBS: dict[str, Callable[[list[str], float], int]] = {
     "inspect": _inspect,
     "explain": _explain,
     "bench": _bench,
+    "doctor": _doctor,
     "data": _data,
 }
 

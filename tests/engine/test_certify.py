@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.core.errors import RunError
 from paceline.engine.certify import distances, num_positions, turn_off_dropout
-from paceline.parallel.base import Part
+from paceline.parallel.parts import Part
 
 
 class Attention(nn.Module):

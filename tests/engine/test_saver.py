@@ -22,7 +22,7 @@ from paceline.core.events import EventLog, read_events
 from paceline.core.files import sha256_file
 from paceline.engine import checkpoint
 from paceline.engine.saver import Saver
-from paceline.parallel.base import Part
+from paceline.parallel.parts import Part
 from paceline.world.env import RankEnv
 from paceline.world.group import World
 
@@ -179,6 +179,21 @@ def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
         assert event["path"].endswith(f"step-0000000{event['step']}")
         assert event["wall_s"] > 0
         assert event["blocked_s"] > 0
+
+
+def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
+    """The system pins memory for an accelerator alone: where there is none it refuses, as where there is no more to be had."""
+    live = torch.ones(1000)
+    world = World(RankEnv(0, 1, 0, 1), torch.device("cuda"))
+    with Saver(world, tmp_path / "checkpoints", None, EventLog(tmp_path / "events.jsonl"), background=True) as saver:
+        for step in (1, 2):
+            saver.save(step, lambda: [Part.whole("model/weight", live)], META, must_succeed=False)
+    assert tried(tmp_path / "events.jsonl") == [(1, False), (2, False)]
+    notices = [one for one in read_events(tmp_path / "events.jsonl") if one["type"] == "notice"]
+    assert len(notices) == (0 if torch.accelerator.is_available() else 1)
+    for one in notices:
+        assert one["level"] == "warning"
+        assert "in ordinary memory, for no more could be pinned" in one["text"]
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:

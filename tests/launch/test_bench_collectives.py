@@ -11,7 +11,7 @@ from commands import run
 
 from paceline.core.errors import ConfigError
 from paceline.launch.bench_collectives import make_request, parse_size, table
-from paceline.launch.bench_measure import bus_bandwidth, fit, fits, load
+from paceline.launch.bench_measure import bus_bandwidth, fits, load
 
 
 def test_the_command_measures_every_case(tmp_path: Path) -> None:
@@ -42,24 +42,6 @@ def test_the_command_measures_every_case(tmp_path: Path) -> None:
     assert said.count(" ring ") >= 8
     assert "residual" in said
     assert len(fits(results)) == 10
-
-
-def test_the_model_is_found_again() -> None:
-    points = [(messages, size, 40e-6 * messages + 2e-9 * size) for messages in (2, 8) for size in (1e3, 1e5, 1e7)]
-    model = fit(points)
-    assert model is not None
-    assert model["alpha_s"] == pytest.approx(40e-6)
-    assert model["beta_s_per_byte"] == pytest.approx(2e-9)
-    assert model["residual"] == pytest.approx(0, abs=1e-9)
-
-
-def test_a_model_that_does_not_hold_says_so_and_has_no_negative_part() -> None:
-    falling = fit([(2, 1e3, 3e-3), (2, 1e6, 1e-3)])  # larger is faster: no such model
-    assert falling is not None
-    assert falling["alpha_s"] >= 0
-    assert falling["beta_s_per_byte"] >= 0
-    assert falling["residual"] > 0.1
-    assert fit([(2, 1e3, 1e-3)]) is None
 
 
 def test_load_and_bus_bandwidth() -> None:

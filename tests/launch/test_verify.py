@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from commands import run
 
-from paceline.config.schema import Config
+from paceline.config.schema import Config, Parallel
 from paceline.core.errors import ConfigError
 from paceline.core.events import EventLog
 from paceline.core.run_dir import RunDir
 from paceline.engine.certificate import Bounds, combine, judge, loss_difference, weight_difference
 from paceline.engine.report import REPORT_KEYS, write_reports
+from paceline.launch.verify import _modes
 from paceline.launch.verify_modes import all_modes, hybrids, make_mode, split_names
 
 MICRO = (
@@ -104,6 +105,31 @@ def test_what_cannot_be_verified_is_said_before_anything_starts(tmp_path: Path, 
     assert said in done.stderr
     assert "step" not in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("asked", [None, "all"])
+def test_a_config_s_own_mode_that_is_another_training_is_listed_with_the_reason(asked: str | None) -> None:
+    config = Config(model="builtin:qwen2-micro", dataset="builtin:python-docs#80", parallel={"mode": "diloco", "device": "cpu"})
+    names = all_modes(config, 2)
+    modes, refused = _modes(config, 2, names, asked)
+    assert "diloco" not in [one.name for one in modes]
+    found = next(one for one in refused if one.mode == "diloco")
+    assert "diloco" in names
+    assert found.ok is None
+    assert "not held against `single`: it is another training" in str(found.reason)
+    assert "diloco" in [one.name for one in _modes(config, 2, ["diloco"], "diloco")[0]]  # unless it is asked for
+    assert "diloco" not in all_modes(config.model_copy(update={"parallel": Parallel(mode="ddp")}), 2)
+
+
+def test_servers_are_not_started_and_what_the_task_refuses_is_not_run() -> None:
+    parallel = {"mode": "parameter_server", "device": "cpu"}
+    config = Config(model="builtin:dlrm", task="recommend", dataset="builtin:clicks", parallel=parallel)
+    modes, refused = _modes(config, 2, all_modes(config, 2), None)
+    assert not {"tensor", "pipeline", "pipeline-gpipe"} & {one.name for one in modes}  # which the task refuses
+    said = "`parameter_server` is not certified: it has servers beside its ranks"
+    assert said in str(next(one.reason for one in refused if one.mode == "parameter_server"))
+    with pytest.raises(ConfigError, match=said):
+        _modes(config, 2, ["parameter_server"], "parameter_server")
 
 
 def test_the_names_of_the_modes() -> None:

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from paceline.parallel.base import Part
+from paceline.parallel.parts import Part
 
 
 class MemorySource:

@@ -209,21 +209,39 @@ def test_it_says_nothing_leaves_no_file_and_shares_running_statistics(tmp_path):
     assert files == {"said-0": "", "said-1": ""}
 
 
-def test_not_installed_is_said_with_the_command(tmp_path):
-    (tmp_path / "deepspeed.py").write_text("raise ModuleNotFoundError(\"No module named 'deepspeed'\", name='deepspeed')\n")
-    code = (
-        "from paceline.config.schema import Config\n"
-        "from paceline.core.errors import ConfigError\n"
-        "from paceline.parallel.deepspeed import DeepSpeed\n"
-        "from paceline.world.mesh import Axes\n"
-        "try:\n    DeepSpeed.check(Config(model='m', dataset='d'), Axes(data=2))\n"
-        "except ConfigError as error:\n    print(error)\n"
-    )
-    paths = os.pathsep.join([str(tmp_path), *(one for one in sys.path if one)])
+def said_of(code, *paths):
+    """What a new interpreter prints of the ConfigError that ``code`` ends in. ``paths``: found before all others."""
+    code = f"from paceline.core.errors import ConfigError\ntry:\n    {code}\nexcept ConfigError as error:\n    print(error)\n"
+    found = os.pathsep.join([*paths, *(one for one in sys.path if one)])
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True, timeout=120
     )
-    assert "pip install 'paceline[deepspeed]'" in done.stdout, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_not_installed_is_said_with_the_command(tmp_path):
+    (tmp_path / "deepspeed").mkdir()  # a folder of that name in the way, as the one with its configs
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Without:\n"
+        "    def __init__(self, finder): self.finder = finder\n"
+        "    def __getattr__(self, name): return getattr(self.finder, name)\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        found = self.finder.find_spec(name, path, target)\n"
+        "        return None if name == 'deepspeed' and found and found.origin else found\n"
+        "sys.meta_path[:] = [Without(one) for one in sys.meta_path]\n"
+    )
+    check = "from paceline.config.schema import Config; from paceline.parallel.deepspeed import DeepSpeed; "
+    check += "from paceline.world.mesh import Axes; DeepSpeed.check(Config(model='m', dataset='d'), Axes(data=2))"
+    said = said_of(check, str(tmp_path))
+    assert "DeepSpeed is not installed" in said
+    assert "pip install 'paceline[deepspeed]'" in said
+
+
+def test_one_that_does_not_load_is_a_rank_s_error_with_its_reason(tmp_path):
+    (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no compiler')\n")
+    said = said_of("from paceline.parallel.deepspeed_import import import_deepspeed; import_deepspeed('cpu')", str(tmp_path))
+    assert "DeepSpeed does not load here: RuntimeError: no compiler" in said
 
 
 def test_running_statistics_in_bf16_are_refused():

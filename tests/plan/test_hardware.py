@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.plan.hardware import TABLE, available_memory, cpu_machine, find_device, named_machine, parse_size, recognise
+from paceline.plan.hardware import TABLE, cpu_machine, find_device, named_machine, parse_size, recognise
+from paceline.world.host import available_memory
 
 
 def test_sizes() -> None:

@@ -85,6 +85,14 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "auto: ddp is the fastest" in out
 
 
+def test_tied_weights_on_stages_and_shards(tmp_path: Path) -> None:
+    """The stage in the middle holds neither of the names of a weight that the first and the last one share."""
+    model = wide(tmp_path, layers=8)
+    modes = paceline.plan({"model": model, "dataset": "none"}, world_size=8, device="A100-40GB")["modes"]
+    totals = {one["mode"]: one["memory_bytes"]["parameters"] for one in modes}
+    assert totals["shard 2 × pipeline 4"] == pytest.approx(totals["data 2 × pipeline 4"] / 2, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

@@ -93,6 +93,8 @@ class Compressor(ABC):
 
     #: Keeps something from step to step.
     stateful = True
+    #: How often each of the collectives that :meth:`sends` names is called for a bucket, one call after the other.
+    turns = 1
 
     def __init__(self, settings: Compression, seed: int) -> None:
         self.settings = settings

@@ -28,6 +28,8 @@ class PowerSGD(Compressor):
     Two collectives a bucket, always in this order: so it works on any backend.
     """
 
+    turns = 2
+
     def __init__(self, settings: Compression, seed: int) -> None:
         super().__init__(settings, seed)
         chain = settings.chain

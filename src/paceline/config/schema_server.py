@@ -24,9 +24,27 @@ class ParameterServer(Section):
     optimizer: Literal["sgd", "adagrad", "row_wise_adagrad", "adam"] = Field(
         "adagrad",
         description="What the servers update the rows of a batch by. `row_wise_adagrad` keeps one number a row; `adam` moves a "
-        "row's moments only where the row occurs; `sgd` has no momentum. All other parameters have `train_args.optim`: "
-        "on each worker with `sync`, else on the servers.",
+        "row's moments only where the row occurs; `sgd` has no momentum. All other parameters have `train_args.optim`, "
+        "wherever they are (`dense`).",
+    )
+    dense: Literal["auto", "ddp", "server"] = Field(
+        "auto",
+        description="Where the parameters are that are no tables. `ddp`: on each worker, their gradients all-reduced among the "
+        "workers. `server`: on the servers, dealt by size; a worker pulls them before its step and pushes their gradients "
+        "after it. `auto`: `ddp`, but `server` with `async` and `bounded`, where nobody waits, and with "
+        "`on_worker_loss: go_on`.",
+    )
+    on_worker_loss: Literal["stop", "go_on"] = Field(
+        "stop",
+        description="When a worker's process dies. `stop`: the run ends with exit code 1 and says which; the same command goes "
+        "on from the newest checkpoint. `go_on`: the other workers go on and share the batches among them. Where a server dies "
+        "the run always ends: its rows are gone.",
     )
     learning_rate: float | None = Field(
         None, gt=0, description="Peak learning rate of the rows. Default: `train_args.learning_rate`."
     )
+
+    @property
+    def dense_on_servers(self) -> bool:
+        """Whether the parameters that are no tables lie on the servers."""
+        return self.dense == "server" or (self.dense == "auto" and (self.mode != "sync" or self.on_worker_loss == "go_on"))

@@ -6,6 +6,7 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
   ``device``, ``strategy``, ``model`` {name, parameters, trainable_parameters}, ``data`` {read, kept, truncated, dropped},
   ``versions``.
 - ``resume``: ``step``, ``path``. Steps logged after that step by an earlier life of the run no longer count.
+- ``worker_lost``: ``step``, ``rank``, ``pid``, ``reason``, ``samples_unseen``: a rank ended, and the others went on.
 - ``notice``: ``level`` (info | warning), ``text``.
 - ``step``: ``step, epoch, loss, grad_norm, learning_rate, tokens, step_time_s, data_wait_s, comm_wait_s, memory_bytes,
   ranks`` (null where not known). ``tokens`` is the number of tokens of the global batch, ``step_time_s`` the mean over the
@@ -13,7 +14,8 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
 - ``eval``: ``step``, ``loss``, ``count``, ``wall_s``, ``metrics``.
 - ``checkpoint``: ``step``, ``path``, ``size_bytes``, ``wall_s``, ``blocked_s`` (how long training stood still for it; it is
   written in the background); or with ``error`` where it could not be written.
-- ``run_end``: ``status`` (done | stopped | failed), ``step``, ``reason``, ``wall_s`` (since the command was given).
+- ``run_end``: ``status`` (done | stopped | failed), ``step``, ``reason``, ``wall_s`` (since the command was given); ``network``
+  where there is something to say of the time that communication took.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 Event = dict[str, Any]
 
@@ -39,12 +41,17 @@ class EventLog:
     def __init__(self, path: Path | None, listeners: list[Callable[[Event], None]] | None = None) -> None:
         self.listeners = listeners or []
         self.lost = 0
-        self.path = path
+        self.path: Path | None = None
         self._cut = False
-        self._handle = None
+        self._handle: IO[bytes] | None = None
         if path is not None:
-            _end_cut_line(path)
-            self._handle = open(path, "ab", buffering=0)  # noqa: SIM115  (kept open for the life of the run)
+            self.open(path, self.listeners)
+
+    def open(self, path: Path, listeners: list[Callable[[Event], None]]) -> None:
+        """Begin to write; also where another process wrote before."""
+        self.path, self.listeners = path, listeners
+        _end_cut_line(path)
+        self._handle = open(path, "ab", buffering=0)  # noqa: SIM115  (kept open for the life of the run)
 
     def emit(self, type: str, said: bool = False, **fields: Any) -> Event:
         """Append one event. ``said``: a person has seen it already, so only the file gets it."""

@@ -74,6 +74,11 @@ class ClickLog:
         """``values``, one for each row of the arrays, for this log's rows."""
         return np.asarray(values if self.rows is None else values[self.rows])
 
+    def distinct_ids(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The ids of some of this log's rows, each once: int64 for each categorical column."""
+        places = rows if self.rows is None else self.rows[rows]
+        return [np.unique(one) for one in self.batch(places)["ids"]]
+
     def scale(self) -> tuple[np.ndarray, np.ndarray]:
         """(mean, standard deviation) of the dense columns, float32 [num_dense]; 1 for a column that never changes."""
         dense = self.column(self.dense).astype(np.float64)

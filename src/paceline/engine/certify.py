@@ -29,8 +29,9 @@ from paceline.data.loader import MicroBatch
 from paceline.engine.session import Job, begin, build
 from paceline.engine.stop import StopFlag
 from paceline.engine.train import Session, train_step
-from paceline.parallel.base import Part, Strategy
+from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
+from paceline.parallel.parts import Part
 from paceline.tasks.base import _first_tensor
 from paceline.world.env import RankEnv
 from paceline.world.group import World, open_world

@@ -62,7 +62,7 @@ def save(folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str
         RunError: it could not be written (full disk, no permission); every earlier checkpoint is untouched and what was
             begun is removed.
     """
-    from paceline.parallel.base import Part
+    from paceline.parallel.parts import Part
 
     parts = [Part.whole(name, one) for name, one in state.items()]
     writer, aside = Writer.here(parts), None

@@ -41,7 +41,7 @@ from paceline.engine.checkpoint_format import (
 )
 
 if TYPE_CHECKING:
-    from paceline.parallel.base import Part
+    from paceline.parallel.parts import Part
 
 _CHUNK_BYTES = 1 << 22
 #: A rank whose files do not grow for so long is taken for dead (a sync of a large file on a slow disk shows no growth).

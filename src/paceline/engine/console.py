@@ -103,6 +103,15 @@ class Console:
         self._unprinted: Event | None = None
         self._printed_at: float | None = None
 
+    def catch_up(self, event: Event) -> None:
+        """An event that another process has shown: it is known, and not printed again."""
+        if event.get("type") == "run_start":
+            self.progress.begin(event)
+        elif event.get("type") == "step":
+            self.progress.add(event)
+        elif event.get("type") == "eval":
+            self.progress.eval_loss = event.get("loss")
+
     @property
     def live(self) -> bool:
         """True where a line at the foot of a terminal is redrawn in place."""
@@ -263,6 +272,8 @@ def end_lines(progress: Progress, event: Event) -> list[tuple[str, str]]:
     lines = [(status, _how_it_went(progress, event))]
     if event.get("reason") and status != "done":
         lines.append(("reason", str(event["reason"])))
+    if event.get("network"):
+        lines.append(("network", str(event["network"])))
     if not root:
         return lines
     quoted = shlex.quote(root)

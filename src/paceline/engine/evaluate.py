@@ -55,7 +55,7 @@ def evaluate(
                 task.collate,
                 batch_size=args.per_device_eval_batch_size or args.per_device_train_batch_size,
                 rank=0 if alone else strategy.replica,
-                world_size=1 if alone else world.axes.replicas,
+                world_size=1 if alone else strategy.num_replicas,
                 seed=args.seed,
                 options=options,
             )
@@ -77,7 +77,7 @@ def evaluate(
                     sums[name] = sums.get(name, torch.zeros((), device=world.device, dtype=world.wide_dtype)) + value
     finally:
         model.train(was_training)
-    names = sorted({name for found in world.gather_objects(sorted(sums)) for name in found})  # type: ignore[attr-defined]
+    names = sorted({name for found in world.gather_objects(sorted(sums)) for name in found or ()})  # type: ignore[attr-defined]
     total, *values = world.sum(float(count), *(float(sums[name]) if name in sums else 0.0 for name in names))
     means = {name: value / max(total, 1.0) for name, value in zip(names, values, strict=True)}
     loss = means.pop("loss")

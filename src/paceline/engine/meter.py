@@ -20,7 +20,9 @@ class Meter:
         self.has_tokens = has_tokens
         self.time_to_first_step_s: float | None = None
         self.traffic_per_step: list[int] = []
-        self.train_s = 0.0  # seconds in steps after the first
+        self.train_s = 0.0  # seconds in steps after the first, so many:
+        self.train_steps = 0
+        self.last_step_s = self.last_wait_s = 0.0  # of the step made last: as the host saw it, and of it waiting for others
         self.train_counts = [0.0, 0.0, 0.0]  # labels, tokens, samples after the first step
         self.all_counts = [0.0, 0.0, 0.0]
         self._reset()
@@ -30,6 +32,7 @@ class Meter:
         self._loss = torch.zeros((), dtype=self.world.wide_dtype, device=self.world.device)
         self._counts = torch.zeros(4, dtype=self.world.wide_dtype, device=self.world.device)
         self._steps = 0
+        self._own = 0.0
         self._window_s = self._data_s = self._comm_s = 0.0
 
     def begin(self) -> None:
@@ -44,13 +47,16 @@ class Meter:
         """Add a step's global [labels, tokens, samples, …]; perhaps a step late, but before :meth:`gather`."""
         self._counts += counts
 
-    def end(self, loss_sum: torch.Tensor) -> None:
-        """The end of a step; ``loss_sum``: this rank's sum."""
+    def end(self, loss_sum: torch.Tensor, own_count: float) -> None:
+        """The end of a step; ``loss_sum``: this rank's sum, and what it is over."""
         self._loss += loss_sum
+        self._own += own_count
         self._steps += 1
         self._steps_done += 1
-        self._comm_s += self.world.wait_s - self._wait_before
-        self._window_s += time.perf_counter() - self._start
+        self.last_wait_s = self.world.wait_s - self._wait_before
+        self.last_step_s = time.perf_counter() - self._start
+        self._comm_s += self.last_wait_s
+        self._window_s += self.last_step_s
         self.traffic_per_step.append(self.world.traffic.total - self._traffic_before)
         if self._steps_done == 1:
             if self.world.device.type != "cpu":
@@ -65,7 +71,7 @@ class Meter:
             torch.accelerator.synchronize()
             self._window_s += time.perf_counter() - mark
         loss_sum = self._loss.item()
-        mine = [loss_sum, self._data_s, self._comm_s, float(memory_now(self.world.device))]
+        mine = [loss_sum, self._data_s, self._comm_s, float(memory_now(self.world.device)), self._own]
         table = self._table(mine)
         steps = max(1, self._steps)
         after_first = self._steps_done > 1
@@ -75,8 +81,10 @@ class Meter:
                 self.train_counts[index] += value
         if after_first:
             self.train_s += self._window_s
+            self.train_steps += self._steps
         figures = {
-            "loss": sum(row[0] for row in table) / max(labels, 1.0),
+            # Over what it was summed over: of a rank that was lost meanwhile there is neither.
+            "loss": sum(row[0] for row in table) / max(sum(row[4] for row in table), 1.0),
             "grad_norm": grad_norm,
             "tokens": round(tokens / steps) if self.has_tokens else None,
             "samples": round(samples / steps),

@@ -12,6 +12,7 @@ from torch import nn
 from paceline.core.errors import RunError
 from paceline.core.files import human_bytes, replace_dir
 from paceline.engine import checkpoint
+from paceline.engine.departures import regroup
 from paceline.engine.train import Session
 from paceline.parallel.base import load_whole
 
@@ -22,10 +23,14 @@ def save_model_folder(session: Session, build: Callable[[], nn.Module]) -> None:
     Raises:
         RunError: it could not be written.
     """
-    with session.strategy.consolidated():
-        if session.world.is_first:
-            _write_model(session, build)
-    session.world.barrier()
+    lost = None
+    while lost != session.world.lost:  # once more where the rank that wrote it was lost
+        lost = session.world.lost
+        with session.strategy.consolidated():
+            if session.world.is_first:
+                _write_model(session, build)
+        session.world.barrier()
+        regroup(session)
 
 
 def _write_model(session: Session, build: Callable[[], nn.Module]) -> None:

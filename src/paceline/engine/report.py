@@ -16,10 +16,11 @@ REPORT_KEYS = (
     "tokens_per_second", "time_to_first_step_s", "wall_s", "first_train_loss", "final_train_loss", "final_eval_loss",
     "peak_memory_bytes", "state_memory_bytes", "traffic_bytes_per_step", "restarts", "resumed_from_step", "data",
 )  # fmt: skip
-MORE_KEYS = ("samples_per_second", "final_eval_metrics", "communication", "staleness")  # may stand beside them
+#: may stand beside them
+MORE_KEYS = ("samples_per_second", "final_eval_metrics", "communication", "link", "staleness", "workers_lost")
 _PREDICTED = ("predicted", "measured")
 _INNER_KEYS = {"state_memory_bytes": _PREDICTED, "traffic_bytes_per_step": _PREDICTED, "data": ("read", "kept", "dropped")}
-_INNER_OPTIONAL = {"data": ("truncated",)}
+_INNER_OPTIONAL = {"data": ("truncated",), "traffic_bytes_per_step": ("bound",)}
 
 
 def check_report(report: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.core.events import Event, effective_steps
 from paceline.engine import wording
 from paceline.engine.certificate import certificate_page
+from paceline.engine.report_communication import communication_rows
 from paceline.engine.report_plots import Plot, Point, Series, draw, raw_and_smooth
 
 _RANK_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
@@ -39,7 +40,7 @@ def render_report(
         "plots": _plots(steps, _effective_evals(events), start, lives),
         "data": _data_rows(report.get("data") or start.get("data") or {}),
         "predictions": _predictions(report),
-        "communication": _communication(report.get("communication") or {}),
+        "communication": communication_rows(report),
         "certificate": certificate and certificate_page(certificate),
         "ranks": _rank_table(steps),
         "notices": [_notice(event) for event in events if event["type"] == "notice" or event.get("error")],
@@ -144,20 +145,10 @@ def _predictions(report: dict[str, Any]) -> list[dict[str, str]]:
         both = report.get(key) or {}
         predicted, measured = wording.fullest(both.get("predicted")), wording.fullest(both.get("measured"))
         ratio = f"{measured / predicted:.3f}" if predicted and measured is not None else wording.UNKNOWN
+        if both.get("bound"):
+            name += " (the prediction is an upper bound: no id twice in a batch)"
         rows.append({"name": name, "predicted": wording.size(predicted), "measured": wording.size(measured), "ratio": ratio})
     return rows
-
-
-def _communication(figures: dict[str, Any]) -> list[dict[str, str]]:
-    """What gradient compression came to."""
-    if not figures:
-        return []
-    ratio, norm = wording.finite(figures.get("ratio_sent")), wording.finite(figures.get("residual_norm"))
-    return [
-        {"name": "Method", "value": str(figures.get("method"))},
-        {"name": "Sent, of what plain ddp sends", "value": f"1/{ratio:.4g}" if ratio else wording.UNKNOWN},
-        {"name": "Norm of what waits to be sent", "value": "nothing waits" if norm is None else f"{norm:.4g}"},
-    ]
 
 
 def _rank_table(steps: list[Event]) -> dict[str, Any]:

@@ -6,16 +6,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
 from paceline.engine.checkpoint import prune
+from paceline.engine.checkpoint_format import name_of
 from paceline.engine.checkpoint_write import (
     STALL_S,
     Saved,
@@ -28,7 +26,8 @@ from paceline.engine.checkpoint_write import (
     wait_for_parts,
     write_part,
 )
-from paceline.parallel.base import Part
+from paceline.engine.host_copy import HostCopy
+from paceline.parallel.parts import Part
 from paceline.world.group import World
 from paceline.world.traffic import uncounted
 
@@ -38,7 +37,6 @@ MakeParts = Callable[[], list[Part]]
 _LONG_WAIT_S = 10.0
 #: How long a run that failed waits for its ranks to end what they are writing.
 _HURRY_S = 20.0
-_BLOCK_BYTES = 64 << 20
 
 
 class Saver:
@@ -60,7 +58,8 @@ class Saver:
         self.last_step: int | None = None  # saved, or being saved in the background
         self._flight: _Flight | None = None
         self._error: RunError | None = None  # of the last save in the background; known to rank 0 alone
-        self._copy = _HostCopy(world.device)
+        self._copy = HostCopy(world.device)
+        self._said_unpinned = False
         if world.is_first:
             clear_debris(folder)
 
@@ -83,7 +82,11 @@ class Saver:
             if self._agree(self._error) is None:
                 return
         self._land(wait=True)
+        lost = self.world.lost
         error = self._begin(step, make_parts, meta, background=self.background and not must_succeed)
+        while error is not None and must_succeed and self.world.lost != lost:  # once more without the rank that was lost
+            lost = self.world.lost
+            error = self._begin(step, make_parts, meta, background=False)
         if error is not None and must_succeed:
             raise error
 
@@ -109,10 +112,17 @@ class Saver:
             except (RuntimeError, MemoryError) as caught:
                 problem = f"no memory on the host for the copy (set `async_save: false`): {caught}"
         with uncounted():
-            told: list[Any] = self.world.gather_objects((Writer.here(parts), aside, problem))
-        writers = [one[0] for one in told]
-        problems = [(rank, one[2]) for rank, one in enumerate(told) if one[2] is not None]
-        flight = _Flight(self, step, parts, meta, told[0][1], writers, start)
+            told: list[Any] = self.world.gather_objects((Writer.here(parts), aside, problem, self._copy.unpinned))
+        asides = [one[1] for one in told if one is not None and one[1] is not None]
+        problems = [(rank, one[2]) for rank, one in enumerate(told) if one is not None and one[2] is not None]
+        if self.world.is_first and asides:
+            for rank in (rank for rank, one in enumerate(told) if one is None):  # a rank that the others do without
+                write_part(asides[0], rank, len(told), ())
+        self._say_unpinned({rank: one[3] for rank, one in enumerate(told) if one is not None and one[3] is not None})
+        if not asides and not problems:
+            problems = [(0, "the rank that led it has ended")]
+        writers = [Writer.here(()) if one is None else one[0] for one in told]
+        flight = _Flight(self, step, parts, meta, asides[0] if asides else None, writers, start)
         if problems:
             rank, text = problems[0]
             flight.fail(text + (f" (on rank {rank})" if self.world.size > 1 else ""))
@@ -125,6 +135,8 @@ class Saver:
         else:
             flight.run()
         error = self._agree(flight.error)
+        if error is None and flight.leader in self.world.lost and not (self.folder / name_of(step)).is_dir():
+            error = flight.not_led()
         flight.blocked_s = time.perf_counter() - start
         if error is None:
             self.last_step, self._error = step, None
@@ -152,14 +164,28 @@ class Saver:
         flight.join()
         waited_s = time.perf_counter() - start if wait else 0.0
         flight.blocked_s += waited_s
+        if self.world.is_first and not flight.leads and not (self.folder / name_of(flight.step)).is_dir():
+            flight.error = flight.not_led()
         self._flight, self._error = None, flight.error
-        self._say(flight)
+        if flight.saved is not None or flight.error is not None:
+            self._say(flight)
         if waited_s > _LONG_WAIT_S and self.world.is_first:
             self.events.notice(
                 f"training stood still for {waited_s:.0f} s until the checkpoint of step {flight.step} was written; "
                 "a higher `save_steps` saves more seldom",
                 level="warning",
             )
+
+    def _say_unpinned(self, reasons: dict[int, str]) -> None:
+        if not reasons or self._said_unpinned or not self.world.is_first:
+            return
+        self._said_unpinned = True
+        where = f" of rank {', '.join(map(str, reasons))}" if self.world.size > 1 else ""
+        self.events.notice(
+            f"the copy{where} that is saved from in the background lies in ordinary memory, for no more could be pinned: "
+            f"training stands still longer at each save ({next(iter(reasons.values()))})",
+            level="warning",
+        )
 
     def _say(self, flight: _Flight) -> None:
         if not self.world.is_first:
@@ -199,6 +225,8 @@ class _Flight:
         self.writers = writers
         self.started = start
         self.rank = saver.world.rank
+        self.leader = saver.world.first
+        self.leads = saver.world.is_first
         self.folder = saver.folder
         self.keep = saver.keep
         self.blocked_s = 0.0
@@ -223,7 +251,7 @@ class _Flight:
         assert self.aside is not None
         try:
             write_part(self.aside, self.rank, len(self.writers), self.parts)
-            if self.rank == 0:
+            if self.leads:
                 self._commit()
         finally:
             self.parts = ()
@@ -246,60 +274,15 @@ class _Flight:
     def _patience(self) -> float:
         return STALL_S if self.patience_s is None else self.patience_s
 
+    def not_led(self) -> RunError:
+        """The error of a save whose leader was lost before it gave the checkpoint its name."""
+        size_bytes = sum(one.size_bytes for one in self.writers)
+        return not_written(self.folder, self.step, size_bytes, f"rank {self.leader}, which led it, has ended")
+
     def fail(self, reason: str) -> None:
         """Remove what was begun, and keep the reason; on rank 0."""
-        if self.rank != 0:
+        if not self.leads:
             return
         if self.aside is not None:
             shutil.rmtree(self.aside, ignore_errors=True)
         self.error = not_written(self.folder, self.step, sum(one.size_bytes for one in self.writers), reason)
-
-
-@dataclass
-class _Block:
-    memory: torch.Tensor
-    used: int = 0
-
-
-class _HostCopy:
-    """Copies of parts in the host's memory, pinned where there is an accelerator. The memory is kept for the next save."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.pinned = device.type != "cpu"
-        self._blocks: list[_Block] = []
-
-    def take(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts with copies of their tensors, good until the next call."""
-        for block in self._blocks:
-            block.used = 0
-        place = 0
-        copies = []
-        for part in parts:
-            place, memory = self._room(place, part.tensor.numel() * part.tensor.element_size())
-            copy = memory.view(part.tensor.dtype).view(part.tensor.shape)
-            copy.copy_(part.tensor, non_blocking=self.pinned)
-            copies.append(replace(part, tensor=copy, key=None))
-        if self.pinned:
-            torch.accelerator.synchronize()
-        return copies
-
-    def _new(self, size_bytes: int) -> torch.Tensor:
-        if self.pinned:
-            try:
-                return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError:  # the device or the system pins no more: the copy is slower, and as good
-                self.pinned = False
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-    def _room(self, place: int, size_bytes: int) -> tuple[int, torch.Tensor]:
-        # Blocks in order: the same parts find the same room at every save.
-        while True:
-            if place == len(self._blocks):
-                size = max(_BLOCK_BYTES if self.pinned else size_bytes, size_bytes)
-                self._blocks.append(_Block(self._new(size)))
-            block = self._blocks[place]
-            if block.used + size_bytes <= block.memory.numel():
-                room = block.memory[block.used : block.used + size_bytes]
-                block.used += -(-size_bytes // 16) * 16  # so that each tensor lies at a multiple of its item
-                return place, room
-            place += 1

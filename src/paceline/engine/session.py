@@ -20,10 +20,11 @@ from paceline.core.errors import PacelineError, RunError
 from paceline.core.events import EventLog
 from paceline.core.files import write_atomic
 from paceline.core.run_dir import RunDir, lock_run
-from paceline.data.loader import LoaderOptions, train_steps
+from paceline.data.loader import LoaderOptions
 from paceline.data.order import SampleOrder
 from paceline.engine import checkpoint
-from paceline.engine.console import Console
+from paceline.engine.communication import make_judge
+from paceline.engine.departures import batches_of, listeners
 from paceline.engine.meter import Meter
 from paceline.engine.model_folder import save_model_folder
 from paceline.engine.optim import Schedule, build_optimizer, matrices_of
@@ -69,12 +70,14 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     events = EventLog(None)
     try:
         built = build(job, world)  # before anything is written: a model that cannot be had leaves no trace
+        world = built.strategy.world  # the same ranks, perhaps with other means to talk
         if job.resume_from is not None:
             check_same_model(Path(job.resume_from), built.shape)
         with _locked(run_dir, world):
             if world.is_first:
                 events = _open_events(job, run_dir)
             session = begin(job, world, built, run_dir, events, stop)
+            session.judge = make_judge(session)
             with session.saver:  # what is being written when the training ends, however it ends, is waited for
                 status = train(session)
             if status == "done":
@@ -83,7 +86,9 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             if world.is_first:
                 write_reports(run_dir, report)
                 reason = _stop_reason(stop) if status == "stopped" else None
-                events.emit("run_end", status=status, step=session.step, reason=reason, wall_s=report["wall_s"])
+                network = session.judge.said if session.judge is not None else None
+                more = {"network": network} if network is not None else {}
+                events.emit("run_end", status=status, step=session.step, reason=reason, wall_s=report["wall_s"], **more)
             world.barrier()
             built.strategy.close()
             return {"status": status, "report": report if world.is_first else None}
@@ -124,12 +129,7 @@ def _locked(run_dir: RunDir, world: World) -> Any:
 
 def _open_events(job: Job, run_dir: RunDir) -> EventLog:
     write_atomic(run_dir.config, to_yaml(job.config))
-    listeners: list[Any] = [Console()]
-    if "tensorboard" in job.config.report_to:
-        from paceline.engine.tensorboard import TensorBoardListener
-
-        listeners.append(TensorBoardListener(run_dir.root))
-    return EventLog(run_dir.events, listeners)
+    return EventLog(run_dir.events, listeners(job.config, run_dir))
 
 
 @dataclass
@@ -226,17 +226,8 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
     accumulation = job.derived.gradient_accumulation_steps
     if job.layout.num_processes == 1:  # one process works on the micro-batches of all devices
         accumulation *= job.layout.axes.replicas
-    session.batches = train_steps(
-        train_dataset,
-        order,
-        task.collate,
-        rank=strategy.replica,
-        world_size=world.axes.replicas,
-        accumulation=accumulation if strategy.works else 0,
-        first_step=session.step,
-        last_step=job.derived.steps,
-        options=options,
-    )
+    session.accumulation = accumulation if strategy.works else 0
+    session.batches = batches_of(session)
     _announce(session, job, notices, resumed)
     return session
 

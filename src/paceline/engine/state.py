@@ -10,7 +10,7 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.engine.checkpoint import CheckpointReader
 from paceline.models.shape import ModelShape
-from paceline.parallel.base import Part, StateSource
+from paceline.parallel.parts import Part, StateSource
 
 if TYPE_CHECKING:
     from paceline.engine.train import Session

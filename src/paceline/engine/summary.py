@@ -8,26 +8,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.events import effective_steps, read_events
+from paceline.engine.departures import workers_lost
 from paceline.engine.meter import memory_peak
 from paceline.parallel.cost import Workload
+from paceline.parallel.server_cost import distinct_ids
 
 if TYPE_CHECKING:
     from paceline.engine.session import Job
     from paceline.engine.train import Session
 
 
+_COUNTED_STEPS = 8
+
+
 def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
     """A collective: every rank calls it; rank 0's result is the report."""
     world, meter = session.world, session.meter
-    peaks = [int(one) for one in world.gather_numbers(memory_peak(world.device))]
+    peaks = [int(one) or None for one in world.gather_numbers(memory_peak(world.device))]  # of a rank that is lost: not known
     held = [int(one) for one in world.gather_numbers(session.strategy.state_bytes())]
     traffic = meter.usual_traffic
     sent = [int(one) for one in world.gather_numbers(-1 if traffic is None else traffic)]
     figures = session.strategy.figures(max(sent) if max(sent) > 0 else None)
+    judged = session.judge.report() if session.judge is not None else {}
+    if judged:
+        judged["communication"] = {**judged["communication"], **figures.pop("communication", {})}
     events = read_events(session.run_dir.events) if world.is_first else []
     steps = effective_steps(events)
     cost = session.strategy.cost(session.shape, job.layout.axes, workload(session), session.config)
-    seen = samples_seen(session)
+    lost = workers_lost(events, session.step)
+    seen = samples_seen(session) - sum(one["samples_unseen"] for one in lost)
     tokens, labels = _tokens_seen(session)
     evals = [event for event in events if event["type"] == "eval" and event["step"] <= session.step]
     starts = sum(1 for event in events if event["type"] == "run_start")
@@ -50,9 +59,15 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
         "final_eval_loss": evals[-1]["loss"] if evals else None,
         "final_eval_metrics": evals[-1].get("metrics") if evals else None,
         **figures,
+        **judged,
+        **({"workers_lost": lost} if lost else {}),
         "peak_memory_bytes": peaks,
         "state_memory_bytes": {"predicted": cost.state, "measured": max(held)},
-        "traffic_bytes_per_step": {"predicted": cost.traffic_per_step, "measured": max(sent) if max(sent) >= 0 else None},
+        "traffic_bytes_per_step": {
+            "predicted": cost.traffic_per_step,
+            "measured": max(sent) if max(sent) >= 0 else None,
+            **({"bound": True} if cost.traffic_is_bound else {}),  # at most so much, and perhaps much less
+        },
         "restarts": max(0, starts - 1),
         "resumed_from_step": session.first_step if job.resume_from is not None else None,
         "data": {**job.prepared.counts.as_dict()},
@@ -64,7 +79,19 @@ def workload(session: Session) -> Workload:
     derived = session.derived
     lengths = getattr(session.train_dataset, "lengths", None)
     positions = float(derived.micro_batch_size) if lengths is None else derived.micro_batch_size * float(np.mean(lengths))
-    return Workload(micro_batches=derived.gradient_accumulation_steps, positions=positions)
+    return Workload(derived.gradient_accumulation_steps, positions, distinct=_distinct_ids(session))
+
+
+def _distinct_ids(session: Session) -> tuple[tuple[float, ...], ...]:
+    """How many ids a micro-batch asks of each table and server, counted in some micro-batches of the run; empty where the
+    data have no ids."""
+    of_rows = getattr(session.train_dataset, "distinct_ids", None)
+    if of_rows is None or session.strategy.name != "parameter_server" or session.step == 0:
+        return ()
+    order, parts = session.order, session.derived.replicas * session.derived.gradient_accumulation_steps
+    steps = sorted({session.step * number // _COUNTED_STEPS for number in range(_COUNTED_STEPS)})
+    batches = [of_rows(part) for step in steps for part in order.micro_batches(step, parts) if len(part)]
+    return distinct_ids(batches, session.train_dataset.tables, session.config.parameter_server.servers)
 
 
 def samples_seen(session: Session) -> int:

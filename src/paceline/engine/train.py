@@ -17,7 +17,9 @@ from paceline.core.events import EventLog
 from paceline.core.run_dir import RunDir
 from paceline.data.loader import LoaderOptions, MicroBatch
 from paceline.data.order import SampleOrder
-from paceline.engine.evaluate import evaluate
+from paceline.engine.communication import Judge
+from paceline.engine.departures import regroup
+from paceline.engine.evaluate import EvalResult, evaluate
 from paceline.engine.meter import Meter
 from paceline.engine.optim import Schedule
 from paceline.engine.precision import Precision
@@ -61,6 +63,9 @@ class Session:
     said_nan: bool = False
     eval_losses: dict[int, float] = field(default_factory=dict)
     unread: list[StepCounts] = field(default_factory=list)  # on their way, of the step made last
+    judge: Judge | None = None  # of how replicas come together
+    accumulation: int = 1  # micro-batches of a step on this rank
+    lock: Any = None  # on the run's folder, where this rank came to hold it in the middle of the run
 
 
 def train(session: Session) -> str:
@@ -70,6 +75,9 @@ def train(session: Session) -> str:
     last = session.derived.steps
     while session.step < last:
         stopping = train_step(session)
+        word = session.judge.after_step(session.step) if session.judge is not None else None
+        if word is not None:
+            session.events.notice(word[1], word[0])
         session.saver.poll()
         if session.step == last or stopping:
             break
@@ -78,6 +86,7 @@ def train(session: Session) -> str:
         if session.config.train_args.save_steps and session.step % session.config.train_args.save_steps == 0:
             save_checkpoint(session, must_succeed=False)
     save_checkpoint(session, must_succeed=True)
+    regroup(session)
     if session.step < last:
         return "stopped"
     if session.eval_dataset is not None:
@@ -111,6 +120,7 @@ def train_step(session: Session) -> bool:
         losses[number] = loss.detach()
         return session.precision.scale(loss / counts.denominator())
 
+    session.strategy.counting(counts.own, counts.denominator)
     session.strategy.backward(micro_step, len(micro_batches))
     counts.denominator()  # waited for here where this rank came to no loss (an early pipeline stage)
     session.precision.unscale(session.optimizer)
@@ -121,10 +131,11 @@ def train_step(session: Session) -> bool:
         not_finite = "the gradient is not finite; the update was skipped"
         session.events.notice(f"step {step + 1}: {overflow if session.precision.scaler else not_finite}", level="warning")
     session.step += 1
-    meter.end(sum_in_order(losses if session.strategy.speaks else {}, world.device))
+    meter.end(sum_in_order(losses if session.strategy.speaks else {}, world.device), counts.own)
     logging = session.step % config.train_args.logging_steps == 0
     logging = logging or session.step in (session.first_step + 1, session.derived.steps)
     stopping = read_counts(session, counts, now=logging)
+    regroup(session)
     if logging:
         log_step(session, grad_norm, learning_rate)
     return stopping
@@ -164,6 +175,7 @@ class StepCounts:
             float(session.stop.wanted),
         ]
         self.world = world
+        self.own = numbers[0]
         self.tensor = torch.tensor(numbers, dtype=world.wide_dtype, device=world.device)
         group = session.strategy.count_world
         self.near: torch.Tensor | None = None
@@ -241,17 +253,19 @@ def run_evaluation(session: Session) -> None:
     """Evaluate now, once a step."""
     if session.step in session.eval_losses:
         return
-    with session.strategy.consolidated():
-        result = evaluate(
-            session.task,
-            session.model,
-            session.strategy,
-            session.eval_dataset,
-            session.config,
-            session.world,
-            session.precision,
-            session.loader_options,
-        )
+    result: EvalResult | None = None
+    while regroup(session) or result is None:  # over the whole set: once more where a rank was lost meanwhile
+        with session.strategy.consolidated():
+            result = evaluate(
+                session.task,
+                session.model,
+                session.strategy,
+                session.eval_dataset,
+                session.config,
+                session.world,
+                session.precision,
+                session.loader_options,
+            )
     session.eval_losses[session.step] = result.loss
     session.events.emit(
         "eval", step=session.step, loss=result.loss, count=result.count, wall_s=result.wall_s, metrics=result.metrics

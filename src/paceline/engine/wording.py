@@ -85,6 +85,27 @@ def duration(value: Any) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
+def short_duration(value: Any) -> str:
+    """Seconds of a step or a message: ``0.12 ms``, ``12 ms``, ``2.8 s``; from a minute on as :func:`duration`."""
+    seconds = finite(value)
+    if seconds is None:
+        return UNKNOWN
+    if abs(seconds) >= 59.95:
+        return duration(seconds)
+    figure, unit = (seconds, "s") if abs(seconds) >= 0.9995 else (seconds * 1e3, "ms")
+    return f"{figure:.0f} {unit}" if abs(figure) >= 9.95 else f"{figure:.2g} {unit}"
+
+
+def bit_rate(bytes_a_second: Any) -> str:
+    """``94 Mbit/s``."""
+    figure = finite(bytes_a_second)
+    if figure is None:
+        return UNKNOWN
+    bits, unit = next(((8 * figure / scale, unit) for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s")) if 8 * figure >= scale),
+                      (8 * figure / 1e3, "kbit/s"))  # fmt: skip
+    return f"{bits:.0f} {unit}" if bits >= 9.95 else f"{bits:.2g} {unit}"
+
+
 def clock(value: Any) -> str:
     """Seconds as ``1:05`` or ``3:07:09``: for a live line."""
     seconds = finite(value)

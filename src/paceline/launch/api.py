@@ -87,6 +87,7 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
 
 
 def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) -> Result:
+    from paceline.doctor.quick import quick_checks
     from paceline.launch.layout import choose_layout
     from paceline.launch.preflight import plan_run
     from paceline.world.device import choose_devices
@@ -95,6 +96,10 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
     config = loaded.config
     outer = outer_launcher()
     devices = choose_devices(config.parallel, ranks_given=None if outer is None else outer.local_world_size)
+    for one in quick_checks(config, devices.type, devices.count):
+        if one.fatal:
+            raise ConfigError(f"this machine cannot run it: {one.name}: {one.value}", fix=one.advice)
+        devices.notices.append(("warning", f"{one.name}: {one.value}; {one.advice}"))
     for level, text in devices.notices:
         say(level, text)
     layout = choose_layout(config, devices.count if outer is None else outer.world_size, devices.type, outer, say)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline.world.collectives_schedules import sent
+from paceline.world.link import fit
 
 if TYPE_CHECKING:
     from paceline.world.group import World
@@ -85,37 +85,6 @@ def load(collective: str, algorithm: str, world_size: int, size_bytes: int) -> t
     """Messages and bytes of the rank that sends most; for the backend's own, those of a ring (its algorithm is its affair)."""
     ranks = sent("ring" if algorithm == NATIVE else algorithm, world_size, size_bytes // 4, 4, collective)
     return max(one.messages for one in ranks), max(one.bytes for one in ranks)
-
-
-def fit(points: Sequence[tuple[float, float, float]]) -> dict[str, float] | None:
-    """Fit t = α · messages + β · bytes by least squares of the relative error (so that small messages count as large ones do),
-    α and β ≥ 0 (Hockney, "The communication challenge for MPP", 1994).
-
-    Args:
-        points: messages, bytes, seconds.
-
-    Returns: ``alpha_s``, ``beta_s_per_byte`` and ``residual`` (root mean square of (model - measured) / measured); None for
-    fewer than two points.
-    """
-    if len(points) < 2:
-        return None
-    rows = [(messages / seconds, size / seconds) for messages, size, seconds in points]
-    aa = sum(a * a for a, _ in rows)
-    ab = sum(a * b for a, b in rows)
-    bb = sum(b * b for _, b in rows)
-    sa, sb = sum(a for a, _ in rows), sum(b for _, b in rows)
-    determinant = aa * bb - ab * ab
-    options = [(sa / aa, 0.0), (0.0, sb / bb)]
-    if determinant > 1e-12 * aa * bb:
-        alpha, beta = (sa * bb - sb * ab) / determinant, (sb * aa - sa * ab) / determinant
-        if alpha >= 0 and beta >= 0:
-            options = [(alpha, beta)]
-
-    def residual(option: tuple[float, float]) -> float:
-        return math.sqrt(sum((option[0] * a + option[1] * b - 1) ** 2 for a, b in rows) / len(rows))
-
-    alpha, beta = min(options, key=residual)
-    return {"alpha_s": alpha, "beta_s_per_byte": beta, "residual": residual((alpha, beta))}
 
 
 def fits(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -56,6 +56,11 @@ def choose_layout(config: Config, num_devices: int, device_type: str, outer: Ran
             f"`parallel.mode: {chosen.strategy}` runs on CPU ranks alone so far, and these are {device_type} devices",
             fix="set `parallel.device: cpu`, or `parallel.mode: ddp`",
         )
+    if outer is not None and strategy_class(chosen.strategy).expendable(config, chosen.axes):
+        raise ConfigError(
+            "`parameter_server.on_worker_loss: go_on` needs Paceline's own launcher: an outer one ends all ranks when one ends",
+            fix="start it without torchrun (`paceline sft …`), or set `on_worker_loss: stop`",
+        )
     return replace(chosen, num_processes=chosen.num_processes + serving)
 
 

@@ -36,6 +36,10 @@ class LocalRun:
         self.signal: int | None = None
         self.agent_error: BaseException | None = None
         self._failed_at: float | None = None
+        self._gone: list[int] = []  # without a word, when the first failure was seen
+        self._expendable = self._find_expendable()
+        self._processes: Any = None  # of ranks of which some may end before the others
+        self._told: dict[int, dict[str, Any]] = {}  # rank that the others go on without → pid, reason
 
     def run(self) -> dict[str, Any]:
         """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves no process and no file."""
@@ -63,6 +67,9 @@ class LocalRun:
         for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # _outcome tells it
             logging.getLogger(name).setLevel(logging.CRITICAL)
         os.environ.setdefault("TORCH_MP_PARALLEL_START", "1")
+        if self._expendable:
+            self._run_processes()
+            return
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -78,6 +85,15 @@ class LocalRun:
         try:
             elastic_launch(config, worker_main)(self.job, str(self.folder), *self.more)
         except BaseException as error:  # told by _outcome, from what the ranks left behind
+            self.agent_error = error
+
+    def _run_processes(self) -> None:
+        from paceline.launch.processes import RankProcesses
+
+        try:
+            self._processes = RankProcesses(self.num_ranks)
+            self._processes.run(self.job, self.folder, *self.more)
+        except BaseException as error:  # told by _outcome
             self.agent_error = error
 
     # -- signals ------------------------------------------------------------------------------------------------------
@@ -118,16 +134,44 @@ class LocalRun:
 
     def _lost(self) -> list[int]:
         """Ranks whose process is gone without a word."""
-        outcomes = self._outcomes()
-        return [rank for rank, pid in self._pids().items() if rank not in outcomes and not _alive(pid)]
+        ended = [rank for rank, pid in self._pids().items() if not _alive(pid)]
+        outcomes = self._outcomes()  # read now: a rank leaves its word before it ends
+        return [rank for rank in ended if rank not in outcomes]
 
     def _end_stuck_ranks(self) -> None:
         # A rank may wait for a dead one inside a collective that never ends; elastic would give it half a minute.
         if self._failed_at is None:
-            if self._lost() or any(one["status"] == "failed" for one in self._outcomes().values()):
+            lost, outcomes = self._lost(), self._outcomes()
+            ended = {*lost, *(rank for rank, one in outcomes.items() if one["status"] == "failed")} - self._told.keys()
+            if ended and not self._do_without(sorted(ended), outcomes):
                 self._failed_at = time.monotonic()
+                self._gone = [rank for rank in lost if rank not in self._told]
         elif time.monotonic() - self._failed_at > _GRACE_S:
             self._kill_ranks()
+
+    def _find_expendable(self) -> frozenset[int]:
+        """Ranks that may end without ending the run."""
+        layout = getattr(self.job, "layout", None)
+        if layout is None:
+            return frozenset()
+        from paceline.parallel import strategy_class
+
+        return strategy_class(layout.strategy).expendable(self.job.config, layout.axes)
+
+    def _do_without(self, ended: list[int], outcomes: dict[int, dict[str, Any]]) -> bool:
+        """Tell the other ranks to go on without these. False where they cannot."""
+        gone = {*ended, *self._told}
+        may = gone <= self._expendable and gone != self._expendable and self._processes is not None and self._processes.can_lose
+        if not may:
+            return False
+        pids = self._pids()
+        for rank in ended:
+            said = outcomes.get(rank)
+            failed = None if said is None else said["text"].split(" To fix:")[0].rstrip(".")
+            reason = self._processes.how_it_ended(rank) if failed is None else f"failed: {failed}"
+            self._told[rank] = {"pid": pids[rank], "reason": reason}
+        self._processes.tell(self._told)
+        return True
 
     def _kill_ranks(self) -> None:
         for pid in self._pids().values():
@@ -145,29 +189,42 @@ class LocalRun:
         return f", {role}" if role else ""
 
     def _outcome(self) -> dict[str, Any]:
-        outcomes, lost = self._outcomes(), self._lost()
+        # Where the end was seen coming: who was gone then, not those that were ended after them.
+        lost = self._gone if self._failed_at is not None else [rank for rank in self._lost() if rank not in self._told]
+        every = self._outcomes()
+        outcomes = {rank: one for rank, one in every.items() if rank not in self._told}
         failures = sorted((one for one in outcomes.values() if one["status"] == "failed"), key=lambda one: one["time"])
         if lost:
-            pids = self._pids()
-            names = ", ".join(f"rank {rank}{self._role(rank)} (process {pids[rank]})" for rank in lost)
-            text = (
-                f"{names} was killed or crashed without a word (often: out of memory; see `dmesg`). The other ranks were "
-                "stopped. To go on: give the same command again; it resumes from the newest checkpoint."
-            )
-            return {"status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": "", "report": None}
+            return self._failed_by(lost)
         if failures:
             first = failures[0]
             said = first["text"] if first["exit_code"] == 2 else f"rank {first['rank']} failed. {first['text']}"
-            return {**first, "text": said, "report": None}
-        if len(outcomes) < self.num_ranks:
+            return {**first, "text": said + self._lost_earlier(), "report": None}
+        if len(outcomes) + len(self._told) < self.num_ranks:
             if self.signal is not None:
                 return {"status": "stopped", "exit_code": _stop_code(self.signal), "report": None}
             text = f"the ranks could not be started: {self.agent_error}"
             return {"status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": "", "report": None}
-        first = outcomes[0]
+        first = next((one for _, one in sorted(outcomes.items()) if one["report"] is not None), outcomes[min(outcomes)])
         if first["status"] == "stopped" and self.signal is not None:
             first["exit_code"] = _stop_code(self.signal)
         return first
+
+    def _failed_by(self, lost: list[int]) -> dict[str, Any]:
+        """The outcome of a run that ended because these ranks were gone without a word."""
+        pids = self._pids()
+        names = ", ".join(f"rank {rank}{self._role(rank)} (process {pids[rank]})" for rank in lost)
+        text = (
+            f"{names} was killed or crashed without a word (often: out of memory; see `dmesg`). The other ranks were "
+            "stopped. To go on: give the same command again; it resumes from the newest checkpoint."
+        )
+        text += self._lost_earlier()
+        return {"status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": "", "report": None}
+
+    def _lost_earlier(self) -> str:
+        """The ranks that the run had gone on without, for a person."""
+        told = [f"rank {rank}{self._role(rank)} (process {one['pid']}), {one['reason']}" for rank, one in self._told.items()]
+        return f" Lost earlier: {'; '.join(told)}." if told else ""
 
 
 def _hide_main() -> dict[str, Any]:

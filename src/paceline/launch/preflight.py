@@ -35,7 +35,7 @@ _FREE_KEYS = (
     "train_args.per_device_eval_batch_size", "evaluation.",
     "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor", "train_args.dataloader_pin_memory",
     "train_args.gradient_checkpointing", "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
-    "trust_remote_code", "parameter_server.servers",
+    "trust_remote_code", "parameter_server.servers", "parameter_server.dense", "parameter_server.on_worker_loss",
 )  # fmt: skip
 
 

@@ -44,12 +44,16 @@ def start_fork_server(config: Config) -> None:
     warnings_before = os.environ.get("PYTHONWARNINGS")
     # Where a run is ended at once, what clears up behind it need not speak of it.
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [warnings_before, "ignore:resource_tracker:UserWarning"]))
+    level_before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    if config.parameter_server.on_worker_loss == "go_on":
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # rpc warns of each connection to a rank that is gone
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
-        if warnings_before is None:
-            del os.environ["PYTHONWARNINGS"]
-        else:
-            os.environ["PYTHONWARNINGS"] = warnings_before
+        for name, value in (("PYTHONWARNINGS", warnings_before), ("TORCH_CPP_LOG_LEVEL", level_before)):
+            if value is not None:
+                os.environ[name] = value
+            else:
+                os.environ.pop(name, None)
         for number, handler in before.items():
             signal.signal(number, handler)

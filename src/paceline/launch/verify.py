@@ -21,6 +21,7 @@ from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.run_dir import RunDir
 from paceline.engine.certificate import REFERENCE, Verdict, bounds_for, combine, judge, not_run, render_certificate
 from paceline.launch.verify_modes import Mode, all_modes, make_mode, split_names
+from paceline.parallel import OTHER_TRAINING
 
 if TYPE_CHECKING:
     from paceline.engine.certify import Trial
@@ -149,10 +150,16 @@ def _modes(config: Config, world_size: int, names: list[str], asked: str | None)
         ConfigError: a mode that was asked for is not there, or refused.
     """
     modes, refused = [], []
+    by_name = {one.strip() for one in (asked or "").split(",")}
     for name in dict.fromkeys([REFERENCE, "ddp", *names]):
         mode = make_mode(name, config, world_size)
         try:
             _check_mode(mode, config)
+            if name in OTHER_TRAINING and name not in by_name:
+                raise ConfigError(
+                    f"not held against `{REFERENCE}`: it is another training, whose losses and weights are meant to differ; "
+                    f"`--modes {name}` shows by how much"
+                )
         except ConfigError as error:
             if name == REFERENCE or (asked is not None and name in names and not _group(asked)):
                 raise
@@ -168,10 +175,18 @@ def _group(asked: str) -> bool:
 
 
 def _check_mode(mode: Mode, config: Config) -> None:
-    from paceline.parallel import check_strategy
+    from paceline.parallel import check_strategy, strategy_class
+    from paceline.tasks import load_task
 
     config = config.model_copy(update={"parallel": mode.parallel})
+    load_task(config).check()  # a task may refuse a mode
     check_strategy(mode.layout.strategy, config, mode.layout.axes)
+    if strategy_class(mode.layout.strategy).num_serving(config):
+        raise ConfigError(
+            f"`{mode.name}` is not certified: it has servers beside its ranks, and `paceline verify` starts ranks alone",
+            allowed="modes without servers",
+            fix="leave `--modes` out, or name others: `--modes ddp,zero3`",
+        )
 
 
 def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> Job:

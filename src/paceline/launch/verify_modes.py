@@ -38,13 +38,14 @@ class Mode:
 
 
 def all_modes(config: Config, world_size: int) -> list[str]:
-    """The names of every mode and hybrid for that many ranks; whether this config can run under each is not looked at."""
+    """The names of every mode and hybrid for that many ranks; whether this config can run under each is not looked at. Modes
+    that are another training are left out, but for the config's own."""
     settings = config.parallel
     names = [name for name in STRATEGIES if name not in ("hybrid", "deepspeed", *OTHER_TRAINING)]
     names += [f"pipeline-{one}" for one in _SCHEDULES if one != settings.pipeline_schedule]
     names += hybrids(world_size)
     own = configured(config, world_size)
-    names += [own] if own is not None and own not in (*names, "deepspeed", *OTHER_TRAINING) else []
+    names += [own] if own is not None and own not in (*names, "deepspeed") else []
     # Last: DeepSpeed keeps a state of its own in the process.
     return [*names, "deepspeed", *(f"deepspeed-{one}" for one in _STAGES if one != settings.deepspeed_stage)]
 

@@ -64,5 +64,11 @@ class ModelShape:
         return total_bytes(self.buffers)
 
 
+def modules_around(name: str) -> list[str]:
+    """The dotted names of the modules that hold what is called ``name``, the outermost first: ``a.b.weight`` → a, a.b."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
 def total_bytes(shapes: Iterable[TensorShape]) -> int:
     return sum(one.size_bytes for one in shapes)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.config.schema import Config
 from paceline.parallel.cost import Cost, ModelShape, Workload
+from paceline.parallel.exchange import Exchange
+from paceline.parallel.parts import Part, StateSource, local_tensor, read_part, storage_bytes
 from paceline.world.group import World
 from paceline.world.mesh import Axes
 
@@ -22,53 +24,21 @@ BuildOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimize
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a named tensor, as this rank holds it.
+class Departed:
+    """A rank whose process has ended, and without which the others go on.
 
     Args:
-        name: of the parameter or buffer in the model as the task built it; in a state ``model/…``, ``optimizer/…/KEY``.
-        tensor: this rank's values, live (writing to it changes the training). 1-D where ``flat``.
-        shape: of the whole tensor.
-        offset: where the part begins in the whole, one number a dimension; where ``flat``, one number into the whole's elements
-            in row-major order.
-        key: the parameter by which the optimizer knows it; None for what is not trained (buffers).
-        owned: of all ranks that hold an element exactly one owns it; that rank writes it into checkpoints.
-        flat: the part is a range of the flattened whole instead of a box.
+        reason: for a person, as in ``was killed by SIGKILL``.
+        replica, replicas: which share of the batch it had, of how many.
+        steps_missed: of the steps made so far, the last ones in which its share was not trained on.
     """
 
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    key: torch.Tensor | None = None
-    owned: bool = True
-    flat: bool = False
-
-    @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor, key: torch.Tensor | None = None, owned: bool = True) -> Part:
-        return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), key, owned)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.tensor.numel() == _numel(self.shape)
-
-    @property
-    def is_start(self) -> bool:
-        """True where the part holds the first element: its rank speaks for what there is once a parameter."""
-        return not any(self.offset) and (self.tensor.numel() > 0 or _numel(self.shape) == 0)
-
-
-class StateSource(Protocol):
-    """Where a state is read from: a checkpoint. Every rank reads the parts it holds, and no more."""
-
-    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """dtype and shape of each whole tensor, by name."""
-
-    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, on the CPU."""
-
-    def read_flat(self, name: str, start: int, count: int) -> torch.Tensor:
-        """``count`` elements from ``start`` on of the flattened tensor, on the CPU."""
+    rank: int
+    pid: int
+    reason: str
+    replica: int
+    replicas: int
+    steps_missed: int
 
 
 class Strategy(ABC):
@@ -123,6 +93,25 @@ class Strategy(ABC):
     def replica(self) -> int:
         """Which share of the global batch this rank works on, of ``world.axes.replicas``."""
         return self.world.axes.replica(self.world.rank)
+
+    @property
+    def num_replicas(self) -> int:
+        """Shares that the global batch is cut into: ``world.axes.replicas``, less those that are lost."""
+        return self.world.axes.replicas
+
+    @classmethod
+    def expendable(cls, config: Config, axes: Axes) -> frozenset[int]:
+        """Ranks whose processes may end without ending the run."""
+        return frozenset()
+
+    def departed(self) -> list[Departed]:
+        """Those of them that were lost since the last call; the same on every rank at the same place of the same step. From
+        here on :attr:`replica` and :attr:`num_replicas` are those of the living."""
+        return []
+
+    def counting(self, own: float, whole: Callable[[], torch.Tensor]) -> None:
+        """Told before each :meth:`backward`: the count of this rank's share, and what gives the one that the loss is divided
+        by."""
 
     @property
     def works(self) -> bool:
@@ -258,6 +247,11 @@ class Strategy(ABC):
         """More keys of the report. A collective. ``sent_bytes``: measured, by the busiest rank in a step."""
         return {}
 
+    @property
+    def exchange(self) -> Exchange | None:
+        """How replicas come together, where that is by plain ddp or by what sends less in its place."""
+        return None
+
     def _optimizer_state(self, part: Part) -> dict[str, torch.Tensor]:
         if part.key is None:
             return {}
@@ -312,19 +306,6 @@ def load_whole(model: nn.Module, source: StateSource) -> None:
                 one.copy_(read_part(source, f"{kind}/{name}", Part.whole(name, one)))
 
 
-def read_part(source: StateSource, name: str, part: Part) -> torch.Tensor:
-    """The values of ``part`` from tensor ``name`` of a state, in the part's shape."""
-    if part.flat:
-        return source.read_flat(name, part.offset[0], part.tensor.numel()).view(part.tensor.shape)
-    return source.read(name, part.offset, part.tensor.shape)
-
-
-def local_tensor(value: Any) -> Any:
-    """A DTensor's part on this rank; anything else as it is."""
-    to_local = getattr(value, "to_local", None)
-    return to_local() if callable(to_local) else value
-
-
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong to the state dict, by name."""
     in_state = model.state_dict().keys()
@@ -339,23 +320,3 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         for value in entries.values()
         if isinstance(value, torch.Tensor)
     ]
-
-
-def storage_bytes(tensors: Sequence[Any]) -> int:
-    """Bytes of the distinct storages behind the tensors (of DTensors, of the local part)."""
-    seen: dict[tuple[torch.device, int], int] = {}
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor):
-            local = local_tensor(tensor)
-            if local.device.type == "meta":
-                continue
-            storage = local.untyped_storage()
-            seen[(local.device, storage.data_ptr())] = storage.nbytes()
-    return sum(seen.values())
-
-
-def _numel(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

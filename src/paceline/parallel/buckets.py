@@ -8,6 +8,7 @@ its bucket decides in which order an all-reduce adds it up, so a layout that cha
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,9 @@ class GradientBuckets:
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._next = 0
         self._reducing = False
+        self._backward_began = 0.0
+        #: Seconds in the backwards during which buckets are filled and sent, added up; on an accelerator those of the host.
+        self.backward_s = 0.0
         given = list(parameters)
         dtypes = [self._dtype_of(one) for one in given]
         tensors = [(one.numel(), dtype.itemsize, (dtype, one.device)) for one, dtype in zip(given, dtypes, strict=True)]
@@ -130,6 +134,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.waiting = len(bucket.parameters)
             bucket.work = None
+        self._backward_began = time.perf_counter()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if not self._reducing:
@@ -150,6 +155,7 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """Send what no gradient has completed (unused parameters count as zero), then wait for all."""
+        self.backward_s += time.perf_counter() - self._backward_began
         if not self._reducing:
             return
         while self._next < len(self.buckets):

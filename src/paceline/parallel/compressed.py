@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import nn
 from paceline.compress.base import BucketShape, Slot, State
 from paceline.compress.moments import SECOND, Apply, LocalAdam
 from paceline.config.schema import Config
-from paceline.parallel.base import Part, StateSource, read_part
 from paceline.parallel.buckets import GradientBuckets
 from paceline.parallel.communication import compressor_of, momentum_correction, uses_local_moments
+from paceline.parallel.exchange import Exchange, Spent
+from paceline.parallel.parts import Part, StateSource, read_part
 from paceline.parallel.reduction import Reduction
 from paceline.world.group import World
 from paceline.world.lane import Pending
@@ -53,6 +55,8 @@ class CompressedReduction(Reduction):
         self.shapes: list[BucketShape] = []
         self.states: list[State] = []
         self._decays: list[tuple[list[nn.Parameter], float]] = []
+        #: Processor seconds of the thread beside backward.
+        self.method_s = self.moments_s = 0.0
 
     def bind(self, buckets: GradientBuckets, trained: Mapping[str, nn.Parameter]) -> None:
         names = {one: name for name, one in trained.items()}
@@ -76,12 +80,16 @@ class CompressedReduction(Reduction):
         step, age, shape, state = self.step, self.age + 1, self.shapes[number], self.states[number]
 
         def work(line: World) -> None:
+            begin = time.thread_time()
             values = flat.float()  # the bucket itself, where it is float32
             if self.adam is not None:
                 self.adam.direct(values, state, age, line.size)
+            directed = time.thread_time()
             self.compressor.reduce(values, shape, state, line, step)
             if values is not flat:
                 flat.copy_(values)
+            self.moments_s += directed - begin
+            self.method_s += time.thread_time() - directed
 
         return self.lane.submit(work)
 
@@ -173,6 +181,24 @@ class CompressedReduction(Reduction):
                     age = max(age, int(entries.get("step", 0)))
         optimizer.state.clear()
         return age
+
+    @property
+    def exchange(self) -> Exchange:
+        line, settings = self.buckets.world, self.config.compression
+        sends = [self.compressor.sends(shape, line.size) for shape in self.shapes]
+        rounds = self.compressor.turns * sum(2 if name == "all_reduce" else 1 for one in sends for name in one)
+        return Exchange(
+            settings.text,
+            "leave `compression` out",
+            self.buckets,
+            line,
+            line,
+            sum(sum(one.values()) for one in sends),
+            rounds * (line.size - 1),
+            lambda: Spent(self.buckets.backward_s, self.method_s, self.moments_s),
+            beside=True,
+            warmup=settings.warmup_steps if settings.chain[0] in ("topk", "randomk") else 0,
+        )
 
     def figures(self, sent_bytes: float | None) -> dict[str, Any]:
         residuals = [state.flats["residual"] for state in self.states if "residual" in state.flats]

@@ -12,12 +12,9 @@ of the gradient in float32.
 
 from __future__ import annotations
 
-import importlib
-import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,20 +24,13 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.parallel.base import (
-    BuildOptimizer,
-    MicroStep,
-    Part,
-    StateSource,
-    Strategy,
-    persistent_buffers,
-    read_part,
-    storage_bytes,
-)
+from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, persistent_buffers
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.deepspeed_config import check_json, engine_config
 from paceline.parallel.deepspeed_cost import deepspeed_cost
+from paceline.parallel.deepspeed_import import check_installed, import_deepspeed, quiet
 from paceline.parallel.deepspeed_state import Range, gradient_tensors, owners, ranges, refresh_weights
+from paceline.parallel.parts import Part, StateSource, read_part, storage_bytes
 from paceline.parallel.replicated import changing_buffers
 from paceline.world.group import World
 from paceline.world.mesh import Axes
@@ -70,11 +60,11 @@ class DeepSpeed(Strategy):
     @staticmethod
     def check(config: Config, axes: Axes) -> None:
         DeepSpeed.check_settings(config, axes)
-        import_deepspeed("cpu" if config.parallel.device == "cpu" or not torch.accelerator.is_available() else "")
+        check_installed()
 
     @staticmethod
     def check_settings(config: Config, axes: Axes) -> None:
-        """As :meth:`check`, without importing DeepSpeed: a plan may be for another machine."""
+        """As :meth:`check`, whether DeepSpeed is there or not: a plan may be for another machine."""
         parallel, args = config.parallel, config.train_args
         if args.fp16:
             raise ConfigError(
@@ -127,7 +117,7 @@ class DeepSpeed(Strategy):
         exact = {name: one.detach().float().clone() for name, one in self.trained.items()} if self.low_dtype else {}
         elements = sum(one.numel() for one in self.trained.values())
         built = build(list(self.trained.items()))
-        with uncounted(), _quiet():
+        with uncounted(), quiet():
             _join(deepspeed, self.world)
             self.engine, *_ = deepspeed.initialize(
                 model=self.model, optimizer=built, config=engine_config(self.config, elements)
@@ -163,7 +153,7 @@ class DeepSpeed(Strategy):
         return self.norm
 
     def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
-        with _quiet():
+        with quiet():
             done = apply(
                 cast(torch.optim.Optimizer, SimpleNamespace(step=self.engine.step, param_groups=self.optimizer.param_groups))
             )
@@ -216,7 +206,7 @@ class DeepSpeed(Strategy):
 
     def load_state(self, source: StateSource) -> None:
         known = source.tensors()
-        with torch.no_grad(), uncounted(), _quiet():
+        with torch.no_grad(), uncounted(), quiet():
             for part in self.parts():
                 part.tensor.copy_(read_part(source, f"{'buffer' if part.key is None else 'model'}/{part.name}", part))
                 if part.key is not None:
@@ -263,39 +253,6 @@ class DeepSpeed(Strategy):
         return deepspeed_cost(shape, axes, work, config)
 
 
-def import_deepspeed(device_type: str) -> Any:
-    """The module ``deepspeed``. ``device_type``: "cpu" makes it compute there whatever else it finds.
-
-    Raises:
-        ConfigError: not installed, or it does not load on this machine.
-    """
-    if device_type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # read once, when DeepSpeed is first imported
-    try:
-        with _quiet():
-            found = importlib.import_module("deepspeed")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "deepspeed":
-            raise _does_not_load(error) from error
-        raise ConfigError(
-            "`parallel.mode: deepspeed`, and DeepSpeed is not installed",
-            allowed="`parallel.mode: zero1`, `zero2` and `zero3` do the same without it",
-            fix="run `pip install 'paceline[deepspeed]'`",
-        ) from error
-    except Exception as error:  # it looks for compilers and drivers while it is imported
-        raise _does_not_load(error) from error
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    return found
-
-
-def _does_not_load(error: Exception) -> ConfigError:
-    return ConfigError(
-        f"`parallel.mode: deepspeed`, and DeepSpeed does not load here: {type(error).__name__}: {error}",
-        allowed="`parallel.mode: zero1`, `zero2` and `zero3` do the same without it",
-        fix="run `pip install 'paceline[deepspeed]'`, or set another mode",
-    )
-
-
 def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
     norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._NormBase) and one.running_mean is not None]
     if low_dtype is not None and norms:
@@ -331,17 +288,6 @@ def _call(holder: Any, name: str) -> None:
     method = getattr(holder, name, None)
     if callable(method):
         method()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """DeepSpeed logs to the terminal at every turn, and calls what torch has renamed."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+_tensor` is deprecated")

@@ -19,22 +19,16 @@ from paceline.core.errors import ConfigError
 from paceline.models.language import config_numbers
 from paceline.models.tensor_plan import check_sizes as check_heads
 from paceline.models.tensor_plan import find_tensor_plan
-from paceline.parallel.base import (
-    BuildOptimizer,
-    MicroStep,
-    Part,
-    StateSource,
-    Strategy,
-    optimizer_tensors,
-    persistent_buffers,
-)
+from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors, persistent_buffers
 from paceline.parallel.buckets import GradientBuckets, squared_norm_of
 from paceline.parallel.cost import Cost, ModelShape, Workload
+from paceline.parallel.exchange import Exchange
 from paceline.parallel.hybrid_cost import hybrid_cost
+from paceline.parallel.parts import Part, StateSource
 from paceline.parallel.pipeline_stages import check_sizes as check_layers
 from paceline.parallel.pipeline_stages import num_chunks
 from paceline.parallel.reduction import Reduction, make_reduction
-from paceline.parallel.replicated import changing_buffers, clip_factor
+from paceline.parallel.replicated import accumulate, changing_buffers, clip_to
 from paceline.parallel.tensor import TensorSplit, check_plan_sizes
 from paceline.world.group import World
 from paceline.world.mesh import Axes
@@ -132,11 +126,7 @@ class Hybrid(Strategy):
             self.pipeline.backward(micro_step, num_micro_batches)
             before_last()  # gradients of several micro-batches come in at once: they are reduced when all are there
             return
-        for number in range(num_micro_batches):
-            loss = micro_step(number, self.model)
-            if number == num_micro_batches - 1:
-                before_last()
-            loss.backward()
+        accumulate(micro_step, self.model, num_micro_batches, before_last)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         counted = {name for name in self.trained if self._counts(name)}
@@ -147,11 +137,8 @@ class Hybrid(Strategy):
             total = squared_norm_of(gradients, self.world.device)
         line = self.world.line("shard", "tensor", "pipeline")
         line.wait(line.all_reduce(total))
-        norm = total.sqrt().float()
-        if max_norm > 0:
-            scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
-            scale(clip_factor(norm, max_norm))
-        return norm
+        scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
+        return clip_to(max_norm, total.sqrt().float(), scale)
 
     def _counts(self, name: str) -> bool:
         """True on one rank of the tensor and pipeline lines for each element that this rank holds of ``name``."""
@@ -203,6 +190,10 @@ class Hybrid(Strategy):
             super().load_more(source)
         else:
             self.notices += self.reduction.load(source, self.optimizer)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        return None if self.reduction is None else self.reduction.exchange
 
     def figures(self, sent_bytes: float | None) -> dict[str, Any]:
         return {} if self.reduction is None else self.reduction.figures(sent_bytes)

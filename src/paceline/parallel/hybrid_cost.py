@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from paceline.config.schema import Config
-from paceline.models.shape import ModelShape, TensorShape
+from paceline.models.shape import ModelShape, TensorShape, modules_around
 from paceline.models.tensor_plan import COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT, cut_dim, is_summed
 from paceline.parallel.buckets import lay_out
 from paceline.parallel.communication import communication_cost
@@ -43,25 +44,23 @@ def _stages(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> li
 
     settings = config.parallel
     line = pipeline_cost(shape, axes.pipeline, settings.pipeline_chunks, settings.pipeline_schedule, work)
+    copies = Counter(name for names in line.parameters for name in names)
     found = []
     for rank in range(axes.pipeline):
         mine, buffers = set(line.parameters[rank]), set(line.buffers[rank])
+        modules = {module for name in mine for module in modules_around(name)}
         held = replace(
             shape,
             parameters=tuple(one for one in shape.parameters if one.name in mine),
             buffers=tuple(one for one in shape.buffers if one.name in buffers),
-            tensor_plan={name: style for name, style in shape.tensor_plan.items() if _has(name, mine)},
+            tensor_plan={name: style for name, style in shape.tensor_plan.items() if name in modules},
+            aliases={alias: first for alias, first in shape.aliases.items() if first in mine},
         )
         # Gradients of tied weights are sent as each rank holds them: a shard.
-        copies = {one: sum(one.name in names for names in line.parameters) for one in held.trained}
-        tied = sum(one.size_bytes * (count - 1) for one, count in copies.items())
+        tied = sum(one.size_bytes * (copies[one.name] - 1) for one in held.trained)
         sends = line.send_bytes[rank] - tied + tied // axes.shard
         found.append(_Stage(held, sends, line.activation_bytes[rank]))
     return found
-
-
-def _has(module: str, parameters: Iterable[str]) -> bool:
-    return any(name.startswith(f"{module}.") for name in parameters)
 
 
 def _stage_cost(stage: _Stage, whole: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
@@ -156,7 +155,9 @@ def _tensor_traffic(
         if layer.gathered:
             kind = layer.kind == COLUMN_GATHERED
             add("all_gather", tokens * layer.gathered * (again if kind else layer.reached))
-    summed = sum(one.size_bytes // max(1, axes.shard) for one in cut.trained if _is_partial(one.name, stage, sequence))
+    dims, blocks = {one.name: len(one.shape) for one in stage.parameters}, set(stage.blocks)
+    partial = [one for one in cut.trained if _is_partial(one.name, dims[one.name], stage.tensor_plan, blocks, sequence)]
+    summed = sum(one.size_bytes // max(1, axes.shard) for one in partial)
     traffic["all_reduce"] += all_reduce_bytes(summed, size)
     if sequence and stage.blocks:
         hidden = whole.block_output_elements[0] if whole.block_output_elements else 0.0
@@ -193,6 +194,7 @@ def _layers(stage: ModelShape, whole: ModelShape, inputs_trained: bool) -> list[
     if inputs_trained:
         first_trained = -1
     last_rows = _last_rows(stage)
+    adapters_of = _adapters(stage)
     found: list[_Layer] = []
     shared: tuple[str, int] | None = None
     for name, kind in stage.tensor_plan.items():
@@ -201,7 +203,7 @@ def _layers(stage: ModelShape, whole: ModelShape, inputs_trained: bool) -> list[
             continue
         rows, columns = weight.shape
         reached = first_trained < order[weight.name]
-        adapters = [one for one in stage.parameters if one.name.startswith((f"{name}.lora_A.", f"{name}.lora_B."))]
+        adapters = adapters_of.get(name, [])
         if kind in (COLUMN, COLUMN_GATHERED):
             key = (name.rpartition(".")[0], columns)
             if key != shared:
@@ -218,22 +220,33 @@ def _layers(stage: ModelShape, whole: ModelShape, inputs_trained: bool) -> list[
     return found
 
 
+def _adapters(shape: ModelShape) -> dict[str, list[TensorShape]]:
+    """Module → LoRA's matrices beside it."""
+    found: dict[str, list[TensorShape]] = {}
+    for one in shape.parameters:
+        for kind in (_UP, _DOWN):
+            module, marker, _ = one.name.partition(f".{kind}.")
+            if marker:
+                found.setdefault(module, []).append(one)
+    return found
+
+
 def _last_rows(shape: ModelShape) -> set[str]:
     """The last row layer of each block."""
     last: dict[str, str] = {}
+    blocks = set(shape.blocks)
     for name, kind in shape.tensor_plan.items():
-        block = next((one for one in shape.blocks if name == one or name.startswith(f"{one}.")), None)
+        block = next((one for one in (*modules_around(name), name) if one in blocks), None)
         if block is not None and kind in (ROW, ROW_SPLIT):
             last[block] = name
     return set(last.values())
 
 
-def _is_partial(name: str, shape: ModelShape, sequence: bool) -> bool:
-    plan = shape.tensor_plan
+def _is_partial(name: str, dims: int, plan: Mapping[str, str], blocks: Container[str], sequence: bool) -> bool:
     if is_summed(name, plan):
         return True
-    if not sequence or not any(name.startswith(f"{block}.") for block in shape.blocks):
+    around = modules_around(name)
+    if not sequence or not any(one in blocks for one in around):
         return False
-    dims = next(len(one.shape) for one in shape.parameters if one.name == name)
-    bias_of_row = name.endswith(".bias") and any(name.startswith(f"{module}.") and kind == ROW for module, kind in plan.items())
+    bias_of_row = name.endswith(".bias") and any(plan.get(one) == ROW for one in around)
     return cut_dim(name, dims, plan) is None and not bias_of_row

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.core.words import counted
-from paceline.parallel.base import Part, StateSource, persistent_buffers
+from paceline.parallel.base import persistent_buffers
 from paceline.parallel.outer import fragment
+from paceline.parallel.parts import Part, StateSource
 
 if TYPE_CHECKING:
     from paceline.parallel.local_training import LocalTraining

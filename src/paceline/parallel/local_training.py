@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,22 +15,16 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.words import counted
-from paceline.parallel.base import (
-    BuildOptimizer,
-    MicroStep,
-    Part,
-    StateSource,
-    Strategy,
-    optimizer_tensors,
-    persistent_buffers,
-)
+from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors, persistent_buffers
 from paceline.parallel.buckets import GradientBuckets
 from paceline.parallel.cost import Cost, ModelShape, Workload
+from paceline.parallel.exchange import Exchange, Spent
 from paceline.parallel.local_cost import local_cost, mean_bytes
 from paceline.parallel.local_rhythm import Rhythm, check_rhythm, num_workers
 from paceline.parallel.local_state import load_local, local_parts, with_mean
 from paceline.parallel.outer import Flight, Mean, Vector, fragment, share
-from paceline.parallel.replicated import changing_buffers, clip_factor
+from paceline.parallel.parts import Part, StateSource
+from paceline.parallel.replicated import changing_buffers, clip_to
 from paceline.world.env import RankEnv
 from paceline.world.group import World
 from paceline.world.mesh import Axes
@@ -70,6 +65,7 @@ class LocalTraining(Strategy):
         self.flights: dict[int, Flight] = {}
         self.most_in_flight = 0  # bytes
         self.synchronised = 0  # fragments, in this life
+        self.method_s = 0.0  # in synchronisations, less the waiting
         self.model: nn.Module
         self.buckets: GradientBuckets
 
@@ -175,16 +171,15 @@ class LocalTraining(Strategy):
         self.buckets.world.broadcast(self.changing_buffers)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        norm = self.buckets.norm()
-        if max_norm > 0:
-            self.buckets.scale(clip_factor(norm, max_norm))
-        return norm
+        return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
     def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         made = apply(self.optimizer)
         self.done += 1
+        begin, waited = time.perf_counter(), self.world.wait_s
         with torch.no_grad():
             self._synchronise()
+        self.method_s += time.perf_counter() - begin - (self.world.wait_s - waited)
         return made
 
     def _synchronise(self) -> None:
@@ -290,6 +285,27 @@ class LocalTraining(Strategy):
     def load_more(self, source: StateSource) -> None:
         super().load_more(source)
         load_local(self, source)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        if self.workers == 1:
+            return None
+        moments = 2 if self.config.train_args.optim in ("adamw", "adam") else 1
+        vectors = 1 + moments if self.local.average_moments else 1
+        sent = vectors * mean_bytes(self) / self.rhythm.period
+        messages = 2 * (self.workers - 1) * vectors * self.rhythm.fragments / self.rhythm.period
+        return Exchange(
+            self.name,
+            "set `parallel.mode: ddp`",
+            self.buckets,
+            self.world,
+            self.far,
+            sent,
+            messages,
+            lambda: Spent(self.buckets.backward_s, self.method_s),
+            period=self.rhythm.period,
+            warmup=self.rhythm.warmup,
+        )
 
     def figures(self, sent_bytes: float | None) -> dict[str, Any]:
         plain = all_reduce_bytes(sum(one.numel() * one.element_size() for one in self.buckets.flats), self.world.size)

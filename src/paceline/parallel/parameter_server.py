@@ -3,7 +3,10 @@ Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (201
 
 Ranks 0 to W - 1 are workers, those after them servers. A step: the workers pull rows and push gradients through
 ``torch.distributed.rpc``; their other gradients are all-reduced among them as under ``ddp``; when every push has arrived, each
-server updates its rows and each worker the rest.
+server updates its rows and each worker the rest. Where the rest is on the servers too: ``server_dense.py``.
+
+With ``on_worker_loss: go_on`` all collectives go through the first server (``server_meeting.py``) as soon as it is reached, and
+none through a process group, which would break with the first worker.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,17 +24,19 @@ from torch.distributed import rpc
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models.recommend import Table, named_tables, tables_elsewhere
-from paceline.models.shape import TensorShape
-from paceline.parallel.base import BuildOptimizer, MicroStep, Part, StateSource, Strategy, optimizer_tensors, persistent_buffers
+from paceline.parallel.base import BuildOptimizer, Departed, MicroStep, Strategy, optimizer_tensors, persistent_buffers
 from paceline.parallel.buckets import GradientBuckets
-from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
+from paceline.parallel.cost import Cost, ModelShape, Workload
+from paceline.parallel.parts import Part, StateSource
 from paceline.parallel.replicated import changing_buffers, clip_factor
+from paceline.parallel.server_check import check_config, who_does_what
 from paceline.parallel.server_client import RemoteRows, among_workers, bytes_of, connect, rank_name
-from paceline.parallel.server_rows import STATE, RowOptimizer, Shard, push, row_ranges, serve
+from paceline.parallel.server_cost import cost_of_ddp
+from paceline.parallel.server_meeting import ServedWorld
+from paceline.parallel.server_rows import RowOptimizer, Shard, push, row_ranges, serve
 from paceline.world.group import World
 from paceline.world.mesh import Axes
 from paceline.world.traffic import uncounted
-from paceline.world.volume import all_reduce_bytes
 
 
 class ParameterServer(Strategy):
@@ -49,30 +54,23 @@ class ParameterServer(Strategy):
         self.shards: list[Shard] = []
         self.trained: dict[str, nn.Parameter] = {}
         self.connected = False
+        self.members = list(range(self.num_workers))  # workers that have a share of the batch
+        self.missed: dict[int, int] = {}  # worker that is lost → last steps without its gradients
+        self.own_count = 0.0
+        self.whole_count: Callable[[], torch.Tensor] | None = None
 
     @staticmethod
     def check(config: Config, axes: Axes) -> None:
-        args = config.train_args
-        wrong = {
-            "train_args.weight_decay": args.weight_decay > 0 and "rows that no batch has are not touched",
-            "train_args.fp16": args.fp16 and "there is no loss scale on the servers",
-            "train_args.gradient_checkpointing": args.gradient_checkpointing and "rows would be pulled twice",
-        }
-        for key, reason in wrong.items():
-            if reason:
-                raise ConfigError(f"`{key}` does not go with `parallel.mode: parameter_server`: {reason}", fix="take it out")
-        if config.task in ("sft", "pretrain", "classify"):
-            raise ConfigError(
-                f"`parallel.mode: parameter_server` keeps embedding tables on servers, and `task: {config.task}` has none",
-                allowed="`task: recommend`, or a task of your own whose model has paceline.models.recommend.Table",
-                fix="set `parallel.mode: ddp`, or zero3 where memory is short",
-            )
+        check_config(config)
 
     @classmethod
     def variant(cls, config: Config) -> type[Strategy]:
         from paceline.parallel.server_async import LooseParameterServer
+        from paceline.parallel.server_dense import ServedParameterServer
 
-        return cls if config.parameter_server.mode == "sync" else LooseParameterServer
+        if config.parameter_server.mode != "sync":
+            return LooseParameterServer
+        return ServedParameterServer if config.parameter_server.dense_on_servers else cls
 
     @classmethod
     def num_serving(cls, config: Config) -> int:
@@ -96,7 +94,32 @@ class ParameterServer(Strategy):
 
     @property
     def replica(self) -> int:
-        return self.world.rank if not self.is_server else 0
+        return self.members.index(self.world.rank) if not self.is_server else 0
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.members)
+
+    @classmethod
+    def expendable(cls, config: Config, axes: Axes) -> frozenset[int]:
+        return frozenset(range(axes.replicas)) if config.parameter_server.on_worker_loss == "go_on" else frozenset()
+
+    def departed(self) -> list[Departed]:
+        if not isinstance(self.world, ServedWorld):
+            return []
+        losses, before = self.world.losses, self.members
+        gone = [rank for rank in before if rank in losses]
+        self.members = [rank for rank in before if rank not in losses]
+        return [
+            Departed(rank, losses[rank].pid, losses[rank].reason, before.index(rank), len(before), self._steps_missed(rank))
+            for rank in gone
+        ]
+
+    def _steps_missed(self, rank: int) -> int:
+        return self.missed.get(rank, 0)
+
+    def counting(self, own: float, whole: Callable[[], torch.Tensor]) -> None:
+        self.own_count, self.whole_count = own, whole
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -123,9 +146,18 @@ class ParameterServer(Strategy):
             model.to("meta")
         else:
             self._make_worker(model)
+        self.notices.append(("info", who_does_what(self.said, self.num_workers, self.world.size)))
+        served = ServedWorld(self.world, self.num_workers) if self.said.on_worker_loss == "go_on" else None
         connect(self.world, self.settings.timeout_s)
         self.connected = True
+        if served is not None:
+            served.watch(self._clock_of)
+            self.world = served
         return model
+
+    def _clock_of(self, rank: int) -> int:
+        """On the first server: a worker is lost. How many of its steps were applied, where servers keep clocks."""
+        return 0
 
     def _make_shards(self) -> None:
         for name, table in self.tables.items():
@@ -150,7 +182,10 @@ class ParameterServer(Strategy):
     def close(self) -> None:
         if self.connected:
             self.connected = False
-            rpc.shutdown()
+            if isinstance(self.world, ServedWorld):
+                self.world.leave()  # rpc's own way to end waits for all ranks, the dead as well; sockets close with the process
+            else:
+                rpc.shutdown()
 
     # -- a step -----------------------------------------------------------------------------------------------------------
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
@@ -165,22 +200,44 @@ class ParameterServer(Strategy):
 
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         if not self.is_server:
-            self.buckets.zero()
             pushes = []
+            self._before_forward()
             for number in range(num_micro_batches):
                 loss = micro_step(number, self.model)
                 if number == num_micro_batches - 1:
-                    self.buckets.start_reducing()
+                    self._before_last_backward()
                 loss.backward()
                 pushes += self._push(number)
-            self.buckets.finish()
-            self.workers.broadcast(self.changing_buffers)
+            pushes += self._after_backward()
             for one in pushes:
                 one.wait()
+        self._merge()
+
+    def _before_forward(self) -> None:
+        self.buckets.zero()
+
+    def _before_last_backward(self) -> None:
+        self.buckets.start_reducing()
+
+    def _after_backward(self) -> list[Any]:
+        self.buckets.finish()
+        self.workers.broadcast(self.changing_buffers)
+        return []
+
+    def _merge(self) -> float:
+        """Sum what was pushed, when every push has arrived. A worker that was lost before all of its own had is left out on
+        every server, and the rest weighted up to the mean over those who are left; gives the weight."""
         with uncounted():
-            self.world.barrier()  # every push has arrived
+            arrived = self.world.sum(self.own_count)[0]
+        for rank in self.members:
+            if rank in self.world.lost:
+                self.missed[rank] = 1
+        weight = 1.0
+        if self.world.lost and self.whole_count is not None and arrived > 0:
+            weight = float(self.whole_count()) / arrived
         for shard in self.shards:
-            shard.merge()
+            shard.merge(self.world.lost, weight)
+        return weight
 
     def _push(self, number: int) -> list[Any]:
         """Send off the rows' gradients of a micro-batch, one message a server."""
@@ -195,20 +252,24 @@ class ParameterServer(Strategy):
         return [rpc.rpc_async(rank_name(server), push, args=(key, found)) for server, found in by_server.items()]
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        if self.is_server:
-            mine = sum((float(one.gradient[1].double().square().sum()) for one in self.shards if one.gradient), 0.0)
-        else:
-            mine = float(self.buckets.norm()) ** 2 if self.world.is_first else 0.0  # the same on each worker
         with uncounted():
-            norm = torch.tensor(math.sqrt(self.world.sum(mine)[0]), dtype=torch.float32)
+            norm = torch.tensor(math.sqrt(self.world.sum(self._squares())[0]), dtype=torch.float32)
         if max_norm > 0:
-            factor = clip_factor(norm, max_norm)
-            if not self.is_server:
-                self.buckets.scale(factor)
-            for shard in self.shards:
-                if shard.gradient is not None:
-                    shard.gradient[1].mul_(factor)
+            self._scale(clip_factor(norm, max_norm))
         return norm
+
+    def _squares(self) -> float:
+        """Of the gradients that are counted on this rank, the sum of squares."""
+        if not self.is_server:
+            return float(self.buckets.norm()) ** 2 if self.world.is_first else 0.0  # the same on each worker
+        return sum((float(one.gradient[1].double().square().sum()) for one in self.shards if one.gradient), 0.0)
+
+    def _scale(self, factor: torch.Tensor) -> None:
+        if not self.is_server:
+            self.buckets.scale(factor)
+        for shard in self.shards:
+            if shard.gradient is not None:
+                shard.gradient[1].mul_(factor)
 
     def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         made = apply(self.optimizer)
@@ -275,53 +336,7 @@ class ParameterServer(Strategy):
 
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-        """A worker has the parameters without tables, as under ``ddp``; a server its rows and their state; the fuller of the
-        two. Traffic is that of a batch without a repeated id, one id a column: less is sent where ids repeat, as they do."""
-        tables, dense = tables_of(shape)
-        others = shape.parameter_bytes - total_bytes(tables) + shape.buffer_bytes
-        gradients = total_bytes(dense)
-        state = sum(one.numel for one in dense) * shape.optimizer_bytes_per_element
-        rows, row_state = server_bytes(tables, config)
-        sent = row_traffic(tables, axes.data, config.parameter_server.servers, work)
-        worker = {"all_reduce": all_reduce_bytes(gradients, axes.data), "pull": sent.asked, "push": sent.pushed}
-        traffic = worker if sum(worker.values()) >= sent.answered else {"pull": sent.answered}
-        if rows + row_state > others + gradients + state:
-            return Cost(parameters=rows, gradients=0, optimizer=row_state, activations=0, traffic=traffic)
-        return Cost(parameters=others, gradients=gradients, optimizer=state, activations=work.activation_bytes, traffic=traffic)
-
-
-def tables_of(shape: ModelShape) -> tuple[list[TensorShape], list[TensorShape]]:
-    """(the tables, the other trained parameters). By name: a shape says no more."""
-    tables = [one for one in shape.trained if len(one.shape) == 2 and one.name.startswith("tables.")]
-    return tables, [one for one in shape.trained if one not in tables]
-
-
-def server_bytes(tables: list[TensorShape], config: Config) -> tuple[int, int]:
-    """Bytes of (rows, their optimizer's state) on the fullest server."""
-    elements, numbers = STATE[config.parameter_server.optimizer]
-    most = [(math.ceil(one.shape[0] / config.parameter_server.servers), one.shape[1]) for one in tables]
-    return sum(4 * count * dim for count, dim in most), sum(4 * count * (dim * elements + numbers) for count, dim in most)
-
-
-@dataclass(frozen=True)
-class RowTraffic:
-    """Bytes in a step for the rows: 8 an id, 4 an element.
-
-    Args:
-        asked, pushed: that a worker sends.
-        answered: that a server sends.
-    """
-
-    asked: int
-    pushed: int
-    answered: int
-
-
-def row_traffic(tables: list[TensorShape], workers: int, servers: int, work: Workload) -> RowTraffic:
-    """At most so much, with one id a column and row of the batch."""
-    sizes = [(work.micro_batches * min(int(work.positions), one.shape[0]), one.shape[1]) for one in tables]
-    return RowTraffic(
-        asked=sum(8 * count for count, _ in sizes),
-        pushed=sum((8 + 4 * dim) * count for count, dim in sizes),
-        answered=workers * sum(4 * dim * math.ceil(count / servers) for count, dim in sizes),
-    )
+        """See :mod:`~paceline.parallel.server_cost`. Traffic is an upper bound, a batch without a repeated id, unless the
+        distinct ids of a micro-batch were counted in the data."""
+        chosen = cls.variant(config)
+        return cost_of_ddp(shape, axes, work, config) if chosen is ParameterServer else chosen.cost(shape, axes, work, config)

@@ -14,8 +14,9 @@ from paceline.world.group import World
 from paceline.world.lane import Lane, Pending
 
 if TYPE_CHECKING:
-    from paceline.parallel.base import Part, StateSource
     from paceline.parallel.buckets import GradientBuckets
+    from paceline.parallel.exchange import Exchange
+    from paceline.parallel.parts import Part, StateSource
 
 
 class Reduction:
@@ -54,6 +55,11 @@ class Reduction:
     def optimizer(self, built: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """What makes the step, given what the engine would have make it."""
         return built
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What is sent instead of the gradients, where it is less."""
+        return None
 
     def held(self) -> list[torch.Tensor]:
         """What is kept from step to step."""

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.parallel.base import (
-    BuildOptimizer,
-    MicroStep,
-    Part,
-    StateSource,
-    Strategy,
-    optimizer_tensors,
-    persistent_buffers,
-)
+from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors, persistent_buffers
 from paceline.parallel.buckets import GradientBuckets
 from paceline.parallel.communication import communication_cost
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
+from paceline.parallel.exchange import Exchange, Spent
+from paceline.parallel.parts import Part, StateSource
 from paceline.parallel.reduction import Reduction, make_reduction
 from paceline.world.group import World
 from paceline.world.mesh import Axes
@@ -61,21 +55,14 @@ class DistributedDataParallel(Strategy):
 
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.buckets.zero()
-        for number in range(num_micro_batches):
-            loss = micro_step(number, self.model)
-            if number == num_micro_batches - 1:
-                self.buckets.start_reducing()
-            loss.backward()
+        accumulate(micro_step, self.model, num_micro_batches, self.buckets.start_reducing)
         self.buckets.finish()
         self.world.broadcast(self.changing_buffers)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         if self.reduction is not None and self.reduction.late:
             return self.reduction.clip_and_sum(max_norm)
-        norm = self.buckets.norm()
-        if max_norm > 0:
-            self.buckets.scale(clip_factor(norm, max_norm))
-        return norm
+        return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
     def parts(self) -> Iterable[Part]:
         for name, one in self.trained.items():
@@ -96,6 +83,16 @@ class DistributedDataParallel(Strategy):
             super().load_more(source)
         else:
             self.notices += self.reduction.load(source, self.optimizer)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        if self.world.size == 1 or not self.sums_buckets:
+            return None
+        other = None if self.reduction is None else self.reduction.exchange
+        sent = all_reduce_bytes(sum(one.numel() * one.element_size() for one in self.buckets.flats), self.world.size)
+        messages = 2 * (self.world.size - 1) * len(self.buckets.flats)
+        plain = Exchange(None, "", self.buckets, self.world, self.world, sent, messages, lambda: Spent(self.buckets.backward_s))
+        return plain if other is None else other
 
     def figures(self, sent_bytes: float | None) -> dict[str, Any]:
         return {} if self.reduction is None else self.reduction.figures(sent_bytes)
@@ -126,6 +123,26 @@ class Single(DistributedDataParallel):
 
     name = "single"
     sums_buckets = False
+
+
+def accumulate(micro_step: MicroStep, model: nn.Module, num_micro_batches: int, before_last: Callable[[], None]) -> None:
+    """Forward and backward of each micro-batch; ``before_last`` is called when the last one's backward is to begin."""
+    for number in range(num_micro_batches):
+        loss = micro_step(number, model)
+        if number == num_micro_batches - 1:
+            before_last()
+        loss.backward()
+
+
+def clip_to(max_norm: float, norm: torch.Tensor, scale: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """Have ``scale`` multiply gradients of ``norm`` (float32) so that it is at most ``max_norm``, where that is > 0.
+
+    Returns:
+        The norm as it was.
+    """
+    if max_norm > 0:
+        scale(clip_factor(norm, max_norm))
+    return norm
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

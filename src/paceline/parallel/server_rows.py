@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,9 @@ def row_ranges(rows: int, servers: int) -> list[tuple[int, int]]:
     each, more = divmod(rows, servers)
     starts = [number * each + min(number, more) for number in range(servers + 1)]
     return list(pairwise(starts))
+
+
+_LOCK = threading.Lock()
 
 
 @dataclass
@@ -44,20 +47,22 @@ class Shard:
     pushed: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     gradient: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def merge(self) -> None:
-        """Sum the pushes of a step, in order of worker and micro-batch whatever order they came in: the same bits each time."""
-        if not self.pushed:
-            self.gradient = None
+    def merge(self, lost: Container[int] = (), weight: float = 1.0) -> None:
+        """Sum the pushes of a step, in order of worker and micro-batch whatever order they came in: the same bits each time.
+        ``lost``: workers whose pushes are left out; ``weight``: of the sum."""
+        with _LOCK:
+            pushed, self.pushed = self.pushed, {}
+        ordered = [pushed[key] for key in sorted(pushed) if key[0] not in lost]
+        self.gradient = None
+        if not ordered:
             return
-        ordered = [self.pushed[key] for key in sorted(self.pushed)]
-        self.pushed.clear()
         rows, places = torch.unique(torch.cat([one for one, _ in ordered]), return_inverse=True)
         total = torch.zeros(len(rows), self.values.shape[1])
         begin = 0
         for one, gradient in ordered:  # rows of one push are distinct: each gets one addend at a time
             total[places[begin : begin + len(one)]] += gradient
             begin += len(one)
-        self.gradient = (rows, total)
+        self.gradient = (rows, total if weight == 1.0 else total.mul_(weight))
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -123,7 +128,6 @@ class RowOptimizer(torch.optim.Optimizer):
 
 # -- calls ----------------------------------------------------------------------------------------------------------------
 _SHARDS: list[Shard] = []
-_LOCK = threading.Lock()
 
 
 def serve(shards: list[Shard]) -> None:

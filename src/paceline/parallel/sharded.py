@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.parallel.base import BuildOptimizer, MicroStep, Part, Strategy, optimizer_tensors
+from paceline.models.shape import modules_around
+from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors
 from paceline.parallel.cost import Cost, ModelShape, TensorShape, Workload
-from paceline.parallel.replicated import clip_factor
+from paceline.parallel.parts import Part
+from paceline.parallel.replicated import clip_to
 from paceline.parallel.sharding import Sharding, shard_dim
 from paceline.parallel.zero import batch_norm_names, check_elementwise, low_bytes_of, statistics_traffic, step_count_bytes
 from paceline.world.mesh import Axes
@@ -74,10 +76,7 @@ class ZeRO3(Strategy):
     def clip(self, max_norm: float) -> torch.Tensor:
         squared = self.sharding.squared_norm()
         self.world.wait(self.sharding.shards.all_reduce(squared))
-        norm = squared.sqrt().float()
-        if max_norm > 0:
-            self.sharding.scale(clip_factor(norm, max_norm))
-        return norm
+        return clip_to(max_norm, squared.sqrt().float(), self.sharding.scale)
 
     def evaluate(self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module) -> dict[str, torch.Tensor] | None:
         found = super().evaluate(run, model)
@@ -179,19 +178,20 @@ def _cut(one: TensorShape, num_shards: int) -> tuple[int, int]:
     return rows * rest, rows * rest * num_shards
 
 
-def _block_of(name: str, blocks: Iterable[str]) -> str:
+def _block_of(name: str, blocks: Container[str]) -> str:
     """The block that a parameter belongs to; "" for the root."""
-    return next((block for block in blocks if name.startswith(block + ".")), "")
+    return next((one for one in modules_around(name) if one in blocks), "")
 
 
 def _blocks_by_parameter(shape: ModelShape) -> dict[str, str]:
     """Parameter → block that is gathered with it. A block that shares a parameter with the rest goes with the root."""
-    found = {one.name: _block_of(one.name, shape.blocks) for one in shape.parameters}
+    blocks = frozenset(shape.blocks)
+    found = {one.name: _block_of(one.name, blocks) for one in shape.parameters}
     shared = {
         block
         for alias, first in shape.aliases.items()
-        for block in (_block_of(alias, shape.blocks), found[first])
-        if _block_of(alias, shape.blocks) != found[first]
+        for block in (_block_of(alias, blocks), found[first])
+        if _block_of(alias, blocks) != found[first]
     }
     return {name: "" if block in shared else block for name, block in found.items()}
 

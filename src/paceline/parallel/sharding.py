@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from paceline.core.errors import ConfigError
 from paceline.models.blocks import find_blocks
-from paceline.parallel.base import Part, local_tensor, persistent_buffers, storage_bytes
+from paceline.parallel.base import persistent_buffers
 from paceline.parallel.buckets import squared_norm_of
+from paceline.parallel.parts import Part, local_tensor, storage_bytes
 from paceline.parallel.replicated import changing_buffers
 from paceline.world.group import World
 

@@ -7,11 +7,14 @@ along the tokens). All ranks of the line issue the same collectives in the same 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from paceline.world.group import World
+
+_Op = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _all_reduced(tensor: torch.Tensor, line: World) -> torch.Tensor:
@@ -44,6 +47,10 @@ def _pad(tensor: torch.Tensor, line: World) -> torch.Tensor:
     return torch.cat([tensor, zeros], dim=1)
 
 
+def _own_tokens(tensor: torch.Tensor, line: World) -> torch.Tensor:
+    return _own_part(_pad(tensor, line), 1, line)
+
+
 def _gather_tokens(tensor: torch.Tensor, tokens: int, line: World) -> torch.Tensor:
     return _gathered(tensor, 1, line).narrow(1, 0, tokens)
 
@@ -58,131 +65,64 @@ def _scatter_tokens(tensor: torch.Tensor, line: World) -> torch.Tensor:
     return found
 
 
-class _SumGradient(torch.autograd.Function):
+class _Pair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: World) -> torch.Tensor:
-        ctx.line = line
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduced(grad, ctx.line), None
-
-
-class _SumParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: World) -> torch.Tensor:
-        return _all_reduced(x, line)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _GatherFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: World) -> torch.Tensor:
-        ctx.line = line
-        return _gathered(x, x.dim() - 1, line)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _own_part(grad, grad.dim() - 1, ctx.line), None
-
-
-class _SplitFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: World) -> torch.Tensor:
-        ctx.line = line
-        return _own_part(x, x.dim() - 1, line)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gathered(grad, grad.dim() - 1, ctx.line), None
-
-
-class _EnterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: World) -> torch.Tensor:
-        ctx.line, ctx.tokens = line, x.shape[1]
-        return _own_part(_pad(x, line), 1, line)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gather_tokens(grad, ctx.tokens, ctx.line), None
-
-
-class _LeaveTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tokens: int, line: World) -> torch.Tensor:
-        ctx.line = line
-        return _gather_tokens(x, tokens, line)
+    def forward(ctx: Any, x: torch.Tensor, there: _Op, back: _Op) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own_part(_pad(grad, ctx.line), 1, ctx.line), None, None
+        return ctx.back(grad), None, None
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tokens: int, line: World) -> torch.Tensor:
-        ctx.line = line
-        return _gather_tokens(x, tokens, line)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _scatter_tokens(grad, ctx.line), None, None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: World) -> torch.Tensor:
-        ctx.line, ctx.tokens = line, x.shape[1]
-        return _scatter_tokens(x, line)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gather_tokens(grad, ctx.tokens, ctx.line), None
+def _paired(x: torch.Tensor, there: _Op, back: _Op) -> torch.Tensor:
+    """``there(x)``, whose gradient goes through ``back``."""
+    return _Pair.apply(x, there, back)  # type: ignore[no-any-return]
 
 
 def sum_gradient(x: torch.Tensor, line: World) -> torch.Tensor:
     """Megatron's f: x as it is; its gradient is the sum over the ranks."""
-    return _SumGradient.apply(x, line)  # type: ignore[no-any-return]
+    return _paired(x, lambda one: one.view_as(one), lambda grad: _all_reduced(grad, line))
 
 
 def sum_parts(x: torch.Tensor, line: World) -> torch.Tensor:
     """Megatron's g: the sum over the ranks; the gradient goes back as it is."""
-    return _SumParts.apply(x, line)  # type: ignore[no-any-return]
+    return _paired(x, lambda one: _all_reduced(one, line), lambda grad: grad)
 
 
 def gather_features(x: torch.Tensor, line: World) -> torch.Tensor:
     """Parts of the last dimension put together; what follows is the same on every rank."""
-    return _GatherFeatures.apply(x, line)  # type: ignore[no-any-return]
+    last = x.dim() - 1
+    return _paired(x, lambda one: _gathered(one, last, line), lambda grad: _own_part(grad, last, line))
 
 
 def split_features(x: torch.Tensor, line: World) -> torch.Tensor:
     """This rank's part of the last dimension."""
-    return _SplitFeatures.apply(x, line)  # type: ignore[no-any-return]
+    last = x.dim() - 1
+    return _paired(x, lambda one: _own_part(one, last, line), lambda grad: _gathered(grad, last, line))
 
 
 def enter_tokens(x: torch.Tensor, line: World) -> torch.Tensor:
     """This rank's part of the tokens of [rows, tokens, …], padded with zeros so that the parts are equal."""
-    return _EnterTokens.apply(x, line)  # type: ignore[no-any-return]
+    tokens = x.shape[1]
+    return _paired(x, lambda one: _own_tokens(one, line), lambda grad: _gather_tokens(grad, tokens, line))
 
 
 def leave_tokens(x: torch.Tensor, tokens: int, line: World) -> torch.Tensor:
     """The parts of the tokens put together; what follows is the same on every rank."""
-    return _LeaveTokens.apply(x, tokens, line)  # type: ignore[no-any-return]
+    return _paired(x, lambda one: _gather_tokens(one, tokens, line), lambda grad: _own_tokens(grad, line))
 
 
 def gather_tokens(x: torch.Tensor, tokens: int, line: World) -> torch.Tensor:
     """The parts of the tokens put together for layers that are cut; the gradient is summed over the ranks."""
-    return _GatherTokens.apply(x, tokens, line)  # type: ignore[no-any-return]
+    return _paired(x, lambda one: _gather_tokens(one, tokens, line), lambda grad: _scatter_tokens(grad, line))
 
 
 def scatter_tokens(x: torch.Tensor, line: World) -> torch.Tensor:
     """Sum over the ranks, of which each keeps its part of the tokens."""
-    return _ScatterTokens.apply(x, line)  # type: ignore[no-any-return]
+    tokens = x.shape[1]
+    return _paired(x, lambda one: _scatter_tokens(one, line), lambda grad: _gather_tokens(grad, tokens, line))
 
 
 def low_precision(x: torch.Tensor) -> torch.Tensor:

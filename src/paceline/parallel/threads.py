@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_map
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.parallel.base import BuildOptimizer, MicroStep, Part, Strategy, optimizer_tensors, persistent_buffers
+from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors, persistent_buffers
 from paceline.parallel.buckets import GradientBuckets
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
-from paceline.parallel.replicated import clip_factor
+from paceline.parallel.parts import Part
+from paceline.parallel.replicated import clip_to
 from paceline.world.group import World
 from paceline.world.mesh import Axes
 
@@ -129,10 +130,7 @@ class DataParallel(Strategy):
         self.world.traffic.add("copy", sum(one.numel() * one.element_size() for one in tensors))
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        norm = self.buckets.norm()
-        if max_norm > 0:
-            self.buckets.scale(clip_factor(norm, max_norm))
-        return norm
+        return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
     def parts(self) -> Iterable[Part]:
         for name, one in self.trained.items():

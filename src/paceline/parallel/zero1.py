@@ -10,11 +10,12 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.parallel.base import BuildOptimizer, Part, optimizer_tensors, persistent_buffers
+from paceline.parallel.base import BuildOptimizer, optimizer_tensors, persistent_buffers
 from paceline.parallel.buckets import lay_out
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.flat import ShardedBuckets
-from paceline.parallel.replicated import DistributedDataParallel, changing_buffers, clip_factor
+from paceline.parallel.parts import Part
+from paceline.parallel.replicated import DistributedDataParallel, changing_buffers
 from paceline.parallel.zero import (
     batch_norm_names,
     batch_norm_parameters,
@@ -72,12 +73,6 @@ class ShardedOptimizer(DistributedDataParallel):
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         self.optimizer = build([(piece.name, piece.values) for piece in self.buckets.pieces])
         return self.optimizer
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        norm = self.buckets.norm()
-        if max_norm > 0:
-            self.buckets.scale(clip_factor(norm, max_norm))
-        return norm
 
     def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         made = apply(self.optimizer)

@@ -9,13 +9,15 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.words import counted
+from paceline.doctor import profile
 from paceline.parallel import OTHER_TRAINING, Layout, layout
 from paceline.plan.described import Described, describe
 from paceline.plan.estimate import Mode, estimate
-from paceline.plan.hardware import Machine, available_memory, cpu_machine, named_machine, recognise
+from paceline.plan.hardware import Machine, cpu_machine, named_machine, recognise
 from paceline.plan.layouts import PLAIN, candidates
 from paceline.plan.quick import at_most
 from paceline.plan.workload import Batch, micro_batch
+from paceline.world.host import available_memory
 
 #: Never taken by ``auto``: `dp` is there for comparison, and DeepSpeed does what the zero modes do.
 NOT_CHOSEN = ("dp", "deepspeed", *OTHER_TRAINING)
@@ -175,14 +177,24 @@ def _tight(config: Config, found: Choice, batch: Batch, machine: Machine) -> tup
 def here(num_devices: int, is_cpu: bool, low_precision: bool, memory_bytes: int | None = None) -> Machine:
     """This machine's devices, so many of them."""
     if is_cpu:
-        return cpu_machine(num_devices, low_precision, memory_bytes=memory_bytes)
+        return _with_profile(cpu_machine(num_devices, low_precision, memory_bytes=memory_bytes), "cpu")
     from paceline.world.device import accelerators
 
-    _, names = accelerators()
+    kind, names = accelerators()
     memory = memory_bytes or _device_memory()
     known = recognise(names[0], memory) if names else None
     machine = named_machine(known, memory, num_devices, low_precision)
-    return replace(machine, name=names[0] if names else machine.name)
+    return _with_profile(replace(machine, name=names[0] if names else machine.name), kind or "cpu")
+
+
+def _with_profile(machine: Machine, device_type: str) -> Machine:
+    """With the links as `paceline doctor` measured them here, where it did."""
+    found = profile.read(device_type)
+    if found is None or found.bandwidth_bytes_s is None or machine.count == 1:
+        return machine
+    rate = human_bytes(found.bandwidth_bytes_s)
+    note = f"links: {rate}/s a rank, as `paceline doctor` measured on {found.day} with {counted(found.num_ranks, 'rank')}"
+    return replace(machine, link_bytes_s=found.bandwidth_bytes_s, notes=(*machine.notes, note))
 
 
 def _device_type(config: Config) -> str:

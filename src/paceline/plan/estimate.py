@@ -67,6 +67,7 @@ class Mode:
             "fits": self.fits,
             "memory_bytes": memory,
             "traffic_bytes_per_step": None if cost is None else cost.traffic_per_step,
+            "traffic_is_bound": cost is not None and cost.traffic_is_bound,
             "step_time_s": self.step_time_s,
             "reason": self.reason,
             "strategy": self.layout.strategy,

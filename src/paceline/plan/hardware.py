@@ -1,20 +1,29 @@
 """Devices: their memory, arithmetic and links, from the vendors' data sheets; and this machine's own.
 
-Sources: NVIDIA's data sheets and architecture white papers of each device (B200: "NVIDIA HGX B200" data sheet; H200, H100:
-"H200 / H100 Tensor Core GPU" data sheets; A100: "A100 Tensor Core GPU" data sheet; L40S, L4, T4, V100: their data sheets; RTX
-3090: "Ampere GA102 GPU Architecture" white paper; RTX 4090: "Ada GPU Architecture" white paper; RTX 5090: "RTX Blackwell GPU
-Architecture" white paper). Matrix products are the dense figures (no sparsity), with float32 accumulation. Links are in one
-direction.
+Matrix products are the dense figures: where a sheet prints them with sparsity, half of these. They are with float32
+accumulation, at which GeForce cards do half as many as at float16's. Links are in one direction: half of the sum that sheets
+print. The sheets, and what stands in them, as read in copies and quotations of them:
+
+- B200: "NVIDIA Blackwell" data sheet, column HGX B200, individual GPU (4.5 PFLOPS with sparsity, 75, 180 GB, NVLink 1.8 TB/s).
+- H200, H100: "H200 / H100 Tensor Core GPU" data sheets (SXM: 1,979 TFLOPS with sparsity, 67, NVLink 900 GB/s; PCIe: 1,513, 51,
+  PCIe Gen5 128 GB/s, for its NVLink joins pairs alone).
+- A100: "A100 Tensor Core GPU" data sheet (312, 19.5, NVLink 600 GB/s).
+- L40S: data sheet (362.05, 91.6, PCIe Gen4 64 GB/s). L4: data sheet (242 with sparsity, 30.3, PCIe Gen4 x16). Neither says that
+  it accumulates in float32, and the sheet of the L40, the same chip, has half of the L40S's: take them as upper bounds.
+- V100: data sheet of the SXM2 module (125, 15.7, NVLink 300 GB/s). T4: data sheet (65, 8.1, PCIe Gen3 x16).
+- RTX 5090: "RTX Blackwell GPU Architecture" white paper (209.5; float32: 21,760 cores × 2 × 2.407 GHz, PCIe Gen5). RTX 4090:
+  "Ada GPU Architecture" white paper, appendix A (165.2, 82.6, PCIe Gen4).
+- RTX 3090: "Ampere GA102 GPU Architecture" white paper (35.6, PCIe Gen4). Its 71 was not found in a copy of the paper: it is
+  half of the 142 quoted for float16 accumulation.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.core.errors import ConfigError
+from paceline.world.host import available_memory
 
 _GB, _T = 10**9, 10**12
 
@@ -26,8 +35,7 @@ class Device:
     Args:
         memory_bytes: as sold (80 GB = 80e9 bytes).
         low_flops_s, float32_flops_s: operations a second of matrix products in bfloat16 (float16 on T4 and V100), and in
-            float32
-            without TF32, which torch leaves off.
+            float32 without TF32, which torch leaves off.
         link_bytes_s: that one device sends to another of its host.
         network_bytes_s: that one device sends to another host.
     """
@@ -181,24 +189,6 @@ def cpu_machine(count: int, low_precision: bool, *, measure: bool = True, memory
     speed = _measured_cpu(low_precision) if measure else _CPU_FLOPS_S
     memory = memory_bytes or available_memory() // count
     return Machine("CPU", count, memory, speed * CPU_EFFICIENCY / count, _CPU_LINK_BYTES_S, is_cpu=True)
-
-
-def available_memory() -> int:
-    """Bytes that a new process could take on this host without swapping; the control group's limit counts too."""
-    found = []
-    try:
-        with open("/proc/meminfo") as handle:
-            found += [int(line.split()[1]) * 1024 for line in handle if line.startswith("MemAvailable")]
-    except (OSError, ValueError):
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        found.append(max(0, limit - used + int(stat.get("inactive_file", 0))))  # files' pages give way
-    except (OSError, ValueError):
-        pass  # no control group, or one without a limit
-    return min(found)
 
 
 def _measured_cpu(low_precision: bool) -> float:

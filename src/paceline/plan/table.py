@@ -89,7 +89,8 @@ def _row(plan: Plan, mode: Mode) -> list[str]:
     verdict = f"yes {share:.0%}" if mode.fits else f"no {share:.0%}" if share < 10 else f"no {share:.0f}×"
     return [
         mark + (mode.name if len(mode.name) <= _MODE_WIDTH else mode.name.replace(" × ", "×").replace("pipeline", "pipe")),
-        *(_short(size) for size in (*sizes, cost.traffic_per_step)),
+        *(_short(size) for size in sizes),
+        ("≤" if cost.traffic_is_bound else "") + _short(cost.traffic_per_step),
         _seconds(mode.step_time_s or 0.0),
         short_count(mode.per_second),
         verdict,
@@ -118,6 +119,8 @@ def _legend(plan: Plan) -> str:
         "bytes on the fullest rank; sent: by the busiest in a step; smp/s: samples a second of all ranks",
         "fits: within 90 % of the device's memory",
     ]
+    if any(one.cost is not None and one.cost.traffic_is_bound for one in plan.choice.modes):
+        parts.append("≤: at most, with no id twice in a batch")
     parts += ["→ taken by auto"] if plan.choice.taken else []
     parts += ["* named in the config"] if plan.configured is not None and plan.configured is not plan.choice.taken else []
     if any(one.layout.strategy == "single" for one in plan.choice.modes) and plan.machine.count > 1:

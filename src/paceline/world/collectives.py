@@ -2,9 +2,7 @@
 
 A schedule (:mod:`paceline.world.collectives_schedules`) says who sends what when. It is compiled, for one rank, into a short
 list of operations in which messages are cut into pieces: while one piece is on the wire the one before is added up. Results are
-the
-    same
-bits on every rank: each element is summed on one rank and copied to the others.
+the same bits on every rank: each element is summed on one rank and copied to the others.
 """
 
 from __future__ import annotations
@@ -25,11 +23,12 @@ from paceline.world.collectives_trace import Trace
 from paceline.world.group import World
 from paceline.world.traffic import uncounted
 
-#: Largest piece on the wire. Each message has its price in system calls and wake-ups, so pieces are large; one is summed while
-#: the next is on its way, so a chunk should have several.
-PIECE_BYTES = 2 << 20
-#: Receives that are open at a time.
-WINDOW = 3
+#: Largest piece on the wire. Each message has its price in system calls and in wake-ups, after which the interpreter's code is
+#: no longer in the cache: so pieces are large.
+PIECE_BYTES = 4 << 20
+#: Receives that are open at a time; pieces to be added take that many slots of memory. Many, for gloo tells the sender of each
+#: receive that is opened, and a sender that is told while it writes on the same connection spins until it has written.
+WINDOW = 8
 
 Combine = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -179,16 +178,19 @@ class _Plan:
         self.program = program
         self.scratch = scratch
         self.of = (flat.data_ptr(), flat.numel(), flat.dtype)
-        self.sends = [(raw[one.start * wide : one.stop * wide], one.peer) for one in program.sends]
-        slot_bytes = scratch.numel() // WINDOW
-        self.receives = []
-        for number, one in enumerate(program.receives):
-            length = (one.stop - one.start) * wide
-            begin = number % WINDOW * slot_bytes
-            into = scratch[begin : begin + length] if one.add else raw[one.start * wide : one.stop * wide]
-            mine = flat[one.start : one.stop] if one.add else None
-            self.receives.append((into, one.peer, mine, into.view(flat.dtype) if one.add else None))
-        self.total = Sent(sum(part.numel() for part, _ in self.sends), len(self.sends))
+        self.sends = [([raw[one.start * wide : one.stop * wide]], one.peer) for one in program.sends]
+        slot_bytes = _slot_bytes(program, wide)
+        self.receives: list[tuple[list[torch.Tensor], int, torch.Tensor | None, torch.Tensor | None]] = []
+        adds = 0
+        for one in program.receives:
+            if not one.add:
+                self.receives.append(([raw[one.start * wide : one.stop * wide]], one.peer, None, None))
+                continue
+            begin = adds % WINDOW * slot_bytes
+            into = scratch[begin : begin + (one.stop - one.start) * wide]
+            self.receives.append(([into], one.peer, flat[one.start : one.stop], into.view(flat.dtype)))
+            adds += 1
+        self.total = Sent(sum(part.numel() for [part], _ in self.sends), len(self.sends))
 
     def fits(self, program: Program, flat: torch.Tensor, scratch: torch.Tensor) -> bool:
         return program is self.program and scratch is self.scratch and self.of == (flat.data_ptr(), flat.numel(), flat.dtype)
@@ -197,14 +199,16 @@ class _Plan:
         sends, receives = self.sends, self.receives
         sending: list[Any] = [None] * len(sends)
         receiving: list[Any] = [None] * len(receives)
-        isend, irecv = dist.isend, dist.irecv
+        group = group or dist.group.WORLD
+        assert group is not None
+        isend, irecv = group.send, group.recv  # what dist.isend and dist.irecv come to, after checks of a few µs each
         for kind, number in self.program.operations:
             if kind == SEND:
                 part, peer = sends[number]
-                sending[number] = isend(part, group=group, group_dst=peer)
+                sending[number] = isend(part, peer, 0)
             elif kind == RECEIVE:
                 into, peer, _, _ = receives[number]
-                receiving[number] = irecv(into, group=group, group_src=peer)
+                receiving[number] = irecv(into, peer, 0)
             elif kind == TAKE:
                 receiving[number].wait()
                 receiving[number] = None
@@ -236,14 +240,18 @@ _PLANS = WeakTensorKeyDictionary()
 
 def _in_pieces(world: World, owner: torch.Tensor, flat: torch.Tensor, what: tuple[str, str, int], combine: Combine) -> Sent:
     program = _program(*what, world.rank, world.size, flat.numel(), flat.element_size(), PIECE_BYTES)
-    slot_bytes = -(-min(flat.numel() * flat.element_size(), PIECE_BYTES) // 64) * 64
-    scratch = _SCRATCH.of(slot_bytes * WINDOW) if program.adds else _as_bytes(flat)[:0]
+    scratch = _SCRATCH.of(min(WINDOW, program.adds) * _slot_bytes(program, flat.element_size()))
     plans = _PLANS.setdefault(owner, {})
     key = (what, world.rank, world.size, threading.get_ident())
     plan = plans.get(key)
     if plan is None or not plan.fits(program, flat, scratch):
         plan = plans[key] = _Plan(program, flat, scratch)
     return plan.run(world.group, combine)
+
+
+def _slot_bytes(program: Program, element_size: int) -> int:
+    """Room for a piece, on a cache line; an odd number of lines, so that slots do not fall on one another in the cache."""
+    return (-(-program.longest * element_size // 64) | 1) * 64
 
 
 @lru_cache(maxsize=256)

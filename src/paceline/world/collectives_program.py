@@ -1,14 +1,15 @@
 """From a schedule to what one rank does: a flat list of operations in which messages go in pieces and overlap. No torch here.
 
 The order of operations follows the schedule's steps, piece by piece. A piece is sent as soon as the pieces that it is made of
-have come; receives are opened a window ahead, so that data flows while the rank adds up what came before. No rank ever waits
-for a message that stands later in the schedule than what it still has to send, so no set of ranks can lock up.
+have come; receives are opened ahead, many at a time, so that data flows while the rank adds up what came before. No rank ever
+waits for a message that stands later in the schedule than what it still has to send, so no set of ranks can lock up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from paceline.world.collectives_schedules import Send, Step
 
@@ -37,10 +38,15 @@ class Program:
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
 
-    @property
-    def adds(self) -> bool:
-        """True where a piece is added, which needs room to arrive in."""
-        return any(piece.add for piece in self.receives)
+    @cached_property
+    def adds(self) -> int:
+        """How many pieces are added: each needs room to arrive in."""
+        return sum(piece.add for piece in self.receives)
+
+    @cached_property
+    def longest(self) -> int:
+        """Elements of the longest piece that is added."""
+        return max((piece.stop - piece.start for piece in self.receives if piece.add), default=0)
 
 
 def compile_program(todo: Sequence[Step], rank: int, piece_numel: int, window: int) -> Program:
@@ -109,6 +115,9 @@ class _Compiler:
         self.taken += 1
 
     def _open_ahead(self) -> None:
+        # Many at once, when few are left: each one opened disturbs the sender.
+        if self.opened - self.taken > self.window // 4:
+            return
         while self.opened < min(self.taken + self.window, len(self.receives)):
             step, piece = self.receives[self.opened]
             if not piece.add and self._is_read_before(step, piece):

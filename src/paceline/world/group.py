@@ -72,8 +72,18 @@ class World:
         return self.env.world_size
 
     @property
+    def first(self) -> int:
+        """The rank that speaks and writes for all."""
+        return 0
+
+    @property
     def is_first(self) -> bool:
-        return self.env.rank == 0
+        return self.env.rank == self.first
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks that have ended and that the others do without."""
+        return frozenset()
 
     @property
     def coordinates(self) -> dict[str, int]:

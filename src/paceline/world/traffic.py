@@ -83,8 +83,10 @@ def _sum_of_list(value: Any) -> int:
     return sum(_bytes(one) for one in value)
 
 
-#: function → (name in the count, bytes from its arguments). Position and name of the tensor, then those of the group.
-_COUNTERS: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], int]]] = {
+#: What a function sends, from its arguments.
+_SizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
+#: function → (name in the count, what it sends). Position and name of the tensor, then those of the group.
+_COUNTERS: dict[str, tuple[str, _SizeOf]] = {
     "all_reduce": (
         "all_reduce",
         lambda a, k: all_reduce_bytes(_bytes(_sized(a, k, 0, "tensor")), _size(_sized(a, k, 2, "group"))),
@@ -98,15 +100,6 @@ _COUNTERS: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], int]
         lambda a, k: scatter_bytes(_sum_of_list(_sized(a, k, 0, "tensor_list")), _size(_sized(a, k, 2, "group"))),
     ),
     "reduce_scatter_tensor": (
-        "reduce_scatter",
-        lambda a, k: scatter_bytes(_bytes(_sized(a, k, 1, "input")), _size(_sized(a, k, 3, "group"))),
-    ),
-    # The names that torch 2.13 prefers for `all_gather_into_tensor` and `reduce_scatter_tensor`; FSDP calls these.
-    "all_gather_single": (
-        "all_gather",
-        lambda a, k: scatter_bytes(_bytes(_sized(a, k, 0, "output_tensor")), _size(_sized(a, k, 2, "group"))),
-    ),
-    "reduce_scatter_single": (
         "reduce_scatter",
         lambda a, k: scatter_bytes(_bytes(_sized(a, k, 1, "input")), _size(_sized(a, k, 3, "group"))),
     ),
@@ -127,6 +120,11 @@ _COUNTERS: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], int]
     ),
     "send": ("send", lambda a, k: _bytes(_sized(a, k, 0, "tensor"))),
 }
+#: Names that torch 2.13 prefers for the same functions; FSDP calls these.
+_COUNTERS |= {
+    new: _COUNTERS[old]
+    for new, old in {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}.items()
+}
 
 
 def count_collectives() -> Traffic:
@@ -141,7 +139,7 @@ def count_collectives() -> Traffic:
     return TRAFFIC
 
 
-def _counted(function: Callable[..., Any], label: str, size_of: Callable[[tuple[Any, ...], dict[str, Any]], int]) -> Any:
+def _counted(function: Callable[..., Any], label: str, size_of: _SizeOf) -> Any:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         muted = getattr(_MUTED, "on", False)

@@ -61,8 +61,9 @@ def _measure(world: World, mode: str) -> dict[str, Any]:
     from paceline.launch.explain import training
     from paceline.models.outline import outline
     from paceline.parallel import layout, strategy_class
-    from paceline.parallel.base import optimizer_tensors, storage_bytes
+    from paceline.parallel.base import optimizer_tensors
     from paceline.parallel.cost import Workload
+    from paceline.parallel.parts import storage_bytes
     from paceline.world.group import World
 
     config = training.make_config(mode)

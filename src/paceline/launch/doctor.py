@@ -1,0 +1,379 @@
+"""`paceline doctor`: look at this machine, and at the network between the ranks that a run would have."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.load import Loaded, load_config
+from paceline.config.schema import Config
+from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, PacelineError
+from paceline.core.files import human_bytes
+from paceline.core.words import counted
+from paceline.doctor.check import Check, broken, doubtful, well
+from paceline.doctor.machine import (
+    check_clock,
+    check_frequency,
+    check_memory,
+    check_open_files,
+    check_shared_memory,
+    check_threads,
+)
+from paceline.doctor.network import check_host_name, check_interface, check_port
+from paceline.doctor.software import check_driver, check_packages
+from paceline.doctor.storage import check_cache, check_disk, check_writing
+
+if TYPE_CHECKING:
+    from paceline.engine.stop import StopFlag
+    from paceline.world.device import Devices
+    from paceline.world.env import RankEnv
+
+MAX_RANKS = 64
+_STAND_IN = ("model=builtin:qwen2-tiny", "dataset=builtin:python-docs")
+#: A link this many times slower than the middle one is named.
+_SLOWER = 3.0
+#: Clocks of hosts further apart than this make their logs hard to compare.
+_CLOCKS_APART_S = 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line says. ``given``: a config was named; else ``loaded`` is a stand-in, of which only the section
+    `parallel` counts."""
+
+    loaded: Loaded
+    given: bool
+    num_ranks: int | None = None
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What a rank is given to do."""
+
+    config: Config
+    device_type: str
+    given: bool
+    timeout_s: float
+    #: An outer launcher started the ranks, perhaps on several hosts: the first of each host looks at its host.
+    looks: bool
+    gradient_bytes: int | None = None
+
+
+def make_request(path: str | Path | None, words: list[str], ranks: str | None) -> Request:
+    """Check the words of the command line.
+
+    Raises:
+        ConfigError: the config is wrong, or the number of ranks.
+    """
+    if ranks is not None and (not ranks.isdecimal() or not 1 <= int(ranks) <= MAX_RANKS):
+        raise ConfigError(f"`--ranks {ranks}` is no number of ranks", allowed=f"1 to {MAX_RANKS}", fix="write e.g. `--ranks 2`")
+    count = int(ranks) if ranks is not None else None
+    given = path is not None or any(not word.lstrip("-").startswith("parallel.") for word in words)
+    loaded = load_config(path, [*([] if given else _STAND_IN), *words])
+    if count is not None and loaded.config.parallel.num_gpus not in ("auto", count):
+        raise ConfigError(
+            f"`--ranks {count}` was given, and `parallel.num_gpus` is {loaded.config.parallel.num_gpus}",
+            fix="leave one of them out",
+        )
+    return Request(loaded, given, count)
+
+
+def doctor(request: Request, as_json: bool) -> int:
+    """Look, measure, print; exit code 1 where something would make a run fail.
+
+    Raises:
+        ConfigError: the devices that the config asks for are not there.
+        RunError: the ranks could not speak with each other at all.
+    """
+    from paceline.world.env import outer_launcher
+
+    for level, text in request.loaded.notices:
+        _say(f"{'warning: ' if level == 'warning' else ''}{text}")
+    outer = outer_launcher()
+    devices = _devices(request, outer)
+    if outer is None and devices.count > 1:
+        _warm_up()
+    checks: list[Check] = []
+    gradients = None
+    if outer is None:
+        checks, gradients = examine_host(request.loaded.config, request.given, devices.type, devices.count)
+    measured = None
+    job = Examination(request.loaded.config, devices.type, request.given, 60.0, outer is not None, gradients)
+    if outer is not None or devices.count > 1:
+        outcome = _on_ranks(job, devices, outer)
+        if outcome["status"] == "stopped":
+            return int(outcome["exit_code"])
+        if outcome["status"] == "failed":
+            text = outcome["text"].partition(" To go on:")[0]
+            checks.append(
+                broken("links", text, "see which host or interface the text names; `--ranks 1` looks at this host alone")
+            )
+        else:
+            measured = outcome["report"]
+    if measured is not None:
+        checks += [Check(**one) for one in measured["checks"]]
+    elif outer is not None and outer.rank != 0:
+        return EXIT_DONE
+    found = {
+        "ok": not any(one.fatal for one in checks),
+        "checks": [one.as_dict() for one in checks],
+        "links": measured["links"] if measured else [],
+        "all_reduce": measured["all_reduce"] if measured else None,
+    }
+    _keep(devices.type, measured)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show(checks, found)
+    return EXIT_DONE if found["ok"] else EXIT_FAILED
+
+
+def examine_host(config: Config, given: bool, device_type: str, num_ranks: int) -> tuple[list[Check], int | None]:
+    """All that can be seen without a second rank, and the bytes of the config's gradients (None: not known)."""
+    args = config.train_args
+    sizes = _sizes(config) if given else None
+    accelerator = device_type != "cpu"
+    checks = [
+        check_packages(config),
+        check_driver(config.parallel.device),
+        check_memory(),
+        check_threads(num_ranks),
+        check_clock(),
+        check_frequency(),
+        check_shared_memory(num_ranks, args.dataloader_num_workers, accelerator),
+        check_open_files(),
+        check_host_name(),
+        check_interface(),
+        check_port(),
+        check_cache(),
+    ]
+    if given:
+        folder = Path(config.output_dir)
+        checks.append(check_writing("output_dir", folder))
+        kept = args.save_total_limit or 1
+        checks.append(check_disk(folder, sizes[0] if sizes else None, sizes[1] if sizes else 0, kept))
+    if accelerator:
+        checks.append(_peer_copies(num_ranks, device_type))
+    return checks, sizes[2] if sizes else None
+
+
+def _sizes(config: Config) -> tuple[int, int, int] | None:
+    """Bytes of a checkpoint, of `model/` and of the gradients: the first as `paceline plan` counts it. None where the model
+    cannot be had without running the user's code on data."""
+    from paceline.plan.described import describe
+
+    try:
+        shape = describe(config).shape
+    except PacelineError as error:
+        _say(f"the model could not be looked at, so its size is not known: {error.paragraph()}")
+        return None
+    trained = sum(one.size_bytes for one in shape.trained)
+    state = round(sum(one.numel for one in shape.trained) * shape.optimizer_bytes_per_element)
+    model = trained if config.lora.enable else sum(one.size_bytes for one in shape.parameters)
+    return trained + state, model, trained
+
+
+def _peer_copies(count: int, device_type: str) -> Check:
+    from paceline.doctor.links import check_peer_copies
+
+    if count < 2:
+        return well("peer_copies", "one device")
+    wrong = check_peer_copies(count, device_type)
+    if wrong:
+        pairs = ", ".join(f"{one} → {other}" for one, other in wrong)
+        return broken(
+            "peer_copies",
+            f"a copy between devices arrives changed: {pairs}",
+            "set NCCL_P2P_DISABLE=1, and see the driver's notes on IOMMU and ACS (PCI access control)",
+        )
+    return well("peer_copies", f"{counted(count * (count - 1), 'pair')} of devices, all intact")
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------------------
+def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
+    """Measure the network with the other ranks; a collective."""
+    from paceline.doctor.links import measure_network
+    from paceline.world.group import open_world
+
+    world = open_world(env, job.device_type, job.timeout_s)
+    try:
+        checks, gradients = [], job.gradient_bytes
+        if job.looks:
+            found, gradients = _look_at_hosts(job, env, world)
+            checks += found
+        if world.size == 1:
+            return {"status": "done", "report": {"checks": [one.as_dict() for one in checks], "links": [], "all_reduce": None}}
+        network = measure_network(world)
+        checks += judge_network(network, gradients)
+        report = {
+            "checks": [one.as_dict() for one in checks],
+            "links": [one.as_dict() for one in network.pairs],
+            "all_reduce": {**network.all_reduce.as_dict(), "num_hosts": len(set(network.hosts))},
+        }
+        return {"status": "done", "report": report if world.is_first else None}
+    finally:
+        world.close()
+
+
+def _look_at_hosts(job: Examination, env: RankEnv, world: Any) -> tuple[list[Check], int | None]:
+    """The first rank of each host looks at it; what all of them found. Names of checks carry the host's where there are
+    several."""
+    import socket
+
+    mine: tuple[str, list[Check], int | None] | None = None
+    if env.local_rank == 0:
+        checks, gradients = examine_host(job.config, job.given and env.rank == 0, job.device_type, env.local_world_size)
+        mine = (socket.gethostname(), checks, gradients)
+    hosts = [one for one in world.gather_objects(mine) if one is not None]
+    if len(hosts) == 1:
+        return hosts[0][1], hosts[0][2]
+    named = [
+        Check(f"{host}: {one.name}", one.ok, one.value, one.advice, one.fatal) for host, checks, _ in hosts for one in checks
+    ]
+    return named, hosts[0][2]
+
+
+def judge_network(network: Any, gradient_bytes: int | None = None) -> list[Check]:
+    """What the measurements say. ``network``: a :class:`~paceline.doctor.links.Network`."""
+    damaged = [one for one in network.pairs if not one.intact]
+    if damaged or not network.sum_intact:
+        what = ", ".join(_between(network, one) for one in damaged) or "the all-reduce"
+        advice = "set NCCL_P2P_DISABLE=1 between GPUs of one host; else look at the interface's driver and its offloading"
+        return [broken("links", f"data arrives changed: {what}", advice)]
+    found = [_judge_pairs(network), _judge_all_reduce(network, gradient_bytes)]
+    apart = max(network.pairs, key=lambda one: abs(one.clock_offset_s))
+    if abs(apart.clock_offset_s) > _CLOCKS_APART_S + apart.latency_s:
+        text = f"{_between(network, apart)}: {abs(apart.clock_offset_s):.1f} s apart"
+        found.append(doubtful("clocks_apart", text, "let chrony or systemd-timesyncd set the clocks of both"))
+    return found
+
+
+def _judge_pairs(network: Any) -> Check:
+    slowest = network.slowest
+    rates = sorted(one.bandwidth_bytes_s for one in network.pairs)
+    middle = rates[len(rates) // 2]
+    text = (
+        f"{counted(len(network.pairs), 'pair')}, all intact; the slowest, {_between(network, slowest)}: "
+        f"{human_bytes(slowest.bandwidth_bytes_s)}/s, {_milliseconds(slowest.latency_s)}"
+    )
+    if slowest.bandwidth_bytes_s * _SLOWER < middle:
+        return doubtful(
+            "links", f"{text}, where the middle one has {human_bytes(middle)}/s", "look at that cable, slot or port"
+        )
+    return well("links", text)
+
+
+def _judge_all_reduce(network: Any, gradient_bytes: int | None) -> Check:
+    link = network.all_reduce
+    rate = "no limit that could be seen" if link.bandwidth_bytes_s is None else f"{human_bytes(link.bandwidth_bytes_s)}/s"
+    text = f"{_milliseconds(link.latency_s)} a message, {rate} that a rank sends"
+    if gradient_bytes is not None:
+        takes = _milliseconds(link.all_reduce_s(gradient_bytes))
+        text += (
+            f"; the gradients of this config ({human_bytes(gradient_bytes)}) take {takes} of each step, in part beside backward"
+        )
+    return well("all_reduce", text)
+
+
+def _between(network: Any, pair: Any) -> str:
+    ends = [
+        f"rank {rank}" + (f" on {network.hosts[rank]}" if len(set(network.hosts)) > 1 else "")
+        for rank in (pair.sender, pair.receiver)
+    ]
+    return f"{ends[0]} ↔ {ends[1]}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def _on_ranks(job: Examination, devices: Devices, outer: RankEnv | None) -> dict[str, Any]:
+    if outer is not None:
+        from paceline.engine.stop import StopFlag
+        from paceline.launch.worker import run_guarded
+
+        stop = StopFlag()
+        stop.install(sigint=True)
+        return run_guarded(job, outer, stop, examine_rank)
+    from paceline.launch.local import LocalRun
+
+    ranks = LocalRun(job, devices.count, examine_rank)
+    ranks.on_stop = "ending"
+    return ranks.run()
+
+
+def _warm_up() -> None:
+    from paceline.launch.explain.ranks import warm_up
+
+    warm_up(["paceline.launch.worker", "paceline.doctor.links"])
+
+
+def _devices(request: Request, outer: RankEnv | None) -> Devices:
+    from paceline.world.device import accelerators, choose_devices
+
+    parallel = request.loaded.config.parallel
+    if request.num_ranks is not None:
+        # Asked for by number alone: of GPUs where there are some, else of CPU ranks.
+        device = "cpu" if parallel.device == "auto" and accelerators()[0] is None else parallel.device
+        parallel = parallel.model_copy(update={"num_gpus": request.num_ranks, "mode": "auto", "device": device})
+    devices = choose_devices(parallel, ranks_given=None if outer is None else outer.local_world_size)
+    for _, text in devices.notices:
+        _say(text)
+    return devices
+
+
+def _keep(device_type: str, measured: dict[str, Any] | None) -> None:
+    """What was measured is this machine's profile, which the planner reads."""
+    from paceline.doctor import profile
+
+    link = measured["all_reduce"] if measured else None
+    if link is None:
+        return
+    try:
+        path = profile.keep(device_type, link["num_ranks"], link["num_hosts"], link["latency_s"], link["bandwidth_bytes_s"])
+    except OSError as error:
+        _say(f"warning: the measurements could not be kept for the planner: {error}")
+    else:
+        _say(f"kept for `paceline plan`: {path}")
+
+
+# -- for a person --------------------------------------------------------------------------------------------------------------
+def _show(checks: list[Check], found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for one in checks:
+        mark, style = ("ok", "green") if one.ok else ("FAIL", "bold red") if one.fatal else ("warn", "yellow")
+        text = Text(one.value)
+        if one.advice:
+            text.append(f"\n→ {one.advice}", style="bold" if one.fatal else "")
+        table.add_row(Text(mark, style=style), one.name, text)
+    console.print(table)
+    for one in sorted(found["links"], key=lambda link: link["bandwidth_bytes_s"])[:8] if len(found["links"]) > 1 else []:
+        rate = f"{human_bytes(one['bandwidth_bytes_s'])}/s"
+        console.print(Text(f"  rank {one['from']} ↔ rank {one['to']}  {_milliseconds(one['latency_s']):>9}  {rate:>12}"))
+    if len(found["links"]) > 8:
+        console.print(Text(f"  and {len(found['links']) - 8} faster ones (--json)"))
+    console.print(Text(_verdict(checks), style="bold green" if found["ok"] else "bold red"))
+
+
+def _verdict(checks: list[Check]) -> str:
+    fatal = [one.name for one in checks if one.fatal]
+    doubts = [one.name for one in checks if not one.ok and not one.fatal]
+    tail = f"; worth a look: {', '.join(doubts)}" if doubts else ""
+    if fatal:
+        return f"\na run would fail: {', '.join(fatal)}{tail}"
+    return f"\n{counted(len(checks), 'check')}, nothing that would make a run fail{tail}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,69 @@
+"""DeepSpeed as a package: whether it is there, and its import, in silence."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paceline.core.errors import ConfigError
+
+
+def check_installed() -> None:
+    """Raise ConfigError where DeepSpeed is not there. It is not imported, for that takes a second and each rank does it anyway:
+    that it does not load is said by the ranks."""
+    found = importlib.util.find_spec("deepspeed")
+    if found is None or found.origin is None:  # a folder of that name is no DeepSpeed
+        raise _not_installed()
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """The module ``deepspeed``. ``device_type``: "cpu" makes it compute there whatever else it finds.
+
+    Raises:
+        ConfigError: not installed, or it does not load on this machine.
+    """
+    if device_type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read once, when DeepSpeed is first imported
+    try:
+        with quiet():
+            found = importlib.import_module("deepspeed")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "deepspeed":
+            raise _does_not_load(error) from error
+        raise _not_installed() from error
+    except Exception as error:  # it looks for compilers and drivers while it is imported
+        raise _does_not_load(error) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return found
+
+
+def _not_installed() -> ConfigError:
+    return ConfigError(
+        "`parallel.mode: deepspeed`, and DeepSpeed is not installed",
+        allowed="`parallel.mode: zero1`, `zero2` and `zero3` do the same without it",
+        fix="run `pip install 'paceline[deepspeed]'`",
+    )
+
+
+def _does_not_load(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"`parallel.mode: deepspeed`, and DeepSpeed does not load here: {type(error).__name__}: {error}",
+        allowed="`parallel.mode: zero1`, `zero2` and `zero3` do the same without it",
+        fix="run `pip install 'paceline[deepspeed]'`, or set another mode",
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """DeepSpeed logs to the terminal at every turn, and calls what torch has renamed."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)

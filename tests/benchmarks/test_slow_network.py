@@ -1,0 +1,260 @@
+"""The benchmark of a slow network: its arguments, what it makes of a run's events, and real hosts joined by a real link."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SCRIPT = BENCHMARKS / "slow_network.py"
+
+
+def module(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        return importlib.import_module(name)
+
+
+netns = module("netns")
+report = module("slow_network_report")
+slow_network = module("slow_network")
+
+
+def run_script(*arguments, **env):
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=500)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------------
+
+
+def test_rates_times_and_shares_are_read_as_tc_writes_them():
+    assert netns.parse_rate("100mbit") == 1e8
+    assert netns.parse_rate("1.5gbit") == 1.5e9
+    assert netns.parse_rate("800kbit") == 8e5
+    assert netns.parse_delay("10ms") == pytest.approx(0.01)
+    assert netns.parse_delay("500us") == pytest.approx(0.0005)
+    assert netns.parse_delay("0") == 0.0
+    assert netns.parse_loss("0.5%") == netns.parse_loss("0.5") == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--rate", "fast"), "'fast'; allowed: a rate such as 100mbit"),
+        (("--rate", "100"), "'100'; allowed: a rate"),
+        (("--rate", "0mbit"), "'0mbit'; allowed: a rate"),
+        (("--delay", "10"), "'10'; allowed: a time such as 10ms"),
+        (("--loss", "60"), "'60'; allowed: per cent"),
+        (("--loss", "-1"), "allowed: per cent"),
+        (("--hosts", "1"), "--hosts 1; allowed: 2 to 16"),
+        (("--methods", "ddp,zip"), "zip; allowed: ddp, bf16"),
+        (("--steps", "15"), "a multiple of it, twice or more"),
+        (("--extra", "-1"), "--extra is at least 0"),
+        (("--set", "learning_rate"), "allowed: KEY=VALUE"),
+        (("--set", "zip:compression.ratio=1"), "or METHOD:KEY=VALUE"),
+    ],
+)
+def test_a_wrong_argument_is_told_with_what_is_allowed(arguments, said, capsys):
+    key, value = arguments
+    with pytest.raises(SystemExit) as ended:
+        slow_network.read_arguments([f"{key}={value}"])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_iproute2_it_says_what_to_install():
+    done = run_script(PATH="/nonexistent")
+    assert done.returncode == 2
+    assert "ip and tc not found. To fix: install iproute2" in done.stderr
+
+
+def test_without_root_it_says_so(monkeypatch):
+    monkeypatch.setattr(netns.shutil, "which", lambda name: f"/usr/sbin/{name}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(netns.NetworkError, match=r"network namespaces need root.*sudo"):
+        netns.check_machine()
+
+
+def test_every_method_differs_from_ddp_in_its_own_settings_alone():
+    args = slow_network.read_arguments(["--methods", ",".join(slow_network.METHODS)])
+    plain = slow_network.settings_of("ddp", 200, args)
+    for name, (own, _) in slow_network.METHODS.items():
+        settings = slow_network.settings_of(name, 200, args)
+        assert {key for key in settings if settings[key] != plain.get(key)} <= set(own)
+    assert args.methods[0] == "ddp"
+
+
+def test_a_setting_is_for_all_methods_or_for_one():
+    given = ["--set", "train_args.seed=7", "--set", "topk:compression.ratio=0.02"]
+    args = slow_network.read_arguments(given)
+    changed = {name: slow_network.settings_of(name, 200, args) for name in ("ddp", "topk")}
+    assert [one["train_args.seed"] for one in changed.values()] == ["7", "7"]
+    assert changed["topk"]["compression.ratio"] == "0.02"
+    assert "compression.ratio" not in changed["ddp"]
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------------
+
+
+def test_where_a_loss_is_reached_lies_between_evaluations():
+    points = [(10.0, 6.0), (20.0, 5.0), (30.0, 5.5), (40.0, 4.5)]
+    assert report.reached(points, 5.25) == pytest.approx(17.5)
+    assert report.reached(points, 5.0) == 20.0
+    assert report.reached(points, 4.75) == pytest.approx(37.5)
+    assert report.reached(points, 6.5) == 10.0
+    assert report.reached(points, 4.0) is None
+    assert report.reached([], 4.0) is None
+
+
+def folder_of(path, step_s, comm_s, losses, bytes_per_step, every=10):
+    """A run's folder with a line for the first step and each ``every`` steps, as the engine writes them."""
+    path.mkdir()
+    events = [{"type": "run_start", "model": {"trainable_parameters": 9_000_000}}]
+    events.append({"type": "step", "step": 1, "loss": 9.0, "step_time_s": 2 * step_s, "comm_wait_s": comm_s})
+    for number, loss in enumerate(losses, 1):
+        step = {"type": "step", "step": number * every, "loss": loss, "step_time_s": step_s, "comm_wait_s": comm_s}
+        events += [step, {"type": "eval", "step": number * every, "loss": loss}]
+    (path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    (path / "report.json").write_text(json.dumps({"traffic_bytes_per_step": {"measured": bytes_per_step}}))
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path):
+    made = {
+        "ddp": (3.0, 2.5, [7.0, 6.0], 1000),
+        "topk": (0.5, 0.1, [7.5, 6.25, 5.75], 20),
+        "diloco": (0.6, 0.1, [7.5, 6.03, 5.5], 50),
+        "bf16": (4.0, 3.5, [7.2, 6.1, 5.9], 500),
+        "signsgd": (0.5, 0.2, [8.0, 7.0, 6.5], 32),
+    }
+    return {name: report.read_run(name, folder_of(tmp_path / name, *rest), [1, 2], 9.0) for name, rest in made.items()}
+
+
+def conditions(rate=1e8, delay=0.01):
+    machine = {"cores": 2, "architecture": "x86_64", "memory_gib": 8, "python": "3.11", "torch": "2.13"}
+    measured = {"how": "veth", "round_trip_s": 0.02, "stream_bits_per_s": 9e7}
+    measured |= {"tcp_congestion_control": "cubic", "tcp_slow_start_after_idle": "1"}
+    link = {"rate_bits_per_s": rate, "delay_s": delay, "loss": 0.0, "text": "100 Mbit/s"}
+    settings = {"ddp": {"parallel.mode": "ddp"}, "topk": {"parallel.mode": "ddp", "compression.method": "topk"}}
+    found = {"date": "2030-01-31", "machine": machine, "hosts": 2, "link": link, "link_measured": measured, "steps": 20}
+    return {**found, "extra_steps": 10, "evaluate_every": 10, "settings": settings}
+
+
+def test_seconds_are_added_up_over_the_windows_of_the_log(runs):
+    ddp = runs["ddp"]
+    assert ddp.at(20) == (pytest.approx(6.0 + 19 * 3.0), pytest.approx(20 * 2.5))
+    assert [one.seconds for one in ddp.evaluations] == [pytest.approx(33.0), pytest.approx(63.0)]
+    assert (ddp.loss_at(20), ddp.parameters, ddp.bytes_per_step) == (6.0, 9_000_000, 1000)
+
+
+def test_ratios_are_to_plain_ddp_at_the_loss_of_its_last_step(runs):
+    found = report.summary(runs, 20, conditions())
+    rows = {one["method"]: one for one in found["methods"]}
+    assert found["mark"] == 6.0
+    assert rows["ddp"]["sooner"] == rows["ddp"]["less_comm"] == 1.0
+    assert rows["topk"]["steps_to_mark"] == pytest.approx(25.0)
+    assert rows["topk"]["seconds_to_mark"] == pytest.approx(13.0)
+    assert rows["topk"]["sooner"] == pytest.approx(63.0 / 13.0)
+    assert rows["diloco"]["less_comm"] == pytest.approx(25.0)
+    assert rows["diloco"]["loss_difference"] == pytest.approx(0.005)
+    assert rows["signsgd"]["sooner"] is None
+    assert {name: report.verdict(one) for name, one in rows.items()} == {
+        "ddp": "the measure",
+        "topk": "pays",
+        "diloco": "pays",
+        "bf16": "does not pay on this link",
+        "signsgd": "does not come to DDP's loss",
+    }
+
+
+def test_goals_belong_to_the_links_they_are_stated_for(runs):
+    slow = report.summary(runs, 20, conditions())["goals"]
+    assert {(one["method"], one["what"]): one["met"] for one in slow} == {
+        ("topk", "sooner"): True,
+        ("diloco", "less_comm"): True,
+        ("diloco", "loss_difference"): True,
+    }
+    fast = report.summary(runs, 20, conditions(rate=1e9, delay=0.0))["goals"]
+    assert {one["method"]: one["met"] for one in fast} == {"topk": True, "diloco": True, "bf16": False, "signsgd": True}
+    assert report.summary(runs, 20, conditions(rate=5e7))["goals"] == []
+
+
+def test_the_table_tells_the_link_as_measured_and_what_was_not_reached(runs):
+    text = report.as_markdown(report.summary(runs, 20, conditions()), {"ddp": "plain", "topk": "one per cent"})
+    assert "round trip 20.00 ms, one TCP stream 90.0 Mbit/s" in text
+    row = next(line for line in text.splitlines() if line.startswith("| `signsgd`"))
+    assert "| 7.0000 (+16.67 %) | – | – | – |" in row
+    assert "- `topk`: `compression.method=topk`: one per cent" in text
+    drawn = report.as_svg(runs)
+    assert drawn.count('stroke-width="2"') == 2 * len(runs)
+
+
+# -- real hosts -------------------------------------------------------------------------------------------------------------
+
+
+def namespaces(pid):
+    """Of the process that made them."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"paceline-{pid}-")]
+
+
+def left_over():
+    every = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
+    return [one for one in every if one.startswith("paceline-") and not Path(f"/proc/{one.split('-')[1]}").exists()]
+
+
+@pytest.mark.soak  # needs root and iproute2
+@pytest.mark.parametrize(("hosts", "delay", "loss"), [(2, 0.01, 0.0), (3, 0.005, 0.01), (2, 0.0, 0.0)])
+def test_a_link_is_as_slow_as_asked_and_gone_afterwards(hosts, delay, loss):
+    with netns.Network(hosts, netns.Link(5e7, delay, loss)) as network:
+        assert len(namespaces(os.getpid())) == hosts + 1
+        found = network.measure()
+        sent = network.sent_bytes()
+    assert found["round_trip_s"] >= 2 * delay
+    assert 0 < found["stream_bits_per_s"] <= 1.02 * 5e7
+    assert sent[-1] > sent[0] > 0
+    assert namespaces(os.getpid()) == []
+
+
+@pytest.mark.soak
+def test_what_a_killed_run_left_is_removed_by_the_next():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    subprocess.run(["ip", "netns", "add", f"paceline-{gone.pid}-h0"], check=True)
+    netns.remove_left_overs()
+    assert namespaces(gone.pid) == []
+
+
+@pytest.mark.soak
+def test_a_job_runs_over_the_link_and_its_table_is_written(tmp_path):
+    arguments = ("--steps", "4", "--evaluate-every", "2", "--extra", "0", "--methods", "topk", "--rate", "400mbit")
+    done = run_script(*arguments, "--delay", "1ms", "--output", str(tmp_path / "table"))
+    assert done.returncode == 0, done.stderr
+    assert "| `topk` |" in done.stdout
+    found = json.loads((tmp_path / "table.json").read_text())
+    ddp, topk = found["runs"]["ddp"], found["runs"]["topk"]
+    assert ddp["bytes_per_step"] >= 4 * found["parameters"]
+    assert ddp["bytes_per_step"] >= 40 * topk["bytes_per_step"]
+    assert min(ddp["wire_bytes"]) >= 4 * ddp["bytes_per_step"]
+    assert (tmp_path / "table.svg").read_text().startswith("<svg")
+    assert left_over() == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_takes_the_hosts_down(sent, code):
+    process = subprocess.Popen([sys.executable, str(SCRIPT)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "measured: round trip" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(3)  # the ranks have been started
+    process.send_signal(sent)
+    assert process.wait(120) == code
+    assert namespaces(process.pid) == []

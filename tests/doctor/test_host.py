@@ -1,0 +1,165 @@
+"""What can be seen of this host without a second rank: each check on conditions that are really there."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.config.load import load_config
+from paceline.doctor import profile
+from paceline.doctor.machine import check_clock, check_open_files, check_shared_memory, check_threads
+from paceline.doctor.network import check_interface, check_port, interfaces
+from paceline.doctor.quick import quick_checks
+from paceline.doctor.software import check_driver, check_packages, nvidia_driver
+from paceline.doctor.storage import check_disk, check_writing, existing
+from paceline.world.device import cpu_cores
+
+
+def test_threads_that_crowd_the_cores_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cpu_cores()))
+    assert check_threads(1).ok
+    found = check_threads(2)
+    assert not found.ok
+    assert not found.fatal
+    assert f"OMP_NUM_THREADS={cpu_cores()}" in found.value
+    assert f"OMP_NUM_THREADS={max(1, cpu_cores() // 2)}" in str(found.advice)
+
+
+def test_a_low_limit_of_open_files_is_named() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        found = check_open_files()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not found.ok
+    assert "256" in found.value
+    assert "ulimit -n" in str(found.advice)
+
+
+def test_shared_memory_matters_to_loader_processes_alone(tmp_path: Path) -> None:
+    assert check_shared_memory(2, 0, accelerator=False).ok
+    script = (
+        "from paceline.doctor import machine; import pathlib; machine._SHARED = pathlib.Path('/')\n"
+        "machine._SHARED_BYTES = 1 << 60\n"
+        "print(machine.check_shared_memory(2, 2, False).ok, machine.check_shared_memory(2, 0, False).ok)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_the_clock_is_asked_and_not_set() -> None:
+    found = check_clock()
+    assert found.ok
+    assert "synchronised" in found.value or found.value == "not known"
+
+
+def test_an_interface_that_is_not_there_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ("lo", "127.0.0.1") in list(interfaces())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch7")
+    found = check_interface()
+    assert found.fatal
+    assert "GLOO_SOCKET_IFNAME=nosuch7" in found.value
+    assert "lo" in str(found.advice)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert check_interface().ok
+
+
+def test_a_port_can_be_had() -> None:
+    assert check_port().ok
+
+
+def test_packages_in_a_wrong_version_are_named(tmp_path: Path) -> None:
+    assert check_packages().ok
+    folder = tmp_path / "rich-1.0.dist-info"  # found before the real one
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 1.0\n")
+    script = "from paceline.doctor.software import check_packages as c; f = c(); print(f.fatal, f.value, '|', f.advice)"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.startswith("True rich 1.0 is installed, rich>=13.7 is needed")
+    assert "pip install --upgrade 'paceline'" in done.stdout
+
+
+def test_the_drivers_version_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert nvidia_driver(file) is None
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue Jan 14 2026\nGCC version: 12\n")
+    assert nvidia_driver(file) == "570.86.15"
+
+
+def test_a_device_that_is_not_there_is_fatal() -> None:
+    import torch
+
+    assert check_driver("cpu").ok
+    if not torch.accelerator.is_available():
+        assert check_driver("cuda").fatal
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
+    roomy = check_disk(tmp_path / "not" / "yet", 1000, 1000, 2)
+    assert roomy.ok
+    assert str(tmp_path) in roomy.value
+    assert check_disk(tmp_path, 1 << 60, 0, 1).fatal
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    tight = check_disk(tmp_path, free // 2, 0, 4)
+    assert not tight.ok
+    assert not tight.fatal
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    assert check_writing("output_dir", tmp_path / "run").ok
+    assert list(tmp_path.iterdir()) == []
+    assert existing(tmp_path / "a" / "b") == tmp_path
+    assert check_writing("output_dir", Path("/proc/self")).fatal
+
+
+def test_a_profile_is_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert profile.read("cpu") is None
+    path = profile.keep("cpu", 2, 1, 1e-4, 1e9)
+    found = profile.read("cpu")
+    assert found is not None
+    assert (found.host, found.bandwidth_bytes_s) == (socket.gethostname(), 1e9)
+    assert profile.read("cuda") is None
+    path.write_text(path.read_text().replace(socket.gethostname(), "another"))
+    assert profile.read("cpu") is None
+    path.write_text("{")
+    assert profile.read("cpu") is None
+
+
+def test_the_planner_reads_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.plan.choose import here
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = here(2, True, False)
+    profile.keep("cpu", 2, 1, 1e-4, 123e6)
+    after = here(2, True, False)
+    assert after.link_bytes_s == 123e6 != before.link_bytes_s
+    assert any("paceline doctor" in note for note in after.notes)
+    assert here(1, True, False).notes == before.notes
+
+
+def test_extras_are_asked_for_by_the_config() -> None:
+    config = load_config(
+        None, {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs", "report_to": ["tensorboard"]}
+    ).config
+    assert "tensorboard" in check_packages(config).value
+    assert "tensorboard" not in check_packages().value
+
+
+def test_what_every_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs"}).config
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(4 * cpu_cores()))
+    assert [one.name for one in quick_checks(config, "cpu", 2)] == ["threads"]
+    assert quick_checks(config, "cuda", 2) == []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert quick_checks(config, "cpu", 2) == []

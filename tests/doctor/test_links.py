@@ -1,0 +1,85 @@
+"""Between real ranks: what is measured, and that damage is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+from paceline.doctor.links import Network, Pair, measure_network
+from paceline.launch.doctor import judge_network
+from paceline.world.group import World
+from paceline.world.link import Link
+
+
+def _measured(world: World) -> tuple[Any, int]:
+    before = world.traffic.total
+    return measure_network(world), world.traffic.total - before
+
+
+def test_every_pair_is_measured_and_all_ranks_agree() -> None:
+    found = run_ranks(_measured, 3)
+    networks = [one for one, _ in found]
+    assert [(one.sender, one.receiver) for one in networks[0].pairs] == [(0, 1), (0, 2), (1, 2)]
+    assert networks[0].pairs == networks[1].pairs == networks[2].pairs
+    for pair in networks[0].pairs:
+        assert pair.intact
+        assert 0 < pair.latency_s < 5
+        assert pair.bandwidth_bytes_s > 0
+        assert abs(pair.clock_offset_s) < 5  # of one clock
+    assert networks[0].sum_intact
+    assert len(set(networks[0].hosts)) == 1
+    assert [sent for _, sent in found] == [0, 0, 0]  # not counted as the run's traffic
+
+
+def _damaging(world: World) -> Any:
+    """What peer copies of some machines do: half of the message arrives as zeros."""
+    import torch.distributed as dist
+
+    real = dist.recv
+
+    def zeroing(tensor: Any, *args: Any, **more: Any) -> Any:
+        done = real(tensor, *args, **more)
+        if world.rank == 1 and tensor.numel() > 1000:
+            tensor[tensor.numel() // 2 :] = 0
+        return done
+
+    dist.recv = zeroing  # type: ignore[assignment]
+    try:
+        return measure_network(world)
+    finally:
+        dist.recv = real
+
+
+def test_damage_on_the_way_is_seen() -> None:
+    for network in run_ranks(_damaging, 3):
+        assert [one.intact for one in network.pairs] == [False, True, False]  # of rank 1 alone
+
+
+PAIR = Pair(0, 1, 1e-4, 1e9, True, 0.0)
+GOOD = Network(
+    ["a", "a", "b"], [PAIR, replace(PAIR, receiver=2), replace(PAIR, sender=1, receiver=2)], Link(1e-4, 1e9, 3), True
+)
+
+
+def test_the_judgement() -> None:
+    assert [(one.name, one.ok) for one in judge_network(GOOD)] == [("links", True), ("all_reduce", True)]
+    assert "of each step" in judge_network(GOOD, 10**9)[1].value
+    damaged = judge_network(replace(GOOD, pairs=[replace(PAIR, intact=False), *GOOD.pairs[1:]]))
+    assert damaged[0].fatal
+    assert "rank 0 on a ↔ rank 1 on a" in damaged[0].value
+    assert judge_network(replace(GOOD, sum_intact=False))[0].fatal
+    slow = judge_network(replace(GOOD, pairs=[*GOOD.pairs[:2], replace(GOOD.pairs[2], bandwidth_bytes_s=1e8)]))
+    assert not slow[0].ok
+    assert "rank 1 on a ↔ rank 2 on b" in slow[0].value
+    apart = judge_network(replace(GOOD, pairs=[replace(PAIR, clock_offset_s=-30.0), *GOOD.pairs[1:]]))
+    assert (apart[-1].name, apart[-1].ok) == ("clocks_apart", False)
+    assert "30.0 s" in apart[-1].value
+
+
+@pytest.mark.parametrize("bandwidth", [None, 1e9])
+def test_a_link_without_a_limit(bandwidth: float | None) -> None:
+    network = replace(GOOD, all_reduce=Link(1e-4, bandwidth, 3))
+    assert judge_network(network, 1000)[1].ok

@@ -1,0 +1,15 @@
+"""Configs of a parameter server, for the tests of it."""
+
+from paceline.config.schema import Config
+
+
+def make_config(mode, optimizer, servers, rhythm="sync", dense="auto"):
+    other = {"adagrad": "adagrad", "sgd": "sgd"}.get(optimizer, "adamw")
+    return Config(
+        model="m",
+        dataset="d",
+        task="recommend",
+        parallel={"mode": mode, "bucket_cap_mb": 0.001},
+        parameter_server={"servers": servers, "optimizer": optimizer, "mode": rhythm, "staleness": 2, "dense": dense},
+        train_args={"optim": other, "momentum": 0.0, "gradient_accumulation_steps": 2},
+    )

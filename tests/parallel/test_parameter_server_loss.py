@@ -1,0 +1,204 @@
+"""`parameter_server` when the process of a rank ends: the run names it, and stops or goes on as the config says."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.core.events import read_events
+from paceline.parallel.server_meeting import Loss, Meeting
+
+TASK = """
+import os, signal
+from pathlib import Path
+from paceline.tasks.recommend import RecommendTask
+
+class Killer(RecommendTask):
+    '''Kills ranks: `kills` is a list of "RANK at LOSS", "RANK at eval", or "VICTIM by RANK at LOSS".'''
+    losses = evaluations = 0
+
+    def build_datasets(self):
+        (Path(self.config.task_args["pids"]) / os.environ["RANK"]).write_text(str(os.getpid()))
+        return super().build_datasets()
+
+    def due(self, now):
+        for words in (one.split() for one in self.config.task_args["kills"]):
+            if (words[2] if "by" in words else words[0]) == os.environ["RANK"] and words[-1] == str(now):
+                os.kill(int((Path(self.config.task_args["pids"]) / words[0]).read_text()), signal.SIGKILL)
+
+    def loss(self, model, batch):
+        self.losses += 1
+        self.due(self.losses)
+        return super().loss(model, batch)
+
+    def evaluate(self, model, batch):
+        self.evaluations += 1
+        self.due("eval" if self.evaluations == 2 else None)
+        return super().evaluate(model, batch)
+
+class LeavesOut(RecommendTask):
+    '''In the step of the settings the rank of the settings trains on nothing.'''
+    losses = 0
+
+    def count(self, batch):
+        skipped = self.model_is_training and os.environ["RANK"] == "0" and self.losses + 1 == self.config.task_args["step"]
+        return 0 if skipped else super().count(batch)
+
+    def build_model(self):
+        self.model = super().build_model()
+        return self.model
+
+    @property
+    def model_is_training(self):
+        return self.model.training
+
+    def loss(self, model, batch):
+        self.losses += 1
+        skipped = os.environ["RANK"] == "0" and self.losses == self.config.task_args["step"]
+        return super().loss(model, batch) * (0.0 if skipped else 1.0)
+"""
+STEPS = 16
+
+
+def command(tmp_path: Path, name: str, task: str, *more: str, steps: int = STEPS, logging: int = 1) -> list[str]:
+    (tmp_path / "tasks.py").write_text(TASK)
+    (tmp_path / "pids").mkdir(exist_ok=True)
+    return [
+        sys.executable, "-m", "paceline", "sft", "model=builtin:dlrm", f"task={tmp_path}/tasks.py:{task}",
+        "dataset=builtin:clicks#3000", "split_dataset_ratio=0.2", f"output_dir={tmp_path}/{name}", "parallel.device=cpu",
+        "parallel.num_gpus=3", "train_args.per_device_train_batch_size=16", f"train_args.max_steps={steps}",
+        f"train_args.logging_steps={logging}", "train_args.optim=adagrad", "train_args.learning_rate=0.05", *more,
+    ]  # fmt: skip
+
+
+def run(tmp_path: Path, name: str, task: str, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(tmp_path, name, task, *more), capture_output=True, text=True, timeout=240)
+
+
+def served(tmp_path: Path, *kills: str) -> list[str]:
+    return [
+        "parallel.mode=parameter_server", "parameter_server.servers=2", "parameter_server.on_worker_loss=go_on",
+        f"task_args.pids={tmp_path}/pids", f"task_args.kills={json.dumps(kills)}",
+    ]  # fmt: skip
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {one["step"]: one["loss"] for one in read_events(run_dir / "events.jsonl") if one["type"] == "step"}
+
+
+@pytest.mark.slow
+def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_path: Path) -> None:
+    """Rank 0, which writes the log and leads the checkpoints, dies in step 6; rank 2 in the middle of the last evaluation."""
+    done = run(
+        tmp_path,
+        "served",
+        "Killer",
+        *served(tmp_path, "0 at 6", "2 at eval"),
+        "train_args.save_steps=4",
+        "train_args.save_total_limit=9",
+    )
+    said = done.stderr.replace("\n", " ")
+    assert done.returncode == 0, done.stderr
+    pids = {rank: int((tmp_path / "pids" / str(rank)).read_text()) for rank in range(5)}
+    for rank in (0, 2):
+        assert said.count(f"rank {rank}, a worker (process {pids[rank]}), was killed by SIGKILL") == 1
+    assert "from step 7 on each global batch is shared among 2 workers; 16 samples of step 6 were not trained on" in said
+    assert "tensorpipe" not in said
+    report = json.loads((tmp_path / "served" / "report.json").read_text())
+    lost = [(one["rank"], one["step"], one["samples_unseen"]) for one in report["workers_lost"]]
+    assert (report["status"], lost) == ("done", [(0, 6, 16), (2, STEPS, 0)])
+    assert report["samples_seen"] == STEPS * 48 - 16
+    assert [one is None for one in report["peak_memory_bytes"]] == [True, False, True, False, False]
+    saved = sorted(one.name for one in (tmp_path / "served" / "checkpoints").iterdir())
+    assert saved == [f"step-{step:08d}" for step in (4, 8, 12, 16)]
+    # The same training without a server, in which rank 0 sees nothing of its share in step 6.
+    done = run(tmp_path, "ddp", "LeavesOut", "parallel.mode=ddp", "task_args.step=6")
+    assert done.returncode == 0, done.stderr
+    ours, theirs = losses(tmp_path / "served"), losses(tmp_path / "ddp")
+    assert set(ours) == set(theirs) == set(range(1, STEPS + 1))
+    assert all(abs(loss - theirs[step]) <= 1e-5 * theirs[step] for step, loss in ours.items())
+    other = json.loads((tmp_path / "ddp" / "report.json").read_text())
+    assert report["final_eval_loss"] == pytest.approx(other["final_eval_loss"], rel=1e-5)
+    assert report["final_eval_metrics"]["best_auc"] == other["final_eval_metrics"]["best_auc"]  # over every row
+
+
+@pytest.mark.slow
+def test_a_worker_killed_from_outside_leaves_a_bounded_run_going(tmp_path: Path) -> None:
+    """Nobody waits for the dead one's clock, and the run ends with a whole model."""
+    more = ["parameter_server.mode=bounded", "parameter_server.staleness=1"]
+    words = command(tmp_path, "run", "Killer", *served(tmp_path), *more, steps=400, logging=10)
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    said: list[str] = []
+    assert process.stderr is not None
+    reader = threading.Thread(target=lambda: said.extend(process.stderr or []))
+    reader.start()
+    events = tmp_path / "run" / "events.jsonl"
+    deadline = time.monotonic() + 120
+    while not events.exists() or not any(one["type"] == "step" and one["step"] >= 10 for one in read_events(events)):
+        assert process.poll() is None, said
+        assert time.monotonic() < deadline, said
+        time.sleep(0.05)
+    pid = int((tmp_path / "pids" / "1").read_text())
+    os.kill(pid, signal.SIGKILL)
+    assert process.wait(timeout=200) == 0, said
+    reader.join()
+    assert f"rank 1, a worker (process {pid}), was killed by SIGKILL" in " ".join(said)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    (lost,) = report["workers_lost"]
+    assert (report["steps"], lost["rank"], lost["pid"]) == (400, 1, pid)
+    assert lost["samples_unseen"] % 16 == 0
+    assert report["samples_seen"] == 400 * 48 - lost["samples_unseen"]
+    assert report["staleness"] == {"bound": 1, "seen": 1}
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kills", "named"),
+    [
+        (("4 by 1 at 5",), "rank 4, a server of the tables"),
+        (("0 at 3", "1 at 5", "2 at 7"), "rank 2, a worker"),
+    ],
+)
+def test_without_a_server_or_without_any_worker_the_run_ends(tmp_path: Path, kills: tuple[str, ...], named: str) -> None:
+    done = run(tmp_path, "run", "Killer", *served(tmp_path, *kills))
+    said = done.stderr.replace("\n", " ")
+    assert done.returncode == 1, done.stderr
+    pid = (tmp_path / "pids" / named.split()[1].rstrip(",")).read_text()
+    assert f"{named} (process {pid}) was killed" in said
+    assert "To go on: give the same command again" in said
+    for rank in ("0", "1") if len(kills) > 1 else ():
+        assert f"rank {rank}, a worker (process {(tmp_path / 'pids' / rank).read_text()}), was killed by SIGKILL" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "role"), [(1, "a worker"), (3, "a server of the tables")])
+def test_by_default_a_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path, victim: int, role: str) -> None:
+    more = ["parallel.mode=parameter_server", f"task_args.pids={tmp_path}/pids"]
+    kills = f'task_args.kills=["{victim} by 1 at 3"]'
+    done = run(tmp_path, "run", "Killer", *more, kills)
+    assert done.returncode == 1, done.stderr
+    pid = (tmp_path / "pids" / str(victim)).read_text()
+    said = done.stderr.replace("\n", " ")
+    assert f"rank {victim}, {role} (process {pid}) was killed" in said
+    assert "To go on: give the same command again" in said
+    assert max(losses(tmp_path / "run"), default=0) in (1, 2)  # the log of the second may be on its way when the rank dies
+
+
+def test_a_collective_ends_without_the_dead_and_says_who_they_are() -> None:
+    meeting = Meeting(3)
+    first = [meeting.attend(rank, 1, rank * 10) for rank in (0, 2)]
+    assert not any(one.done() for one in first)
+    second = meeting.attend(0, 2, "early")
+    meeting.lose(Loss(1, 7, "ended"))
+    assert [one.value() for one in first] == [({0: 0, 2: 20}, {1: Loss(1, 7, "ended")})] * 2
+    assert not second.done()
+    meeting.lose(Loss(2, 8, "ended"))  # what it had said where others still wait no longer counts
+    assert second.value()[0] == {0: "early"}
+    assert meeting.attend(0, 3, None).value()[0] == {0: None}

@@ -1,0 +1,56 @@
+"""What a parameter server is said to send: counted in the data where they are known, else a bound that says so."""
+
+import numpy as np
+import pytest
+from serving import make_config
+
+from paceline.models.outline import outline
+from paceline.models.recommend import ClickModel
+from paceline.models.shape import ModelShape
+from paceline.parallel.cost import Workload
+from paceline.parallel.parameter_server import ParameterServer
+from paceline.parallel.server_cost import deal, distinct_ids
+from paceline.world.mesh import Axes
+
+TABLES, DIM = (10, 6), 4
+
+
+def test_distinct_ids_are_counted_by_the_server_that_has_their_rows() -> None:
+    first = [np.array([0, 0, 4, 5, 9]), np.array([2, 2, 2, 3, 3])]
+    second = [np.array([1, 1, 1, 1, 1]), np.array([0, 1, 2, 3, 4])]
+    assert distinct_ids([first, second], TABLES, 2) == ((1.5, 1.0), (2.0, 1.5))
+    assert distinct_ids([first], TABLES, 1) == ((4.0,), (2.0,))
+
+
+@pytest.mark.parametrize("dense", ["ddp", "server"])
+def test_traffic_without_counts_is_a_bound_and_with_them_is_not(dense: str) -> None:
+    config = make_config("parameter_server", "adagrad", 2, dense=dense)
+    shape = outline(ClickModel(2, TABLES, DIM, [6], [8]), config)
+    batch = Workload(micro_batches=3, positions=100.0)
+    bound = ParameterServer.cost(shape, Axes(data=2), batch, config)
+    counts = ((2.0, 1.0), (1.0, 0.5))
+    counted = ParameterServer.cost(shape, Axes(data=2), Workload(3, 100.0, distinct=counts), config)
+    assert bound.traffic_is_bound
+    assert not counted.traffic_is_bound
+    assert counted.traffic_per_step < bound.traffic_per_step
+    dense_bytes = sum(4 * one.numel for one in shape.trained if not one.name.startswith("tables."))
+    ids, bound_ids = 3 * 4.5, 3 * (10 + 6)  # a batch of 100 has every row of tables so small
+    for cost, many in ((counted, ids), (bound, bound_ids)):
+        rows = {"pull": 8 * many, "push": (8 + 4 * DIM) * many}
+        if dense == "ddp":
+            assert cost.traffic == {"all_reduce": dense_bytes, **rows}
+        elif cost is bound:  # no server sends as much as a worker
+            assert cost.traffic == {"pull": rows["pull"], "push": rows["push"] + dense_bytes}
+        else:  # both workers ask the first server for 3 rows of every micro-batch, and for its half of the other parameters
+            assert cost.traffic == {"pull": 2 * 3 * 4 * DIM * (2 + 1) + 2 * _larger_half(shape)}
+
+
+def _larger_half(shape: ModelShape) -> int:
+    sizes = [4 * one.numel for one in shape.trained if not one.name.startswith("tables.")]
+    first = sum(size for size, owner in zip(sizes, deal(sizes, 2), strict=True) if owner == 0)
+    return max(first, sum(sizes) - first)
+
+
+def test_parameters_are_dealt_by_size() -> None:
+    assert deal([5, 1, 9, 4, 4], 2) == [1, 1, 0, 1, 0]  # 9 to the first, 5 and 4 to the second, 4 to the first, 1 to the second
+    assert deal([3], 4) == [0]
