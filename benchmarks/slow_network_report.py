@@ -185,7 +185,7 @@ def as_markdown(found: dict[str, Any], why: dict[str, str]) -> str:
         f"- the link: {link['how']}; measured before the training: round trip {1e3 * link['round_trip_s']:.2f} ms, one TCP "
         f"stream {link['stream_bits_per_s'] / 1e6:.1f} Mbit/s (congestion control {link['tcp_congestion_control']}, "
         f"tcp_slow_start_after_idle {link['tcp_slow_start_after_idle']})",
-        f"- the work: `examples/demo.yaml` with all {found['parameters']:,} parameters trained, float32, at one learning rate "
+        f"- the work: `examples/demo.yaml` with all {found['parameters']:,} parameters trained, float32, at a learning rate "
         f"that stays after its warm-up; an evaluation every {found['evaluate_every']} steps",
         "- seconds are those in training steps; evaluations, the start and the checkpoint are left out, for all alike",
         f"- the mark: {found['mark']:.4f}, plain DDP's evaluation loss after {steps} steps; the others may take "

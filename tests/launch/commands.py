@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 MICRO = (
     "model=builtin:qwen2-micro",
@@ -64,3 +70,32 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeo
             return
         time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached")
+
+
+def forked(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks of a command that starts them from a warm server: the server is the command's own child, they are its."""
+    found = []
+    for one in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if one.ppid() != process.pid:
+                found.append(one)
+    return found
+
+
+def end_by(
+    process: subprocess.Popen[str], number: signal.Signals, num_ranks: int, ready: Callable[[], object] = lambda: True
+) -> str:
+    """Send a command a signal when it has its ranks and is ``ready``; fails where a rank lives on. A Ctrl-C goes to the whole
+    group, as from a terminal: start it with ``start_new_session``. Returns what it said on standard error."""
+    ranks: list[psutil.Process] = []
+    deadline = time.monotonic() + 120
+    while not (len(ranks) == num_ranks and ready()) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        ranks = forked(process)
+        time.sleep(0.02)
+    assert len(ranks) == num_ranks
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert alive == []
+    return err

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from commands import run, start
+from commands import end_by, run, start
 
 from paceline.core.errors import ConfigError
 from paceline.launch.data_verb import check_action, make_request, shown
@@ -131,15 +128,6 @@ def test_a_word_does_nothing_to_the_terminal() -> None:
     assert shown("x" * 100) == "x" * 60 + "…"
 
 
-def _ranks(pid: int) -> list[psutil.Process]:
-    found = []
-    for one in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if one.ppid() != pid:
-                found.append(one)
-    return found
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process table")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_every_rank_and_clears_away(number: signal.Signals, tmp_path: Path) -> None:
@@ -152,17 +140,9 @@ def test_a_signal_ends_every_rank_and_clears_away(number: signal.Signals, tmp_pa
         "count", str(path), "--ranks=2", "--memory=2MB", f"--output={output}", verb="data",
         start_new_session=True, env={**os.environ, "TMPDIR": str(temporary)},
     )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not list(temporary.glob("paceline-count-*/rank-*/run-*")) and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.02)
-    ranks = _ranks(process.pid)
-    assert len(ranks) == 2
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    spilled = "paceline-count-*/rank-*/run-*"
+    err = end_by(process, number, 2, ready=lambda: any(temporary.glob(spilled)))
     assert process.returncode == 128 + number
     assert "nothing was written" in err
-    _, alive = psutil.wait_procs(ranks, timeout=20)
-    assert alive == []
     assert list(temporary.iterdir()) == []
     assert not output.exists()

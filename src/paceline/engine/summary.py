@@ -26,7 +26,7 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
     world, meter = session.world, session.meter
     peaks = [int(one) or None for one in world.gather_numbers(memory_peak(world.device))]  # of a rank that is lost: not known
     held = [int(one) for one in world.gather_numbers(session.strategy.state_bytes())]
-    traffic = meter.usual_traffic
+    traffic = session.strategy.sent_in_a_step(meter.usual_traffic)
     sent = [int(one) for one in world.gather_numbers(-1 if traffic is None else traffic)]
     figures = session.strategy.figures(max(sent) if max(sent) > 0 else None)
     judged = session.judge.report() if session.judge is not None else {}

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, ConfigError, nearest
 from paceline.core.files import human_bytes, write_atomic
 from paceline.launch.bench_measure import NATIVE, bus_bandwidth, fits, measure_rank
+from paceline.launch.bench_page import model_words, render
 from paceline.world.collectives_schedules import ALGORITHMS
 
 MAX_RANKS = 16
@@ -116,8 +117,6 @@ def bench(request: Request, as_json: bool) -> int:
         print("\nstopped; the ranks are ended", file=sys.stderr)
         return EXIT_SIGINT
     if request.output is not None:
-        from paceline.launch.bench_page import render
-
         write_atomic(request.output, render(results, fits(results)))
         print(f"written: {request.output}", file=sys.stderr)
     print(json.dumps(results, indent=2) if as_json else table(results))
@@ -150,11 +149,6 @@ def table(results: list[dict[str, Any]]) -> str:
         lines += ["", "t = α · messages + β · bytes (of the rank that sends most; native counted as a ring), by least squares:"]
     for one in found:
         name = f"{one['collective']} {one['algorithm']}, {one['world_size']} ranks"
-        lines.append("  " + f"{name:<30} {model_text(one)}")
+        alpha, rate, residual = model_words(one)
+        lines.append(f"  {name:<30} α {alpha:>11}   1/β {rate:>13}   residual {residual}")
     return "\n".join(lines).lstrip("\n")
-
-
-def model_text(one: dict[str, Any]) -> str:
-    """``α 35.0 µs, 1/β 1.2 GiB/s, residual 8 %``."""
-    rate = f"{human_bytes(1 / one['beta_s_per_byte'])}/s" if one["beta_s_per_byte"] else "no limit seen"
-    return f"α {1e6 * one['alpha_s']:8.1f} µs   1/β {rate:>12}   residual {100 * one['residual']:.0f} %"

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 NATIVE = "native"
 #: a measurement goes on for about this long, within these numbers of repeats
-_BUDGET_S = 0.4
-_FEWEST, _MOST = 3, 30
+_BUDGET_S = 0.8
+_FEWEST, _MOST = 7, 30
 _WARM_UP = 2
 
 

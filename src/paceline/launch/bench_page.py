@@ -11,7 +11,7 @@ from paceline.core.files import human_bytes
 
 _COLOURS = {"native": "c1", "ring": "c2", "tree": "c3", "halving": "c4", "naive": "c5"}
 _WIDTH, _HEIGHT = 520, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 14, 12, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 14, 14, 34
 
 _STYLE = """
 :root { --bg:#f6f7f9; --panel:#fff; --ink:#1b2430; --soft:#5c6878; --line:#dfe4ea; --c1:#2563a8; --c2:#d9772b; --c3:#2c8a72;
@@ -34,6 +34,9 @@ table { width:100%; border-collapse:collapse; font-size:14px; font-variant-numer
 th, td { padding:5px 10px; text-align:right; border-bottom:1px solid var(--line); white-space:nowrap; }
 th:first-child, td:first-child { text-align:left; } th { color:var(--soft); font-weight:500; } .table + .table {
 margin-top:18px; }
+@media (max-width: 640px) { main { padding:24px 14px 40px; } figure, .table { padding:10px; } svg { font-size:16px; }
+  table { font-size:13px; }
+  th, td { padding:4px 3px; } }
 """
 
 
@@ -115,17 +118,29 @@ def _plot(title: str, results: list[dict[str, Any]], key: str, label: Any, model
 
 
 def _table(results: list[dict[str, Any]], models: list[dict[str, Any]]) -> str:
-    from paceline.launch.bench_collectives import model_text
+    native = {one["bytes"]: one["latency_s"] for one in results if one["algorithm"] == "native"}
+    rows = []
+    for one in results:
+        beside = f"{native[one['bytes']] / one['latency_s']:.2f}" if native else ""
+        rate = f"{human_bytes(one['bus_bandwidth_bytes_s'])}/s"
+        rows.append((one["algorithm"], human_bytes(one["bytes"]), _time_text(one["latency_s"]), rate, beside))
+    tables = [_rows(("Algorithm", "Size", "Time", "Bus bandwidth", "× native"), rows)]
+    if models:
+        fitted = [(one["algorithm"], *model_words(one)) for one in models]
+        tables.append(_rows(("Algorithm", "α", "1/β", "Residual"), fitted))
+    return "".join(f'<div class="table" style="margin-top:18px">{one}</div>' for one in tables)
 
-    rows = [
-        f"<tr><td>{one['algorithm']}</td><td>{human_bytes(one['bytes'])}</td><td>{_time_text(one['latency_s'])}</td>"
-        f"<td>{_rate_text(one['bus_bandwidth_bytes_s'])}</td></tr>"
-        for one in results
-    ]
-    head = "<tr><th>Algorithm</th><th>Size</th><th>Time</th><th>Bus bandwidth</th></tr>"
-    fitted = "".join(f"<tr><td>{one['algorithm']}</td><td>{escape(model_text(one))}</td></tr>" for one in models)
-    second = f'<div class="table"><table><tr><th>Algorithm</th><th>Model</th></tr>{fitted}</table></div>' if fitted else ""
-    return f'<div class="table" style="margin-top:18px"><table>{head}{"".join(rows)}</table></div>{second}'
+
+def _rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    first = "".join(f"<th>{escape(one)}</th>" for one in head)
+    rest = "".join("<tr>" + "".join(f"<td>{escape(one)}</td>" for one in row) + "</tr>" for row in rows)
+    return f"<table><tr>{first}</tr>{rest}</table>"
+
+
+def model_words(one: dict[str, Any]) -> tuple[str, str, str]:
+    """α, 1/β and the residual of a model, as they are shown: ``35.0 µs``, ``1.2 GiB/s``, ``8 %``."""
+    rate = f"{human_bytes(1 / one['beta_s_per_byte'])}/s" if one["beta_s_per_byte"] else "no limit seen"
+    return f"{1e6 * one['alpha_s']:.1f} µs", rate, f"{100 * one['residual']:.0f} %"
 
 
 def _time_text(seconds: float) -> str:

@@ -143,6 +143,10 @@ class Strategy(ABC):
         """Steps after which the traffic of a step repeats; what is sent in a step is measured as a mean over them."""
         return 1
 
+    def sent_in_a_step(self, measured: int | None) -> int | None:
+        """Bytes that this rank usually sends in a step, from what was measured within its steps."""
+        return measured
+
     @property
     def counts_late(self) -> int:
         """With a :attr:`count_world` that is not all ranks: how many steps a rank may be ahead of the news from the others."""

@@ -129,6 +129,12 @@ class LooseParameterServer(ServedParameterServer):
             self.world.barrier()  # every push has been applied, and none comes before the state is copied
         return super().state()
 
+    def sent_in_a_step(self, measured: int | None) -> int | None:
+        """Of a server a mean: it answers at any time, while its own steps wait for nobody."""
+        if not self.is_server or self.clock == 0:
+            return measured
+        return round(TRAFFIC.bytes_by_collective.get("pull", 0) / self.clock)
+
     def figures(self, sent_bytes: float | None) -> dict[str, Any]:
         """``staleness``: the most steps that a worker was ahead of the slowest when it began one, and what bounds it."""
         self.world.barrier()  # the workers have made their last step

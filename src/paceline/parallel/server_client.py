@@ -44,12 +44,12 @@ class RemoteRows:
     def ask(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
         if len(ids) and (int(ids[0]) < 0 or int(ids[-1]) >= int(self.starts[-1])):  # sorted
             raise IndexError(f"rows {int(ids[0])} to {int(ids[-1])} of a table of {int(self.starts[-1])}")
+        wants_gradient = torch.is_grad_enabled()
         calls = [
-            rpc.rpc_async(rank_name(self.first_server + server), pull, args=(self.number, rows))
+            rpc.rpc_async(rank_name(self.first_server + server), pull, args=(self.number, rows, wants_gradient))
             for server, rows in self._by_server(ids)
         ]
         self.world.traffic.add("pull", bytes_of(ids))
-        wants_gradient = torch.is_grad_enabled()
 
         def wait() -> torch.Tensor:
             vectors = torch.cat([one.wait() for one in calls]) if calls else torch.zeros(0, self.dim)

@@ -81,8 +81,9 @@ class ServedParameterServer(ParameterServer):
         for one in self.trained.values():
             one.grad = None
 
-    def _pull_dense(self) -> None:
-        calls = [rpc.rpc_async(rank_name(server), pull_dense) for server in range(self.num_workers, self.world.size)]
+    def _pull_dense(self, trains: bool = True) -> None:
+        servers = range(self.num_workers, self.world.size)
+        calls = [rpc.rpc_async(rank_name(server), pull_dense, args=(trains,)) for server in servers]
         with torch.no_grad():
             for call in calls:
                 for name, value in call.wait().items():
@@ -141,7 +142,7 @@ class ServedParameterServer(ParameterServer):
         with uncounted():
             self.world.barrier()  # nobody pushes any more
             if not self.is_server:
-                self._pull_dense()
+                self._pull_dense(trains=False)
         yield
         with uncounted():
             self.world.barrier()
@@ -223,11 +224,12 @@ class DenseParameters:
 DENSE = DenseParameters()
 
 
-def pull_dense() -> dict[str, torch.Tensor]:
-    """The parameters of this server that are no tables."""
+def pull_dense(trains: bool) -> dict[str, torch.Tensor]:
+    """The parameters of this server that are no tables. ``trains``: for a step of training, whose traffic is counted."""
     with DENSE.lock:
         found = {name: one.detach().clone() for name, one in DENSE.named.items()}
-    TRAFFIC.add("pull", sum(bytes_of(one) for one in found.values()))
+    if trains:
+        TRAFFIC.add("pull", sum(bytes_of(one) for one in found.values()))
     return found
 
 

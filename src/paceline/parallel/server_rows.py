@@ -135,11 +135,13 @@ def serve(shards: list[Shard]) -> None:
     _SHARDS[:] = shards
 
 
-def pull(number: int, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of shard ``number`` of the process that this runs in, by their places there: float32 [n, dim]."""
+def pull(number: int, rows: torch.Tensor, trains: bool) -> torch.Tensor:
+    """Rows of shard ``number`` of the process that this runs in, by their places there: float32 [n, dim]. ``trains``: for a
+    step of training, whose traffic is counted."""
     with torch.no_grad():
         found = _SHARDS[number].values[rows]
-    TRAFFIC.add("pull", found.numel() * found.element_size())
+    if trains:
+        TRAFFIC.add("pull", found.numel() * found.element_size())
     return found
 
 

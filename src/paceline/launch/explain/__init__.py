@@ -89,7 +89,7 @@ def explain(request: Request, as_json: bool) -> int:
     if request.output is not None:
         write_atomic(request.output, _page(topic, story))
         print(f"written: {request.output}", file=sys.stderr)
-    print(json.dumps(story) if as_json else topic.text(story))
+    print(json.dumps(topic.surface(story) if request.topic in ALGORITHMS else story) if as_json else topic.text(story))
     return EXIT_DONE if story["result_ok"] else EXIT_FAILED
 
 

@@ -41,6 +41,16 @@ def tell(request: Request) -> Story:
     return record(request.topic, request.algorithm, request.ranks, request.elements)
 
 
+def surface(story: Story) -> Story:
+    """The part of it that is printed as JSON, whose keys are fixed."""
+    steps = [
+        {**step, "sends": [{key: send[key] for key in ("from", "to", "chunk", "bytes")} for send in step["sends"]]}
+        for step in story["steps"]
+    ]
+    kept = {key: story[key] for key in ("algorithm", "ranks", "elements")}
+    return {**kept, "steps": steps, **{key: story[key] for key in ("bytes_sent", "messages_sent", "result_ok")}}
+
+
 def title(story: Story) -> str:
     return f"{story['collective'].capitalize()} by {story['algorithm']}, {counted(story['ranks'], 'rank')}"
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.files import human_bytes
 from paceline.core.words import counted
+from paceline.launch.explain import timeline
 from paceline.launch.explain.ranks import run_on_ranks
 
 if TYPE_CHECKING:
@@ -37,11 +38,7 @@ def tell(request: Request) -> Story:
     """
     found = run_on_ranks(_record_rank, request.ranks)
     begin = min(span["start"] for one in found for span in one["spans"])
-    spans = [
-        {**span, "rank": rank, "start": span["start"] - begin, "end": span["end"] - begin}
-        for rank, one in enumerate(found)
-        for span in one["spans"]
-    ]
+    spans = timeline.shifted([{**span, "rank": rank} for rank, one in enumerate(found) for span in one["spans"]], begin)
     fills = [{**fill, "rank": rank, "time": fill["time"] - begin} for rank, one in enumerate(found) for fill in one["fills"]]
     mine = [span for span in spans if span["rank"] == 0]
     backward = next(span for span in mine if span["kind"] == "backward")
@@ -52,7 +49,7 @@ def tell(request: Request) -> Story:
         "topic": "ddp",
         "ranks": request.ranks,
         "buckets": found[0]["buckets"],
-        "spans": sorted(spans, key=lambda span: (span["rank"], span["start"])),
+        "spans": timeline.in_order(spans),
         "fills": fills,
         "overlap": inside / total if total else None,
         "result_ok": all(one["ok"] for one in found),
@@ -140,13 +137,12 @@ def about(story: Story) -> str:
 
 
 def facts(story: Story) -> list[tuple[str, str]]:
-    step = max(span["end"] for span in story["spans"])
     return [
         ("Ranks", str(story["ranks"])),
         ("Buckets", f"{len(story['buckets'])}, {human_bytes(sum(story['buckets']))} in all"),
-        ("Step", f"{1000 * step:.1f} ms"),
+        timeline.step_fact(story),
         ("All-reduce within backward", "unknown" if story["overlap"] is None else f"{100 * story['overlap']:.0f} %"),
-        ("Gradients", "those of one process" if story["result_ok"] else "NOT those of one process"),
+        timeline.gradients_fact(story),
     ]
 
 
@@ -171,25 +167,13 @@ def _moments(story: Story) -> list[tuple[float, str]]:
             found.append((span["end"], "Rank 0: backward is done."))
         elif span["kind"] == "update":
             found.append((span["start"], "Rank 0: every bucket has come; the optimizer updates the weights."))
-    end = max(span["end"] for span in story["spans"])
-    return sorted([*found, (end, "All ranks have made the same update.")])
+    return sorted([*found, (timeline.end_of(story), "All ranks have made the same update.")])
 
 
 def player(story: Story) -> dict[str, Any]:
     lanes, bars = stack(story["spans"])
-    moments = _moments(story)
-    return {
-        "kind": "timeline",
-        "captions": [f"{1000 * when:.1f} ms. {text}" for when, text in moments],
-        "times": [when for when, _ in moments],
-        "ranks": story["ranks"],
-        "lanes": lanes,
-        "bars": bars,
-        "end": max(span["end"] for span in story["spans"]),
-        "buckets": story["buckets"],
-        "fills": story["fills"],
-        "colours": _COLOURS,
-    }
+    buckets, fills = story["buckets"], story["fills"]
+    return timeline.player(story, _moments(story), lanes, bars, _COLOURS, buckets=buckets, fills=fills)
 
 
 def stack(spans: list[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
@@ -218,5 +202,5 @@ def text(story: Story) -> str:
         lines.append(f"rank {rank}: {said}")
     share = "unknown" if story["overlap"] is None else f"{100 * story['overlap']:.0f} %"
     lines.append(f"all-reduce that lay within backward on rank 0: {share}")
-    lines.append("gradients: " + ("those of one process" if story["result_ok"] else "NOT those of one process"))
+    lines.append(timeline.gradients_line(story))
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.files import human_bytes
 from paceline.core.words import counted
+from paceline.launch.explain import timeline
 from paceline.launch.explain.ranks import run_on_ranks
 
 if TYPE_CHECKING:
@@ -42,11 +43,10 @@ def tell(request: Request) -> Story:
     """
     found = run_on_ranks(_record, 1, request.ranks)[0]
     begin = min(span["start"] for span in found["spans"])
-    spans = [{**span, "start": span["start"] - begin, "end": span["end"] - begin} for span in found["spans"]]
     return {
         "topic": "dp",
         "ranks": request.ranks,
-        "spans": sorted(spans, key=lambda span: (span["rank"], span["start"])),
+        "spans": timeline.in_order(timeline.shifted(found["spans"], begin)),
         "copied_bytes": found["copied_bytes"],
         "result_ok": found["ok"],
     }
@@ -137,27 +137,18 @@ def _moments(story: Story) -> list[tuple[float, str]]:
 
 
 def facts(story: Story) -> list[tuple[str, str]]:
-    step = max(span["end"] for span in story["spans"])
     return [
         ("Devices", str(story["ranks"])),
-        ("Step", f"{1000 * step:.1f} ms"),
+        timeline.step_fact(story),
         ("Through device 0 in a step", human_bytes(story["copied_bytes"])),
-        ("Gradients", "those of one process" if story["result_ok"] else "NOT those of one process"),
+        timeline.gradients_fact(story),
     ]
 
 
 def player(story: Story) -> dict[str, Any]:
-    moments = _moments(story)
-    return {
-        "kind": "timeline",
-        "captions": [f"{1000 * when:.1f} ms. {text}" for when, text in moments],
-        "times": [when for when, _ in moments],
-        "ranks": story["ranks"],
-        "lanes": [f"device {number}" for number in range(story["ranks"])],
-        "bars": [{**span, "lane": span["rank"]} for span in story["spans"]],
-        "end": max(span["end"] for span in story["spans"]),
-        "colours": _COLOURS,
-    }
+    lanes = [f"device {number}" for number in range(story["ranks"])]
+    bars = [{**span, "lane": span["rank"]} for span in story["spans"]]
+    return timeline.player(story, _moments(story), lanes, bars, _COLOURS)
 
 
 def text(story: Story) -> str:
@@ -165,5 +156,5 @@ def text(story: Story) -> str:
     for span in sorted(story["spans"], key=lambda one: one["start"]):
         lines.append(f"{1000 * span['start']:8.2f} – {1000 * span['end']:8.2f} ms  device {span['rank']}: {span['kind']}")
     lines += ["", f"through device 0 in a step: {human_bytes(story['copied_bytes'])}"]
-    lines.append("gradients: " + ("those of one process" if story["result_ok"] else "NOT those of one process"))
+    lines.append(timeline.gradients_line(story))
     return "\n".join(lines)

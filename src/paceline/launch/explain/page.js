@@ -14,10 +14,10 @@
     parent.append(node);
     return node;
   };
-  const canvas = (width, height) => {
-    const svg = make($("stage"), "svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-labelledby": "caption" });
-    return svg;
-  };
+  // Pictures are drawn as wide as the stage is, so that their words keep their size; on a narrow one they are laid out anew.
+  const room = () => Math.max(300, Math.min(1000, $("stage").clientWidth));
+  const canvas = (width, height) =>
+    make($("stage"), "svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-labelledby": "caption", style: `min-width:${width > room() ? width : 0}px` });
   const key = (label, colour) => {
     const span = document.createElement("span"), mark = document.createElement("i");
     mark.style.background = colour;
@@ -37,7 +37,8 @@
   const kinds = {
     chunks() {
       const { ranks, segments, held, steps, elements } = data;
-      const left = 84, right = 110, width = 1000, row = 44, pitch = Math.max(62, 88 - ranks);
+      const narrow = room() < 640, left = narrow ? 60 : 84, right = narrow ? 78 : 110, row = 44, pitch = Math.max(62, 88 - ranks);
+      const width = Math.max(room(), left + right + 36 * segments.length);
       const inner = width - left - right, top = 34;
       const svg = canvas(width, top + ranks * pitch);
       const x = (element) => left + (inner * element) / Math.max(1, elements);
@@ -115,7 +116,7 @@
     timeline() {
       const { lanes, bars, times, end } = data;
       const buckets = data.buckets || [], fills = data.fills || [];
-      const left = 150, width = 1000, row = 30, top = 10, inner = width - left - 14;
+      const width = room(), narrow = width < 640, left = narrow ? 116 : 150, row = 30, top = 10, inner = width - left - 14, ticks = narrow ? 2 : 5;
       const foot = top + lanes.length * row, boxes = buckets.length ? 26 + data.ranks * 58 : 0;
       const svg = canvas(width, foot + 30 + boxes);
       const x = (time) => left + (inner * time) / end;
@@ -123,7 +124,7 @@
         make(svg, "text", { class: "left", x: 0, y: top + at * row + row / 2 }, lane);
         make(svg, "line", { class: "axis", x1: left, x2: width - 14, y1: top + (at + 1) * row, y2: top + (at + 1) * row });
       });
-      for (let tick = 0; tick <= 5; tick++) make(svg, "text", { class: "soft mid", x: x((end * tick) / 5) - (tick === 5 ? 14 : 0), y: foot + 14 }, `${((1000 * end * tick) / 5).toFixed(1)} ms`);
+      for (let tick = 0; tick <= ticks; tick++) make(svg, "text", { class: "soft mid", x: x((end * tick) / ticks) - (tick === ticks ? 14 : 0), y: foot + 14 }, `${((1000 * end * tick) / ticks).toFixed(1)} ms`);
       for (const [name, colour] of Object.entries(data.colours)) key(name, colour);
       const layer = make(svg, "g");
       const show = (time) => {
@@ -151,7 +152,8 @@
             make(layer, "rect", { class: "cell", x: x0, y: y0, width: one - 8, height: 38, rx: 5 });
             const colour = state === "summed" ? data.colours["summed"] : state.startsWith("all") ? data.colours["all-reduce"] : data.colours["backward"];
             make(layer, "rect", { x: x0, y: y0, width: Math.max(0, ((one - 8) * full) / bytes), height: 38, rx: 5, style: `fill:${colour};opacity:.45` });
-            if (one > 90) make(layer, "text", { class: "mid small", x: x0 + one / 2 - 4, y: y0 + 19 }, one > 150 ? `bucket ${bucket}: ${state}` : state);
+            const short = state === "summed" ? "sum" : state.startsWith("all") ? "sent" : state.replace(" filled", "");
+            if (one > 46) make(layer, "text", { class: "mid small", x: x0 + one / 2 - 4, y: y0 + 19 }, one > 180 ? `bucket ${bucket}: ${state}` : one > 120 ? state : short);
           });
         }
       };
@@ -172,7 +174,8 @@
 
     memory() {
       const { frames, kinds: names, ranks, most } = data;
-      const left = 84, width = 1000, row = 26, gap = 26, pitch = names.length * row + gap, inner = width - left - 250;
+      const width = room(), narrow = width < 640, left = narrow ? 54 : 84, row = narrow ? 40 : 26, gap = 26, pitch = names.length * row + gap;
+      const inner = narrow ? width - left - 4 : width - left - 250, thick = narrow ? row - 19 : row - 5;
       const svg = canvas(width, ranks * pitch + 4);
       const x = (bytes) => (inner * bytes) / most;
       names.forEach((name) => key(name, data.colours[name]));
@@ -182,10 +185,10 @@
         make(svg, "text", { class: "left", x: 0, y: 4 + rank * pitch + (names.length * row) / 2 }, `rank ${rank}`);
         parts.push(names.map((name, at) => {
           const y0 = 4 + rank * pitch + at * row;
-          make(svg, "rect", { class: "cell", x: left, y: y0, width: inner, height: row - 5, rx: 3 });
-          const bar = make(svg, "rect", { x: left, y: y0, width: 0, height: row - 5, rx: 3, style: `fill:${data.colours[name]}` });
-          const mark = make(svg, "rect", { class: "declared", x: left, y: y0 - 1, width: 0, height: row - 3, rx: 3 });
-          const label = make(svg, "text", { class: "left small", x: left + inner + 12, y: y0 + row / 2 - 2 });
+          make(svg, "rect", { class: "cell", x: left, y: y0, width: inner, height: thick, rx: 3 });
+          const bar = make(svg, "rect", { x: left, y: y0, width: 0, height: thick, rx: 3, style: `fill:${data.colours[name]}` });
+          const mark = make(svg, "rect", { class: "declared", x: left, y: y0 - 1, width: 0, height: thick + 2, rx: 3 });
+          const label = make(svg, "text", { class: "left small", x: narrow ? left : left + inner + 12, y: y0 + (narrow ? thick + 9 : row / 2 - 2) });
           return { bar, mark, label };
         }));
       }
@@ -216,7 +219,7 @@
 
   $("player").hidden = false;
   $("as-text").open = false;
-  const picture = kinds[data.kind]();
+  let picture = kinds[data.kind](), drawn = room();
 
   const settle = () => {
     clearTimeout(timer);
@@ -261,6 +264,14 @@
     const found = /step=(\d+)/.exec(location.hash);
     return found ? Number(found[1]) : 0;
   };
+  addEventListener("resize", () => {
+    if (room() === drawn) return;
+    drawn = room();
+    $("stage").replaceChildren();
+    $("legend").replaceChildren();
+    picture = kinds[data.kind]();
+    go(now, false);
+  });
   addEventListener("hashchange", () => { if (fromAddress() !== now) step(fromAddress(), false); });
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || ["INPUT", "SELECT"].includes(event.target.tagName)) return;
