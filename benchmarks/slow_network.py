@@ -52,15 +52,15 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
     "diloco": (
         {
             "parallel.mode": "diloco",
-            "local_sgd.steps": 5,
+            "local_sgd.steps": 6,
             "local_sgd.outer_dtype": "int8",
             "local_sgd.outer_learning_rate": 1.0,
             "local_sgd.outer_momentum": 0,
             "train_args.learning_rate": 1.8e-3,
         },
-        "H = 5 with outer gradients in int8: 1/20 of DDP's bytes. In so short a run outer momentum, or an outer rate above 1, "
-        "comes out behind. Half of DDP's batch makes a worker's gradient noisier and Adam's steps along it shorter; so the "
-        "inner rate, which Douillard et al. (2023) tune as well, is higher",
+        "H = 6 with outer gradients in int8: 1/24 of DDP's bytes a step. In so short a run outer momentum, or an outer rate "
+        "above 1, comes out behind. Half of DDP's batch makes a worker's gradient noisier and Adam's steps along it shorter; "
+        "so the inner rate, which Douillard et al. (2023) tune as well, is higher",
     ),
 }
 DEFAULT = "ddp,powersgd,topk,diloco"

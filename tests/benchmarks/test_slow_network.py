@@ -165,6 +165,8 @@ def test_ratios_are_to_plain_ddp_at_the_loss_of_its_last_step(runs):
     assert rows["topk"]["sooner"] == pytest.approx(63.0 / 13.0)
     assert rows["diloco"]["less_comm"] == pytest.approx(25.0)
     assert rows["diloco"]["loss_difference"] == pytest.approx(0.005)
+    assert rows["diloco"]["less_comm_in_all"] == pytest.approx(50 / 3)  # over its 30 steps
+    assert rows["diloco"]["final_loss_difference"] == pytest.approx(5.5 / 6 - 1)
     assert rows["signsgd"]["sooner"] is None
     assert {name: report.verdict(one) for name, one in rows.items()} == {
         "ddp": "the measure",
@@ -175,23 +177,31 @@ def test_ratios_are_to_plain_ddp_at_the_loss_of_its_last_step(runs):
     }
 
 
-def test_goals_belong_to_the_links_they_are_stated_for(runs):
-    slow = report.summary(runs, 20, conditions())["goals"]
-    assert {(one["method"], one["what"]): one["met"] for one in slow} == {
-        ("topk", "sooner"): True,
-        ("diloco", "less_comm"): True,
-        ("diloco", "loss_difference"): True,
-    }
-    fast = report.summary(runs, 20, conditions(rate=1e9, delay=0.0))["goals"]
-    assert {one["method"]: one["met"] for one in fast} == {"topk": True, "diloco": True, "bf16": False, "signsgd": True}
-    assert report.summary(runs, 20, conditions(rate=5e7))["goals"] == []
+def test_goals_belong_to_the_links_and_lengths_they_are_stated_for(runs, tmp_path):
+    rows = report.summary(runs, 20, conditions())["methods"]
+
+    def met(rate, delay):
+        link = {"rate_bits_per_s": rate, "delay_s": delay, "loss": 0.0}
+        return {(one["method"], one["what"]): one["met"] for one in report.goals(rows, link, 2)}
+
+    slow = [("topk", "sooner"), ("diloco", "less_comm_in_all"), ("diloco", "final_loss_difference")]
+    assert met(1e8, 0.01) == dict.fromkeys(slow, True)
+    fast = {"topk": True, "diloco": True, "bf16": False, "signsgd": True}
+    assert met(1e9, 0.0) == {(name, "step_ratio"): expected for name, expected in fast.items()}
+    assert met(5e7, 0.01) == {}
+    assert report.summary(runs, 20, conditions())["goals"] == []
+    long = folder_of(tmp_path / "long", 3.0, 2.5, [7.0, 6.0], 1000, every=100)
+    over = {"ddp": report.read_run("ddp", long, [1, 2], 9.0), "topk": report.read_run("topk", long, [1, 2], 9.0)}
+    found = report.summary(over, 200, conditions() | {"steps": 200})
+    assert [(one["method"], one["met"]) for one in found["goals"]] == [("topk", False)]
+    assert "| ≥ 4 | missed |" in report.as_markdown(found, {"ddp": "plain", "topk": "one per cent"})
 
 
 def test_the_table_tells_the_link_as_measured_and_what_was_not_reached(runs):
     text = report.as_markdown(report.summary(runs, 20, conditions()), {"ddp": "plain", "topk": "one per cent"})
     assert "round trip 20.00 ms, one TCP stream 90.0 Mbit/s" in text
     row = next(line for line in text.splitlines() if line.startswith("| `signsgd`"))
-    assert "| 7.0000 (+16.67 %) | – | – | – |" in row
+    assert "| 7.0000 (+16.67 %) | 6.5000 (+8.33 %), step 30 | – | – | – |" in row
     assert "- `topk`: `compression.method=topk`: one per cent" in text
     drawn = report.as_svg(runs)
     assert drawn.count('stroke-width="2"') == 2 * len(runs)
