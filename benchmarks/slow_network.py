@@ -42,8 +42,9 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"compression.method": "fp16"}, "gradients in half the bits"),
     "int8": ({"compression.method": "int8"}, "gradients in a quarter of the bits"),
     "powersgd": (
-        {"compression.method": "powersgd", "compression.rank": 8},
-        "rank 8: a lower one sends less and takes more steps, a higher one the reverse",
+        {"compression.method": "powersgd", "compression.rank": 8, "parallel.bucket_cap_mb": 64},
+        "rank 8: a lower one sends less and takes more steps, a higher one the reverse. One bucket: what is sent is small, and "
+        "each bucket costs two messages one after the other",
     ),
     "topk": ({"compression.method": "topk", "compression.ratio": 0.01}, "1 % of the elements, the goal's setting"),
     "randomk": ({"compression.method": "randomk", "compression.ratio": 0.01}, "1 % of the elements, by chance"),
@@ -52,15 +53,16 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
     "diloco": (
         {
             "parallel.mode": "diloco",
-            "local_sgd.steps": 6,
+            "local_sgd.steps": 5,
+            "local_sgd.overlap_steps": 2,
             "local_sgd.outer_dtype": "int8",
             "local_sgd.outer_learning_rate": 1.0,
             "local_sgd.outer_momentum": 0,
             "train_args.learning_rate": 1.8e-3,
         },
-        "H = 6 with outer gradients in int8: 1/24 of DDP's bytes a step. In so short a run outer momentum, or an outer rate "
-        "above 1, comes out behind. Half of DDP's batch makes a worker's gradient noisier and Adam's steps along it shorter; "
-        "so the inner rate, which Douillard et al. (2023) tune as well, is higher",
+        "H = 5 with outer gradients in int8: 1/20 of DDP's bytes a step, on their way beside the next two steps. In so short "
+        "a run outer momentum, or an outer rate above 1, comes out behind. Half of DDP's batch makes a worker's gradient "
+        "noisier and Adam's steps along it shorter; so the inner rate, which Douillard et al. (2023) tune as well, is higher",
     ),
 }
 DEFAULT = "ddp,powersgd,topk,diloco"
@@ -116,7 +118,7 @@ def read_arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--loss", type=_checked(netns.parse_loss), default="0", help="per cent of the packets (0)")
     parser.add_argument("--hosts", type=int, default=2, help="one rank on each (2)")
     parser.add_argument("--steps", type=int, default=200, help="of plain DDP, whose last evaluation is the mark (200)")
-    parser.add_argument("--extra", type=int, help="steps that the others may take beyond, to reach the mark (a fifth)")
+    parser.add_argument("--extra", type=int, help="steps that the others may take beyond, to reach the mark (three tenths)")
     parser.add_argument("--evaluate-every", type=int, default=10, metavar="STEPS", help="(10)")
     parser.add_argument("--methods", type=_names, default=DEFAULT, help=f"some of {','.join(METHODS)} ({DEFAULT})")
     parser.add_argument("--set", type=_setting, action="append", default=[], metavar="[METHOD:]KEY=VALUE")
@@ -131,7 +133,7 @@ def read_arguments(given: list[str]) -> argparse.Namespace:
             f"--steps {args.steps} with --evaluate-every {args.evaluate_every}; allowed: a multiple of it, twice or more"
         )
     if args.extra is None:
-        args.extra = args.steps // 5
+        args.extra = 3 * args.steps // 10
     if args.extra < 0 or args.timeout <= 0:
         parser.error("--extra is at least 0, --timeout above it")
     args.extra = -(-args.extra // args.evaluate_every) * args.evaluate_every
