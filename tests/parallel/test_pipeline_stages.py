@@ -89,3 +89,19 @@ def test_cost_says_who_sends_how_much() -> None:
     assert looped.send_bytes == (3 * boundary, 4 * boundary, 4 * boundary, 3 * boundary)
     assert looped.busiest_send_bytes == 4 * boundary
     assert looped.parameters[0] == ("model.embed.weight", "model.layers.0.weight", "model.layers.4.weight")
+
+
+def test_between_a_column_and_its_row_layer_a_part_of_the_features_is_sent() -> None:
+    names = {"0.weight": (32, 64), "1.weight": (32, 32), "2.weight": (10, 32)}
+    shape = ModelShape(
+        parameters=tuple(TensorShape(name, size, 4, True) for name, size in names.items()),
+        blocks=("0", "1", "2"),
+        block_output_elements=(32, 32, 10),
+        tensor_plan={"0": "colwise", "1": "rowwise"},
+    )
+    work = Workload(micro_batches=2, positions=5.0)
+    boundary = 2 * 5 * 32 * 4
+    assert pipeline_cost(shape, 2, 1, "1f1b", work).send_bytes == (boundary, boundary)
+    assert pipeline_cost(shape, 2, 1, "1f1b", work).division.blocks[0] == (0, 1)
+    assert pipeline_cost(shape, 2, 1, "1f1b", work, tensor_ranks=2).send_bytes == (boundary // 2, boundary // 2)
+    assert pipeline_cost(shape, 3, 1, "1f1b", work, tensor_ranks=2).send_bytes[2] == boundary  # after the row layer: whole

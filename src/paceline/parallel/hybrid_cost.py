@@ -43,7 +43,7 @@ def _stages(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> li
     from paceline.parallel.pipeline_cost import pipeline_cost
 
     settings = config.parallel
-    line = pipeline_cost(shape, axes.pipeline, settings.pipeline_chunks, settings.pipeline_schedule, work)
+    line = pipeline_cost(shape, axes.pipeline, settings.pipeline_chunks, settings.pipeline_schedule, work, axes.tensor)
     copies = Counter(name for names in line.parameters for name in names)
     found = []
     for rank in range(axes.pipeline):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.models.shape import ModelShape
+from paceline.models.shape import ModelShape, modules_around
+from paceline.models.tensor_plan import COLUMN
 from paceline.parallel.cost import Workload
 from paceline.parallel.pipeline_stages import Division, divide, num_chunks, rank_of_stage
 
@@ -34,7 +35,9 @@ class PipelineCost:
         return max(self.send_bytes)
 
 
-def pipeline_cost(shape: ModelShape, num_ranks: int, chunks: int, schedule: str, work: Workload) -> PipelineCost:
+def pipeline_cost(
+    shape: ModelShape, num_ranks: int, chunks: int, schedule: str, work: Workload, tensor_ranks: int = 1
+) -> PipelineCost:
     """The pipeline's share of a strategy's cost.
 
     Each boundary between stages passes tokens × hidden elements forward and as many back, each micro-batch (Narayanan et al.,
@@ -44,6 +47,8 @@ def pipeline_cost(shape: ModelShape, num_ranks: int, chunks: int, schedule: str,
     Args:
         num_ranks: of the pipeline's line.
         chunks: ``parallel.pipeline_chunks``; means something to the schedules of several stages a rank alone.
+        tensor_ranks: that each layer of the tensor plan is cut over. Between a column layer and its row layer a rank has, and
+            hands on, its part of the features alone.
 
     Raises:
         ConfigError: fewer layers than stages.
@@ -62,7 +67,8 @@ def pipeline_cost(shape: ModelShape, num_ranks: int, chunks: int, schedule: str,
     send = [0] * num_ranks
     for stage, (_, beyond) in enumerate(division.blocks[:-1]):  # forward to the next stage, and the gradient back
         elements = shape.block_output_elements[beyond - 1] if shape.block_output_elements else 0.0
-        boundary = round(work.micro_batches * work.positions * elements * element_bytes)
+        parts = tensor_ranks if _within_pair(shape, beyond) else 1
+        boundary = round(work.micro_batches * work.positions * elements * element_bytes / parts)
         send[rank_of_stage(stage, num_ranks)] += boundary
         send[rank_of_stage(stage + 1, num_ranks)] += boundary
     for one in shape.trained:
@@ -83,6 +89,13 @@ def pipeline_cost(shape: ModelShape, num_ranks: int, chunks: int, schedule: str,
         in_flight=in_flight,
         activation_bytes=tuple(activations),
     )
+
+
+def _within_pair(shape: ModelShape, beyond: int) -> bool:
+    """Whether the last cut layer of the first ``beyond`` blocks is a column layer, whose row layer comes later."""
+    before = set(shape.blocks[:beyond])
+    styles = [style for name, style in shape.tensor_plan.items() if any(one in before for one in (*modules_around(name), name))]
+    return bool(styles) and styles[-1] == COLUMN
 
 
 def _in_flight(schedule: str, rank: int, num_ranks: int, num_stages: int, micro_batches: int) -> int:
