@@ -112,6 +112,9 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     tight = check_disk(tmp_path, free // 2, 0, 4)
     assert not tight.ok
     assert not tight.fatal
+    unlimited = check_disk(tmp_path, free // 4, 0, None)
+    assert unlimited.ok
+    assert "all of them are kept" in unlimited.value
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

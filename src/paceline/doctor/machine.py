@@ -24,17 +24,9 @@ _TIME_ERROR = 5
 _SLOWED = ("clocks_event_reasons.hw_thermal_slowdown", "clocks_event_reasons.hw_power_brake_slowdown")
 
 
-def check_memory(needed_bytes: int | None = None) -> Check:
-    """Free memory of this host. ``needed_bytes``: what all of its ranks are estimated to take."""
-    free = available_memory()
-    value = f"{human_bytes(free)} free" + (f", about {human_bytes(needed_bytes)} needed" if needed_bytes else "")
-    if needed_bytes is not None and needed_bytes > free:
-        return doubtful(
-            "memory",
-            value,
-            "see `paceline plan` for modes that need less; lower `per_device_train_batch_size`, set `gradient_checkpointing`",
-        )
-    return well("memory", value)
+def check_memory() -> Check:
+    """Free memory of this host. What a config needs of it is for `paceline plan` to say."""
+    return well("memory", f"{human_bytes(available_memory())} free")
 
 
 def check_threads(num_ranks: int) -> Check:

@@ -15,21 +15,25 @@ from paceline.doctor.check import Check, broken, doubtful, well
 _TRIAL_BYTES = 8 << 20
 
 
-def check_disk(folder: Path, checkpoint_bytes: int | None, model_bytes: int, num_kept: int) -> Check:
+def check_disk(folder: Path, checkpoint_bytes: int | None, model_bytes: int, num_kept: int | None) -> Check:
     """Free space for the checkpoints that are kept, one that is being written, and the model at the end.
 
     Args:
         checkpoint_bytes: of one checkpoint; None: not known.
+        num_kept: None: all of them, however many there will be.
     """
     here = existing(folder)
     free = shutil.disk_usage(here).free
     if checkpoint_bytes is None:
         return well("disk", f"{human_bytes(free)} free in {here}")
-    least, most = checkpoint_bytes + model_bytes, checkpoint_bytes * (num_kept + 1) + model_bytes
-    value = (
-        f"{human_bytes(free)} free in {here}; a checkpoint takes {human_bytes(checkpoint_bytes)}, {num_kept} of them and one "
-        f"being written, with the model, {human_bytes(most)}"
-    )
+    least = checkpoint_bytes + model_bytes
+    value = f"{human_bytes(free)} free in {here}; a checkpoint takes {human_bytes(checkpoint_bytes)}, "
+    if num_kept is None:
+        most = least
+        value += "and all of them are kept (`save_total_limit` is not set)"
+    else:
+        most = checkpoint_bytes * (num_kept + 1) + model_bytes
+        value += f"{num_kept} of them and one being written, with the model, {human_bytes(most)}"
     if free < least:
         return broken("disk", value, "make room, or set `output_dir` to another disk")
     if free < most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,8 +132,11 @@ def doctor(request: Request, as_json: bool) -> int:
     return EXIT_DONE if found["ok"] else EXIT_FAILED
 
 
-def examine_host(config: Config, given: bool, device_type: str, num_ranks: int) -> tuple[list[Check], int | None]:
-    """All that can be seen without a second rank, and the bytes of the config's gradients (None: not known)."""
+def examine_host(
+    config: Config, given: bool, device_type: str, num_ranks: int, head: str | None = None
+) -> tuple[list[Check], int | None]:
+    """All that can be seen without a second rank, and the bytes of the config's gradients (None: not known). ``num_ranks``: of
+    this host. ``head``: where the ranks of several hosts meet; None where this is the only one."""
     args = config.train_args
     sizes = _sizes(config) if given else None
     accelerator = device_type != "cpu"
@@ -141,20 +145,19 @@ def examine_host(config: Config, given: bool, device_type: str, num_ranks: int) 
         check_driver(config.parallel.device),
         check_memory(),
         check_threads(num_ranks),
-        check_clock(),
+        check_clock(several_hosts=head is not None),
         check_frequency(),
         check_shared_memory(num_ranks, args.dataloader_num_workers, accelerator),
         check_open_files(),
-        check_host_name(),
-        check_interface(),
+        check_host_name(several_hosts=head is not None),
+        check_interface(head),
         check_port(),
         check_cache(),
     ]
     if given:
         folder = Path(config.output_dir)
         checks.append(check_writing("output_dir", folder))
-        kept = args.save_total_limit or 1
-        checks.append(check_disk(folder, sizes[0] if sizes else None, sizes[1] if sizes else 0, kept))
+        checks.append(check_disk(folder, sizes[0] if sizes else None, sizes[1] if sizes else 0, args.save_total_limit))
     if accelerator:
         checks.append(_peer_copies(num_ranks, device_type))
     return checks, sizes[2] if sizes else None
@@ -225,7 +228,8 @@ def _look_at_hosts(job: Examination, env: RankEnv, world: Any) -> tuple[list[Che
 
     mine: tuple[str, list[Check], int | None] | None = None
     if env.local_rank == 0:
-        checks, gradients = examine_host(job.config, job.given and env.rank == 0, job.device_type, env.local_world_size)
+        head = os.environ.get("MASTER_ADDR") if env.world_size > env.local_world_size else None
+        checks, gradients = examine_host(job.config, job.given and env.rank == 0, job.device_type, env.local_world_size, head)
         mine = (socket.gethostname(), checks, gradients)
     hosts = [one for one in world.gather_objects(mine) if one is not None]
     if len(hosts) == 1:

@@ -175,8 +175,6 @@ class Sharding:
     def end_step(self) -> None:
         """Free weights that are gathered still and bring the gradients to their sum over all ranks. Parameters that no batch
         reached have zeros."""
-        if self.keeps_weights:
-            self.note_gathered()
         self.reshard()
         for piece in self.pieces:
             gradient = piece.parameter.grad
