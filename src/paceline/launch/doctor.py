@@ -26,6 +26,7 @@ from paceline.doctor.machine import (
 from paceline.doctor.network import check_host_name, check_interface, check_port
 from paceline.doctor.software import check_driver, check_packages
 from paceline.doctor.storage import check_cache, check_disk, check_writing
+from paceline.engine.wording import short_duration
 
 if TYPE_CHECKING:
     from paceline.engine.stop import StopFlag
@@ -261,7 +262,7 @@ def _judge_pairs(network: Any) -> Check:
     middle = rates[len(rates) // 2]
     text = (
         f"{counted(len(network.pairs), 'pair')}, all intact; the slowest, {_between(network, slowest)}: "
-        f"{human_bytes(slowest.bandwidth_bytes_s)}/s, {_milliseconds(slowest.latency_s)}"
+        f"{human_bytes(slowest.bandwidth_bytes_s)}/s, {short_duration(slowest.latency_s)}"
     )
     if slowest.bandwidth_bytes_s * _SLOWER < middle:
         return doubtful(
@@ -273,9 +274,9 @@ def _judge_pairs(network: Any) -> Check:
 def _judge_all_reduce(network: Any, gradient_bytes: int | None) -> Check:
     link = network.all_reduce
     rate = "no limit that could be seen" if link.bandwidth_bytes_s is None else f"{human_bytes(link.bandwidth_bytes_s)}/s"
-    text = f"{_milliseconds(link.latency_s)} a message, {rate} that a rank sends"
+    text = f"{short_duration(link.latency_s)} a message, {rate} that a rank sends"
     if gradient_bytes is not None:
-        takes = _milliseconds(link.all_reduce_s(gradient_bytes))
+        takes = short_duration(link.all_reduce_s(gradient_bytes))
         text += (
             f"; the gradients of this config ({human_bytes(gradient_bytes)}) take {takes} of each step, in part beside backward"
         )
@@ -288,10 +289,6 @@ def _between(network: Any, pair: Any) -> str:
         for rank in (pair.sender, pair.receiver)
     ]
     return f"{ends[0]} ↔ {ends[1]}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def _on_ranks(job: Examination, devices: Devices, outer: RankEnv | None) -> dict[str, Any]:
@@ -364,7 +361,7 @@ def _show(checks: list[Check], found: dict[str, Any]) -> None:
     console.print(table)
     for one in sorted(found["links"], key=lambda link: link["bandwidth_bytes_s"])[:8] if len(found["links"]) > 1 else []:
         rate = f"{human_bytes(one['bandwidth_bytes_s'])}/s"
-        console.print(Text(f"  rank {one['from']} ↔ rank {one['to']}  {_milliseconds(one['latency_s']):>9}  {rate:>12}"))
+        console.print(Text(f"  rank {one['from']} ↔ rank {one['to']}  {short_duration(one['latency_s']):>9}  {rate:>12}"))
     if len(found["links"]) > 8:
         console.print(Text(f"  and {len(found['links']) - 8} faster ones (--json)"))
     console.print(Text(_verdict(checks), style="bold green" if found["ok"] else "bold red"))
