@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from paceline.config.schema_communication import AllReduce, Compression
 from paceline.config.schema_local import LocalSgd
 from paceline.config.schema_recommend import Recommend
+from paceline.config.schema_recovery import Recovery
 from paceline.config.schema_server import ParameterServer
 from paceline.config.section import Auto, Section, Text
 
@@ -84,6 +85,34 @@ class Parallel(Section):
     )
     all_reduce: AllReduce = "native"
     timeout_s: float = Field(600.0, ge=10, description="Seconds after which a collective that does not end fails the run.")
+    nnodes: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^[1-9][0-9]*:[1-9][0-9]*$")] = Field(
+        1,
+        description="Hosts, each of which gets the same command; `1:4`: at least 1, at most 4, and the run goes on with those "
+        "that are there.",
+    )
+    node_rank: Auto | Annotated[int, Field(ge=0)] = Field(
+        "auto", description="This host's number, from 0. `auto`: 0 where `head` is an address of this host, else any free one."
+    )
+    head: Text | None = Field(
+        None, description="Address of the host by which all meet, as `10.0.0.1` or `10.0.0.1:29500`; the same on every host."
+    )
+    interface: Text | None = Field(
+        None, description="Network interface between the hosts, as `eth0`. Default: the one that leads to `head`."
+    )
+
+    @field_validator("nnodes", mode="after")
+    @classmethod
+    def _low_to_high(cls, value: int | str) -> int | str:
+        low, _, high = str(value).partition(":")
+        if high and int(low) > int(high):
+            raise ValueError(f"nnodes {value}: the first number is the smaller one")
+        return value
+
+    @property
+    def hosts(self) -> tuple[int, int]:
+        """The smallest and the largest number of hosts."""
+        low, _, high = str(self.nnodes).partition(":")
+        return int(low), int(high or low)
 
 
 class Lora(Section):
@@ -238,6 +267,7 @@ class Config(Section):
     parameter_server: ParameterServer = Field(
         default_factory=ParameterServer, description="Settings of `parallel.mode: parameter_server`."
     )
+    recovery: Recovery = Field(default_factory=Recovery, description="What a run does about faults.")
     task_args: dict[str, object] = Field(
         default_factory=dict, description="Free settings for your own task; it reads them as `self.config.task_args`."
     )

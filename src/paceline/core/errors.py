@@ -52,6 +52,11 @@ class RunError(PacelineError):
     """A run that had started failed (exit code 1)."""
 
 
+class FaultError(RunError):
+    """A rank, a device, a link or a number went wrong in a way that going back to the newest checkpoint may mend: the launcher
+    starts the ranks again, as often as ``recovery.max_restarts`` says. Any other :class:`PacelineError` would only come again."""
+
+
 def _rebuild(kind: type[PacelineError], what: str, allowed: str | None, fix: str | None) -> PacelineError:
     return kind(what, allowed=allowed, fix=fix)
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from paceline.core.errors import EXIT_FAILED
 
 # A terminal and a launcher may both pass on one Ctrl-C; signals this close together are one.
 _SAME_SIGNAL_S = 1.0
@@ -17,6 +21,8 @@ class StopFlag:
     def __init__(self) -> None:
         self.signal: int | None = None
         self._first_at = 0.0
+        #: Ends this process at once with a fault, from any thread, where the main one stands still: (text, ranks to blame).
+        self.fail: Callable[[str, Sequence[int]], None] = _end_by_fault
 
     @property
     def wanted(self) -> bool:
@@ -34,3 +40,8 @@ class StopFlag:
             self.signal, self._first_at = number, now
         elif now - self._first_at > _SAME_SIGNAL_S:
             os._exit(128 + number)
+
+
+def _end_by_fault(text: str, blamed: Sequence[int]) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    os._exit(EXIT_FAILED)
