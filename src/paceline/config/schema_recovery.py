@@ -35,7 +35,7 @@ class Recovery(Section):
     hang_after_s: float = Field(
         5.0,
         ge=1,
-        description="A rank that stands still for longer than this, and for longer than ten usual steps, is named by the others.",
+        description="A rank that stands still for longer than this, and than ten usual steps, is named by the others.",
     )
     hang_timeout_s: float | None = Field(
         None, ge=1, description="After so many seconds of standing still the ranks end. Default: `parallel.timeout_s`."
@@ -43,7 +43,7 @@ class Recovery(Section):
     check_replicas_steps: int = Field(
         100,
         ge=0,
-        description="Every so many steps, and before each checkpoint, replicas compare a hash of their weights; 0: never.",
+        description="Every so many steps and before each checkpoint, replicas compare hashes of their weights; 0: never.",
     )
     max_skipped_steps: int = Field(
         10, ge=1, description="So many steps in a row without a finite gradient end the run, at its last good weights."

@@ -53,8 +53,8 @@ class RunError(PacelineError):
 
 
 class FaultError(RunError):
-    """A rank, a device, a link or a number went wrong in a way that going back to the newest checkpoint may mend: the launcher
-    starts the ranks again, as often as ``recovery.max_restarts`` says. Any other :class:`PacelineError` would only come again."""
+    """A rank, a device, a link or a number went wrong in a way that going back to the newest checkpoint may mend. The launcher
+    starts the ranks again, up to ``recovery.max_restarts`` times. Any other :class:`PacelineError` would only come again."""
 
 
 def _rebuild(kind: type[PacelineError], what: str, allowed: str | None, fix: str | None) -> PacelineError:
