@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from slurm_cluster import why_not
 
 # Before anything imports a library that looks at them. The cache is shared by the whole session, so that the built-in model,
 # its tokenizer and its data are built once; Hugging Face's caches follow XDG_CACHE_HOME.
@@ -39,9 +40,10 @@ _NOT_RUN = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick tests first. Without an accelerator the ``gpu`` ones are not run; ``soak`` ones only where -m asks for them."""
+    """Quick tests first. Without an accelerator the ``gpu`` ones are not run, without Slurm's programs the ``slurm`` ones;
+    ``soak`` ones only where -m asks for them."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
-    left_out = {"gpu": not _accelerator(), "soak": "soak" not in config.option.markexpr}
+    left_out = {"gpu": not _accelerator(), "slurm": why_not() is not None, "soak": "soak" not in config.option.markexpr}
     config.stash[_NOT_RUN] = {}
     for marker, leave in left_out.items():
         found = [item for item in items if item.get_closest_marker(marker)] if leave else []
@@ -61,6 +63,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     counts = config.stash.get(_NOT_RUN, {})
     if counts.get("soak"):
         terminalreporter.write_line(f"{counts['soak']} test(s) marked soak were not run; `make soak` runs them.")
+    if counts.get("slurm"):
+        terminalreporter.write_line(f"NOT RUN: {counts['slurm']} test(s) on a real Slurm: {why_not()}.")
     if counts.get("gpu"):
         terminalreporter.write_line(f"No accelerator on this machine: {counts['gpu']} test(s) marked gpu were not run.")
 

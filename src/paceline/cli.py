@@ -28,6 +28,8 @@ usage: paceline VERB …
   explain      all-reduce                    an algorithm on real ranks (broadcast, ddp, zero, dp; --output PAGE.html)
   data         count FILE …                  count words over all ranks (--ranks N, --by tokens, --output FILE.tsv, …)
   data         stats CONFIG.yaml [key=value …]  lengths, duplicates, what each max_length would cut (--output PAGE.html)
+  slurm        CONFIG.yaml [key=value …]     a script for Slurm (--nodes N, --gpus-per-node N, --time 4:00:00, --submit, …)
+  kubernetes   CONFIG.yaml [key=value …]     a manifest for Kubeflow Trainer (--nodes N, --gpus-per-node N, --image IMAGE, …)
   bench        collectives                   their latency and bandwidth (--ranks 2,4, --sizes 1KB,25MB, --output …)
 
 Every verb takes --json: the result alone on standard output. Keys: docs/config.md.
@@ -186,7 +188,9 @@ def _inspect(tokens: list[str], _: float) -> int:
     from paceline.engine import checkpoint
 
     flags, tokens = _take_flags(tokens, "json", "debug")
-    path = checkpoint.find(Path(_exactly(tokens, "inspect", "CHECKPOINT")[0]))
+    path = checkpoint.find(
+        Path(_exactly(tokens, "inspect", "CHECKPOINT")[0]), lambda text: print(f"warning: passed over: {text}", file=sys.stderr)
+    )
     found = checkpoint.inspect(path)
     if flags["json"]:
         print(json.dumps(found, indent=2))
@@ -239,6 +243,28 @@ def _data(tokens: list[str], _: float) -> int:
     return show_stats(tokens, values.get("output"), flags["json"])
 
 
+def _slurm(tokens: list[str], _: float) -> int:
+    from paceline.config.load import split_cli
+    from paceline.launch.slurm import VALUES, check_slurm_options, make_request, slurm
+
+    flags, tokens = _take_flags(tokens, "json", "debug", "submit")
+    values, tokens = _take_values(tokens, VALUES)
+    check_slurm_options(tokens)
+    path, overrides = split_cli(tokens)
+    return slurm(make_request(path, overrides, values), flags["submit"], flags["json"])
+
+
+def _kubernetes(tokens: list[str], _: float) -> int:
+    from paceline.config.load import split_cli
+    from paceline.launch.kubernetes import VALUES, check_kubernetes_options, kubernetes, make_request
+
+    flags, tokens = _take_flags(tokens, "json", "debug")
+    values, tokens = _take_values(tokens, VALUES)
+    check_kubernetes_options(tokens)
+    path, overrides = split_cli(tokens)
+    return kubernetes(make_request(path, overrides, values), flags["json"])
+
+
 _VERBS: dict[str, Callable[[list[str], float], int]] = {
     "sft": _train,
     "train": _train,
@@ -252,6 +278,8 @@ _VERBS: dict[str, Callable[[list[str], float], int]] = {
     "bench": _bench,
     "doctor": _doctor,
     "data": _data,
+    "slurm": _slurm,
+    "kubernetes": _kubernetes,
 }
 
 

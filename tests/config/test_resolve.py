@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -45,6 +46,28 @@ def test_steps(args: dict[str, Any], steps: int) -> None:
 )  # fmt: skip
 def test_warm_up(args: dict[str, Any], warmup: int) -> None:
     assert resolve(**args).warmup_steps == warmup
+
+
+@pytest.mark.parametrize(
+    ("replicas", "batch", "accumulation", "text"),
+    [
+        (4, 8, 1, "8 samples = 2 a micro-batch × 1 accumulation × 4 ranks"),
+        (2, 8, 1, "8 samples = 4 a micro-batch × 1 accumulation × 2 ranks"),
+        (3, 8, 1, "8 samples = 3+3+2 on 3 ranks: at most 3 a micro-batch × 1 accumulation"),
+        (1, 8, 2, "8 samples = 4 a micro-batch × 2 accumulation × 1 rank"),
+        (3, 32, 3, "32 samples = 11+11+10 on 3 ranks: at most 4 a micro-batch × 3 accumulation"),
+        (8, 8, 1, "8 samples = 1 a micro-batch × 1 accumulation × 8 ranks"),
+        (9, 80, 3, "80 samples = 8 × 9 + 1 × 8 on 9 ranks: at most 3 a micro-batch × 3 accumulation"),
+    ],
+)
+def test_a_global_batch_that_stays(replicas: int, batch: int, accumulation: int, text: str) -> None:
+    config = Config(model="m", dataset="d", train_args={"per_device_train_batch_size": 4})
+    found = derive(config, world_size=replicas, num_train=100, num_eval=0, default_learning_rate=1e-4, global_batch_size=batch)
+    assert found.global_batch_size == batch
+    assert found.gradient_accumulation_steps == accumulation
+    assert found.steps_per_epoch == math.ceil(100 / batch)
+    assert found.samples_per_micro_batch <= 4
+    assert text in found.lines()[0]
 
 
 def test_learning_rate_and_evaluation() -> None:

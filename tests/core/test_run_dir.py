@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import RunError
-from paceline.core.run_dir import RunDir, lock_run
+from paceline.core.run_dir import RunDir, clear_debris, lock_run
 
 
 def test_naming_a_run_touches_nothing(tmp_path: Path) -> None:
@@ -19,6 +19,16 @@ def test_naming_a_run_touches_nothing(tmp_path: Path) -> None:
     assert found == {"config.yaml", "events.jsonl", "report.json", "report.html", "checkpoints", "model"}
     assert not run.is_run()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left(tmp_path: Path) -> None:
+    for name in (".config.yaml.12.tmp", ".report.json.7.tmp", "report.json", ".lock", ".model.notes", ".env"):
+        (tmp_path / name).write_text("x")
+    for name in (".model.12.tmp", ".model.12.old", "model", ".git"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("x")
+    clear_debris(RunDir(tmp_path))
+    assert sorted(one.name for one in tmp_path.iterdir()) == [".env", ".git", ".lock", ".model.notes", "model", "report.json"]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "events.jsonl", "checkpoints"])

@@ -33,6 +33,26 @@ def test_an_epoch_holds_every_sample_once_however_it_is_cut(lengths, parts):
     assert len(order.global_batch(2)) == 7
 
 
+@pytest.mark.parametrize("lengths", [None, np.arange(1, 101)])
+@pytest.mark.parametrize("batch", [1, 5, 8, 16, 31])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_a_global_batch_on_any_number_of_replicas(replicas, batch, micro_batch, lengths):
+    """The accumulation that a run goes on with: no micro-batch is larger than it was, and no replica has much more to do."""
+    accumulation = -(-batch // (micro_batch * replicas))
+    order = SampleOrder(100, batch, seed=5, lengths=lengths)
+    for step in (0, 3, order.steps_per_epoch - 1):  # the last one is short
+        parts = order.micro_batches(step, replicas * accumulation)
+        assert sorted(np.concatenate(parts)) == sorted(order.global_batch(step))
+        if lengths is None:
+            assert max(map(len, parts)) <= micro_batch
+            shares = [sum(map(len, parts[r * accumulation : (r + 1) * accumulation])) for r in range(replicas)]
+            assert max(shares) - min(shares) <= 1
+        else:
+            tokens = [int(lengths[part].sum()) for part in parts]
+            assert max(tokens) <= 4 / 3 * max(sum(tokens) / len(tokens), lengths[order.global_batch(step)].max())
+
+
 def test_micro_batches_depend_on_the_number_of_parts_alone():
     order = SampleOrder(64, 8, seed=5, lengths=np.random.default_rng(0).integers(1, 100, 64))
     again = SampleOrder(64, 8, seed=5, lengths=order.lengths)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import os
 import pickle
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,15 +105,17 @@ def link(file: Path) -> None:
 
 @pytest.mark.parametrize("name", [STATE, "index.json", "meta.json"])
 @pytest.mark.parametrize(
-    ("harm", "word"), [(cut, "bytes, the manifest says"), (flip, "SHA-256"), (take_away, "is missing"), (link, "is missing")]
+    ("harm", "word"), [(cut, "bytes, the manifest says"), (flip, "SHA-256"), (take_away, "is missing"), (link, "is a link to")]
 )
 def test_harm_is_seen(tmp_path: Path, harm: Callable[[Path], None], word: str, name: str) -> None:
     (path,) = save(tmp_path, 1)
     harm(path / name)
+    sha256 = json.loads((path / "manifest.json").read_text())["files"][name]["sha256"]
     problem = checkpoint.verify(path)
     assert problem is not None
     assert word in problem
     assert str(path / name) in problem
+    assert harm is link or sha256[:16] in problem
     assert checkpoint.newest_whole(tmp_path)[0] is None
     with pytest.raises(ConfigError):
         checkpoint.inspect(path)
@@ -144,6 +150,108 @@ def test_a_manifest_does_not_point_outside(tmp_path: Path) -> None:
     manifest["files"]["../outside"] = {"size_bytes": 1, "sha256": "0"}
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert "outside" in str(checkpoint.verify(path))
+
+
+def test_files_that_changed_places(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 1, 2)
+    for name in (STATE, "index.json", "meta.json"):  # of the same size: the hash alone tells
+        one, other = (path / name for path in (first, second))
+        kept = one.read_bytes()
+        shutil.copyfile(other, one)
+        assert one.read_bytes() == kept or f"{one} does not have the SHA-256" in str(checkpoint.verify(first))
+        one.write_bytes(kept)
+        assert checkpoint.verify(first) is None
+
+
+def test_a_manifest_that_is_a_link(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 1)
+    link(path / "manifest.json")
+    assert checkpoint.verify(path) == f"{path / 'manifest.json'} is a link"
+
+
+def test_what_does_not_belong_there(tmp_path: Path) -> None:
+    (path,) = save(tmp_path / "checkpoints", 1)
+    assert checkpoint.foreign_files(path) == []
+    (path / "notes.txt").write_text("the good one")
+    (path / "plots").mkdir()
+    assert checkpoint.verify(path) is None
+    assert checkpoint.foreign_files(path) == ["notes.txt", "plots"]  # said, and not read
+    (tmp_path / "elsewhere").write_text("x")
+    (path / "more").symlink_to(tmp_path / "elsewhere")
+    assert f"{path / 'more'} is a link to {tmp_path / 'elsewhere'}" in str(checkpoint.verify(path))
+    (path / "more").unlink()
+    archive = io.BytesIO()
+    torch.save({"weight": torch.ones(2)}, archive)
+    for name, raw in (
+        ("optimizer.pt", b""),
+        ("rng.pkl", pickle.dumps(1)),
+        ("extra", pickle.dumps(1)),
+        ("pytorch_model.bin", archive.getvalue()),
+    ):
+        (path / name).write_bytes(raw)
+        assert f"{path / name} is a pickle" in str(checkpoint.verify(path))
+        assert checkpoint.newest_whole(tmp_path / "checkpoints")[0] is None
+        (path / name).unlink()
+    assert checkpoint.newest_whole(tmp_path / "checkpoints") == (path, [])
+
+
+def test_a_pickle_that_the_manifest_names(tmp_path: Path) -> None:
+    """Hashes that fit do not make a file a checkpoint's."""
+    (path,) = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name in ("extra.pkl", STATE):
+        raw = pickle.dumps(state(1))
+        (path / name).write_bytes(raw)
+        said = {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        (path / "manifest.json").write_text(json.dumps({"files": {**manifest["files"], name: said}}))
+        expected = {
+            "extra.pkl": "names 'extra.pkl', which is no file of a checkpoint",
+            STATE: f"{path / STATE} is no safetensors",
+        }
+        assert expected[name] in str(checkpoint.verify(path))
+        if name != STATE:
+            (path / name).unlink()
+
+
+def test_a_checkpoint_that_is_a_link(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    (first,) = save(folder, 1)
+    (second,) = save(tmp_path / "elsewhere", 2)
+    (folder / second.name).symlink_to(second)
+    path, wrong = checkpoint.newest_whole(folder)
+    assert path == first
+    assert len(wrong) == 1
+    assert f"{folder / second.name} is a link that leads out of the run's folder, to {second}" in wrong[0]
+    assert checkpoint.find(folder / second.name) == folder / second.name  # named by hand it is taken
+    said: list[str] = []
+    assert checkpoint.find(tmp_path / "run", said.append) == first
+    assert said == wrong
+    (folder / second.name).unlink()
+    (tmp_path / "run" / "kept").mkdir()
+    second.rename(tmp_path / "run" / "kept" / second.name)
+    (folder / second.name).symlink_to(tmp_path / "run" / "kept" / second.name)  # within the run
+    assert checkpoint.newest_whole(folder) == (folder / second.name, [])
+    assert checkpoint.prune(folder, 1) == [first]
+    save(folder, 3)
+    checkpoint.prune(folder, 1)
+    assert names(folder) == ["step-00000003"]  # of a link the link alone is removed
+    assert checkpoint.verify(tmp_path / "run" / "kept" / second.name) is None
+    os.rename(folder, tmp_path / "big-disk")
+    folder.symlink_to(tmp_path / "big-disk")  # all checkpoints on another disk
+    assert checkpoint.newest_whole(folder) == (folder / "step-00000003", [])
+
+
+def test_steps_that_no_longer_count(tmp_path: Path) -> None:
+    """A run goes on from step 2, for 3 and 4 are broken, and writes step 3 anew."""
+    _, second, third, fourth = save(tmp_path, 1, 2, 3, 4)
+    flip(third / STATE)
+    flip(fourth / STATE)
+    assert checkpoint.newest_whole(tmp_path)[0] == second
+    save(tmp_path, 3)
+    assert checkpoint.prune(tmp_path, 2, superseded=[4]) == [fourth, tmp_path / "step-00000001"]
+    assert checkpoint.newest_whole(tmp_path) == (third, [])
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert checkpoint.prune(tmp_path, None, superseded=[3]) == [third]
 
 
 class _Bomb:

@@ -1,5 +1,6 @@
 """Whatever ends a run, the same command goes on and ends with the same bits; nothing is left behind."""
 
+import json
 import os
 import random
 import signal
@@ -40,30 +41,67 @@ def all_gone(processes, within_s=6.0):
     return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("victim", ["rank 0", "rank 2", "launcher"])
-def test_killed_and_started_again_ends_with_the_same_bits(undisturbed, tmp_path, victim):
+def kill_a_rank(process, folder, first):
+    """Rank 0 where ``first``, else another one."""
+    pid = events(folder, "run_start")[-1]["pid"]
+    next(one for one in ranks_of(process) if (one.pid == pid) == first).kill()
+
+
+def wait_for_life(folder, number, process, step, timeout_s=60.0):
+    """Until the run is in its ``number``-th life, and has made ``step`` there."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        kinds = [
+            (one["type"], one.get("step") or 0) for one in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+        ]
+        starts = [place for place, (kind, _) in enumerate(kinds) if kind == "run_start"]
+        if len(starts) >= number and any(kind == "step" and at >= step for kind, at in kinds[starts[number - 1] :]):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"life {number} did not come to step {step}")
+
+
+def test_killed_ranks_are_replaced_and_the_run_ends_with_the_same_bits(undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = begin(folder)
     # From step 9 on the save of step 8 has begun, so that of step 4 is on disk: one save is in flight at most.
-    wait_for_step(folder, random.Random(victim).randint(9, 18), process)
+    wait_for_step(folder, random.Random(1).randint(9, 14), process)
     everyone = psutil.Process(process.pid).children(recursive=True)
-    if victim == "launcher":
-        process.kill()
-    else:
-        pid = next(one["pid"] for one in events(folder, "run_start"))
-        ranks = ranks_of(process)
-        first = next(one for one in ranks if one.pid == pid)
-        (first if victim == "rank 0" else next(one for one in ranks if one.pid != pid)).kill()
+    kill_a_rank(process, folder, first=False)
+    wait_for_life(folder, 2, process, step=16)
+    everyone += psutil.Process(process.pid).children(recursive=True)
+    kill_a_rank(process, folder, first=True)
     _, said = process.communicate(timeout=120)
-    if victim != "launcher":
-        assert process.returncode == 1
-        assert "was killed or crashed" in said
-        assert f"rank {victim[-1]}" in said or victim == "rank 2"
+    assert process.returncode == 0, said
+    assert digest(folder) == undisturbed
     assert all_gone(everyone) == []
+    assert report(folder)["restarts"] == 2
+    assert report(folder)["resumed_from_step"] % 4 == 0
+    faults = events(folder, "fault")
+    assert len(faults) == 2
+    assert faults[0]["ranks"] in ([1], [2])
+    assert faults[1]["ranks"] == [0]
+    for one in faults:
+        assert f"rank {one['ranks'][0]} (process" in said
+        assert "was killed by SIGKILL" in one["reason"]
+    assert said.count("All ranks go back to the checkpoint of step") == 2
+
+
+def test_without_restarts_the_rank_is_named_and_the_same_command_goes_on(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    process = start(*MICRO, f"output_dir={folder}", *WORDS, "recovery.max_restarts=0")
+    wait_for_step(folder, 9, process)
+    kill_a_rank(process, folder, first=True)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "rank 0 (process" in said
+    assert "was killed by SIGKILL" in said
+    assert "give the same command again" in said
+    assert events(folder, "run_end")[-1]["status"] == "failed"
     train(folder, *WORDS)
     assert digest(folder) == undisturbed
     assert report(folder)["restarts"] == 1
-    assert report(folder)["resumed_from_step"] % 4 == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
@@ -99,12 +137,14 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert all_gone(everyone) == []
 
 
-def test_a_broken_checkpoint_is_passed_over(undisturbed, tmp_path):
+def test_a_killed_launcher_leaves_nothing_and_a_broken_checkpoint_is_passed_over(undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = begin(folder)
     wait_for_step(folder, 13, process)
+    everyone = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
+    assert all_gone(everyone) == []
     newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
     with open(next(newest.glob("state-*.safetensors")), "r+b") as handle:
         handle.seek(-5, os.SEEK_END)

@@ -117,14 +117,6 @@ def ranks(value: Any) -> Out:
     return Out({"parallel.num_gpus": "auto" if value in ("gpu", "auto", -1) else value})
 
 
-def one_node(value: Any) -> Out:
-    if str(value) == "1":
-        return Out()
-    raise Refused(
-        f"{value} nodes are asked for; this version trains on one machine", "remove the key, or start each machine's own run"
-    )
-
-
 # -- the training -------------------------------------------------------------------------------------------------------------
 
 _SAME_OPTIM = {"adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"}

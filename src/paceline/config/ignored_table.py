@@ -60,9 +60,9 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "st": "ddp_backend",
         "sat": "ddp_find_unused_parameters ddp_broadcast_buffers",
         "t": "ddp_static_graph local_rank ddp_port main_process_port",
-        "s": "MASTER_PORT MASTER_ADDR NODE_RANK node_rank master_port master_addr",
+        "s": "MASTER_PORT master_port",
     }),
-    ("info", "Ray is not used; workers run under torch.distributed.elastic", {
+    ("info", "Ray is not used; Paceline starts the workers itself", {
         "la": "ray_run_name ray_storage_path ray_num_workers placement_strategy resources_per_worker "
               "ray_init_kwargs",
         "as": "use_ray",

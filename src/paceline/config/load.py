@@ -6,7 +6,7 @@ The environment plays no part.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from paceline.config.explain import explain, strict_problems
 from paceline.config.merge import RESET, Merge
 from paceline.config.overrides import parse_tokens, split_cli
 from paceline.config.reader import Dumper, read_config_file
-from paceline.config.schema import Config
+from paceline.config.schema import Config, Parallel
 from paceline.config.settle import settle
 from paceline.core.errors import ConfigError
 
@@ -33,6 +33,10 @@ class Loaded:
     config: Config
     notices: list[tuple[str, str]] = field(default_factory=list)
     path: Path | None = None
+
+    def with_parallel(self, parallel: Parallel) -> Loaded:
+        """The same, where devices and hosts have become known."""
+        return replace(self, config=self.config.model_copy(update={"parallel": parallel}))
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Loaded:

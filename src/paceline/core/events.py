@@ -6,7 +6,22 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
   ``device``, ``strategy``, ``model`` {name, parameters, trainable_parameters}, ``data`` {read, kept, truncated, dropped},
   ``versions``.
 - ``resume``: ``step``, ``path``. Steps logged after that step by an earlier life of the run no longer count.
+- ``fault``: ``step`` (the last one logged), ``ranks``, ``hosts``, ``reason``, ``restart`` (how often since the newest
+  checkpoint), ``seen_at``: a life of the run ended, and this one goes on from the checkpoint that ``resume`` names.
+- ``skipped``: ``step``, ``updates``, ``ranks``, ``hosts``, ``cause`` (loss | gradient | overflow, null where not known): a
+  gradient was not finite, on these ranks, and its update was not made. Where ranks train on their own: so many updates by each
+  of these at most, since the last ``step`` line.
+- ``drift``: ``step``, ``ranks``, ``hosts``, ``parameter`` (the first that differs), ``tensors`` (so many differ): replicas that
+  should hold the same bits do not.
+- ``rewind``: ``step`` (at which the loss jumped), ``to_step``, ``loss``, ``median``: the run goes back, and the batch of that
+  step is left out. A ``resume`` follows where a checkpoint was loaded.
 - ``worker_lost``: ``step``, ``rank``, ``pid``, ``reason``, ``samples_unseen``: a rank ended, and the others went on.
+- ``hang``: ``rank`` (null: the ranks wait for one another), ``host``, ``phase``, ``step``, ``since_s``, ``why``, ``stack``
+  (lines, innermost first), ``mismatch`` (where the ranks have issued different collectives), ``text``: a rank holds up the
+  others. ``hang_end``: ``rank``, ``since_s``, ``text``: it goes on again. Where rank 0 itself hangs, the others print it alone.
+- ``straggler``: ``rank``, ``host``, ``step``, ``slower_by_s`` (a step, than the median of the others), ``share`` {data_s,
+  compute_s, communication_s}, ``steps`` (that were looked at), ``text``; ``straggler_end``: ``rank``, ``host``, ``step``,
+  ``text``: it is even with the others again.
 - ``notice``: ``level`` (info | warning), ``text``.
 - ``step``: ``step, epoch, loss, grad_norm, learning_rate, tokens, step_time_s, data_wait_s, comm_wait_s, memory_bytes,
   ranks`` (null where not known). ``tokens`` is the number of tokens of the global batch, ``step_time_s`` the mean over the
@@ -24,6 +39,7 @@ import errno
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +49,7 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """Appends events to a file and hands each to the listeners (the console). A listener must not raise.
+    """Appends events to a file and hands each to the listeners (the console). A listener must not raise. Threads may emit.
 
     A write that fails (full disk) never stops the training: it is counted in ``lost`` and said once by the listeners.
     """
@@ -43,6 +59,7 @@ class EventLog:
         self.lost = 0
         self.path: Path | None = None
         self._cut = False
+        self._lock = threading.RLock()
         self._handle: IO[bytes] | None = None
         if path is not None:
             self.open(path, self.listeners)
@@ -56,6 +73,11 @@ class EventLog:
     def emit(self, type: str, said: bool = False, **fields: Any) -> Event:
         """Append one event. ``said``: a person has seen it already, so only the file gets it."""
         event: Event = {"time": time.time(), "type": type, **fields}
+        with self._lock:
+            self._tell(event, said)
+        return event
+
+    def _tell(self, event: Event, said: bool) -> None:
         for listener in [] if said else self.listeners:
             listener(event)
         if self._handle is not None:
@@ -67,7 +89,6 @@ class EventLog:
                     text = f"{self.path} cannot be written ({error.strerror}); training goes on, events are lost."
                     for listener in self.listeners:
                         listener({"time": time.time(), "type": "notice", "level": "warning", "text": text})
-        return event
 
     def _append(self, line: bytes) -> None:
         # A disk that fills takes a part of a line; the next one that fits must not be glued to it.
@@ -114,6 +135,18 @@ def read_events(path: Path) -> list[Event]:
         return []
     with open(path, "rb") as handle:
         return [event for line in handle if (event := _parse(line)) is not None]
+
+
+def tail_events(path: Path, size_bytes: int = 1 << 18) -> list[Event]:
+    """The last whole lines of an event log, of so many bytes."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as handle:
+        handle.seek(0, os.SEEK_END)
+        start = max(0, handle.tell() - size_bytes)
+        handle.seek(start)
+        lines = handle.read().split(b"\n")[1 if start else 0 :]
+    return [event for line in lines if (event := _parse(line)) is not None]
 
 
 def follow_events(path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | None = None) -> Iterator[Event]:

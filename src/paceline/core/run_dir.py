@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import shutil
 import socket
 import time
 from dataclasses import dataclass
@@ -50,6 +52,21 @@ class RunDir:
     def is_run(self) -> bool:
         """True where a run has already begun here."""
         return self.config.is_file() or self.events.is_file() or self.checkpoints.is_dir()
+
+
+#: What is written aside before it gets its name (core/files.py, engine/model_folder.py).
+_DEBRIS = re.compile(r"\.(config\.yaml|report\.json|report\.html|model)\.\d+\.(tmp|old)")
+
+
+def clear_debris(run_dir: RunDir) -> None:
+    """Remove what a process that was killed has left of files and of ``model/``, for whoever holds the run's folder.
+    Checkpoints are not looked at."""
+    for one in run_dir.root.iterdir():
+        if _DEBRIS.fullmatch(one.name):
+            if one.is_dir() and not one.is_symlink():
+                shutil.rmtree(one, ignore_errors=True)
+            else:
+                one.unlink(missing_ok=True)
 
 
 def lock_run(run_dir: RunDir, wait_s: float) -> IO[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.core.processes import end_with_parent
+from paceline.core.processes import end_by_parent_alone, end_with_parent
 from paceline.data.order import SampleOrder, split_by_length, split_even
 from paceline.world.seeds import seed_everything
 
@@ -96,7 +96,7 @@ def _loader(
 def _loader_process_start(_worker: int) -> None:
     # A loader process must not outlive its rank, however the rank ends; torch's own watch takes seconds to notice.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_by_parent_alone(signal.SIGTERM)  # Slurm, or a person, may send it to all: the rank then finishes its step
     torch.set_num_threads(1)
     end_with_parent()
 

@@ -2,7 +2,8 @@
 
 Not of the world size, the strategy, the loader's workers, nor of how often the run was resumed. Each sample is seen exactly
 once an epoch. A global batch is cut into world × accumulation micro-batches; with the same product the micro-batches are the
-same however the product is made up.
+same however the product is made up. Where the product does not divide the batch, sizes differ by one, and so do the sums of
+each rank.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.core.shares import edges
 from paceline.world.seeds import derive_seed
 
 
@@ -21,8 +23,9 @@ def epoch_permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def split_even(indices: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Cut into ``parts`` consecutive pieces whose sizes differ by at most one; pieces are empty where there are too few."""
-    return list(np.array_split(indices, parts))
+    """Cut into ``parts`` consecutive pieces whose sizes differ by at most one; pieces are empty where there are too few. The
+    larger pieces are spread (see :func:`~paceline.core.shares.edges`), so that ranks with several pieces get equal sums."""
+    return np.split(indices, edges(len(indices), parts)[1:-1])
 
 
 def split_by_length(indices: np.ndarray, lengths: np.ndarray, parts: int) -> list[np.ndarray]:

@@ -11,14 +11,15 @@ import json
 import os
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.files import sha256_file
-from paceline.engine.checkpoint_format import INDEX, MANIFEST, META, STATE, name_of, read_index
+from paceline.core.files import fsync_dir
+from paceline.engine.checkpoint_format import META, name_of
 from paceline.engine.checkpoint_read import CheckpointReader, read_state
+from paceline.engine.checkpoint_verify import foreign_files, verify
 from paceline.engine.checkpoint_write import (
     PartFailed,
     Saved,
@@ -27,6 +28,7 @@ from paceline.engine.checkpoint_write import (
     not_written,
     prepare,
     reason_of,
+    remove,
     wait_for_parts,
     write_errors,
     write_part,
@@ -40,6 +42,7 @@ __all__ = [
     "Saved",
     "committed",
     "find",
+    "foreign_files",
     "inspect",
     "name_of",
     "newest_whole",
@@ -48,6 +51,7 @@ __all__ = [
     "read_state",
     "reason_of",
     "save",
+    "step_of",
     "verify",
     "write_errors",
 ]
@@ -76,70 +80,55 @@ def save(folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str
         raise not_written(folder, step, writer.size_bytes, reason_of(error)) from error
 
 
-def prune(folder: Path, keep: int | None) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints (None keeps all). Returns what was removed."""
-    if keep is None:
-        return []
-    removed = []
-    for path in committed(folder)[:-keep]:
+def prune(folder: Path, keep: int | None, superseded: Collection[int] = ()) -> list[Path]:
+    """Remove all but the newest ``keep`` checkpoints (None keeps all), and those of the steps ``superseded``, which do not
+    count among the newest. Returns what was removed.
+
+    Which are whole is not looked at. So that the newest whole one is never removed, call it when a checkpoint has just been
+    written, with every later step ``superseded``.
+    """
+    gone = [one for one in committed(folder) if step_of(one) in superseded]
+    if keep is not None:
+        gone += [one for one in committed(folder) if one not in gone][:-keep]
+    for path in gone:
         aside = folder / f".{path.name}.{os.getpid()}.old"
         os.replace(path, aside)  # gone in one step: a cut here leaves no half checkpoint under a good name
-        shutil.rmtree(aside, ignore_errors=True)
-        removed.append(path)
-    return removed
+        fsync_dir(folder)  # nor does a power cut
+        remove(aside)
+    return gone
 
 
 def committed(folder: Path) -> list[Path]:
     """The checkpoints below ``folder``, oldest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), one) for one in folder.iterdir() if (match := _NAME.fullmatch(one.name)) and one.is_dir()]
-    return [path for _, path in sorted(found)]
+    return sorted((one for one in folder.iterdir() if _NAME.fullmatch(one.name) and one.is_dir()), key=step_of)
 
 
-def verify(path: Path) -> str | None:
-    """None where every file is there with the size and SHA-256 of the manifest; else what is wrong."""
-    try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
-        said_of = {str(name): (int(said["size_bytes"]), str(said["sha256"])) for name, said in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{path / MANIFEST} is missing or broken"
-    state = INDEX if INDEX in said_of or (path / INDEX).exists() else STATE
-    for needed in (state, META):
-        if needed not in said_of:
-            return f"{path / MANIFEST} does not name {needed}"
-    for name, (size_bytes, _) in said_of.items():
-        file = path / name
-        if Path(name).name != name or file.is_symlink() or not file.is_file():
-            return f"{file} is missing"
-        if file.stat().st_size != size_bytes:
-            return f"{file} has {file.stat().st_size:,} bytes, the manifest says {size_bytes:,}"
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        found = pool.map(sha256_file, [path / name for name in said_of])
-        for (name, (_, sha256)), actual in zip(said_of.items(), found, strict=True):
-            if actual != sha256:
-                return f"{path / name} does not have the SHA-256 that the manifest says ({sha256[:16]}…)"
-    return _index_problem(path, set(said_of))
-
-
-def _index_problem(path: Path, files: set[str]) -> str | None:
-    try:
-        needed = {piece.file for entry in read_index(path).values() for piece in entry.pieces}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{path / INDEX} is broken: {error}"
-    missing = sorted(needed - files)
-    return f"{path / MANIFEST} does not name {missing[0]}" if missing else None
+def step_of(path: Path) -> int:
+    """The step of a checkpoint below a run's folder, by its name."""
+    return int(path.name.rpartition("-")[2])
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is whole, and what is wrong with each newer one."""
     wrong: list[str] = []
     for path in reversed(committed(folder)):
-        problem = verify(path)
+        problem = _leads_out(path, folder) or verify(path)
         if problem is None:
             return path, wrong
         wrong.append(problem)
     return None, wrong
+
+
+def _leads_out(path: Path, folder: Path) -> str | None:
+    """What is wrong with a checkpoint that lies elsewhere than in the run's own folder."""
+    if not path.is_symlink():
+        return None
+    target = path.resolve()
+    if any(target.is_relative_to(one.resolve()) for one in (folder, folder.parent)):
+        return None
+    return f"{path} is a link that leads out of the run's folder, to {target}; `resume: {target}` takes it"
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -188,20 +177,26 @@ def _digest(tensors: dict[str, dict[str, Any]]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def find(path: Path) -> Path:
-    """The checkpoint meant by ``path``: itself, or the newest whole one of a run's folder or its ``checkpoints``.
+def find(path: Path, say: Callable[[str], None] = lambda text: None) -> Path:
+    """The checkpoint meant by ``path``: itself, or the newest whole one of a run's folder or its ``checkpoints``. ``say`` gets
+    what is wrong with each newer one.
 
     Raises:
         ConfigError: there is none.
     """
     if (path / META).is_file():
         return path
+    wrong: list[str] = []
     for folder in (path, path / "checkpoints"):
-        newest, _ = newest_whole(folder)
+        newest, problems = newest_whole(folder)
         if newest is not None:
+            for text in problems:
+                say(text)
             return newest
+        wrong += problems
+    what = f"{path} holds no whole checkpoint{': ' if wrong else ''}{'; '.join(wrong)}"
     raise ConfigError(
-        f"{path} holds no whole checkpoint" if path.exists() else f"{path} does not exist",
+        what if path.exists() else f"{path} does not exist",
         allowed=f"a run's folder, or a checkpoint such as RUN/checkpoints/{name_of(40)}",
         fix=None if path.exists() else "check the path",
     )

@@ -73,6 +73,11 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_file_of_checkpoint(name: str) -> bool:
+    """Whether a checkpoint may hold a file of that name."""
+    return name in (INDEX, META, MANIFEST) or _STATE_NAME.fullmatch(name) is not None
+
+
 def state_file(rank: int, num_ranks: int) -> str:
     return f"state-{rank:05d}-of-{num_ranks:05d}.safetensors"
 

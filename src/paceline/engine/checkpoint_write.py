@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +67,12 @@ class Writer:
 
     @classmethod
     def here(cls, parts: Sequence[Part]) -> Writer:
-        return cls(socket.gethostname(), os.getpid(), size_of(parts))
+        return cls(_process_space(), os.getpid(), size_of(parts))
 
     @property
     def has_ended(self) -> bool:
-        """True where the process is known to be gone; a process on another host is not looked at."""
-        if self.host != socket.gethostname():
+        """True where the process is known to be gone; one on another host, or in another container, is not looked at."""
+        if self.host != _process_space():
             return False
         try:
             os.kill(self.pid, 0)
@@ -81,6 +82,15 @@ class Writer:
         except (OSError, IndexError):  # another user's, or a system without /proc
             return False
         return state in "ZX"
+
+
+@cache
+def _process_space() -> str:
+    """Within it, process numbers mean the same: hosts may share a name, and containers of a host have numbers of their own."""
+    found = [socket.gethostname()]
+    with suppress(OSError):
+        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(found)
 
 
 class PartFailed(Exception):
@@ -110,7 +120,16 @@ def prepare(folder: Path, step: int, num_ranks: int) -> Path:
 def clear_debris(folder: Path) -> None:
     """Remove what saves that were cut have left below ``folder``; no other save may be under way."""
     for one in folder.glob(".step-*"):
-        shutil.rmtree(one, ignore_errors=True)
+        remove(one)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder and what is in it, as far as that can be done; of a link the link alone."""
+    if path.is_symlink() or path.is_file():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_part(aside: Path, rank: int, num_ranks: int, parts: Sequence[Part]) -> None:
@@ -292,9 +311,10 @@ def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> RunErr
     """The error of a save that failed, as a person reads it."""
     free = _free_bytes(folder)
     free_text = human_bytes(free) if free is not None else "not known"
+    missing = f"; missing: {size_bytes - free:,} bytes" if free is not None and free < size_bytes else ""
     return RunError(
         f"the checkpoint of step {step} could not be written to {folder / name_of(step)}: {reason} "
-        f"(it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}; free: {free_text})",
+        f"(it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}; free: {free_text}{missing})",
         fix="free some space, or set another `output_dir`; earlier checkpoints are untouched and the same command goes on "
         "from the newest",
     )

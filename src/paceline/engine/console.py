@@ -13,6 +13,7 @@ from collections import deque
 from typing import Any, TextIO
 
 from paceline.core.events import Event
+from paceline.core.shares import shares_text
 from paceline.engine import wording
 from paceline.engine.terminal import LiveTerminal, PlainTerminal, SafeStream
 
@@ -171,6 +172,17 @@ class Console:
         warning = event.get("level") == "warning"
         self.say(f"{'warning: ' if warning else ''}{event.get('text', '')}", "yellow" if warning else "")
 
+    def _on_hang(self, event: Event) -> None:
+        self.say(f"warning: {event.get('text', '')}", "bold red")
+
+    def _on_hang_end(self, event: Event) -> None:
+        self.say(str(event.get("text", "")), "yellow")
+
+    def _on_straggler(self, event: Event) -> None:
+        self.say(f"warning: {event.get('text', '')}", "yellow")
+
+    _on_straggler_end = _on_hang_end
+
     def _on_step(self, event: Event) -> None:
         first = self.progress.step is None
         self.progress.add(event)
@@ -253,8 +265,7 @@ def derived_lines(derived: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     get, count = derived.get, wording.count
     tokens = f", about {count(get('tokens_per_step'))} tokens a step" if get("tokens_per_step") is not None else ""
-    factors = f"{count(get('micro_batch_size'))} a micro-batch × {count(get('gradient_accumulation_steps'))} accumulation"
-    batch = f"{count(get('global_batch_size'))} samples = {factors} × {wording.ranks(get('world_size'))}{tokens}"
+    batch = f"{count(get('global_batch_size'))} samples = {_factors(derived)}{tokens}"
     epochs = wording.finite(get("epochs"))
     steps = f"{count(get('steps'))} ({count(get('steps_per_epoch'))} an epoch"
     steps += f", {epochs:.3g} epochs)" if epochs is not None else ")"
@@ -262,6 +273,19 @@ def derived_lines(derived: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("batch", batch), ("steps", steps), ("rate", f"{wording.rate(get('learning_rate'))}{warmup}")]
     every = get("eval_every_steps")
     return [*lines, ("evaluation", f"every {count(every)} steps" if every else "none")]
+
+
+def _factors(derived: dict[str, Any]) -> str:
+    get, count = derived.get, wording.count
+    micro, accumulation, ranks = get("micro_batch_size"), get("gradient_accumulation_steps"), wording.ranks(get("world_size"))
+    batch, replicas = get("global_batch_size"), get("replicas")
+    if batch and accumulation and replicas:  # of a run that went on with its global batch on other ranks
+        micro, rest = divmod(batch, accumulation * replicas)
+        if rest:
+            about = "" if get("tokens_per_step") is None else "about "
+            shared = f"{about}{shares_text(batch, replicas)} on {ranks}"
+            return f"{shared}: at most {micro + 1} a micro-batch × {count(accumulation)} accumulation"
+    return f"{count(micro)} a micro-batch × {count(accumulation)} accumulation × {ranks}"
 
 
 def end_lines(progress: Progress, event: Event) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from paceline.engine.precision import Precision
 from paceline.parallel.base import Strategy
 from paceline.tasks.base import Task
 from paceline.world.group import World
+from paceline.world.pulse import PULSE
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def evaluate(
             )
             for batch in batches:
                 batch = batch.to(world.device)
+                PULSE.tick()
 
                 def run(module: nn.Module, data: object = batch.data) -> dict[str, torch.Tensor]:
                     with torch.no_grad(), precision.autocast():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from paceline.world.group import World
+from paceline.world.pulse import PULSE
 
 
 class Meter:
@@ -25,12 +27,13 @@ class Meter:
         self.last_step_s = self.last_wait_s = 0.0  # of the step made last: as the host saw it, and of it waiting for others
         self.train_counts = [0.0, 0.0, 0.0]  # labels, tokens, samples after the first step
         self.all_counts = [0.0, 0.0, 0.0]
+        self.told: list[list[float]] = []  # by rank
         self._reset()
         self._steps_done = 0
 
     def _reset(self) -> None:
         self._loss = torch.zeros((), dtype=self.world.wide_dtype, device=self.world.device)
-        self._counts = torch.zeros(4, dtype=self.world.wide_dtype, device=self.world.device)
+        self._counts = torch.zeros(3, dtype=self.world.wide_dtype, device=self.world.device)
         self._steps = 0
         self._own = 0.0
         self._window_s = self._data_s = self._comm_s = 0.0
@@ -45,7 +48,7 @@ class Meter:
 
     def count(self, counts: torch.Tensor) -> None:
         """Add a step's global [labels, tokens, samples, …]; perhaps a step late, but before :meth:`gather`."""
-        self._counts += counts
+        self._counts += counts[:3]
 
     def end(self, loss_sum: torch.Tensor, own_count: float) -> None:
         """The end of a step; ``loss_sum``: this rank's sum, and what it is over."""
@@ -63,16 +66,23 @@ class Meter:
                 torch.accelerator.synchronize()
             self.time_to_first_step_s = time.time() - self.started_at
 
-    def gather(self, grad_norm: float) -> dict[str, Any]:
-        """Figures since the last call, over all ranks; a collective."""
-        labels, tokens, samples, _ = self._counts.tolist()
+    def forget(self) -> None:
+        """Drop what was gathered since the last figures: it is of steps that count no longer."""
+        self._reset()
+
+    def gather(self, grad_norm: float, more: Sequence[float] = ()) -> dict[str, Any]:
+        """Figures since the last call, over all ranks; a collective. ``more``: numbers of this rank, which :attr:`told` then
+        has of each."""
+        labels, tokens, samples = self._counts.tolist()
         if self.world.device.type != "cpu":
             mark = time.perf_counter()
-            torch.accelerator.synchronize()
+            with PULSE.waiting("the device"):
+                torch.accelerator.synchronize()
             self._window_s += time.perf_counter() - mark
         loss_sum = self._loss.item()
         mine = [loss_sum, self._data_s, self._comm_s, float(memory_now(self.world.device)), self._own]
-        table = self._table(mine)
+        table = self._table([*mine, *more])
+        self.told = [row[len(mine) :] for row in table]
         steps = max(1, self._steps)
         after_first = self._steps_done > 1
         for index, value in enumerate((labels, tokens, samples)):

@@ -41,10 +41,18 @@ class Precision:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Make the optimizer's step. False where float16 gradients overflowed and the step was skipped on every rank."""
+    def step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None = None, late: bool = False) -> bool:
+        """Make the optimizer's step. False where it was skipped: float16 gradients overflowed, on any rank, or the gradient's
+        ``norm`` is given and not finite. ``late``: the device decides, see :func:`skips_on_device`; True is returned."""
         if self.scaler is None:
-            optimizer.step()
+            if norm is None:
+                optimizer.step()
+            elif late:
+                _step_where(optimizer, norm.isfinite())
+            elif bool(norm.isfinite()):
+                optimizer.step()
+            else:
+                return False
             return True
         before = self.scaler.get_scale()
         # A rank that holds a part of the gradients sees the overflows of that part alone.
@@ -70,6 +78,21 @@ class Precision:
         held["scale"] = float(numbers["scaler/scale"])
         held["_growth_tracker"] = int(numbers["scaler/growth_tracker"])
         self.scaler.load_state_dict(held)
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> bool:
+    """Whether the optimizer can leave a step out by a flag on the device of ``norm``: torch's fused ones."""
+    able = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(able) and all(one.device == norm.device for group in optimizer.param_groups for one in group["params"])
+
+
+def _step_where(optimizer: Any, finite: torch.Tensor) -> None:
+    # As torch's own GradScaler hands it over: parameters, moments and step counts stay as they are.
+    optimizer.found_inf = (~finite).float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
 
 
 def checkpoint_activations(model: nn.Module) -> None:

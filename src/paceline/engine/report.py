@@ -17,10 +17,12 @@ REPORT_KEYS = (
     "peak_memory_bytes", "state_memory_bytes", "traffic_bytes_per_step", "restarts", "resumed_from_step", "data",
 )  # fmt: skip
 #: may stand beside them
-MORE_KEYS = ("samples_per_second", "final_eval_metrics", "communication", "link", "staleness", "workers_lost")
+MORE_KEYS = (
+    "samples_per_second", "final_eval_metrics", "communication", "link", "staleness", "workers_lost", "skipped_steps",
+)  # fmt: skip
 _PREDICTED = ("predicted", "measured")
 _INNER_KEYS = {"state_memory_bytes": _PREDICTED, "traffic_bytes_per_step": _PREDICTED, "data": ("read", "kept", "dropped")}
-_INNER_OPTIONAL = {"data": ("truncated",), "traffic_bytes_per_step": ("bound",)}
+_INNER_OPTIONAL = {"data": ("truncated", "skipped_batches"), "traffic_bytes_per_step": ("bound",)}
 
 
 def check_report(report: dict[str, Any]) -> None:

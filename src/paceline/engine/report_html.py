@@ -129,6 +129,8 @@ def _data_rows(data: dict[str, Any]) -> list[dict[str, str]]:
     reasons = dropped if isinstance(dropped, dict) else {"dropped": dropped} if dropped is not None else {}
     figures = [(name, data[name]) for name in ("read", "kept", "truncated") if data.get(name) is not None]
     figures += [(f"dropped: {reason}", many) for reason, many in reasons.items()]
+    left_out = data.get("skipped_batches") or {}
+    figures += [("left out: the loss jumped", left_out["samples"])] if left_out.get("samples") is not None else []
     read = wording.finite(data.get("read"))
     rows = []
     for name, many in figures:

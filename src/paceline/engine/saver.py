@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import shutil
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
-from paceline.engine.checkpoint import prune
+from paceline.engine.checkpoint import committed, step_of
 from paceline.engine.checkpoint_format import name_of
-from paceline.engine.checkpoint_write import (
-    STALL_S,
-    Saved,
-    Writer,
-    clear_debris,
-    commit,
-    not_written,
-    prepare,
-    reason_of,
-    wait_for_parts,
-    write_part,
-)
+from paceline.engine.checkpoint_write import Writer, clear_debris, prepare, reason_of, write_part
 from paceline.engine.host_copy import HostCopy
+from paceline.engine.save_flight import HURRY_S, Flight
 from paceline.parallel.parts import Part
 from paceline.world.group import World
+from paceline.world.pulse import PULSE
 from paceline.world.traffic import uncounted
 
 MakeParts = Callable[[], list[Part]]
 
 #: A wait for an earlier save is worth a word from so many seconds on.
 _LONG_WAIT_S = 10.0
-#: How long a run that failed waits for its ranks to end what they are writing.
-_HURRY_S = 20.0
+#: How often a save is tried again while the run stands still for it.
+_RETRY_S = 5.0
+#: What the first rank may ask of all (:meth:`Saver.wish`): a save as any other, or one for which the run stands still.
+_SAVE, _STAND_STILL = 1.0, 2.0
 
 
 class Saver:
@@ -47,21 +38,43 @@ class Saver:
         keep: how many checkpoints are kept; None keeps all.
         background: let training go on while a save is written, from a copy in the host's memory of what this rank owns. One
             save is in flight at most.
+        every_s: ask for a save whenever so many seconds have passed since the last was begun.
+        pause: where a save cannot be written, stand still until it can be, or until ``stop()`` is true on some rank.
     """
 
-    def __init__(self, world: World, folder: Path, keep: int | None, events: EventLog, *, background: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        keep: int | None,
+        events: EventLog,
+        *,
+        background: bool,
+        every_s: float | None = None,
+        pause: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.world = world
         self.folder = folder
         self.keep = keep
         self.events = events
         self.background = background
+        self.every_s = every_s
+        self.pause = pause
+        self.stop = stop
+        self.first_step = 0  # that this life of the run goes on from
         self.last_step: int | None = None  # saved, or being saved in the background
-        self._flight: _Flight | None = None
+        self.num_begun = 0  # saves; the last one at:
+        self._since = time.monotonic()
+        self._asked = 0.0  # by the first rank, of all
+        self._failed = False  # the first rank has a failed save to tell of
+        self._flight: Flight | None = None
         self._error: RunError | None = None  # of the last save in the background; known to rank 0 alone
         self._copy = HostCopy(world.device)
         self._said_unpinned = False
         if world.is_first:
             clear_debris(folder)
+        self._found = {step_of(one) for one in committed(folder)}  # by earlier lives
 
     def __enter__(self) -> Saver:
         return self
@@ -69,12 +82,47 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.finish(hurry=error is not None)
 
+    def wish(self) -> float:
+        """What this rank asks of all, to be told to each of them at the same step (:meth:`hear`): on the first rank, and once
+        each time, that a save is due by the clock, or that one failed for which the run shall stand still. Else 0."""
+        if not self.world.is_first or self._flight is not None:
+            return 0.0
+        if self._failed:
+            self._failed = False
+            return _STAND_STILL
+        if self.every_s is None or time.monotonic() - self._since < self.every_s:
+            return 0.0
+        self._since = time.monotonic()
+        return _SAVE
+
+    def hear(self, wish: float, num_begun: int) -> None:
+        """Keep a wish until the next save, which fulfils it. ``num_begun`` when it was uttered: a save that was begun since
+        then has fulfilled it."""
+        if num_begun == self.num_begun:
+            self._asked = max(self._asked, wish)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is being written beside the training."""
+        return self._flight is not None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a save is asked for now; the same on all ranks."""
+        return self._asked > 0
+
     def save(self, step: int, make_parts: MakeParts, meta: dict[str, Any], *, must_succeed: bool) -> None:
         """Save the state of ``step``, unless it is saved or being saved. A collective.
 
-        Where it cannot be written, training goes on: an event says so. With ``must_succeed`` it is waited for, a save of this
-        very step that failed in the background is made once more, and where that fails too every rank raises the same RunError.
+        Where it cannot be written, an event says so, and training goes on, or stands still until it can be. With
+        ``must_succeed`` it is waited for, a save of this very step that failed in the background is made once more, and where
+        that fails too (and the run does not stand still for it) every rank raises the same RunError.
         """
+        with PULSE.during("saving"):
+            self._save(step, make_parts, meta, must_succeed)
+
+    def _save(self, step: int, make_parts: MakeParts, meta: dict[str, Any], must_succeed: bool) -> None:
+        asked, self._asked = self._asked, 0.0
         if step == self.last_step:
             if not must_succeed:
                 return
@@ -83,12 +131,40 @@ class Saver:
                 return
         self._land(wait=True)
         lost = self.world.lost
-        error = self._begin(step, make_parts, meta, background=self.background and not must_succeed)
+        self._since = time.monotonic()
+        self.num_begun += 1
+        self._found.discard(step)
+        background = self.background and not must_succeed and asked != _STAND_STILL
+        error = self._begin(step, make_parts, meta, background)
         while error is not None and must_succeed and self.world.lost != lost:  # once more without the rank that was lost
             lost = self.world.lost
             error = self._begin(step, make_parts, meta, background=False)
+        if error is not None and self.pause:
+            error = self._stand_still(error, step, make_parts, meta)
         if error is not None and must_succeed:
             raise error
+
+    def _stand_still(self, error: RunError, step: int, make_parts: MakeParts, meta: dict[str, Any]) -> RunError | None:
+        """Try again until it is written, or until a rank is asked to stop. Said once. On all ranks."""
+        start = time.monotonic()
+        found: RunError | None = error
+        if self.world.is_first and not self.stop():
+            text = f"training stands still at step {step} (`recovery.on_save_error: pause`), and goes on when this is mended"
+            self.events.notice(f"{text}: {error.what}", level="warning")
+        while found is not None and not self._wait_for_retry():
+            found = self._begin(step, make_parts, meta, background=False, quiet=True)
+        if found is None and self.world.is_first:
+            self.events.notice(f"the checkpoint is written: training goes on after {time.monotonic() - start:.0f} s")
+        return found
+
+    def _wait_for_retry(self) -> bool:
+        """True where some rank is asked to stop."""
+        deadline = time.monotonic() + _RETRY_S
+        while time.monotonic() < deadline and not self.stop():
+            PULSE.tick()  # nobody hangs here
+            time.sleep(min(_RETRY_S, 0.1))
+        with uncounted():
+            return self.world.sum(float(self.stop()))[0] > 0
 
     def poll(self) -> None:
         """Say what has become of a save in the background, where it has ended. Called at every step; no collective."""
@@ -98,11 +174,13 @@ class Saver:
     def finish(self, hurry: bool = False) -> None:
         """Wait for the save in flight. ``hurry``: the run has failed, and other ranks may be gone."""
         if self._flight is not None and hurry:
-            self._flight.patience_s = _HURRY_S
+            self._flight.patience_s = HURRY_S
         self._land(wait=True)
 
-    def _begin(self, step: int, make_parts: MakeParts, meta: dict[str, Any], background: bool) -> RunError | None:
-        """Write a checkpoint, or begin to. Returns the error on which all ranks agree."""
+    def _begin(
+        self, step: int, make_parts: MakeParts, meta: dict[str, Any], background: bool, quiet: bool = False
+    ) -> RunError | None:
+        """Write a checkpoint, or begin to. Returns the error on which all ranks agree; ``quiet``: it is known already."""
         start = time.perf_counter()
         aside, problem = self._prepare(step)
         parts = make_parts()
@@ -122,7 +200,9 @@ class Saver:
         if not asides and not problems:
             problems = [(0, "the rank that led it has ended")]
         writers = [Writer.here(()) if one is None else one[0] for one in told]
-        flight = _Flight(self, step, parts, meta, asides[0] if asides else None, writers, start)
+        superseded = frozenset(one for one in self._found if one > self.first_step)
+        aside = asides[0] if asides else None
+        flight = Flight(self.world, self.folder, step, parts, meta, aside, writers, self.keep, superseded, start)
         if problems:
             rank, text = problems[0]
             flight.fail(text + (f" (on rank {rank})" if self.world.size > 1 else ""))
@@ -140,7 +220,8 @@ class Saver:
         flight.blocked_s = time.perf_counter() - start
         if error is None:
             self.last_step, self._error = step, None
-        self._say(flight)
+        if error is None or not quiet:
+            self._say(flight)
         return error
 
     def _prepare(self, step: int) -> tuple[Path | None, str | None]:
@@ -167,6 +248,7 @@ class Saver:
         if self.world.is_first and not flight.leads and not (self.folder / name_of(flight.step)).is_dir():
             flight.error = flight.not_led()
         self._flight, self._error = None, flight.error
+        self._failed = self.pause and flight.error is not None
         if flight.saved is not None or flight.error is not None:
             self._say(flight)
         if waited_s > _LONG_WAIT_S and self.world.is_first:
@@ -187,7 +269,7 @@ class Saver:
             level="warning",
         )
 
-    def _say(self, flight: _Flight) -> None:
+    def _say(self, flight: Flight) -> None:
         if not self.world.is_first:
             return
         saved = flight.saved
@@ -203,86 +285,3 @@ class Saver:
         )
         for text in flight.warnings:
             self.events.notice(text, level="warning")
-
-
-class _Flight:
-    """One save, on one rank: what it writes, and on rank 0 the commit. Speaks with the other ranks through files alone."""
-
-    def __init__(
-        self,
-        saver: Saver,
-        step: int,
-        parts: Sequence[Part],
-        meta: dict[str, Any],
-        aside: Path | None,
-        writers: Sequence[Writer],
-        start: float,
-    ) -> None:
-        self.step = step
-        self.parts = parts
-        self.meta = meta
-        self.aside = aside
-        self.writers = writers
-        self.started = start
-        self.rank = saver.world.rank
-        self.leader = saver.world.first
-        self.leads = saver.world.is_first
-        self.folder = saver.folder
-        self.keep = saver.keep
-        self.blocked_s = 0.0
-        self.wall_s: float | None = None
-        self.saved: Saved | None = None
-        self.error: RunError | None = None
-        self.warnings: list[str] = []
-        self.patience_s: float | None = None
-        self.ended = False
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self.run, name=f"save-{self.step}", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-
-    def run(self) -> None:
-        """Write this rank's part; on rank 0 wait for the others and commit. Raises nothing."""
-        assert self.aside is not None
-        try:
-            write_part(self.aside, self.rank, len(self.writers), self.parts)
-            if self.leads:
-                self._commit()
-        finally:
-            self.parts = ()
-            self.ended = True
-
-    def _commit(self) -> None:
-        assert self.aside is not None
-        try:
-            said = wait_for_parts(self.aside, self.writers, self._patience)
-            self.saved = commit(self.folder, self.step, self.aside, self.meta, said)
-            self.wall_s = time.perf_counter() - self.started
-        except Exception as error:
-            self.fail(reason_of(error))
-            return
-        try:
-            prune(self.folder, self.keep)
-        except OSError as error:
-            self.warnings.append(f"older checkpoints in {self.folder} could not be removed: {reason_of(error)}")
-
-    def _patience(self) -> float:
-        return STALL_S if self.patience_s is None else self.patience_s
-
-    def not_led(self) -> RunError:
-        """The error of a save whose leader was lost before it gave the checkpoint its name."""
-        size_bytes = sum(one.size_bytes for one in self.writers)
-        return not_written(self.folder, self.step, size_bytes, f"rank {self.leader}, which led it, has ended")
-
-    def fail(self, reason: str) -> None:
-        """Remove what was begun, and keep the reason; on rank 0."""
-        if not self.leads:
-            return
-        if self.aside is not None:
-            shutil.rmtree(self.aside, ignore_errors=True)
-        self.error = not_written(self.folder, self.step, sum(one.size_bytes for one in self.writers), reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.events import EventLog
 from paceline.core.files import write_atomic
-from paceline.core.run_dir import RunDir, lock_run
+from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.data.loader import LoaderOptions
 from paceline.data.order import SampleOrder
 from paceline.engine import checkpoint
@@ -31,10 +30,11 @@ from paceline.engine.optim import Schedule, build_optimizer, matrices_of
 from paceline.engine.precision import Precision, checkpoint_activations
 from paceline.engine.report import write_reports
 from paceline.engine.saver import Saver
-from paceline.engine.state import check_same_model, load_training_state
+from paceline.engine.state import check_same_model, frozen_digest, load_training_state
 from paceline.engine.stop import StopFlag
 from paceline.engine.summary import build_report
 from paceline.engine.train import Session, train
+from paceline.engine.watchdog import Watchdog
 from paceline.models.outline import Probe, outline
 from paceline.models.shape import ModelShape
 from paceline.parallel import Layout, make_strategy
@@ -44,7 +44,9 @@ from paceline.tasks.base import Prepared, Task
 from paceline.tasks.user import guard_model
 from paceline.world.env import RankEnv
 from paceline.world.group import World, open_world
+from paceline.world.host import host_name
 from paceline.world.mesh import Axes
+from paceline.world.pulse import PULSE
 from paceline.world.seeds import seed_everything
 
 
@@ -60,26 +62,33 @@ class Job:
     started_at: float  # seconds since the epoch, when the command began
     resume_from: str | None = None
     notices: list[tuple[str, str]] = field(default_factory=list)
+    launcher: int | None = None  # process that outlives the ranks, and writes the end of a log that they could not end
+    fault: dict[str, Any] | None = None  # that ended the life before this one
 
 
 def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``, the report on rank 0 only."""
     axes = job.layout.axes if job.layout.num_processes > 1 else Axes()
+    PULSE.start(active=job.config.recovery.watchdog, on_cpu=job.device_type == "cpu")
     world = open_world(env, job.device_type, job.config.parallel.timeout_s, axes)
     run_dir = RunDir(Path(job.config.output_dir))
     events = EventLog(None)
+    watchdog = Watchdog(job.config.recovery, job.config.parallel.timeout_s, world, stop, run_dir.root)
+    watchdog.start()
     try:
         built = build(job, world)  # before anything is written: a model that cannot be had leaves no trace
         world = built.strategy.world  # the same ranks, perhaps with other means to talk
         if job.resume_from is not None:
-            check_same_model(Path(job.resume_from), built.shape)
+            check_same_model(Path(job.resume_from), built.shape, built.frozen)
         with _locked(run_dir, world):
             if world.is_first:
                 events = _open_events(job, run_dir)
+            watchdog.watch(built.strategy, events)
             session = begin(job, world, built, run_dir, events, stop)
             session.judge = make_judge(session)
             with session.saver:  # what is being written when the training ends, however it ends, is waited for
                 status = train(session)
+                PULSE.enter("saving")
             if status == "done":
                 save_model_folder(session, lambda: _build_model(built.task, job.config))
             report = build_report(session, job, status)
@@ -92,11 +101,15 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             world.barrier()
             built.strategy.close()
             return {"status": status, "report": report if world.is_first else None}
-    except BaseException as error:
-        if world.is_first:  # the command line says the same, once, when all ranks have ended
+    except BaseException as caught:
+        error = watchdog.explain(caught)
+        if world.is_first and job.launcher is None:  # the command line says the same, once, when all ranks have ended
             events.emit("run_end", said=True, status="failed", step=None, reason=_failure(error)[:2000])
+        if error is not caught:
+            raise error from caught
         raise
     finally:
+        watchdog.close()
         events.close()
         for listener in events.listeners:
             close = getattr(listener, "close", None)
@@ -128,6 +141,7 @@ def _locked(run_dir: RunDir, world: World) -> Any:
 
 
 def _open_events(job: Job, run_dir: RunDir) -> EventLog:
+    clear_debris(run_dir)
     write_atomic(run_dir.config, to_yaml(job.config))
     return EventLog(run_dir.events, listeners(job.config, run_dir))
 
@@ -143,6 +157,7 @@ class Built:
     matrices: frozenset[str]
     strategy: Strategy
     notices: list[tuple[str, str]]
+    frozen: str | None  # digest of the weights that are not trained
 
 
 def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None = None) -> Built:
@@ -169,8 +184,9 @@ def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None =
     datasets = task.build_datasets()
     probe = _probe(task, datasets[0]) if job.layout.axes.pipeline > 1 else None
     shape, matrices = outline(model, job.config, probe), matrices_of(model)
+    frozen = frozen_digest(model)
     placed = strategy.place(model)
-    return Built(task, datasets, placed, shape, matrices, strategy, notices + strategy.notices)
+    return Built(task, datasets, placed, shape, matrices, strategy, notices + strategy.notices, frozen)
 
 
 def _probe(task: Task, dataset: Any) -> Probe:
@@ -216,12 +232,23 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
         events=events,
         run_dir=run_dir,
         stop=stop,
-        meter=Meter(world, job.started_at, job.prepared.train_tokens is not None, strategy.traffic_period),
-        saver=Saver(world, run_dir.checkpoints, args.save_total_limit, events, background=args.async_save),
+        meter=Meter(world, _life_began(job), job.prepared.train_tokens is not None, strategy.traffic_period),
+        saver=Saver(
+            world,
+            run_dir.checkpoints,
+            args.save_total_limit,
+            events,
+            background=args.async_save,
+            every_s=config.recovery.save_every_s,
+            pause=config.recovery.on_save_error == "pause",
+            stop=lambda: stop.wanted,
+        ),
         fingerprint=job.prepared.fingerprint,
+        frozen=built.frozen,
     )
     said = len(strategy.notices)
-    resumed = _resume(session, job)
+    with PULSE.during("loading"):
+        resumed = _resume(session, job)
     notices = built.notices + strategy.notices[said:]  # what the checkpoint did not hold, or held in vain
     accumulation = job.derived.gradient_accumulation_steps
     if job.layout.num_processes == 1:  # one process works on the micro-batches of all devices
@@ -230,6 +257,11 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
     session.batches = batches_of(session)
     _announce(session, job, notices, resumed)
     return session
+
+
+def _life_began(job: Job) -> float:
+    """When the command was given; in a later life, when the fault was seen that made it necessary."""
+    return job.started_at if job.fault is None else float(job.fault["seen_at"])
 
 
 def _balance_lengths(dataset: Any, task: Task) -> Any:
@@ -241,8 +273,10 @@ def _resume(session: Session, job: Job) -> str | None:
     path = session.world.broadcast_object(job.resume_from)
     if path is None:
         return None
+    meta = checkpoint.read_meta(Path(str(path)))
     with checkpoint.CheckpointReader(Path(str(path))) as reader:
-        load_training_state(session, reader, int(checkpoint.read_meta(Path(str(path)))["step"]))
+        load_training_state(session, reader, int(meta["step"]))
+    session.guard.resume(meta, str(path))
     if Path(str(path)).resolve().parent != session.run_dir.checkpoints.resolve():
         session.saver.last_step = None  # saved, but not in this run's folder
     return str(path)
@@ -268,10 +302,13 @@ def _announce(session: Session, job: Job, notices: list[tuple[str, str]], resume
         data=job.prepared.counts.as_dict(),
         versions=_versions(),
         pid=os.getpid(),
-        host=socket.gethostname(),
+        launcher=job.launcher,
+        host=host_name(),
         output_dir=str(session.run_dir.root),
         resumed_from_step=session.first_step if resumed else None,
     )
+    if job.fault is not None:
+        emit("fault", said=True, **job.fault)
     for level, text in job.notices:
         session.events.notice(text, level, said=True)  # by the launcher, while the ranks were starting
     for level, text in notices:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.engine.checkpoint import CheckpointReader
+from paceline.engine.checkpoint import CheckpointReader, read_meta
 from paceline.models.shape import ModelShape
 from paceline.parallel.parts import Part, StateSource
 
@@ -37,8 +39,26 @@ def training_state(session: Session) -> list[Part]:
     return parts + [Part.whole(name, value) for name, value in tensors.items()]
 
 
-def check_same_model(path: Path, shape: ModelShape) -> None:
-    """Raise ConfigError where the checkpoint ``path`` is not of a model of this shape: nothing was written yet."""
+#: Elements of each frozen parameter that its digest is made of: another model differs in nearly all.
+_SAMPLED = 256
+
+
+def frozen_digest(model: nn.Module) -> str | None:
+    """Changes when the parameters do that are not trained, and that a checkpoint therefore does not hold: SHA-256 over their
+    names, dtypes, shapes, and some of their elements. None where all are trained."""
+    frozen = sorted((name, one.detach()) for name, one in model.named_parameters() if not one.requires_grad)
+    digest = hashlib.sha256()
+    for name, one in frozen:
+        digest.update(f"{name} {one.dtype} {list(one.shape)}\n".encode())
+        if not one.is_meta and one.numel():
+            some = one.reshape(-1)[:: max(1, one.numel() // _SAMPLED)]
+            digest.update(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest() if frozen else None
+
+
+def check_same_model(path: Path, shape: ModelShape, frozen: str | None) -> None:
+    """Raise ConfigError where the checkpoint ``path`` is not of a model of this shape with these frozen weights (see
+    :func:`frozen_digest`): nothing was written yet."""
     with CheckpointReader(path) as reader:
         stored = {name.removeprefix("model/"): one[1] for name, one in reader.tensors().items() if name.startswith("model/")}
     trained = {one.name: one.shape for one in shape.trained}
@@ -52,6 +72,14 @@ def check_same_model(path: Path, shape: ModelShape) -> None:
             f"{path} is a checkpoint of another model: {'; '.join(sorted(lines)[:3])}{more}",
             allowed=f"a checkpoint with the {len(trained)} trained weights of this model, in their shapes",
             fix="set `model`, `lora` and the task as they were, or another `output_dir` for a new run",
+        )
+    stored_digest = read_meta(path).get("frozen")
+    if None not in (stored_digest, frozen) and stored_digest != frozen:
+        raise ConfigError(
+            f"{path} was trained on top of other weights: the frozen ones of the model, which no checkpoint holds, are not "
+            "what they were",
+            fix="put the files of `model` back as they were (of a hub model, the same revision), or set another `output_dir` "
+            "for a new run",
         )
 
 
@@ -70,4 +98,4 @@ def load_training_state(session: Session, source: StateSource, step: int) -> Non
     scaler = {name: float(source.read(name, (), ())) for name in source.tensors() if name.startswith("scaler/")}
     session.precision.load_state(scaler)
     session.step = session.first_step = step
-    session.saver.last_step = step
+    session.saver.last_step = session.saver.first_step = step

@@ -16,11 +16,12 @@ _SAME_SIGNAL_S = 1.0
 
 
 class StopFlag:
-    """Set by SIGTERM (and SIGINT where ``sigint`` is true); a second one ends the process at once."""
+    """Set by SIGTERM, and by SIGINT where no launcher of ours answers it; there a second one ends the process at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._first_at = 0.0
+        self._alone = True
         #: Ends this process at once with a fault, from any thread, where the main one stands still: (text, ranks to blame).
         self.fail: Callable[[str, Sequence[int]], None] = _end_by_fault
 
@@ -29,6 +30,9 @@ class StopFlag:
         return self.signal is not None
 
     def install(self, sigint: bool) -> None:
+        """``sigint``: False where a launcher of ours answers signals. Haste is then its to show, by SIGKILL: a second SIGTERM
+        may come from a scheduler, which sends it to every process, or by way of another host."""
+        self._alone = sigint
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal if sigint else signal.SIG_IGN)
         if hasattr(signal, "SIGHUP"):
@@ -38,7 +42,7 @@ class StopFlag:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._first_at = number, now
-        elif now - self._first_at > _SAME_SIGNAL_S:
+        elif self._alone and now - self._first_at > _SAME_SIGNAL_S:
             os._exit(128 + number)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.core.events import effective_steps, read_events
 from paceline.engine.departures import workers_lost
+from paceline.engine.guard import skipped_steps
 from paceline.engine.meter import memory_peak
 from paceline.parallel.cost import Workload
 from paceline.parallel.server_cost import distinct_ids
@@ -36,7 +37,9 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
     steps = effective_steps(events)
     cost = session.strategy.cost(session.shape, job.layout.axes, workload(session), session.config)
     lost = workers_lost(events, session.step)
+    left_out = session.guard.spikes.figures()
     seen = samples_seen(session) - sum(one["samples_unseen"] for one in lost)
+    seen -= left_out["skipped_batches"]["samples"] if left_out else 0
     tokens, labels = _tokens_seen(session)
     evals = [event for event in events if event["type"] == "eval" and event["step"] <= session.step]
     starts = sum(1 for event in events if event["type"] == "run_start")
@@ -68,9 +71,10 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
             "measured": max(sent) if max(sent) >= 0 else None,
             **({"bound": True} if cost.traffic_is_bound else {}),  # at most so much, and perhaps much less
         },
+        "skipped_steps": skipped_steps(events, session.step),
         "restarts": max(0, starts - 1),
         "resumed_from_step": session.first_step if job.resume_from is not None else None,
-        "data": {**job.prepared.counts.as_dict()},
+        "data": {**job.prepared.counts.as_dict(), **left_out},
     }
 
 
@@ -78,7 +82,7 @@ def workload(session: Session) -> Workload:
     """The mean work of a replica in a step."""
     derived = session.derived
     lengths = getattr(session.train_dataset, "lengths", None)
-    positions = float(derived.micro_batch_size) if lengths is None else derived.micro_batch_size * float(np.mean(lengths))
+    positions = derived.samples_per_micro_batch * (1.0 if lengths is None else float(np.mean(lengths)))
     return Workload(derived.gradient_accumulation_steps, positions, distinct=_distinct_ids(session))
 
 
@@ -111,8 +115,11 @@ def _tokens_seen(session: Session) -> tuple[int | None, int | None]:
     order = session.order
     epochs, place = divmod(session.step, order.steps_per_epoch)
     part = epoch_permutation(order.num_samples, order.seed, epochs)[: place * order.batch_size]
+    left_out = [order.global_batch(step) for step in sorted(session.guard.spikes.left_out)]
 
     def total(values: Any) -> int | None:
-        return None if values is None else int(epochs * np.sum(values) + np.sum(values[part]))
+        if values is None:
+            return None
+        return int(epochs * np.sum(values) + np.sum(values[part]) - sum(np.sum(values[batch]) for batch in left_out))
 
     return total(lengths), total(labels)

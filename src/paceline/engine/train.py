@@ -20,6 +20,7 @@ from paceline.data.order import SampleOrder
 from paceline.engine.communication import Judge
 from paceline.engine.departures import regroup
 from paceline.engine.evaluate import EvalResult, evaluate
+from paceline.engine.guard import Guard
 from paceline.engine.meter import Meter
 from paceline.engine.optim import Schedule
 from paceline.engine.precision import Precision
@@ -30,6 +31,7 @@ from paceline.models.shape import ModelShape
 from paceline.parallel.base import Strategy
 from paceline.tasks.base import Task
 from paceline.world.group import World
+from paceline.world.pulse import PULSE
 from paceline.world.seeds import seed_everything
 
 
@@ -58,6 +60,7 @@ class Session:
     meter: Meter
     saver: Saver
     fingerprint: str | None
+    frozen: str | None  # digest of the weights that are not trained
     first_step: int = 0
     step: int = 0  # updates made so far
     said_nan: bool = False
@@ -66,6 +69,10 @@ class Session:
     judge: Judge | None = None  # of how replicas come together
     accumulation: int = 1  # micro-batches of a step on this rank
     lock: Any = None  # on the run's folder, where this rank came to hold it in the middle of the run
+    guard: Guard = field(init=False)  # of gradients, replicas and losses
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(self)
 
 
 def train(session: Session) -> str:
@@ -75,6 +82,7 @@ def train(session: Session) -> str:
     last = session.derived.steps
     while session.step < last:
         stopping = train_step(session)
+        session.guard.after_step()
         word = session.judge.after_step(session.step) if session.judge is not None else None
         if word is not None:
             session.events.notice(word[1], word[0])
@@ -83,9 +91,11 @@ def train(session: Session) -> str:
             break
         if session.eval_dataset is not None and session.step % session.derived.eval_every_steps == 0:
             run_evaluation(session)
-        if session.config.train_args.save_steps and session.step % session.config.train_args.save_steps == 0:
+        save_steps = session.config.train_args.save_steps
+        if session.saver.asked or (save_steps and session.step % save_steps == 0):
             save_checkpoint(session, must_succeed=False)
     save_checkpoint(session, must_succeed=True)
+    session.guard.end()
     regroup(session)
     if session.step < last:
         return "stopped"
@@ -95,14 +105,19 @@ def train(session: Session) -> str:
 
 
 def train_step(session: Session) -> bool:
-    """One update over a global batch. True where some rank was asked to stop: all ranks learn of it in the same step."""
-    config, world, task, meter = session.config, session.world, session.task, session.meter
+    """One update over a global batch. True where some rank was asked to stop, or the numbers leave no sense in going on: all
+    ranks learn of it in the same step."""
+    config, world, task, meter, guard = session.config, session.world, session.task, session.meter, session.guard
+    if guard.spikes.leave_out():
+        return False
     step = session.step
+    PULSE.begin_step(step + 1)
     meter.begin()
     micro_batches = [one.to(world.device) for one in next(session.batches)]
     meter.data_ready()
+    PULSE.enter("forward")
 
-    # The count divides the loss; it travels while the first forward runs. The wish to stop travels with it.
+    # The count divides the loss; it travels while the first forward runs. The wishes to stop and to save travel with it.
     counts = StepCounts(session, micro_batches)
     for earlier in session.unread[: max(0, len(session.unread) - session.strategy.counts_late + 1)]:
         earlier.read()  # sent a step ago, or as many as the strategy lets pass
@@ -111,6 +126,7 @@ def train_step(session: Session) -> bool:
 
     def micro_step(number: int, model: nn.Module) -> torch.Tensor:
         batch = micro_batches[number]
+        PULSE.enter("forward")
         seed_everything(config.train_args.seed, "step", step, first_number + number)
         with session.precision.autocast():
             loss = task.loss(model, batch.data)
@@ -118,27 +134,33 @@ def train_step(session: Session) -> bool:
             check_loss(loss)
         loss = loss * batch.weight
         losses[number] = loss.detach()
+        PULSE.enter("backward")
         return session.precision.scale(loss / counts.denominator())
 
     session.strategy.counting(counts.own, counts.denominator)
     session.strategy.backward(micro_step, len(micro_batches))
     counts.denominator()  # waited for here where this rank came to no loss (an early pipeline stage)
+    PULSE.enter("optimizer")
+    loss_sum = sum_in_order(losses, world.device)
+    told_sum = loss_sum if session.strategy.speaks else torch.zeros_like(loss_sum)
+    if guard.spikes.jumped(told_sum, counts.own) and guard.spikes.rewind():
+        stopping = read_counts(session, counts, now=True)
+        meter.forget()
+        return stopping
     session.precision.unscale(session.optimizer)
     grad_norm = session.strategy.clip(config.train_args.max_grad_norm)
     learning_rate = session.schedule.set_step(step)
-    if not session.strategy.update(session.precision.step):
-        overflow = "float16 gradients overflowed; the update was skipped, the loss scale is halved"
-        not_finite = "the gradient is not finite; the update was skipped"
-        session.events.notice(f"step {step + 1}: {overflow if session.precision.scaler else not_finite}", level="warning")
+    guard.update(grad_norm, loss_sum)
     session.step += 1
-    meter.end(sum_in_order(losses if session.strategy.speaks else {}, world.device), counts.own)
+    meter.end(told_sum, counts.own)
+    PULSE.end_step(disturbed=session.saver.is_writing)
     logging = session.step % config.train_args.logging_steps == 0
     logging = logging or session.step in (session.first_step + 1, session.derived.steps)
     stopping = read_counts(session, counts, now=logging)
     regroup(session)
     if logging:
         log_step(session, grad_norm, learning_rate)
-    return stopping
+    return stopping or guard.over is not None
 
 
 def read_counts(session: Session, counts: StepCounts, now: bool) -> bool:
@@ -150,6 +172,7 @@ def read_counts(session: Session, counts: StepCounts, now: bool) -> bool:
         earlier = session.unread.pop(0)
         session.meter.count(earlier.read())
         stopping = earlier.stop_wanted() or stopping
+        session.saver.hear(earlier.save_wish(), earlier.saves_begun)
     return stopping
 
 
@@ -162,8 +185,9 @@ def sum_in_order(losses: dict[int, torch.Tensor], device: torch.device) -> torch
 
 
 class StepCounts:
-    """Global sums over one step: the loss's count, tokens, samples, and how many ranks wish to stop. Where the strategy's
-    replicas train on their own, the loss is divided by their own count (``near``), and nobody waits for the global ones."""
+    """Global sums over one step: the loss's count, tokens, samples, how many ranks wish to stop, and the first one's wish to
+    save. Where the strategy's replicas train on their own, the loss is divided by their own count (``near``), and nobody waits
+    for the global ones."""
 
     def __init__(self, session: Session, micro_batches: list[MicroBatch]) -> None:
         task, world = session.task, session.world
@@ -173,8 +197,10 @@ class StepCounts:
             float(sum(task.num_tokens(one.data) or 0 for one in kept)),
             float(sum(one.samples for one in kept)),
             float(session.stop.wanted),
+            session.saver.wish(),
         ]
         self.world = world
+        self.saves_begun = session.saver.num_begun
         self.own = numbers[0]
         self.tensor = torch.tensor(numbers, dtype=world.wide_dtype, device=world.device)
         group = session.strategy.count_world
@@ -212,11 +238,19 @@ class StepCounts:
             self._on_host = (host, event)
 
     def stop_wanted(self) -> bool:
+        return self._number(3) > 0
+
+    def save_wish(self) -> float:
+        """See :meth:`paceline.engine.saver.Saver.wish`."""
+        return self._number(4)
+
+    def _number(self, place: int) -> float:
         tensor = self.read()
         if self._on_host is not None:
             tensor, event = self._on_host
-            event.synchronize()
-        return bool(tensor[3] > 0)
+            with PULSE.waiting("the device"):
+                event.synchronize()
+        return float(tensor[place])
 
 
 def check_loss(loss: Any) -> None:
@@ -234,7 +268,10 @@ def check_loss(loss: Any) -> None:
 
 def log_step(session: Session, grad_norm: torch.Tensor, learning_rate: float) -> None:
     """Gather the figures since the last such line and emit a ``step`` event. A collective: every rank calls it."""
-    figures = session.meter.gather(float(grad_norm))
+    with PULSE.waiting("the device"):
+        norm = float(grad_norm)
+    figures = session.meter.gather(norm, session.guard.own())
+    session.guard.hear(session.meter.told)
     event = {
         "step": session.step,
         "epoch": session.step / session.order.steps_per_epoch,
@@ -255,7 +292,7 @@ def run_evaluation(session: Session) -> None:
         return
     result: EvalResult | None = None
     while regroup(session) or result is None:  # over the whole set: once more where a rank was lost meanwhile
-        with session.strategy.consolidated():
+        with PULSE.during("evaluation"), session.strategy.consolidated():
             result = evaluate(
                 session.task,
                 session.model,
@@ -275,11 +312,14 @@ def run_evaluation(session: Session) -> None:
 def save_checkpoint(session: Session, must_succeed: bool) -> None:
     """Save the state of this step, unless it is saved. Where a save fails, training goes on with a warning, unless it must
     succeed: then it is waited for, and every rank raises RunError."""
+    session.guard.before_save()
     meta = {
+        **session.guard.meta(),
         "strategy": session.strategy.name,
         "world_size": session.derived.world_size,
         "global_batch_size": session.derived.global_batch_size,
         "fingerprint": session.fingerprint,
+        "frozen": session.frozen,
         "config": session.config.model_dump(mode="json"),
         "torch": torch.__version__,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from paceline.core.events import Event, follow_events
 from paceline.core.run_dir import RunDir
 from paceline.engine import wording
 from paceline.engine.console import Console, resume_hint
+from paceline.world.host import host_name
 
 _QUIET_S = 5.0  # a process that is gone is declared so after this long without an event: it may be restarting
 _SAY_QUIET_S = 120.0  # an event log this old is worth a word, where the process cannot be looked at
@@ -154,9 +154,10 @@ def _thinned(history: list[Event], console: Console) -> Iterator[Event]:
 
 
 def process_alive(start: Event) -> bool | None:
-    """Whether the process that a ``run_start`` event names still runs; None where that cannot be known from here."""
-    pid, host = start.get("pid"), start.get("host")
-    if not isinstance(pid, int) or pid <= 0 or host != socket.gethostname():
+    """Whether a run goes on, by its launcher, which outlives its ranks, or else by rank 0's process; None where that cannot be
+    known from here. ``start``: its ``run_start`` event."""
+    pid, host = start.get("launcher") or start.get("pid"), start.get("host")
+    if not isinstance(pid, int) or pid <= 0 or host != host_name():
         return None
     try:
         os.kill(pid, 0)

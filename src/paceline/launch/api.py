@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigErr
 
 if TYPE_CHECKING:
     from paceline.config.load import Loaded
+    from paceline.config.schema import Config
+    from paceline.launch.preflight import Plan
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
     """
     from paceline.launch.preflight import check_early
     from paceline.tasks import load_task
-    from paceline.world.env import outer_launcher
+    from paceline.world.env import outer_launcher, scheduled_host, with_scheduler
 
     outer = outer_launcher()
     speaks = outer is None or outer.rank == 0
@@ -75,6 +78,8 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
             with contextlib.suppress(OSError, ValueError):  # whoever read this has gone; the run goes on
                 print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
 
+    parallel = with_scheduler(loaded.config.parallel, scheduled_host() if outer is None else None)
+    loaded = loaded.with_parallel(parallel)
     for level, text in loaded.notices:
         say(level, text)
     check_early(loaded.config)
@@ -102,26 +107,36 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
         devices.notices.append(("warning", f"{one.name}: {one.value}; {one.advice}"))
     for level, text in devices.notices:
         say(level, text)
-    layout = choose_layout(config, devices.count if outer is None else outer.world_size, devices.type, outer, say)
-    plan = plan_run(
-        loaded,
-        started_at=started_at,
-        layout=layout,
-        device_type=devices.type,
-        devices=devices,
-        say=say,
-        allow_config_change=options.allow_config_change,
-    )
-    job = plan.job
+
+    def plan_for(num_devices: int, life: int = 1, global_batch_size: int | None = None) -> Plan:
+        return plan_run(
+            loaded,
+            started_at=started_at,
+            layout=choose_layout(config, num_devices, devices.type, outer, say),
+            device_type=devices.type,
+            devices=devices,
+            say=say,
+            allow_config_change=options.allow_config_change,
+            global_batch_size=global_batch_size,
+            life=life,
+        )
+
+    if outer is None and config.parallel.hosts != (1, 1) and not options.dry_run:
+        from paceline.launch.hosts import HostsRun
+        from paceline.launch.meeting import meet
+
+        run = HostsRun(config, meet(config, say), devices.count, devices.type, plan_for, say)
+        return _result(run.run(), options, config, say)
+    num_devices = devices.count * config.parallel.hosts[1] if outer is None else outer.world_size
+    plan = plan_for(num_devices)
+    job, layout = plan.job, plan.job.layout
     if options.dry_run:
         for line in job.derived.lines():
             say("info", line)
         resolved = {"config": config.model_dump(mode="json"), "derived": job.derived.as_dict(), "strategy": layout.strategy}
         return Result(EXIT_DONE, resolved={**resolved, "axes": asdict(layout.axes), "device": devices.type})
     if plan.finished is not None:
-        say("info", f"{config.output_dir} holds this run, done already: {plan.finished['steps']} steps, nothing left to do")
-        say("info", f"for a new run set another output_dir, or delete the folder; the report: {config.output_dir}/report.html")
-        return Result(EXIT_DONE, plan.finished)
+        return _result({"status": "finished", "report": plan.finished}, options, config, say)
     if outer is not None:
         from paceline.engine.stop import StopFlag
         from paceline.launch.worker import run_guarded
@@ -131,12 +146,19 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
         outcome = run_guarded(job, outer, stop)
     else:
         from paceline.launch.local import LocalRun
+        from paceline.launch.recover import Recovery
 
-        outcome = LocalRun(job, layout.num_processes).run()
-    return _result(outcome, options)
+        follow = Recovery(config, job.resume_from, say).follow
+        outcome = LocalRun(replace(job, launcher=os.getpid()), layout.num_processes, follow=follow).run()
+    return _result(outcome, options, config, say)
 
 
-def _result(outcome: dict[str, Any], options: Options) -> Result:
+def _result(outcome: dict[str, Any], options: Options, config: Config, say: Any) -> Result:
+    if outcome["status"] == "finished":
+        report = outcome["report"]
+        say("info", f"{config.output_dir} holds this run, done already: {report['steps']} steps, nothing left to do")
+        say("info", f"for a new run set another output_dir, or delete the folder; the report: {config.output_dir}/report.html")
+        return Result(EXIT_DONE, report)
     if outcome["status"] == "failed":
         if options.debug and outcome.get("traceback"):
             print(outcome["traceback"], file=sys.stderr)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, nearest
 from paceline.core.files import human_bytes
+from paceline.core.scratch import Scratch
 from paceline.core.words import counted
 from paceline.data.count import LEAST_MEMORY_BYTES, Found, Job, combined, count_rank, write_table
 from paceline.data.count_runs import merged, rows
@@ -30,7 +28,7 @@ COUNT_VALUES = {
 MAX_RANKS = 64
 MAX_TOP = 100_000
 _ENGINES, _BY, _ERRORS = ("local", "ray"), ("words", "tokens"), ("strict", "replace")
-_PREFIX, _LOCK = "paceline-count-", "lock"
+_PREFIX = "paceline-count-"  # of the folder for what does not fit into memory
 #: nothing waits this long for words: a rank that dies is noticed at once, and a long file is no failure
 _NO_LIMIT_S = 7 * 24 * 3600.0
 
@@ -241,7 +239,7 @@ def _run(request: Request) -> Found:
     from paceline.launch.explain.ranks import run_on_ranks, warm_up
 
     # Ranks are ended before the folder is removed: what a killed rank still writes has nowhere to go otherwise.
-    with _spill_folder() as folder:
+    with Scratch(_PREFIX) as folder:
         warm_up(["paceline.data.count_shuffle", "paceline.data.count"])
         job = replace(request.job, folder=folder)
         parts: list[Found] = run_on_ranks(
@@ -251,23 +249,6 @@ def _run(request: Request) -> Found:
             found = [one.table for one in parts if one.table is not None]
             write_table(request.output, merged([rows(one, 0, one.stat().st_size, 1 << 18) for one in found]))
         return combined(parts, job.top)
-
-
-@contextmanager
-def _spill_folder() -> Iterator[Path]:
-    """A folder for what does not fit into memory, removed at the end. Those that a killed count left are removed too: their
-    lock went with its process."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError), open(lock, "a") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    try:
-        with open(folder / _LOCK, "w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Terminated(BaseException):

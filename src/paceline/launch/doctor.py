@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,21 +90,24 @@ def doctor(request: Request, as_json: bool) -> int:
         ConfigError: the devices that the config asks for are not there.
         RunError: the ranks could not speak with each other at all.
     """
-    from paceline.world.env import outer_launcher
+    from paceline.world.env import outer_launcher, scheduled_host, with_scheduler
 
     for level, text in request.loaded.notices:
         _say(f"{'warning: ' if level == 'warning' else ''}{text}")
     outer = outer_launcher()
+    parallel = with_scheduler(request.loaded.config.parallel, scheduled_host() if outer is None else None)
+    request = replace(request, loaded=request.loaded.with_parallel(parallel))
     devices = _devices(request, outer)
-    if outer is None and devices.count > 1:
+    several = outer is None and parallel.hosts != (1, 1)
+    if several or (outer is None and devices.count > 1):
         _warm_up()
     checks: list[Check] = []
     gradients = None
-    if outer is None:
+    if outer is None and not several:
         checks, gradients = examine_host(request.loaded.config, request.given, devices.type, devices.count)
     measured = None
-    job = Examination(request.loaded.config, devices.type, request.given, 60.0, outer is not None, gradients)
-    if outer is not None or devices.count > 1:
+    job = Examination(request.loaded.config, devices.type, request.given, 60.0, outer is not None or several, gradients)
+    if outer is not None or several or devices.count > 1:
         outcome = _on_ranks(job, devices, outer)
         if outcome["status"] == "stopped":
             return int(outcome["exit_code"])
@@ -117,7 +120,7 @@ def doctor(request: Request, as_json: bool) -> int:
             measured = outcome["report"]
     if measured is not None:
         checks += [Check(**one) for one in measured["checks"]]
-    elif outer is not None and outer.rank != 0:
+    elif not checks:  # the head speaks for all hosts
         return EXIT_DONE
     found = {
         "ok": not any(one.fatal for one in checks),
@@ -299,6 +302,17 @@ def _on_ranks(job: Examination, devices: Devices, outer: RankEnv | None) -> dict
         stop = StopFlag()
         stop.install(sigint=True)
         return run_guarded(job, outer, stop, examine_rank)
+    if job.config.parallel.hosts != (1, 1):
+        from paceline.launch.hosts import HostsRun
+        from paceline.launch.meeting import meet
+        from paceline.launch.preflight import Plan
+
+        def say(level: str, text: str) -> None:
+            _say(f"{'warning: ' if level == 'warning' else ''}{text}")
+
+        plan = Plan(job, devices)
+        meeting = meet(job.config, say)
+        return HostsRun(job.config, meeting, devices.count, devices.type, lambda *_: plan, say, run_rank=examine_rank).run()
     from paceline.launch.local import LocalRun
 
     ranks = LocalRun(job, devices.count, examine_rank)

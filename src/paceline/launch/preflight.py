@@ -15,15 +15,14 @@ from paceline.config.resolve import Derived, derive
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.run_dir import RunDir, lock_run
-from paceline.core.words import counted
 from paceline.engine import checkpoint
 from paceline.launch.layout import check_row_state
+from paceline.launch.sizes import check_sizes, sharing_text
 from paceline.parallel import OTHER_TRAINING, Layout, mode_of, strategy_class
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared
 
 if TYPE_CHECKING:
-    from paceline.engine.session import Job
     from paceline.world.device import Devices
 
 Say = Callable[[str, str], None]
@@ -35,6 +34,8 @@ _FREE_KEYS = (
     "train_args.per_device_eval_batch_size", "evaluation.",
     "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor", "train_args.dataloader_pin_memory",
     "train_args.gradient_checkpointing", "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
+    "recovery.max_restarts", "recovery.save_every_s", "recovery.on_save_error", "recovery.rejoin_s", "recovery.watchdog",
+    "recovery.hang_after_s", "recovery.hang_timeout_s", "recovery.check_replicas_steps", "recovery.max_skipped_steps",
     "trust_remote_code", "parameter_server.servers", "parameter_server.dense", "parameter_server.on_worker_loss",
 )  # fmt: skip
 
@@ -43,7 +44,7 @@ _FREE_KEYS = (
 class Plan:
     """A run that can start: the job for its ranks, and how it stands to an earlier run in the same folder."""
 
-    job: Job
+    job: Any  # a Job, or what else ranks do
     devices: Devices | None
     finished: dict[str, Any] | None = None  # the report of a run that is already done
 
@@ -92,18 +93,23 @@ def plan_run(
     devices: Devices | None,
     say: Say,
     allow_config_change: bool = False,
+    global_batch_size: int | None = None,
+    life: int = 1,
 ) -> Plan:
     """Read and tokenise the data, work out batch and steps, and see whether a run is to be gone on with.
 
     Args:
         started_at: when the command began, in seconds since the epoch.
         say: gets (level, text) of each thing a person should know, as it comes up.
+        global_batch_size: of the life of this run before, which may have reached no checkpoint; else a checkpoint's holds.
+        life: from the second on, what the lives before have saved is gone on with, whatever ``resume`` says.
     """
     from paceline.engine.session import Job
 
     config = loaded.config
     run_dir = RunDir(Path(config.output_dir))
-    _check_another_run(config, run_dir)
+    if life == 1:
+        _check_another_run(config, run_dir)
     _check_own_folder(loaded, run_dir)
     check_free(run_dir, say)
     notices: list[tuple[str, str]] = list(loaded.notices) + (list(devices.notices) if devices else [])
@@ -116,9 +122,10 @@ def plan_run(
     for level, text in crowded:
         say(level, text)
     notices += crowded
-    path = _checkpoint(config, run_dir, say, notices)
+    path = _checkpoint(config, run_dir, say, notices) if life == 1 else _own_checkpoint(config, run_dir, say, notices)
     meta = None if path is None else checkpoint.read_meta(path)
-    accumulation = _accumulation(config, layout, meta, say, notices)
+    if meta is not None:
+        global_batch_size = int(meta["global_batch_size"])
     derived = derive(
         config,
         world_size=layout.world_size,
@@ -127,9 +134,13 @@ def plan_run(
         default_learning_rate=task.default_learning_rate,
         train_tokens=prepared.train_tokens,
         replicas=layout.axes.replicas,
-        accumulation=accumulation,
+        global_batch_size=global_batch_size,
     )
-    _check_sizes(config, derived, prepared)
+    check_sizes(derived, prepared.num_train)
+    shared = sharing_text(config, derived)
+    if shared is not None:
+        say("info", shared)
+        notices.append(("info", shared))
     strategy_class(layout.strategy).check_length(config, derived.steps)
     _check_schedule(config)
     finished = None
@@ -140,24 +151,6 @@ def plan_run(
         say("info", f"{run_dir.root} holds a run that reached no checkpoint: it starts again from the beginning")
     resume_from = None if path is None else str(path)
     return Plan(Job(config, derived, prepared, layout, device_type, started_at, resume_from, notices), devices, finished)
-
-
-def _accumulation(config: Config, layout: Layout, meta: dict[str, Any] | None, say: Say, notices: list[tuple[str, str]]) -> int:
-    """The config's accumulation; or, where a run goes on with another number of replicas, the one that keeps its global batch.
-    ``meta``: of the checkpoint that is gone on from."""
-    args = config.train_args
-    stored = None if meta is None else int(meta["global_batch_size"])
-    given, replicas = args.gradient_accumulation_steps, layout.axes.replicas
-    micro = args.per_device_train_batch_size * replicas
-    if stored is None or stored == micro * given or stored % micro:
-        return given
-    text = (
-        f"gradient_accumulation_steps: {given} → {stored // micro}, which keeps the run's global batch of "
-        f"{counted(stored, 'sample')} on {counted(replicas, 'replica')}"
-    )
-    say("info", text)
-    notices.append(("info", text))
-    return stored // micro
 
 
 def check_free(run_dir: RunDir, say: Say) -> None:
@@ -181,24 +174,6 @@ def _crowded_loaders(config: Config, num_ranks: int) -> list[tuple[str, str]]:
     if loaders <= cores:
         return []
     return [("warning", f"{loaders} loader processes on {cores} cores: fewer (`dataloader_num_workers`) may be faster")]
-
-
-def _check_sizes(config: Config, derived: Derived, prepared: Prepared) -> None:
-    samples = prepared.num_train
-    if samples == 0:
-        raise ConfigError("the dataset holds no sample to train on", fix="check `dataset` and `max_length`")
-    if derived.replicas > samples:
-        raise ConfigError(
-            f"{derived.replicas} ranks are more than the {counted(samples, 'training sample')}",
-            fix=f"set `parallel.num_gpus` to at most {samples}, or give more data",
-        )
-    if derived.global_batch_size > samples:
-        raise ConfigError(
-            f"the global batch of {counted(derived.global_batch_size, 'sample')} ({derived.micro_batch_size} a micro-batch × "
-            f"{derived.gradient_accumulation_steps} accumulation × {counted(derived.replicas, 'replica')}) is larger than the "
-            f"data: {counted(samples, 'training sample')}",
-            fix="lower `per_device_train_batch_size` or `gradient_accumulation_steps`, or give more data",
-        )
 
 
 def _check_schedule(config: Config) -> None:
@@ -241,18 +216,41 @@ def _checkpoint(config: Config, run_dir: RunDir, say: Say, notices: list[tuple[s
     if config.resume == "never":
         return None
     if config.resume == "auto":
-        path, wrong = checkpoint.newest_whole(run_dir.checkpoints)
-        for text in wrong:
-            say("warning", f"a checkpoint is passed over: {text}")
-            notices.append(("warning", f"a checkpoint is passed over: {text}"))
-        return path
-    path = checkpoint.find(Path(config.resume))
+        return _newest_whole(run_dir, say, notices)
+    path = checkpoint.find(Path(config.resume), lambda text: _warn(f"a checkpoint is passed over: {text}", say, notices))
     problem = checkpoint.verify(path)
     if problem is not None:
         raise ConfigError(
             f"`resume: {config.resume}` is not whole: {problem}", fix="give an earlier checkpoint, or `resume=auto`"
         )
+    _say_foreign_files(path, say, notices)
     return path
+
+
+def _newest_whole(run_dir: RunDir, say: Say, notices: list[tuple[str, str]]) -> Path | None:
+    path, wrong = checkpoint.newest_whole(run_dir.checkpoints)
+    for text in wrong:
+        _warn(f"a checkpoint is passed over: {text}", say, notices)
+    if path is not None:
+        _say_foreign_files(path, say, notices)
+    return path
+
+
+def _say_foreign_files(path: Path, say: Say, notices: list[tuple[str, str]]) -> None:
+    foreign = checkpoint.foreign_files(path)
+    if foreign:
+        _warn(f"{path} holds what is not the checkpoint's, and is not read: {', '.join(foreign)}", say, notices)
+
+
+def _warn(text: str, say: Say, notices: list[tuple[str, str]]) -> None:
+    say("warning", text)
+    notices.append(("warning", text))
+
+
+def _own_checkpoint(config: Config, run_dir: RunDir, say: Say, notices: list[tuple[str, str]]) -> Path | None:
+    """What a later life goes on from: the run's own, else what the first life began from."""
+    own = _newest_whole(run_dir, say, notices)
+    return own if own is not None or config.resume in ("auto", "never") else checkpoint.find(Path(config.resume))
 
 
 def _check_resume(
@@ -268,7 +266,7 @@ def _check_resume(
     """Raise ConfigError where the run cannot go on exactly from ``path``. Returns the report, where it is done already."""
     _check_same_config(config, meta["config"], path, allow_change, say)
     check_row_state(config, Config.model_validate(meta["config"]), path)
-    _check_same_batches(derived, prepared, meta, path, allow_change, say)
+    _check_same_data(prepared, meta, path, allow_change, say)
     if meta["step"] > derived.steps:
         raise ConfigError(
             f"{path} is at step {meta['step']}, and the run has {derived.steps} steps",
@@ -315,23 +313,16 @@ def _check_same_config(config: Config, stored: dict[str, Any], where: Path, allo
     )
 
 
-def _check_same_batches(
-    derived: Derived, prepared: Prepared, meta: dict[str, Any], path: Path, allow_change: bool, say: Say
-) -> None:
-    changes = []
-    if meta["global_batch_size"] != derived.global_batch_size:
-        changes.append(f"global batch: {meta['global_batch_size']} → {derived.global_batch_size} samples")
-    if meta["fingerprint"] != prepared.fingerprint:
-        changes.append("the training data is not what it was")
-    if not changes:
+def _check_same_data(prepared: Prepared, meta: dict[str, Any], path: Path, allow_change: bool, say: Say) -> None:
+    if meta["fingerprint"] == prepared.fingerprint:
         return
     if allow_change:
-        say("warning", f"going on from {path} although: {'; '.join(changes)}")
+        say("warning", f"going on from {path} although the training data is not what it was")
         return
     raise ConfigError(
-        f"the run in {path} cannot go on exactly: {'; '.join(changes)}",
-        fix="keep micro-batch × accumulation × ranks and the data as they were; or pass --allow-config-change; or set another "
-        "`output_dir`",
+        f"the run in {path} cannot go on exactly: the training data is not what it was",
+        fix="put the data, the tokenizer and its chat template back as they were; or pass --allow-config-change; or set "
+        "another `output_dir`",
     )
 
 

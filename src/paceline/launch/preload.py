@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import signal
+import tempfile
 import threading
 
 from paceline.config.schema import Config
+from paceline.core.scratch import Scratch
 
 
 def start_fork_server(config: Config) -> None:
@@ -37,9 +40,10 @@ def start_fork_server(config: Config) -> None:
     elif config.task == "classify":
         modules.append("paceline.tasks.classify")
     multiprocessing.set_forkserver_preload(modules)
-    # A Ctrl-C or a closed terminal reaches the whole process group. The server inherits "ignore": it prints no traceback, lets
-    # the ranks save their checkpoint, and ends with the launcher.
-    numbers = [signal.SIGINT] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []) if in_main else []
+    _keep_its_files()
+    # A Ctrl-C or a closed terminal reaches the whole process group, and Slurm's SIGTERM every process of a step. The server
+    # inherits "ignore": it prints no traceback, lets the ranks save their checkpoint, and ends with the launcher.
+    numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []) if in_main else []
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     warnings_before = os.environ.get("PYTHONWARNINGS")
     # Where a run is ended at once, what clears up behind it need not speak of it.
@@ -57,3 +61,16 @@ def start_fork_server(config: Config) -> None:
                 os.environ.pop(name, None)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _keep_its_files() -> None:
+    """The server's socket lies in a folder that goes even where this process is killed: with the next run."""
+    if multiprocessing.current_process()._config.get("tempdir") is not None:  # type: ignore[attr-defined]
+        return  # whoever calls this has used it before
+    scratch, before = Scratch(), tempfile.tempdir
+    try:
+        tempfile.tempdir = str(scratch.path)
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
+    multiprocessing.util.Finalize(None, scratch.close, exitpriority=-200)  # after what is in it: that has -100

@@ -72,7 +72,7 @@ def verify(loaded: Loaded, request: Request) -> Certified:
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
     try:
         base = _base_job(replace(loaded, config=config), devices, folder)
-        trials = [_trial(number, mode, config, base, devices.count) for number, mode in enumerate(modes)]
+        trials = [_trial(number, mode, config, base) for number, mode in enumerate(modes)]
         found = _run(trials, request.steps, folder, devices.count)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -206,10 +206,9 @@ def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> Job:
     return plan.job
 
 
-def _trial(number: int, mode: Mode, config: Config, base: Job, world_size: int) -> Trial:
+def _trial(number: int, mode: Mode, config: Config, base: Job) -> Trial:
     from paceline.engine.certify import Trial
 
-    replicas = mode.layout.axes.replicas
     derived = derive(
         config,
         world_size=mode.layout.world_size,
@@ -217,8 +216,8 @@ def _trial(number: int, mode: Mode, config: Config, base: Job, world_size: int) 
         num_eval=0,
         default_learning_rate=base.derived.learning_rate,
         train_tokens=base.prepared.train_tokens,
-        replicas=replicas,
-        accumulation=base.derived.gradient_accumulation_steps * world_size // replicas,
+        replicas=mode.layout.axes.replicas,
+        global_batch_size=base.derived.global_batch_size,
     )
     own = base.config.model_copy(update={"parallel": mode.parallel})
     return Trial(number, mode.name, replace(base, config=own, derived=derived, layout=mode.layout))

@@ -6,16 +6,18 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM, PacelineError
+from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM, FaultError, PacelineError
 from paceline.core.files import write_atomic
 from paceline.core.processes import end_with_parent
 from paceline.engine.session import run_rank
@@ -23,6 +25,11 @@ from paceline.engine.stop import StopFlag
 from paceline.world.env import RankEnv, from_environment
 
 STOP_FILE = "stop"
+
+#: How gloo, NCCL and CUDA speak of a peer that is gone, a link that is cut and a device that fails.
+_OF_A_LINK_OR_DEVICE = re.compile(
+    r"connection (closed|reset|refused)|timed? ?out|broken pipe|socket|NCCL|CUDA error|unhandled system error", re.IGNORECASE
+)
 
 #: What a rank does: (job, who it is, whether it shall stop) → {"status": "done" | "stopped", "report": …}. ``job.config`` is
 #: its config.
@@ -46,6 +53,7 @@ def worker_main(job: Any, folder: str, run: RunRank = run_rank) -> None:
     os.setpgid(0, 0)  # a Ctrl-C in the terminal reaches the launcher alone, which passes it on once
     stop = StopFlag()
     stop.install(sigint=False)
+    stop.fail = partial(_end_by_fault, here, env)
     write_atomic(pid_file(here, env.local_rank), str(os.getpid()))
     if (here / STOP_FILE).exists():
         write_outcome(here, env, {"status": "stopped", "report": None})
@@ -63,9 +71,9 @@ def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank)
     try:
         outcome = run(job, env, stop)
     except PacelineError as error:
-        return _failed(env, error.exit_code, error.paragraph())
+        return _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
     except BaseException as error:  # the launcher must hear of anything that ends a rank
-        return _failed(env, EXIT_FAILED, _describe(error, job))
+        return _failed(env, EXIT_FAILED, _describe(error, job), _is_fault(error))
     if outcome["status"] == "stopped":
         outcome["exit_code"] = EXIT_SIGINT if stop.signal == signal.SIGINT else EXIT_SIGTERM
     else:
@@ -73,8 +81,24 @@ def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank)
     return outcome
 
 
-def _failed(env: RankEnv, exit_code: int, text: str) -> dict[str, Any]:
-    return {"status": "failed", "rank": env.rank, "exit_code": exit_code, "text": text, "traceback": traceback.format_exc()}
+def _failed(env: RankEnv, exit_code: int, text: str, fault: bool | None) -> dict[str, Any]:
+    told = {"status": "failed", "rank": env.rank, "exit_code": exit_code, "text": text, "fault": fault}
+    return {**told, "traceback": traceback.format_exc()}
+
+
+def _is_fault(error: BaseException) -> bool | None:
+    """Whether going back to a checkpoint may mend what torch, or what a task's own code, has raised. None: not known."""
+    from torch import distributed
+
+    if isinstance(error, distributed.DistError):
+        return True
+    return True if isinstance(error, RuntimeError) and _OF_A_LINK_OR_DEVICE.search(str(error)) else None
+
+
+def _end_by_fault(folder: Path, env: RankEnv, text: str, blamed: Sequence[int]) -> None:
+    write_outcome(folder, env, {**_failed(env, EXIT_FAILED, text, True), "traceback": "", "blamed": list(blamed)})
+    sys.stderr.flush()
+    os._exit(EXIT_FAILED)
 
 
 def _describe(error: BaseException, job: Any) -> str:

@@ -53,6 +53,7 @@ class Strategy(ABC):
     sums_buckets = False
     #: Groups of ranks hold weights of their own between synchronisations (``local/…`` and ``outer/…`` in a checkpoint).
     trains_apart = False
+    skips_itself = False  # in `update`, where the gradient is not finite
     optimizer: torch.optim.Optimizer
 
     def __init__(self, config: Config, world: World) -> None:
@@ -186,6 +187,16 @@ class Strategy(ABC):
         next forward wants them."""
         return apply(self.optimizer)
 
+    @property
+    def undoes(self) -> bool:
+        """True where a skipped update leaves more to put back than weights and optimizer, so that it must be known at once."""
+        return False
+
+    def own_gradient(self) -> torch.Tensor | None:
+        """A float32 scalar that is not finite where this rank's own gradient of the last :meth:`backward` was not, before it
+        met that of the others. None where they meet within backward."""
+        return None
+
     def evaluate(self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module) -> dict[str, torch.Tensor] | None:
         """Run an evaluation batch of this replica: a collective within the replica. None on ranks that do not hold the result
         (:attr:`speaks` is true on the one that does)."""
@@ -255,6 +266,19 @@ class Strategy(ABC):
     def exchange(self) -> Exchange | None:
         """How replicas come together, where that is by plain ddp or by what sends less in its place."""
         return None
+
+    @property
+    def replica_line(self) -> World | None:
+        """The ranks that hold, after this step, the same bits of :meth:`replicated`; None where no two do."""
+        return None
+
+    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """By name, in one order on every rank of :attr:`replica_line`: parameters as this rank holds them, and what the
+        optimizer keeps for them."""
+        for part in self.parts():
+            if part.key is not None:
+                yield part.name, part.tensor
+                yield from ((f"{part.name}/{entry}", value) for entry, value in self._optimizer_state(part).items())
 
     def _optimizer_state(self, part: Part) -> dict[str, torch.Tensor]:
         if part.key is None:

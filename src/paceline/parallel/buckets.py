@@ -99,6 +99,7 @@ class GradientBuckets:
         self._next = 0
         self._reducing = False
         self._backward_began = 0.0
+        self._sums: list[torch.Tensor] = []  # of each bucket, before others' were added to it
         #: Seconds in the backwards during which buckets are filled and sent, added up; on an accelerator those of the host.
         self.backward_s = 0.0
         given = list(parameters)
@@ -131,6 +132,7 @@ class GradientBuckets:
         """From here on (the last micro-batch of a step) each bucket is sent off when its last gradient has come."""
         self._reducing = self.world.size > 1 and not (self.reduction is not None and self.reduction.late)
         self._next = 0
+        self._sums = []
         for bucket in self.buckets:
             bucket.waiting = len(bucket.parameters)
             bucket.work = None
@@ -145,6 +147,7 @@ class GradientBuckets:
 
     def _launch(self) -> None:
         bucket = self.buckets[self._next]
+        self._sums.append(_sum_of(bucket.flat))
         bucket.work = self._send(bucket)
         self._next += 1
 
@@ -157,6 +160,7 @@ class GradientBuckets:
         """Send what no gradient has completed (unused parameters count as zero), then wait for all."""
         self.backward_s += time.perf_counter() - self._backward_began
         if not self._reducing:
+            self._sums = [_sum_of(flat) for flat in self.flats] if self.world.size > 1 else []  # they are summed later
             return
         while self._next < len(self.buckets):
             self._launch()
@@ -170,9 +174,19 @@ class GradientBuckets:
         """2-norm over all gradients, a float32 scalar on the device."""
         return norm_of(self.flats, self.world.device)
 
+    def own(self) -> torch.Tensor:
+        """A float32 scalar that is not finite where a gradient of this rank was not, before it met those of others."""
+        sums = self._sums or [_sum_of(flat) for flat in self.flats]
+        return torch.stack(sums).sum() if sums else torch.zeros((), device=self.world.device)
+
     def scale(self, factor: torch.Tensor) -> None:
         for flat in self.flats:
             flat.mul_(factor.to(flat.dtype))
+
+
+def _sum_of(flat: torch.Tensor) -> torch.Tensor:
+    # Reads at the speed of memory; what is not finite stays so in a sum.
+    return flat.sum(dtype=torch.float32)
 
 
 def norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -54,6 +54,7 @@ class CompressedReduction(Reduction):
         self.buckets: GradientBuckets
         self.shapes: list[BucketShape] = []
         self.states: list[State] = []
+        self._before: dict[int, list[torch.Tensor]] = {}  # what was kept of each bucket when the step began to change it
         self._decays: list[tuple[list[nn.Parameter], float]] = []
         #: Processor seconds of the thread beside backward.
         self.method_s = self.moments_s = 0.0
@@ -82,6 +83,9 @@ class CompressedReduction(Reduction):
         def work(line: World) -> None:
             begin = time.thread_time()
             values = flat.float()  # the bucket itself, where it is float32
+            self._before[number] = [one.clone() for one in state.held]
+            if not bool(values.sum().isfinite()):
+                values.fill_(math.nan)  # else an element that is not chosen would wait, and none would hear of it
             if self.adam is not None:
                 self.adam.direct(values, state, age, line.size)
             directed = time.thread_time()
@@ -96,6 +100,18 @@ class CompressedReduction(Reduction):
     def end_step(self) -> None:
         self.step += 1
         self.age += 1
+
+    @property
+    def undoes(self) -> bool:
+        return any(state.held for state in self.states)
+
+    def settle(self, made: bool) -> None:
+        if not made and self._before:
+            self.age -= 1
+            for number, kept in self._before.items():
+                for one, before in zip(self.states[number].held, kept, strict=True):
+                    one.copy_(before)
+        self._before = {}
 
     def clip_and_sum(self, max_norm: float) -> torch.Tensor:
         """Returns the root of the sum of the ranks' squared norms: the norm of the whole gradient, were theirs independent."""

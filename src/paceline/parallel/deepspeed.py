@@ -12,6 +12,7 @@ of the gradient in float32.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -50,6 +51,7 @@ class DeepSpeed(Strategy):
 
     name = "deepspeed"
     whole_on_first = False
+    skips_itself = True
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
@@ -124,6 +126,7 @@ class DeepSpeed(Strategy):
             )
             self.zero = self.engine.optimizer
             self.optimizer = self.zero.optimizer
+            self.zero.check_grad_overflow = True  # which it leaves out in float32
             if exact:
                 for one in self._ranges():
                     whole = exact[self.names[one.parameter]].flatten()
@@ -157,6 +160,10 @@ class DeepSpeed(Strategy):
             done = apply(
                 cast(torch.optim.Optimizer, SimpleNamespace(step=self.engine.step, param_groups=self.optimizer.param_groups))
             )
+            if not done:  # DeepSpeed itself drops what it has gathered where that is not finite
+                for one in gradient_tensors(self.zero, self.model):
+                    one.fill_(math.nan)
+                self.engine.step()
         self.norm.copy_(torch.as_tensor(self.engine.get_global_grad_norm()))
         return done and not self.zero.overflow
 
@@ -180,6 +187,13 @@ class DeepSpeed(Strategy):
         self.most_gradient_bytes = max(self.most_gradient_bytes, storage_bytes(gradient_tensors(self.zero, self.model)))
 
     # -- state --------------------------------------------------------------------------------------------------------------
+    @property
+    def replica_line(self) -> World | None:
+        return None if self.stage == 3 else self.world
+
+    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.model.named_parameters()  # the optimizer's state is in partitions
+
     def parts(self) -> Iterable[Part]:
         for one in self._ranges():
             name = self.names[one.parameter]

@@ -24,7 +24,7 @@ from paceline.parallel.buckets import GradientBuckets, squared_norm_of
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.exchange import Exchange
 from paceline.parallel.hybrid_cost import hybrid_cost
-from paceline.parallel.parts import Part, StateSource
+from paceline.parallel.parts import Part, StateSource, frozen_parts
 from paceline.parallel.pipeline_stages import check_sizes as check_layers
 from paceline.parallel.pipeline_stages import num_chunks
 from paceline.parallel.reduction import Reduction, make_reduction
@@ -139,6 +139,27 @@ class Hybrid(Strategy):
         line.wait(line.all_reduce(total))
         scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
         return clip_to(max_norm, total.sqrt().float(), scale)
+
+    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+        made = super().update(apply)
+        if self.reduction is not None:
+            self.reduction.settle(made)
+        return made
+
+    @property
+    def undoes(self) -> bool:
+        return self.reduction is not None and self.reduction.undoes
+
+    def own_gradient(self) -> torch.Tensor | None:
+        return None if self.buckets is None else self.buckets.own()
+
+    @property
+    def replica_line(self) -> World | None:
+        return self.world.line("data")
+
+    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+        yield from super().replicated()
+        yield from frozen_parts(self.model)
 
     def _counts(self, name: str) -> bool:
         """True on one rank of the tensor and pipeline lines for each element that this rank holds of ``name``."""

@@ -23,7 +23,8 @@ from paceline.parallel.local_cost import local_cost, mean_bytes
 from paceline.parallel.local_rhythm import Rhythm, check_rhythm, num_workers
 from paceline.parallel.local_state import load_local, local_parts, with_mean
 from paceline.parallel.outer import Flight, Mean, Vector, fragment, share
-from paceline.parallel.parts import Part, StateSource
+from paceline.parallel.parts import Part, StateSource, frozen_parts
+from paceline.parallel.recovery_check import check_rewind
 from paceline.parallel.replicated import changing_buffers, clip_to
 from paceline.world.env import RankEnv
 from paceline.world.group import World
@@ -43,7 +44,8 @@ class LocalTraining(Strategy):
     A worker's gradient is the mean over its own share: the loss is divided by the worker's own count. With shares of one size
     the mean of the workers' gradients is that of the global batch; with ragged ones it is an estimate.
 
-    Gradients are clipped by each worker to its own norm, and the norm that is told is that of rank 0's worker.
+    Gradients are clipped by each worker to its own norm, and the norm that is told is that of rank 0's worker. Where it is not
+    finite, that worker alone skips its update.
 
     Between workers only the ranks with the same place in their workers talk, each about its share of the parameters, and hand
     on to the others of their worker what came of it: over the slow links each parameter goes once, whatever the number of
@@ -87,6 +89,7 @@ class LocalTraining(Strategy):
                 fix="leave it out; `local_sgd.workers` with several ranks each cuts the outer state of `diloco` into shares",
             )
         check_rhythm(settings, args.max_steps)
+        check_rewind(config, f"parallel.mode: {cls.name}")
         for key in cls.foreign:
             default = type(settings).model_fields[key].default
             if getattr(settings, key) != default:
@@ -172,6 +175,20 @@ class LocalTraining(Strategy):
 
     def clip(self, max_norm: float) -> torch.Tensor:
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
+
+    def own_gradient(self) -> torch.Tensor | None:
+        return self.buckets.own()
+
+    @property
+    def replica_line(self) -> World | None:
+        return self.world if self.is_together else self.near
+
+    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+        if self.replica_line is self.near or self.done <= self.rhythm.warmup:
+            yield from super().replicated()
+        else:  # each worker's optimizer is its own
+            yield from self.trained.items()
+        yield from frozen_parts(self.model)
 
     def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         made = apply(self.optimizer)

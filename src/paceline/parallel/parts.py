@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ def local_tensor(value: Any) -> Any:
     """A DTensor's part on this rank; anything else as it is."""
     to_local = getattr(value, "to_local", None)
     return to_local() if callable(to_local) else value
+
+
+def frozen_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters that are not trained, as this rank holds them, by name."""
+    return ((name, local_tensor(one.detach())) for name, one in model.named_parameters() if not one.requires_grad)
 
 
 def storage_bytes(tensors: Sequence[Any]) -> int:

@@ -52,6 +52,14 @@ class Reduction:
         """Where :attr:`late`: as a strategy's ``clip``, and the sum over the replicas."""
         raise NotImplementedError
 
+    @property
+    def undoes(self) -> bool:
+        """True where :meth:`settle` has something to put back."""
+        return False
+
+    def settle(self, made: bool) -> None:
+        """The end of a step. Where its update was not ``made``, what is kept becomes what it was before."""
+
     def optimizer(self, built: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """What makes the step, given what the engine would have make it."""
         return built

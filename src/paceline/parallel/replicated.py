@@ -14,7 +14,7 @@ from paceline.parallel.buckets import GradientBuckets
 from paceline.parallel.communication import communication_cost
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.exchange import Exchange, Spent
-from paceline.parallel.parts import Part, StateSource
+from paceline.parallel.parts import Part, StateSource, frozen_parts
 from paceline.parallel.reduction import Reduction, make_reduction
 from paceline.world.group import World
 from paceline.world.mesh import Axes
@@ -63,6 +63,27 @@ class DistributedDataParallel(Strategy):
         if self.reduction is not None and self.reduction.late:
             return self.reduction.clip_and_sum(max_norm)
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
+
+    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+        made = super().update(apply)
+        if self.reduction is not None:
+            self.reduction.settle(made)
+        return made
+
+    @property
+    def undoes(self) -> bool:
+        return self.reduction is not None and self.reduction.undoes
+
+    def own_gradient(self) -> torch.Tensor | None:
+        return self.buckets.own()
+
+    @property
+    def replica_line(self) -> World | None:
+        return self.world
+
+    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+        yield from super().replicated()
+        yield from frozen_parts(self.model)
 
     def parts(self) -> Iterable[Part]:
         for name, one in self.trained.items():
@@ -154,6 +175,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     is near zero. Rounded, all strategies clip by the same factor.
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = factor.nan_to_num(nan=1.0)  # the update is skipped then; gradients are left as they are, to see whose it was
     return ((factor.view(torch.int32) + 16) & ~31).view(torch.float32)
 
 

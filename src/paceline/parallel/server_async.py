@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -109,6 +110,10 @@ class LooseParameterServer(ServedParameterServer):
         """Push to every server, and wait until each has applied it: a worker reads what it wrote."""
         if self.is_server:
             return True
+        stand_in = SimpleNamespace(step=self._push_all, param_groups=self.optimizer.param_groups)
+        return apply(cast(torch.optim.Optimizer, stand_in))
+
+    def _push_all(self) -> None:
         # Of the first rate: how far the schedule has come, for both optimizers.
         group = self.optimizer.param_groups[0]
         factor = float(group["lr"]) / float(self.optimizer.defaults["lr"]) if self.optimizer.defaults["lr"] else 0.0
@@ -121,7 +126,6 @@ class LooseParameterServer(ServedParameterServer):
             calls.append(rpc.rpc_async(rank_name(server), apply_push, args=args))
         for call in calls:
             call.wait()
-        return True
 
     # -- state ------------------------------------------------------------------------------------------------------------
     def state(self) -> list[Part]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.config.schema import Config
 from paceline.config.schema_server import ParameterServer
 from paceline.core.errors import ConfigError
+from paceline.parallel.recovery_check import check_rewind
 
 
 def check_config(config: Config) -> None:
@@ -19,6 +20,8 @@ def check_config(config: Config) -> None:
         if reason:
             raise ConfigError(f"`{key}` does not go with `parallel.mode: parameter_server`: {reason}", fix="take it out")
     _check_dense(config)
+    if config.parameter_server.mode != "sync":
+        check_rewind(config, f"parameter_server.mode: {config.parameter_server.mode}")
     if config.task in ("sft", "pretrain", "classify"):
         raise ConfigError(
             f"`parallel.mode: parameter_server` keeps embedding tables on servers, and `task: {config.task}` has none",

@@ -132,7 +132,8 @@ class ServedParameterServer(ParameterServer):
         if self.is_server:
             rate, peak = float(self.optimizer.param_groups[0]["lr"]), float(self.optimizer.defaults["lr"])
             made = apply(self.optimizer)
-            DENSE.step(rate / peak if peak else 0.0)
+            if made:
+                DENSE.step(rate / peak if peak else 0.0)
         with uncounted():
             self.world.barrier()  # nobody pulls what is of the step before
         return made

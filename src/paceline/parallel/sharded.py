@@ -14,10 +14,11 @@ from paceline.core.errors import ConfigError
 from paceline.models.shape import modules_around
 from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors
 from paceline.parallel.cost import Cost, ModelShape, TensorShape, Workload
-from paceline.parallel.parts import Part
+from paceline.parallel.parts import Part, frozen_parts
 from paceline.parallel.replicated import clip_to
 from paceline.parallel.sharding import Sharding, shard_dim
 from paceline.parallel.zero import batch_norm_names, check_elementwise, low_bytes_of, statistics_traffic, step_count_bytes
+from paceline.world.group import World
 from paceline.world.mesh import Axes
 from paceline.world.volume import all_reduce_bytes, scatter_bytes
 
@@ -82,6 +83,14 @@ class ZeRO3(Strategy):
         found = super().evaluate(run, model)
         self.sharding.reshard()
         return found
+
+    @property
+    def replica_line(self) -> World | None:
+        return self.sharding.copies
+
+    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+        yield from super().replicated()
+        yield from frozen_parts(self.sharding.model)
 
     def parts(self) -> Iterable[Part]:
         return self.sharding.parts()

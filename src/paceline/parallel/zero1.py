@@ -84,6 +84,9 @@ class ShardedOptimizer(DistributedDataParallel):
         with uncounted():
             self.buckets.gather()
 
+    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.model.named_parameters()  # the optimizer's state is in shards
+
     def parts(self) -> Iterable[Part]:
         for piece in self.buckets.pieces:
             yield Part(piece.name, piece.values, piece.shape, (piece.start,), key=piece.values, flat=True)

@@ -21,6 +21,7 @@ from paceline.world.collectives_program import RECEIVE, SEND, SENT, TAKE, Progra
 from paceline.world.collectives_schedules import Sent, Step, check_algorithm, steps
 from paceline.world.collectives_trace import Trace
 from paceline.world.group import World
+from paceline.world.pulse import PULSE
 from paceline.world.traffic import uncounted
 
 #: Largest piece on the wire. Each message has its price in system calls and in wake-ups, after which the interpreter's code is
@@ -104,6 +105,7 @@ def _run(world: World, tensor: torch.Tensor, what: tuple[str, str, int], combine
         if trace is not None:
             trace.begin(tensor.reshape(-1))
         return Sent(0, 0)
+    PULSE.issue(f"{what[1]} {what[0]}", tensor, world.group)
     target = tensor.detach()
     # Always in row-major order: ranks may differ in strides.
     flat = (target if target.is_contiguous() else target.contiguous()).view(-1)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from paceline.world.env import RankEnv
 from paceline.world.heap import settle
 from paceline.world.mesh import Axes
+from paceline.world.pulse import COLLECTIVE, PULSE
 from paceline.world.traffic import Traffic, count_collectives
 
 
@@ -136,7 +137,8 @@ class World:
         if work is None:
             return
         start = time.perf_counter()
-        work.wait()
+        with PULSE.waiting(COLLECTIVE):
+            work.wait()
         self.waits.seconds += time.perf_counter() - start
 
     def sum(self, *values: float) -> list[float]:
@@ -233,11 +235,20 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | No
     if env.world_size > 1:
         backend = dist.get_default_backend_for_device(device)
         options = {} if device.type == "cpu" else {"device_id": device}
+        if device.type != "cpu":
+            os.environ.setdefault(*_FLIGHT_RECORDER)
         dist.init_process_group(
             backend, rank=env.rank, world_size=env.world_size, timeout=timedelta(seconds=timeout_s), **options
         )
     count_collectives()
     return World(env, device, axes)
+
+
+#: torch's own record of the last collectives on an accelerator, of which the watchdog writes a copy where a rank hangs.
+_FLIGHT_RECORDER = (
+    "TORCH_FR_BUFFER_SIZE" if hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json") else "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "2000",
+)
 
 
 def _newest(name: str, older: str) -> Any:

@@ -1,9 +1,15 @@
-"""What this host has left. No torch here."""
+"""What this host is called, and what it has left. No torch here."""
 
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
+
+
+def host_name() -> str:
+    """Of this rank's host; ``PACELINE_HOST`` in its stead, where hosts share one."""
+    return os.environ.get("PACELINE_HOST") or socket.gethostname()
 
 
 def available_memory() -> int:

@@ -2,7 +2,8 @@
 
 FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.world.group.World` all go through the functions of the
 ``torch.distributed`` package, so these are wrapped, once a process, to add up what passes. What is counted is what an algorithm
-optimal in bandwidth sends: the figure by which strategies are compared, and the same for every backend.
+optimal in bandwidth sends: the figure by which strategies are compared, and the same for every backend. The same wrappers tell
+the process's :data:`~paceline.world.pulse.PULSE` which collectives were issued.
 
 Objects (``broadcast_object_list`` and its like) are not counted: they go through the functions' module, not the package, and
 are no part of a step.
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.world import pulse
 from paceline.world.volume import all_reduce_bytes, scatter_bytes
 
 
@@ -130,21 +132,23 @@ _COUNTERS |= {
 def count_collectives() -> Traffic:
     """Wrap the functions of ``torch.distributed`` (once a process). Returns the process's count."""
     if not getattr(dist, "_paceline_counted", False):
-        for name, (label, size_of) in _COUNTERS.items():
-            if not hasattr(dist, name):
-                continue
-            setattr(dist, name, _counted(getattr(dist, name), label, size_of))
+        for name in _COUNTERS.keys() | pulse.ARGUMENTS.keys():
+            if hasattr(dist, name):
+                setattr(dist, name, _watched(getattr(dist, name), name, *_COUNTERS.get(name, (None, None))))
+        pulse.mark_waits()
         # `isend` cannot be wrapped: P2POp compares it with the function itself.
         dist._paceline_counted = True  # type: ignore[attr-defined]
     return TRAFFIC
 
 
-def _counted(function: Callable[..., Any], label: str, size_of: _SizeOf) -> Any:
+def _watched(function: Callable[..., Any], name: str, label: str | None, size_of: _SizeOf | None) -> Any:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        muted = getattr(_MUTED, "on", False)
-        if muted is not True and not (muted and label in muted):
-            TRAFFIC.add(label, size_of(args, kwargs))
+        pulse.issue_from(name, args, kwargs)
+        if size_of is not None and label is not None:
+            muted = getattr(_MUTED, "on", False)
+            if muted is not True and not (muted and label in muted):
+                TRAFFIC.add(label, size_of(args, kwargs))
         return function(*args, **kwargs)
 
     return call

@@ -1,0 +1,132 @@
+"""One save, on one rank: what it writes, and on rank 0 the commit. Speaks with the other ranks through files alone, in the
+foreground or in a thread."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import RunError
+from paceline.engine.checkpoint import prune, step_of
+from paceline.engine.checkpoint_format import name_of
+from paceline.engine.checkpoint_write import (
+    STALL_S,
+    Saved,
+    Writer,
+    commit,
+    not_written,
+    reason_of,
+    wait_for_parts,
+    write_part,
+)
+from paceline.parallel.parts import Part
+from paceline.world.group import World
+
+#: How long a run that failed waits for its ranks to end what they are writing.
+HURRY_S = 20.0
+
+
+class Flight:
+    """Args:
+    aside: the hidden folder it is written in; None where it could not be made.
+    writers: all ranks, in order.
+    keep: checkpoints that are kept; None: all.
+    superseded: steps of checkpoints that an earlier life of the run wrote, beyond the one that this life goes on from.
+    start: when the save was begun, on the clock of ``time.perf_counter``.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        step: int,
+        parts: Sequence[Part],
+        meta: dict[str, Any],
+        aside: Path | None,
+        writers: Sequence[Writer],
+        keep: int | None,
+        superseded: frozenset[int],
+        start: float,
+    ) -> None:
+        self.step = step
+        self.parts = parts
+        self.meta = meta
+        self.aside = aside
+        self.writers = writers
+        self.started = start
+        self.rank = world.rank
+        self.leader = world.first
+        self.leads = world.is_first
+        self.folder = folder
+        self.keep = keep
+        self.superseded = superseded
+        self.blocked_s = 0.0
+        self.wall_s: float | None = None
+        self.saved: Saved | None = None
+        self.error: RunError | None = None
+        self.warnings: list[str] = []
+        self.patience_s: float | None = None
+        self.ended = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.run, name=f"save-{self.step}", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def run(self) -> None:
+        """Write this rank's part; on rank 0 wait for the others and commit. Raises nothing."""
+        assert self.aside is not None
+        try:
+            write_part(self.aside, self.rank, len(self.writers), self.parts)
+            if self.leads:
+                self._commit()
+        finally:
+            self.parts = ()
+            self.ended = True
+
+    def _commit(self) -> None:
+        assert self.aside is not None
+        try:
+            said = wait_for_parts(self.aside, self.writers, self._patience)
+            self.saved = commit(self.folder, self.step, self.aside, self.meta, said)
+            self.wall_s = time.perf_counter() - self.started
+        except Exception as error:
+            self.fail(reason_of(error))
+            return
+        try:
+            gone = prune(self.folder, self.keep, self.superseded)
+            self._say_superseded(gone)
+        except OSError as error:
+            self.warnings.append(f"older checkpoints in {self.folder} could not be removed: {reason_of(error)}")
+
+    def _say_superseded(self, gone: Collection[Path]) -> None:
+        names = [one.name for one in gone if step_of(one) in self.superseded]
+        if names:
+            self.warnings.append(
+                f"removed from {self.folder}: {', '.join(names)}, of an earlier life of this run beyond the step that it went "
+                f"on from; {name_of(self.step)} takes their place"
+            )
+
+    def _patience(self) -> float:
+        return STALL_S if self.patience_s is None else self.patience_s
+
+    def not_led(self) -> RunError:
+        """The error of a save whose leader was lost before it gave the checkpoint its name."""
+        size_bytes = sum(one.size_bytes for one in self.writers)
+        return not_written(self.folder, self.step, size_bytes, f"rank {self.leader}, which led it, has ended")
+
+    def fail(self, reason: str) -> None:
+        """Remove what was begun, and keep the reason; on rank 0."""
+        if not self.leads:
+            return
+        if self.aside is not None:
+            shutil.rmtree(self.aside, ignore_errors=True)
+        self.error = not_written(self.folder, self.step, sum(one.size_bytes for one in self.writers), reason)

@@ -1,0 +1,15 @@
+"""Prints the table of the fault laboratory when its tests have run."""
+
+from __future__ import annotations
+
+import lab
+import pytest
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if lab.ROWS:
+        terminalreporter.write_line("")
+        terminalreporter.write_line(lab.table(lab.cells()))
+        if lab.wants_writing():
+            lab.write()
+            terminalreporter.write_line(f"written: {lab.PAGE}")

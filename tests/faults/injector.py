@@ -1,0 +1,397 @@
+"""Faults by name, each done to a real run from outside: to its processes, its files, its disk.
+
+A fault is a moment and a deed. What a run itself must do wrong (a bit that flips, a rank that is slow) is in
+:mod:`lab_task` and ``tests/faulty_task.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+
+TOKEN = "PACELINE_FAULT_LAB"
+EVERY = 4  # steps between two saves, and between two evaluations, of the runs of the lab
+_TIMEOUT_S = 240.0
+
+
+class LiveRun:
+    """A command under way, started as a user does: its processes, its events, and the files it makes outside its folder.
+
+    Args:
+        scratch: gets the run's temporary files (``tmp``), its shared memory (``shm``, where this machine lets tests mount) and
+            what it says.
+    """
+
+    def __init__(self, words: Sequence[str], folder: Path, scratch: Path, token: str) -> None:
+        self.folder, self.tmp, self.token = folder, scratch / "tmp", token
+        for one in (self.tmp, scratch / "shm"):
+            one.mkdir(parents=True, exist_ok=True)
+        self._said = scratch / "said"
+        environment = {**os.environ, "TMPDIR": str(self.tmp), TOKEN: token}
+        command = [*own_shared_memory(scratch / "shm"), sys.executable, "-m", "paceline", "sft", *words, f"output_dir={folder}"]
+        with open(self._said, "wb") as said:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+            )
+        self._read, self._offset = [], self._size()
+        self._server: psutil.Process | None = None
+        self._old: set[int] = set()  # ranks of a life that a fault has ended
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text(errors="replace")
+
+    # -- its processes --------------------------------------------------------------------------------------------------------
+    @property
+    def launcher(self) -> psutil.Process:
+        return psutil.Process(self.process.pid)
+
+    def server(self) -> psutil.Process | None:
+        """The fork server."""
+        if self._server is None or not self._server.is_running():
+            self._server = None
+            with contextlib.suppress(psutil.Error):
+                found = [one for one in self.launcher.children() if "forkserver" in " ".join(one.cmdline())]
+                self._server = found[0] if found else None
+        return self._server
+
+    def everyone(self) -> list[psutil.Process]:
+        """Every living process that this run has started, whoever its parent is now."""
+        return [one for one in psutil.process_iter() if _has_token(one, self.token)]
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Those of the life under way that have said who they are."""
+        server, found = self.server(), {}
+        for file in self.tmp.glob("paceline-run-*/pid-*"):
+            with contextlib.suppress(psutil.Error, OSError, ValueError):
+                one = psutil.Process(int(file.read_text()))
+                if server is not None and one.ppid() == server.pid and one.pid not in self._old:
+                    found[int(file.name.rpartition("-")[2])] = one
+        return found
+
+    def rank_processes(self) -> list[psutil.Process]:
+        """Those of the life under way, also where they have only just started."""
+        server = self.server()
+        with contextlib.suppress(psutil.Error):
+            return (
+                sorted((one for one in server.children() if one.pid not in self._old), key=lambda one: one.pid)
+                if server
+                else []
+            )
+        return []
+
+    def begin_life_after(self, ending: set[int]) -> None:
+        """These ranks are of a life that a fault has just ended; what they have logged is no more looked at."""
+        self.events()
+        self._old |= ending
+        self._read = []
+
+    # -- its events -----------------------------------------------------------------------------------------------------------
+    def _size(self) -> int:
+        with contextlib.suppress(OSError):
+            return (self.folder / "events.jsonl").stat().st_size
+        return 0
+
+    def events(self) -> list[dict[str, Any]]:
+        """Of the life under way (whole lines alone)."""
+        with contextlib.suppress(OSError), open(self.folder / "events.jsonl", "rb") as handle:
+            handle.seek(self._offset)
+            whole, _, _ = handle.read().rpartition(b"\n")
+            if whole:
+                self._offset += len(whole) + 1
+                for line in filter(None, whole.split(b"\n")):
+                    with contextlib.suppress(ValueError):  # a line that a fault has cut
+                        self._read.append(json.loads(line))
+        starts = [place for place, one in enumerate(self._read) if one["type"] == "run_start"]
+        return self._read[starts[-1] :] if starts else []
+
+    def steps(self) -> int:
+        """Steps logged in the life under way."""
+        return sum(one["type"] == "step" for one in self.events())
+
+    # -- time -----------------------------------------------------------------------------------------------------------------
+    def wait(self, condition: Callable[[], object], timeout_s: float = _TIMEOUT_S, each_s: float = 0.005) -> bool:
+        """True as soon as it holds; False where the run has ended first."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                said = self.said
+                self.kill()
+                raise AssertionError(f"the run stood still for {timeout_s:.0f} s\n{said[-3000:]}")
+            time.sleep(each_s)
+        return True
+
+    def end(self) -> int:
+        """Its exit code, when it has ended."""
+        self.wait(lambda: self.process.poll() is not None)
+        return int(self.process.wait())
+
+    def kill(self) -> None:
+        for one in self.everyone():
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        self.process.wait()
+
+
+def _has_token(process: psutil.Process, token: str) -> bool:
+    try:
+        return process.environ().get(TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):
+        return False
+
+
+def new_token() -> str:
+    return uuid.uuid4().hex
+
+
+@functools.cache
+def _can_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    done = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True)
+    return done.returncode == 0
+
+
+def own_shared_memory(folder: Path) -> list[str]:
+    """A command in front of which /dev/shm is ``folder`` for what follows it."""
+    if not _can_mount():
+        warnings.warn("NOT CHECKED for files left in /dev/shm: this machine does not let tests mount", stacklevel=2)
+        return []
+    return ["unshare", "-m", "sh", "-c", 'mount --bind "$1" /dev/shm && shift && exec "$@"', "sh", str(folder)]
+
+
+# -- moments: each True when it has come, False where the run has ended first ------------------------------------------------
+
+Moment = Callable[[LiveRun, Random], bool]
+
+
+def at_any_time(run: LiveRun, random: Random) -> bool:
+    """While the ranks start, in the first steps, or later: in a step, in a save, or between."""
+    if not run.wait(run.rank_processes, each_s=0.05):
+        return False
+    if random.random() < 0.2:
+        time.sleep(random.uniform(0.0, 2.5))
+    else:
+        number, pause_s = random.randint(1, 2 * EVERY + 2), random.uniform(0.0, 0.2)
+        if not run.wait(lambda: run.steps() >= number):
+            return False
+        time.sleep(pause_s)
+    return run.process.poll() is None
+
+
+def in_training(run: LiveRun, random: Random) -> bool:
+    number = random.randint(2, 2 * EVERY)
+    return run.wait(lambda: run.steps() >= number)
+
+
+def with_two_checkpoints(run: LiveRun, _random: Random) -> bool:
+    return run.wait(lambda: run.steps() > 0 and len(list((run.folder / "checkpoints").glob("step-*"))) > 1)
+
+
+def at_its_end(run: LiveRun, _random: Random) -> bool:
+    """When the run has ended by what it did itself."""
+    run.end()
+    return True
+
+
+def in_evaluation(run: LiveRun, _random: Random) -> bool:
+    """From a step at which there is one to the word of how it went."""
+
+    def begun() -> bool:
+        last = [one for one in run.events() if one["type"] in ("step", "eval")][-1:]
+        return bool(last) and last[0]["type"] == "step" and last[0]["step"] % EVERY == 0
+
+    return run.wait(begun)
+
+
+def in_saving(run: LiveRun, _random: Random) -> bool:
+    checkpoints = run.folder / "checkpoints"
+    return run.wait(lambda: run.steps() > 0 and any(checkpoints.glob(".step-*.tmp")))
+
+
+# -- deeds ------------------------------------------------------------------------------------------------------------------
+
+Deed = Callable[[LiveRun, Random], None]
+Choice = Callable[[LiveRun, Random], list[psutil.Process]]
+
+
+def any_rank(run: LiveRun, random: Random) -> list[psutil.Process]:
+    found = run.rank_processes()
+    return [random.choice(found)] if found else []
+
+
+def rank_zero(run: LiveRun, _random: Random) -> list[psutil.Process]:
+    return [one for number, one in run.ranks().items() if number == 0]
+
+
+def another_rank(run: LiveRun, random: Random) -> list[psutil.Process]:
+    found = [one for number, one in sorted(run.ranks().items()) if number != 0]
+    return [random.choice(found)] if found else []
+
+
+def launcher(run: LiveRun, _random: Random) -> list[psutil.Process]:
+    return [run.launcher]
+
+
+def fork_server(run: LiveRun, _random: Random) -> list[psutil.Process]:
+    server = run.server()
+    return [] if server is None else [server]
+
+
+def group(run: LiveRun, _random: Random) -> list[psutil.Process]:
+    """The process group of the command, as a terminal or `kill -- -PGID` reaches it."""
+    return [one for one in run.everyone() if os.getpgid(one.pid) == run.process.pid]
+
+
+def every_process(run: LiveRun, _random: Random) -> list[psutil.Process]:
+    """As Slurm does it: loader processes too."""
+    return run.everyone()
+
+
+def send(number: signal.Signals, whom: Choice) -> Deed:
+    def deed(run: LiveRun, random: Random) -> None:
+        for one in whom(run, random):
+            with contextlib.suppress(psutil.Error):
+                one.send_signal(number)
+
+    return deed
+
+
+def send_nothing(_run: LiveRun, _random: Random) -> None:
+    """What the run does itself is fault enough."""
+
+
+def stop_for(seconds: float, whom: Choice) -> Deed:
+    """SIGSTOP, and SIGCONT after so long; a process that was ended meanwhile needs none."""
+
+    def deed(run: LiveRun, random: Random) -> None:
+        victims = whom(run, random)
+        for one in victims:
+            one.suspend()
+        time.sleep(seconds)
+        for one in victims:
+            with contextlib.suppress(psutil.Error):
+                one.resume()
+
+    return deed
+
+
+# -- harm to the newest checkpoint between two lives -------------------------------------------------------------------------
+
+
+def truncated(shard: Path) -> None:
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
+def flipped(shard: Path) -> None:
+    with open(shard, "r+b") as handle:
+        handle.seek(shard.stat().st_size // 2)
+        byte = handle.read(1)[0]
+        handle.seek(-1, os.SEEK_CUR)
+        handle.write(bytes([byte ^ 1]))
+
+
+def deleted(shard: Path) -> None:
+    shard.unlink()
+
+
+Harm = Callable[[Path], str | None]
+
+
+def harm(how: Callable[[Path], None]) -> Harm:
+    """Of the newest checkpoint of a run's folder, one shard. Returns what the next life must say."""
+
+    def do(folder: Path) -> str:
+        newest = max((folder / "checkpoints").glob("step-*"))
+        how(max(newest.glob("state-*.safetensors")))
+        return str(newest)
+
+    return do
+
+
+# -- the faults ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Args:
+    ends: exit code of the command when the fault has had its way; None: the command goes on by itself.
+    lives: so many new lives follow in the same command.
+    harm: to the folder, before the command is given again; may return a word that must be said then.
+    then: words that the command is given again with, in the place of those that it had.
+    """
+
+    name: str
+    moment: Moment
+    deed: Deed
+    ends: int | None = None
+    lives: int = 0
+    harm: Harm | None = None
+    then: tuple[str, ...] = ()
+
+    def strike(self, run: LiveRun, random: Random) -> bool:
+        """False where the run has ended first."""
+        if not self.moment(run, random):
+            return False
+        ending = {one.pid for one in run.rank_processes()}
+        self.deed(run, random)
+        if self.lives:
+            run.begin_life_after(ending)
+        return True
+
+
+TARGETS: Mapping[str, Choice] = {
+    "one rank": another_rank,
+    "the launcher": launcher,
+    "its process group": group,
+    "every process": every_process,
+}
+MOMENTS: Mapping[str, Moment] = {"training": in_training, "evaluation": in_evaluation, "saving": in_saving}
+
+_KILLS: Mapping[str, Choice] = {
+    "a rank": any_rank,
+    "rank 0": rank_zero,
+    "another rank": another_rank,
+    "the fork server": fork_server,
+}
+_ALL = [
+    *(Fault(f"kill -9 of {name}", at_any_time, send(signal.SIGKILL, whom), lives=1) for name, whom in _KILLS.items()),
+    Fault("kill -9 of the launcher", at_any_time, send(signal.SIGKILL, launcher), ends=-signal.SIGKILL),
+    Fault("SIGSTOP of a rank, 2 s", in_training, stop_for(2.0, any_rank)),
+    Fault("SIGSTOP of a rank, for good", in_training, send(signal.SIGSTOP, any_rank), lives=1),
+    *(
+        Fault(f"SIGTERM to {target}, in {moment}", when, send(signal.SIGTERM, whom), ends=128 + signal.SIGTERM)
+        for target, whom in TARGETS.items()
+        for moment, when in MOMENTS.items()
+    ),
+    *(
+        Fault(
+            f"a shard {how.__name__}",
+            with_two_checkpoints,
+            send(signal.SIGKILL, launcher),
+            ends=-signal.SIGKILL,
+            harm=harm(how),
+        )
+        for how in (truncated, flipped, deleted)
+    ),
+]
+#: name → fault
+FAULTS: Mapping[str, Fault] = {one.name: one for one in _ALL}

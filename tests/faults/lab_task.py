@@ -1,0 +1,110 @@
+"""A task of a few numbers whose ranks do wrong where they are told: see ``task_args``.
+
+- ``rank``, ``fault``, ``from_step``: from that step on that rank is ``slow`` (by 200 ms), or in it leaves out a collective that
+  the others call (``skip``).
+- ``cut``: ``rank`` kills itself in a save: at the first thing that it does to the disk in its first life, at the second in its
+  second, and so on, until a life has come through. In ``flags`` it is written what each was.
+- ``base_s``: how long a loss takes at least.
+"""
+
+import builtins
+import io
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+
+SLOWER_BY_S = 0.2
+
+
+class Faulty(paceline.Task):
+    calls = 0
+
+    def build_datasets(self):
+        args = self.config.task_args
+        if args.get("cut") and self._is_it():
+            Cutter(Path(self.config.output_dir) / "checkpoints", Path(args["flags"])).install()
+        random = torch.Generator().manual_seed(0)
+        x = torch.randn(240, 8, generator=random)
+        return TensorDataset(x, x.sum(1, keepdim=True).tanh()), None
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def loss(self, model, batch):
+        args = self.config.task_args
+        self.calls += 1
+        time.sleep(args.get("base_s", 0.0))
+        if args.get("fault") == "slow" and self._is_it() and self.calls >= args["from_step"]:
+            time.sleep(SLOWER_BY_S)
+        if args.get("fault") == "skip" and self.calls == args["from_step"]:
+            self._meet(Path(args["flags"]) / "skipped")
+        return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+    def _is_it(self):
+        return os.environ.get("RANK") == str(self.config.task_args.get("rank"))
+
+    def _meet(self, flag):
+        """A collective that one rank leaves out, once."""
+        if flag.exists():
+            return
+        if self._is_it():
+            time.sleep(0.2)  # the others have looked
+            flag.touch()
+        else:
+            dist.all_reduce(torch.ones(7))
+
+
+class Cutter:
+    """Counts what this process does to the disk below ``folder`` up to the end of its first save, and kills it in place of
+    number so many."""
+
+    def __init__(self, folder, flags):
+        self.folder, self.log = f"{folder}/", flags / "cuts"
+        self.log.touch()
+        self.at = len(self.log.read_text().splitlines()) + 1
+        self.number, self.step = 0, None
+
+    def install(self):
+        for name in ("mkdir", "open", "fsync", "replace", "unlink", "rmdir"):
+            setattr(os, name, self._before(name, getattr(os, name)))
+        builtins.open = io.open = self._before("open", io.open)
+
+    def _before(self, name, original):
+        def wrapped(path, *args, **kwargs):
+            writes = name != "open" or self._writes(*args[:1], **kwargs)
+            if writes and (full := self._path(path, kwargs.get("dir_fd"))).startswith(self.folder):
+                self._hit(name, full.removeprefix(self.folder))
+            return original(path, *args, **kwargs)
+
+        return wrapped
+
+    def _hit(self, name, path):
+        found = re.match(r"\.step-(\d+)\.\d+\.tmp", path)
+        if found and name in ("mkdir", "open"):
+            self.step = self.step or found[1]
+            if found[1] != self.step:
+                self.at = 0  # a second save: none is left to be cut
+        self.number += 1
+        if self.number == self.at:
+            with io.open(self.log, "a") as log:  # noqa: UP020  (it lies elsewhere, so it does not count)
+                log.write(f"{name} {path}\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @staticmethod
+    def _writes(mode="r", **_more):
+        return bool(mode & (os.O_WRONLY | os.O_RDWR)) if isinstance(mode, int) else mode[0] in "wax" or "+" in mode
+
+    @staticmethod
+    def _path(path, dir_fd):
+        if isinstance(path, int):
+            return os.readlink(f"/proc/self/fd/{path}")
+        return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path) if dir_fd is not None else os.fspath(path)

@@ -1,0 +1,32 @@
+"""A chosen few of the laboratory's faults; all of them, many times over: test_soak.py. Kills of single ranks, of the launcher,
+and signals: tests/launch/test_recover.py; hosts: test_hosts.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import events
+from lab import MODES, SMALL, drive, task_words
+
+pytestmark = pytest.mark.slow
+
+
+def test_kills_in_a_row_of_what_is_compressed(tmp_path: Path) -> None:
+    """Of a rank, of the fork server, and of the launcher while the others save; what waits to be sent comes back too."""
+    words = (*SMALL, *MODES["ddp, topk"], "max_steps=36")
+    undisturbed = drive(tmp_path / "undisturbed", words, [], seed=0)
+    faults = ["kill -9 of a rank", "kill -9 of the fork server", "kill -9 of the launcher", "kill -9 of rank 0"]
+    found = drive(tmp_path / "run", words, faults, seed=1)
+    assert found.tried.total() == len(faults)
+    assert (found.digest, found.left) == (undisturbed.digest, [])
+
+
+def test_a_rank_that_stands_still_for_good_is_replaced(tmp_path: Path) -> None:
+    words = task_words(tmp_path, "lab_task.py", num_ranks=2, base_s=0.02)
+    words += ["recovery.hang_after_s=2", "recovery.hang_timeout_s=4"]
+    undisturbed = drive(tmp_path / "undisturbed", words, [], seed=0)
+    found = drive(tmp_path / "run", words, ["SIGSTOP of a rank, 2 s", "SIGSTOP of a rank, for good"], seed=1)
+    (fault,) = events(tmp_path / "run", "fault")
+    assert "SIGSTOP" in fault["reason"]
+    assert (found.digest, found.left, found.starts) == (undisturbed.digest, [], 2)

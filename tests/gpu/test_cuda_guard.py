@@ -1,0 +1,50 @@
+"""On a CUDA device the optimizer itself leaves out an update without a finite gradient; the host hears of it a step later."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import faulty_task
+import pytest
+import torch
+from commands import events, report, run
+
+from paceline.data.order import SampleOrder
+from paceline.engine import checkpoint
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+ORDER = SampleOrder(faulty_task.SAMPLES, 16, 7)
+
+
+def train(folder: Path, bad: list[int], *words: str, expect: int = 0) -> str:
+    arguments = {"bad": bad, "flags": str(folder.parent)}
+    settings = ("max_steps=14", "seed=7", "per_device_train_batch_size=16", "save_steps=1", "save_total_limit=null")
+    task = (f"task={faulty_task.__file__}:Faulty", f"task_args={json.dumps(arguments)}", "model=small", "dataset=none")
+    return run(*task, *settings, "parallel.num_gpus=1", f"output_dir={folder}", *words, expect=expect).stderr
+
+
+def tensors(folder: Path, step: int) -> dict[str, Any]:
+    with checkpoint.CheckpointReader(folder / "checkpoints" / checkpoint.name_of(step)) as reader:
+        return {name: reader.read(name, (0,) * len(shape), shape) for name, (_, shape) in reader.tensors().items()}
+
+
+@pytest.mark.parametrize("optim", ["adamw", "sgd"])
+def test_a_step_is_left_out(tmp_path: Path, optim: str) -> None:
+    bad = [int(ORDER.global_batch(10)[0])]
+    said = train(tmp_path / "run", bad, f"optim={optim}")
+    assert "step 11: the gradient is not finite; the update was skipped" in said
+    assert [one["step"] for one in events(tmp_path / "run", "skipped")] == [11]
+    assert report(tmp_path / "run")["skipped_steps"] == 1
+    before, after, later = (tensors(tmp_path / "run", step) for step in (10, 11, 12))
+    moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
+    assert moved == {"schedule/step", "data/position"}
+    assert any(not torch.equal(one, after[name]) for name, one in later.items() if name.startswith("model/"))
+
+
+def test_too_many_end_the_run(tmp_path: Path) -> None:
+    bad = [int(ORDER.global_batch(step)[0]) for step in (6, 7, 8)]
+    said = train(tmp_path / "run", bad, "recovery.max_skipped_steps=3", expect=1)
+    assert "3 steps in a row, up to step 9, had no finite gradient" in said

@@ -1,0 +1,94 @@
+"""A run goes on at another number of replicas, whichever: the same global batches, the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import MICRO, events, report, run, train
+from test_resume_modes import WORDS, losses_by_step
+
+pytestmark = pytest.mark.slow
+
+# Micro-batches of 4 samples on 4 ranks: 16 samples, which three replicas share as 6+5+5.
+RANKS, STEPS = 4, 8
+DATA = {
+    "packed": ("packing=true",),
+    "padded": ("packing=false",),
+    "images": ("model=builtin:small-cnn", "task=classify", "dataset=builtin:digits#240"),
+}
+
+
+def live(folder: Path, kind: str, ranks: int, until: int, *words: str) -> str:
+    given = [one for one in MICRO if not any(word.startswith(one.partition("=")[0] + "=") for word in DATA[kind])]
+    given += [f"output_dir={folder}", *DATA[kind], *WORDS, "split_dataset_ratio=0.1"]
+    given += [f"parallel.num_gpus={ranks}", f"train_args.max_steps={until}", "eval_steps=4", "--allow-config-change", *words]
+    return run(*given).stderr
+
+
+def eval_losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in events(folder, "eval")]
+
+
+@pytest.mark.parametrize("kind", ["packed", "images", pytest.param("padded", marks=pytest.mark.soak)])
+def test_four_three_one_four(tmp_path: Path, kind: str) -> None:
+    live(tmp_path / "whole", kind, RANKS, STEPS, "parallel.mode=ddp")
+    for number, ranks in enumerate((4, 3, 1, 4), start=1):
+        said = live(tmp_path / "elastic", kind, ranks, 2 * number, "parallel.mode=ddp")
+        started = events(tmp_path / "elastic", "run_start")[-1]["derived"]
+        assert started["global_batch_size"] == 16
+        assert started["gradient_accumulation_steps"] == {4: 1, 3: 2, 1: 4}[ranks]
+        assert said.count("6+5+5") == (2 if ranks == 3 else 0)  # once as a sentence, once in the table
+    assert losses_by_step(tmp_path / "elastic") == pytest.approx(losses_by_step(tmp_path / "whole"), rel=1e-5)
+    found, expected = eval_losses(tmp_path / "elastic"), eval_losses(tmp_path / "whole")
+    assert found[-1] == pytest.approx(expected[-1], rel=1e-5)
+    assert len(expected) >= 2
+    last, whole = report(tmp_path / "elastic"), report(tmp_path / "whole")
+    assert last["samples_seen"] == whole["samples_seen"] == 16 * STEPS
+    assert last["epochs"] == whole["epochs"]
+
+
+def test_more_replicas_than_samples(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = (*WORDS, "train_args.max_steps=2", "per_device_train_batch_size=1", "parallel.mode=ddp")
+    given = [one for one in MICRO if "batch_size" not in one]
+    run(*given, f"output_dir={folder}", *words, "parallel.num_gpus=1")
+    words = (*words[:-3], "train_args.max_steps=4", "--allow-config-change", *words[-2:])
+    refused = run(*given, f"output_dir={folder}", *words, "parallel.num_gpus=2", expect=2)
+    error = refused.stderr[refused.stderr.rindex("error: ") :].strip()
+    assert "\n" not in error
+    assert "global batch of 1 sample cannot be shared among 2 replicas" in error
+    assert "`parallel.num_gpus` to at most 1" in error
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("mode", "ranks"),
+    [
+        ("parallel.mode=zero1", 3),
+        ("parallel.mode=zero2", 3),
+        ("parallel.mode=zero3", 3),
+        ("parallel.mode=deepspeed parallel.deepspeed_stage=2", 3),
+        ("parallel.mode=deepspeed parallel.deepspeed_stage=3", 3),
+        ("parallel.tensor=2 parallel.data=3", 6),
+        ("parallel.pipeline=2 parallel.data=3", 6),
+        ("parallel.shard=3 parallel.pipeline=2", 6),
+    ],
+)
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_every_strategy_on_three_replicas(tmp_path: Path, kind: str, mode: str, ranks: int) -> None:
+    live(tmp_path / "whole", kind, RANKS, 6, "parallel.mode=ddp")
+    live(tmp_path / "elastic", kind, RANKS, 3, "parallel.mode=ddp")
+    said = live(tmp_path / "elastic", kind, ranks, 6, *mode.split())
+    assert "6+5+5" in said
+    assert losses_by_step(tmp_path / "elastic") == pytest.approx(losses_by_step(tmp_path / "whole"), rel=1e-5)
+    assert eval_losses(tmp_path / "elastic")[-1] == pytest.approx(eval_losses(tmp_path / "whole")[-1], rel=1e-5)
+
+
+def test_a_save_whenever_it_is_due(tmp_path: Path) -> None:
+    """So short a time that each step is saved, each once, in the foreground; and with a long one none but the last."""
+    words = ("parallel.num_gpus=2", "max_steps=5", "save_steps=0", "train_args.save_total_limit=null")
+    train(tmp_path / "often", *words, "async_save=false", "recovery.save_every_s=0.000001")
+    assert [event["step"] for event in events(tmp_path / "often", "checkpoint")] == [1, 2, 3, 4, 5]
+    train(tmp_path / "seldom", *words, "recovery.save_every_s=3600")
+    assert [event["step"] for event in events(tmp_path / "seldom", "checkpoint")] == [5]

@@ -1,0 +1,177 @@
+"""A run that cannot go on exactly is refused: exit code 2, one paragraph that says what differs, nothing written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import run
+from safetensors.torch import load_file, save_file
+
+from paceline.cli import main
+from paceline.models.builtin import resolve_model
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content }}</{{ one.role }}>\n{% endfor %}"
+CHATS = [
+    {"messages": [{"role": "user", "content": f"How much is {n} + {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]}
+    for n in range(8)
+]
+GIVEN = {
+    "model": "model",
+    "dataset": "chats.jsonl",
+    "chat_template": "template.jinja",
+    "parallel.device": "cpu",
+    "parallel.num_gpus": "1",
+    "lora.enable": "true",
+    "lora.rank": "4",
+    "max_steps": "2",
+    "save_steps": "1",
+    "per_device_train_batch_size": "2",
+    "output_dir": "run",
+}
+
+
+def words(**changed: str) -> list[str]:
+    given = {**GIVEN, **{key.replace("__", "."): value for key, value in changed.items()}}
+    return ["sft", *(f"{key}={value}" for key, value in given.items())]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, and what it was made from."""
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copytree(resolve_model("builtin:qwen2-micro"), folder / "model")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    (folder / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in CHATS))
+    run(*words()[1:], cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    shutil.copytree(made, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(one): one.read_bytes() for one in sorted(folder.rglob("*")) if one.is_file()}
+
+
+def refused(here: Path, capsys: pytest.CaptureFixture[str], **changed: str) -> str:
+    before = contents(here / "run")
+    code = main(words(**changed))
+    _, err = capsys.readouterr()
+    assert code == 2, err
+    assert "Traceback" not in err
+    assert contents(here / "run") == before
+    paragraph = err[err.rindex("error: ") :].rstrip("\n")
+    assert "\n" not in paragraph, paragraph
+    assert "To fix: " in paragraph
+    return paragraph
+
+
+def test_it_is_that_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words()) == 0
+    assert "done already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "parts"),
+    [
+        ({"model": "builtin:qwen2-tiny"}, ["model: 'model' → 'builtin:qwen2-tiny'"]),
+        ({"lora__rank": "8"}, ["lora.rank: 4 → 8"]),
+        ({"lora__enable": "false"}, ["lora.enable: True → False"]),
+        ({"train_args__seed": "7"}, ["train_args.seed: 42 → 7"]),
+        ({"task": "pretrain"}, ["task: 'sft' → 'pretrain'"]),
+        ({"chat_template": "other.jinja"}, ["chat_template: 'template.jinja' → 'other.jinja'"]),
+        ({"tokenizer": "builtin:qwen2-tiny"}, ["tokenizer: None → 'builtin:qwen2-tiny'"]),
+        ({"dataset": "other.jsonl"}, ["dataset"]),
+        ({"train_args__learning_rate": "0.5", "lora__alpha": "3"}, ["train_args.learning_rate", "lora.alpha"]),
+    ],
+)
+def test_another_config(here: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], parts: list[str]) -> None:
+    shutil.copy("template.jinja", "other.jinja")
+    shutil.copy("chats.jsonl", "other.jsonl")
+    said = refused(here, capsys, **changed)
+    for part in ["holds another run", *parts, "--allow-config-change"]:
+        assert part in said, said
+
+
+def more_data(here: Path) -> None:
+    with open(here / "chats.jsonl", "a") as handle:
+        handle.write(json.dumps(CHATS[0]) + "\n")
+
+
+def another_answer(here: Path) -> None:
+    (here / "chats.jsonl").write_text((here / "chats.jsonl").read_text().replace("It is 4.", "It is 5."))
+
+
+def another_template(here: Path) -> None:
+    (here / "template.jinja").write_text(TEMPLATE.replace("<{{", "[{{"))
+
+
+def another_tokenizer(here: Path) -> None:
+    file = here / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "add_prefix_space": True}))
+
+
+@pytest.mark.parametrize("change", [more_data, another_answer, another_template, another_tokenizer])
+def test_the_same_config_over_other_files(
+    here: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None]
+) -> None:
+    change(here)
+    assert "the training data is not what it was" in refused(here, capsys)
+
+
+def test_other_weights_below_the_adapters(here: Path) -> None:
+    """A checkpoint holds the adapters alone."""
+    file = here / "model" / "model.safetensors"
+    weights = load_file(file)
+    save_file({name: one + 0.01 for name, one in weights.items()}, file, metadata={"format": "pt"})
+    before = contents(here / "run")
+    said = run(*words(resume="run/checkpoints/step-00000001")[1:], expect=2).stderr
+    assert "was trained on top of other weights" in said
+    assert contents(here / "run") == before
+
+
+# -- a checkpoint that is not whole, given by hand -----------------------------------------------------------------------------
+FIRST = "run/checkpoints/step-00000001"
+
+
+def no_manifest(path: Path) -> str:
+    (path / "manifest.json").unlink()
+    return "manifest.json is missing or broken"
+
+
+def truncated(path: Path) -> str:
+    (state,) = path.glob("state-*")
+    state.write_bytes(state.read_bytes()[:-1])
+    return "with the SHA-256 "
+
+
+def a_pickle(path: Path) -> str:
+    (path / "optimizer.pt").write_bytes(pickle.dumps({}))
+    return "optimizer.pt is a pickle"
+
+
+def a_link_out(path: Path) -> str:
+    (state,) = path.glob("state-*")
+    state.rename(path.parent.parent / "elsewhere")
+    state.symlink_to(path.parent.parent / "elsewhere")
+    return "is a link to "
+
+
+@pytest.mark.parametrize("harm", [no_manifest, truncated, a_pickle, a_link_out])
+def test_a_checkpoint_that_is_not_whole(here: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], str]) -> None:
+    word = harm(here / FIRST)
+    said = refused(here, capsys, resume=FIRST)
+    assert f"`resume: {FIRST}` is not whole" in said
+    assert word in said

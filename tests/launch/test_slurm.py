@@ -1,0 +1,205 @@
+"""The script that `paceline slurm` writes, and what it refuses. On a real Slurm: tests/slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import MICRO, events, report, start, train, wait_for_step
+
+from paceline.cli import main
+from paceline.config.load import load_config, split_cli
+from paceline.world.env import slurm_port
+
+OPTIONS = ("--nodes", "2", "--gpus-per-node", "8", "--time", "4:00:00")
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "mine.yaml").write_text("model: builtin:qwen2-micro\ndataset: builtin:python-docs#64\n")
+    return folder
+
+
+@pytest.fixture
+def written(here: Path, capsys: pytest.CaptureFixture[str]) -> Write:
+    def check(*words: str) -> str:
+        assert main(["slurm", *words]) == 0
+        return capsys.readouterr().out
+
+    return check
+
+
+@pytest.fixture
+def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Write:
+    def check(*words: str) -> str:
+        before = sorted(here.iterdir())
+        assert main(["slurm", *words]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1, err
+        assert sorted(here.iterdir()) == before, "something was written"
+        return err
+
+    return check
+
+
+def options_of(script: str) -> dict[str, str]:
+    """What sbatch reads: the lines before the first command."""
+    lines = [shlex.split(line.removeprefix("#SBATCH "))[0] for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return {name.removeprefix("--"): value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def command_of(script: str) -> list[str]:
+    """The words of Paceline's command."""
+    line = script[script.index("\nsrun ") : script.index("\ncode=$?")].replace("\\\n", " ")
+    words = shlex.split(line)
+    return words[words.index("sft") + 1 :]
+
+
+def test_the_script(here: Path, written: Write) -> None:
+    script = written("mine.yaml", *OPTIONS, "system=it's me; rm -rf $HOME", "parallel.mode=zero3")
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert options_of(script) == {
+        "job-name": "mine", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "8", "gpus-per-node": "8", "time": "4:00:00",
+        "chdir": str(here), "output": "%x-%j.log", "open-mode": "append", "requeue": "", "signal": "TERM@120",
+    }  # fmt: skip
+    words = command_of(script)
+    assert words[0] == str(here / "mine.yaml")
+    assert words[-1] == "parallel.head=$address:$port"
+    config = load_config(*split_cli([*words[:-1], "parallel.head=10.0.0.1:20042"])).config
+    assert config.system == "it's me; rm -rf $HOME"
+    assert (config.parallel.mode, config.parallel.nnodes, config.parallel.num_gpus) == ("zero3", 2, 8)
+    assert f"{shlex.quote(sys.executable)} -m paceline sft" in script
+
+
+def test_the_hosts_meet_at_the_first_node_on_a_port_of_the_job(written: Write, tmp_path: Path) -> None:
+    """The script's own lines, run by bash with a stand-in for `scontrol` that prints what Slurm prints."""
+    script = written("mine.yaml", *OPTIONS)
+    lines = script[script.index("head=$(") : script.index("\nsrun ")]
+    stand_in = """scontrol() { case "$2" in
+      hostnames) printf 'gpu003\\ngpu004\\n';;
+      node) echo "NodeName=$4 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.0.0.3 NodeHostName=gpu003 Version=22.05.8";;
+    esac; }\n"""
+    done = subprocess.run(
+        ["bash", "-uc", f'{stand_in}{lines}\necho "$address:$port"'], capture_output=True, text=True,
+        env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[003-004]"},
+    )  # fmt: skip
+    assert done.stdout == f"10.0.0.3:{slurm_port(1234567)}\n", done.stderr
+
+
+def test_ranks_on_the_cpu_and_a_single_node(written: Write) -> None:
+    script = written(
+        "mine.yaml", "--nodes=1", "--gpus-per-node=0", "--time=1-0", "parallel.num_gpus=3", "dataloader_num_workers=2"
+    )
+    assert "gpus-per-node" not in script
+    assert "head" not in script
+    assert options_of(script)["cpus-per-task"] == "9"
+    config = load_config(*split_cli(command_of(script))).config
+    assert (config.parallel.device, config.parallel.num_gpus, config.parallel.nnodes) == ("cpu", 3, 1)
+
+
+def test_what_is_passed_on_to_slurm(written: Write) -> None:
+    more = (
+        "--partition",
+        "long",
+        "--account=ada",
+        "--qos",
+        "high",
+        "--mem",
+        "64G",
+        "--constraint",
+        "a100&ib",
+        "--job-name",
+        "run-7",
+    )
+    found = options_of(written("mine.yaml", *OPTIONS, *more, "--cpus-per-node", "32", "--signal-lead", "300"))
+    wanted = {"partition": "long", "account": "ada", "qos": "high", "mem": "64G", "constraint": "a100&ib", "job-name": "run-7"}
+    assert wanted.items() <= found.items()
+    assert found["cpus-per-task"] == "32"
+    assert found["signal"] == "TERM@300"
+
+
+def test_an_elastic_config_keeps_its_range(written: Write) -> None:
+    script = written("mine.yaml", *OPTIONS, "parallel.nnodes=1:4")
+    assert "parallel.nnodes=2" not in script
+    assert load_config(*split_cli(command_of(script)[:-1])).config.parallel.hosts == (1, 4)
+
+
+def test_a_file_and_json(here: Path, written: Write) -> None:
+    found = json.loads(written("mine.yaml", *OPTIONS, "--output", "job.sh", "--json"))
+    assert found == {"script": (here / "job.sh").read_text(), "path": "job.sh", "job_id": None}
+    assert written("mine.yaml", *OPTIONS, "--output", "job.sh") == "written: job.sh\n"
+    assert written("mine.yaml", *OPTIONS) == found["script"]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--nodes", "2", "--time", "4"], ["needs `--gpus-per-node`", "--gpus-per-node 8"]),
+        (["--nodes", "0", *OPTIONS[2:]], ["`--nodes 0`", "Allowed: 1 to"]),
+        (["--nodes", "two", *OPTIONS[2:]], ["two", "int"]),
+        ([*OPTIONS[:2], "--gpus-per-node", "-1", *OPTIONS[4:]], ["`--gpus-per-node -1`"]),
+        ([*OPTIONS[:4], "--time", "4h"], ["`--time 4h`", "hours:minutes:seconds"]),
+        ([*OPTIONS[:4], "--time", "0"], ["`--time 0`"]),
+        ([*OPTIONS[:4], "--time", "4:61:00"], ["`--time 4:61:00`"]),
+        ([*OPTIONS[:4], "--time", "1-2-3"], ["`--time 1-2-3`"]),
+        ([*OPTIONS[:4], "--time", "2"], ["`--signal-lead 120`", "1 to 119"]),
+        ([*OPTIONS, "--partiton", "long"], ["`--partiton`", "`--partition`"]),
+        ([*OPTIONS, "--gres", "gpu:8"], ["`--gres`", "paceline slurm"]),
+        ([*OPTIONS, "--partition", "a b"], ["`--partition`", "'a b'"]),
+        ([*OPTIONS, "--partition", "--json"], ["`--partition` has no value"]),
+        ([*OPTIONS, "--job-name", "x\n#SBATCH --evil"], ["--job-name"]),
+        ([*OPTIONS, "--output", "no/such/folder.sh"], ["no/such/folder.sh"]),
+        ([*OPTIONS, "modle=x"], ["`modle`", "`model`"]),
+        ([*OPTIONS, "parallel.mode=tensor", "parallel.tensor=3"], ["2 hosts × 8 ranks", "parallel.tensor: 3", "`--nodes`"]),
+        ([*OPTIONS, "parallel.mode=single"], ["`parallel.mode: single`", "2 hosts"]),
+        ([*OPTIONS, "parallel.nnodes=4"], ["`--nodes 2`", "parallel.nnodes` is 4"]),
+        ([*OPTIONS, "parallel.num_gpus=4"], ["`--gpus-per-node 8`", "`parallel.num_gpus` is 4"]),
+        ([*OPTIONS, "parallel.device=cpu"], ["`parallel.device` is cpu", "--gpus-per-node 0"]),
+    ],
+)
+def test_what_is_refused(refused: Write, words: list[str], parts: list[str]) -> None:
+    text = refused("mine.yaml", *words)
+    for part in parts:
+        assert part in text, text
+
+
+def test_submitting_without_slurm(here: Path, refused: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(here))
+    text = refused("mine.yaml", *OPTIONS, "--submit", "--output", "job.sh")
+    assert "sbatch" in text
+    assert "login node" in text
+
+
+@pytest.mark.slow
+def test_a_signal_to_every_process_of_a_run_is_one_stop(tmp_path: Path) -> None:
+    """As Slurm sends it: to launcher, fork server, ranks and their loader processes."""
+    folder = tmp_path / "run"
+    words = ("parallel.num_gpus=2", "save_steps=0", "dataloader_num_workers=2")
+    process = start(*MICRO, f"output_dir={folder}", *words, "max_steps=200")
+    wait_for_step(folder, 5, process)
+    launcher = psutil.Process(process.pid)
+    everyone = [launcher, *launcher.children(recursive=True)]
+    for one in everyone:
+        os.kill(one.pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert psutil.wait_procs(everyone, timeout=10)[1] == []
+    stopped_at = report(folder)["steps"]
+    assert stopped_at == max(one["step"] for one in events(folder, "step"))
+    train(folder, *words, f"max_steps={stopped_at + 1}", "--allow-config-change")
+    assert report(folder)["resumed_from_step"] == stopped_at

@@ -1,0 +1,204 @@
+"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd of the system's packages, in a folder of its own.
+
+From a shell, for trying things out: ``python tests/slurm/slurm_cluster.py`` starts it, prints what to export, and stops it at
+Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+NODES = ("n1", "n2")
+_START_TIMEOUT_S = 30.0
+
+CONFIG = """\
+ClusterName=paceline
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+# A job that goes back into the queue waits for so many seconds (default: 120), for its old credentials must have run out.
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=20
+SchedulerParameters=sched_interval=2,bf_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName={names[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName={names[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=30 MaxTime=INFINITE State=UP
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
+"""
+CGROUP_CONFIG = """\
+CgroupAutomount=no
+CgroupPlugin={plugin}
+"""
+
+
+def why_not() -> str | None:
+    """Why there can be no Slurm here; None where there can."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed (apt-get install slurm-wlm munge)"
+    return None if os.geteuid() == 0 else "slurmd needs root"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Slurm that runs. ``environment``: what commands need to speak with it."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def __call__(self, *command: str) -> str:
+        """Run a command of Slurm; what it printed."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}{self.logs()}"
+        return done.stdout
+
+    def job(self, number: int) -> dict[str, str]:
+        """The fields of a job, as `scontrol show job` has them."""
+        return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", "--oneliner", str(number))))
+
+    def wait_for(self, number: int, *states: str, timeout_s: float = 120.0) -> dict[str, str]:
+        """Until the job is in one of these states. Fails where it ends in another."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = self.job(number)
+            if found["JobState"] in states:
+                return found
+            assert found["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "PREEMPTED", "REQUEUED"), f"{found}{self.logs()}"
+            time.sleep(0.2)
+        raise AssertionError(f"job {number} did not come to {states}: {self.job(number)}{self.logs()}")
+
+    def logs(self) -> str:
+        """The ends of all logs of Slurm's own."""
+        found = sorted(self.folder.glob("*.log"))
+        return "".join(f"\n--- {one.name}\n{one.read_text(errors='replace')[-2000:]}" for one in found)
+
+
+@contextmanager
+def slurm_cluster() -> Iterator[Cluster]:
+    """Start it, and stop all of it afterwards, jobs included. Leaves nothing."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: a socket's path has 107 characters at most
+    ports = _free_ports(3)
+    host = socket.gethostname().partition(".")[0]
+    unified = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=host, ports=ports, names=NODES))
+    (folder / "cgroup.conf").write_text(CGROUP_CONFIG.format(plugin="cgroup/v2" if unified else "cgroup/v1"))
+    for name in ("state", *(f"spool-{node}" for node in NODES)):
+        (folder / name).mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    folder.chmod(0o755)
+    cluster = Cluster(folder, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")})
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
+    commands = [
+        ["munged", "--foreground", "--force", f"--socket={folder}/munge.sock", *files],
+        ["slurmctld", "-D"],
+        *(["slurmd", "-D", "-N", node] for node in NODES),
+    ]
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, command in enumerate(commands):
+            with (folder / f"{number}-{command[0]}.log").open("wb") as out:
+                daemons.append(
+                    subprocess.Popen(command, env=cluster.environment, stdout=out, stderr=out, start_new_session=True)
+                )
+            if command[0] == "munged":
+                _wait_until(cluster, (folder / "munge.sock").exists)
+        _wait_until(cluster, lambda: _idle(cluster) == len(NODES))
+        yield cluster
+    finally:
+        _stop(cluster, daemons)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _idle(cluster: Cluster) -> int:
+    command = ["sinfo", "--noheader", "--Node", "--partition=low", "--states=idle", "--format=%N"]
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=60)
+    return len(done.stdout.split())
+
+
+def _wait_until(cluster: Cluster, ready) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not ready():
+        assert time.monotonic() < deadline, f"Slurm did not start{cluster.logs()}"
+        time.sleep(0.1)
+
+
+def _stop(cluster: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(["scancel", "--state=PENDING"], env=cluster.environment, capture_output=True, timeout=10)
+        subprocess.run(["scancel", "--state=RUNNING"], env=cluster.environment, capture_output=True, timeout=10)
+    for daemon in reversed(daemons):
+        daemon.terminate()
+    for daemon in reversed(daemons):
+        try:
+            daemon.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+    steps = [one for one in psutil.process_iter() if _is_of(one, cluster)]
+    for one in steps:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    psutil.wait_procs(steps, timeout=10)
+
+
+def _is_of(process: psutil.Process, cluster: Cluster) -> bool:
+    """A step's keeper, or a process of a job, of this cluster."""
+    try:
+        return process.environ().get("SLURM_CONF") == cluster.environment["SLURM_CONF"]
+    except (psutil.Error, OSError):
+        return False
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+if __name__ == "__main__":
+    reason = why_not()
+    if reason is not None:
+        raise SystemExit(f"no Slurm here: {reason}")
+    with slurm_cluster() as running:
+        print(f"export SLURM_CONF={running.environment['SLURM_CONF']}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()

@@ -1,0 +1,154 @@
+"""`paceline slurm` on a real Slurm: two nodes train one job, Slurm stops it in its several ways; it ends with the same bits."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from commands import MICRO, digest, events, report, run
+from slurm_cluster import slurm_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.slurm]
+
+# Loader processes, adapters with dropout, saves in the middle of an epoch.
+WORDS = (
+    *MICRO, "lora.enable=true", "lora.dropout=0.1", "dataloader_num_workers=1", "warmup_steps=3", "parallel.timeout_s=60",
+    "max_steps=24", "save_steps=4",
+)  # fmt: skip
+# 40 s at least: Slurm looks at time limits every 30 s.
+SLOW = (
+    f"task={Path(__file__).parent / 'slow_task.py'}:Slow", "model=few-numbers", "dataset=of-the-task", "parallel.device=cpu",
+    "dataloader_num_workers=1", "warmup_steps=3", "parallel.timeout_s=60", "max_steps=400", "save_steps=0",
+    "task_args.step_s=0.1",
+)  # fmt: skip
+# Sums come out the same to the last bit where as many threads make them: a rank alone on its node would take two.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with slurm_cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Runs of two ranks on this machine without Slurm, by their words."""
+    made = {}
+
+    def make(words):
+        if words not in made:
+            folder = tmp_path_factory.mktemp("undisturbed") / "run"
+            quick = [one for one in words if not one.startswith("task_args.step_s")]
+            run(*quick, f"output_dir={folder}", "parallel.num_gpus=2", env={**os.environ, **ONE_THREAD})
+            made[words] = digest(folder)
+            shutil.rmtree(folder)
+        return made[words]
+
+    return make
+
+
+def submit(cluster, folder, words, *options):
+    """Write the script and hand it to Slurm; the job's number."""
+    given = (*words, f"output_dir={folder / 'run'}", "parallel.num_gpus=1")
+    options = options or ("--time", "30")
+    done = run(
+        *given, "--nodes", "2", "--gpus-per-node", "0", "--job-name", "two", *options, "--submit",
+        verb="slurm", env={**cluster.environment, **ONE_THREAD}, cwd=folder,
+    )  # fmt: skip
+    return int(done.stdout.split("job ")[1].partition(",")[0])
+
+
+def log_of(folder, number):
+    path = folder / f"two-{number}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for_step(cluster, folder, number, step, timeout_s=120.0):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        cluster.wait_for(number, "RUNNING", "PENDING", "COMPLETING")
+        if (folder / "run" / "events.jsonl").exists() and any(one["step"] >= step for one in events(folder / "run", "step")):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached: {log_of(folder, number)[-3000:]}{cluster.logs()}")
+
+
+def wait_for_end(cluster, folder, number, timeout_s=240.0):
+    try:
+        return cluster.wait_for(number, "COMPLETED", timeout_s=timeout_s)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n--- the job's log\n{log_of(folder, number)[-6000:]}") from None
+
+
+def lives(folder):
+    """(step gone on from, steps made) of each start."""
+    found = []
+    for event in map(dict, all_events(folder)):
+        if event["type"] == "run_start":
+            found.append([event["resumed_from_step"] or 0, event["resumed_from_step"] or 0])
+        elif event["type"] == "step":
+            found[-1][1] = event["step"]
+    return found
+
+
+def all_events(folder):
+    return sorted(events(folder / "run", "run_start") + events(folder / "run", "step"), key=lambda one: one["time"])
+
+
+def test_two_nodes_train_one_job(cluster, undisturbed, tmp_path):
+    number = submit(cluster, tmp_path, WORDS)
+    wait_for_end(cluster, tmp_path, number)
+    assert report(tmp_path / "run")["world_size"] == 2
+    assert digest(tmp_path / "run") == undisturbed(WORDS)
+    assert "ranks 1 to 1 of 2" in log_of(tmp_path, number)
+
+
+def test_put_back_into_the_queue_by_hand(cluster, undisturbed, tmp_path):
+    number = submit(cluster, tmp_path, WORDS)
+    wait_for_step(cluster, tmp_path, number, 9)
+    cluster("scontrol", "requeue", str(number))
+    found = wait_for_end(cluster, tmp_path, number)
+    assert found["Restarts"] == "1"
+    assert digest(tmp_path / "run") == undisturbed(WORDS)
+    assert len(lives(tmp_path)) == 2
+
+
+def test_a_job_of_higher_priority_takes_the_nodes(cluster, undisturbed, tmp_path):
+    """Slurm's pre-emption: SIGTERM, then some seconds of grace in which the step is finished and a checkpoint written."""
+    number = submit(cluster, tmp_path, SLOW)
+    wait_for_step(cluster, tmp_path, number, 300)
+    other = cluster(
+        "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    )
+    cluster.wait_for(int(other), "COMPLETED")
+    wait_for_end(cluster, tmp_path, number)
+    assert digest(tmp_path / "run") == undisturbed(SLOW)
+    first, second = lives(tmp_path)
+    assert second[0] == first[1], "a step was lost"
+    assert "goes back into the queue" in log_of(tmp_path, number)
+
+
+def test_the_time_limit_comes(cluster, undisturbed, tmp_path):
+    number = submit(cluster, tmp_path, SLOW)
+    wait_for_step(cluster, tmp_path, number, 20)
+    hours, minutes, _ = cluster.job(number)["RunTime"].split(":")
+    soon = int(hours) * 60 + int(minutes) + 2  # minutes after the start: within the 120 s of the signal's lead
+    cluster("scontrol", "update", f"JobId={number}", f"TimeLimit={soon}")
+    cluster.wait_for(number, "PENDING")
+    cluster("scontrol", "update", f"JobId={number}", "TimeLimit=30")
+    wait_for_end(cluster, tmp_path, number)
+    assert digest(tmp_path / "run") == undisturbed(SLOW)
+    first, second = lives(tmp_path)
+    assert second[0] == first[1], "a step was lost"
+    assert "goes back into the queue" in log_of(tmp_path, number)
+
+
+def test_a_job_that_slurm_refuses(cluster, tmp_path):
+    words = ("--nodes", "2", "--gpus-per-node", "0", "--time", "30", "--partition", "nowhere", "--submit")
+    done = run(*MICRO, *words, verb="slurm", env=cluster.environment, cwd=tmp_path, expect=1)
+    assert "Slurm refused the job" in done.stderr
+    assert "partition" in done.stderr
+    assert "sinfo" in done.stderr
+    assert list(tmp_path.iterdir()) == []
