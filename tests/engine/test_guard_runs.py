@@ -194,7 +194,7 @@ def test_two_runs_with_the_same_jump_end_alike_cut_or_not(rewound, tmp_path):
     # a rank is killed between the rewind and the next checkpoint: it comes again; behind the checkpoint: it is known from there
     for step, rewinds in ((11, 2), (14, 1)):
         folder = tmp_path / f"killed-{step}"
-        train(folder, recovery=REWIND, **bad, die=only_in([step], rank=0)[0])
+        train(folder, recovery=REWIND, **bad, die=only_in([step], rank=0)[0], train_args={"async_save": False})
         assert digest(folder) == digest(rewound[0])
         assert report(folder)["data"]["skipped_batches"] == {"steps": [11], "samples": 16}
         assert (len(events(folder, "rewind")), report(folder)["restarts"]) == (rewinds, 1)

@@ -69,6 +69,18 @@ def test_also_where_the_other_has_not_come_further() -> None:
     assert "Rank 1 is 1 collective behind: it did not call all_reduce of 10 float32 at a.py:1 in f" in found[1]
 
 
+def test_the_one_left_out_is_found_where_alike_calls_went_together_first() -> None:
+    """Two calls of one size one after the other: without the first, the second takes its place, and no size differs yet."""
+    sites = ("a.py:1 in mean", "a.py:2 in other", "b.py:3 in send")
+    whole = [call(number, numel=(3, 3, 32)[number % 3], site=sites[number % 3]) for number in range(9)]
+    left = [one for one in whole if one["number"] != 6]
+    short = [{**one, "number": place} for place, one in enumerate(left)]
+    found = find_mismatch({0: whole[:8], 1: short[:8], 2: whole[:8]})
+    assert found is not None
+    assert found[0] == [1]
+    assert "Rank 1 is 1 collective behind: it did not call all_reduce of 3 float32 at a.py:1 in mean" in found[1]
+
+
 def test_alike_but_from_another_place_only_where_asked() -> None:
     rings = {0: [call(5, site="a.py:1 in f")], 1: [call(5, site="a.py:2 in f")]}
     assert find_mismatch(rings) is None

@@ -27,7 +27,7 @@ import psutil
 
 TOKEN = "PACELINE_FAULT_LAB"
 EVERY = 4  # steps between two saves, and between two evaluations, of the runs of the lab
-_TIMEOUT_S = 240.0
+_TIMEOUT_S, _LONG_S = 240.0, 1800.0
 
 
 class LiveRun:
@@ -141,7 +141,7 @@ class LiveRun:
 
     def end(self) -> int:
         """Its exit code, when it has ended."""
-        self.wait(lambda: self.process.poll() is not None)
+        self.wait(lambda: self.process.poll() is not None, _LONG_S, each_s=0.02)
         return int(self.process.wait())
 
     def kill(self) -> None:

@@ -41,7 +41,7 @@ MODES = {
 }
 
 
-def task_words(folder: Path, file: str, num_ranks: int, **task_args: Any) -> list[str]:
+def task_words(folder: Path, file: str, num_ranks: int, mode: str = "ddp", **task_args: Any) -> list[str]:
     """Of a run of the task in ``file``, beside this one, whose ranks do wrong by themselves. What they do once is kept in
     ``folder/flags``."""
     (folder / "flags").mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def task_words(folder: Path, file: str, num_ranks: int, **task_args: Any) -> lis
         "dataset": "made-by-the-task",
         "task": f"{(Path(__file__).parent / file).resolve()}:Faulty",
         "task_args": {"flags": str(folder / "flags"), **task_args},
-        "parallel": {"num_gpus": num_ranks, "device": "cpu", "mode": "ddp"},
+        "parallel": {"num_gpus": num_ranks, "device": "cpu", "mode": mode},
         "recovery": {"max_restarts": 100},
         "train_args": {
             "per_device_train_batch_size": 5,

@@ -28,7 +28,6 @@ from paceline.core.events import effective_steps, read_events
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 KILLS = {"kill -9 of a rank": 50, "kill -9 of the launcher": 2, "kill -9 of the fork server": 2}  # for each mode
-A_RUN = 27
 EVALUATING = (
     *SMALL, *MODES["ddp"], "max_steps=120", "split_dataset_ratio=0.2", "per_device_eval_batch_size=1", f"eval_steps={EVERY}",
     "async_save=false",
@@ -37,7 +36,7 @@ EVALUATING = (
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_kills_at_random_times(mode: str, tmp_path: Path) -> None:
-    words = (*SMALL, *MODES[mode], "max_steps=120")
+    words = (*SMALL, *MODES[mode], "max_steps=240")
     undisturbed = drive(tmp_path / "undisturbed", words, [], seed=0)
     assert undisturbed.left == []
     pending = [name for name, number in KILLS.items() for _ in range(number)]
@@ -45,7 +44,7 @@ def test_kills_at_random_times(mode: str, tmp_path: Path) -> None:
     seed = 0
     while pending:
         seed += 1
-        found = drive(tmp_path / f"run-{seed}", words, pending[:A_RUN], seed)
+        found = drive(tmp_path / f"run-{seed}", words, pending, seed)
         note_driven(mode, found, found.digest == undisturbed.digest)
         assert (found.digest, found.left) == (undisturbed.digest, []), found
         pending = pending[found.tried.total() :]
@@ -123,17 +122,17 @@ def losses_of(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_at_each_place_of_a_save(victim: int, tmp_path: Path) -> None:
-    words = task_words(tmp_path, "lab_task.py", num_ranks=2, cut=True, rank=victim)
+    words = task_words(tmp_path, "lab_task.py", num_ranks=2, mode="zero3", cut=True, rank=victim)
     name = f"kill -9 of rank {victim} at each place of a save"
     found = drive(tmp_path / "run", words, [], seed=0)
     cuts = (tmp_path / "flags" / "cuts").read_text().splitlines()
     whole = drive(tmp_path / "whole", words, [], seed=0)
     lost = steps_lost(tmp_path / "run", [(0.0, Fault(name, in_training, send_nothing))])
-    note(name, "ddp", len(cuts), lost=lost[name], equal=found.digest == whole.digest)
+    note(name, "zero3", len(cuts), lost=lost[name], equal=found.digest == whole.digest)
     assert (found.digest, found.left) == (whole.digest, [])
     assert found.starts == len(cuts) + 1
     wanted = ["open", "fsync", "replace"] + ([] if victim else ["mkdir", "unlink", "rmdir"])
-    assert {one.partition(" ")[0] for one in cuts} >= {*wanted}
+    assert {one.partition(" ")[0] for one in cuts} >= {*wanted}, cuts
 
 
 def test_numbers_that_go_wrong_on_one_rank(tmp_path: Path) -> None:

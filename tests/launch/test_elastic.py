@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,20 @@ def test_more_replicas_than_samples(tmp_path: Path) -> None:
     assert "`parallel.num_gpus` to at most 1" in error
 
 
+@pytest.fixture(scope="module")
+def whole_and_begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """kind → a run of six steps on four ranks, and one that four ranks have brought to step 3; made when first asked for."""
+
+    @functools.cache
+    def make(kind: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp(kind)
+        live(folder / "whole", kind, RANKS, 6, "parallel.mode=ddp")
+        live(folder / "begun", kind, RANKS, 3, "parallel.mode=ddp")
+        return folder / "whole", folder / "begun"
+
+    return make
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("mode", "ranks"),
@@ -76,13 +93,15 @@ def test_more_replicas_than_samples(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["packed", "padded"])
-def test_every_strategy_on_three_replicas(tmp_path: Path, kind: str, mode: str, ranks: int) -> None:
-    live(tmp_path / "whole", kind, RANKS, 6, "parallel.mode=ddp")
-    live(tmp_path / "elastic", kind, RANKS, 3, "parallel.mode=ddp")
-    said = live(tmp_path / "elastic", kind, ranks, 6, *mode.split())
+def test_every_strategy_on_three_replicas(
+    tmp_path: Path, kind: str, mode: str, ranks: int, whole_and_begun: Callable[[str], tuple[Path, Path]]
+) -> None:
+    whole, begun = whole_and_begun(kind)
+    shutil.copytree(begun, tmp_path / "run", symlinks=True)
+    said = live(tmp_path / "run", kind, ranks, 6, *mode.split())
     assert "6+5+5" in said
-    assert losses_by_step(tmp_path / "elastic") == pytest.approx(losses_by_step(tmp_path / "whole"), rel=1e-5)
-    assert eval_losses(tmp_path / "elastic")[-1] == pytest.approx(eval_losses(tmp_path / "whole")[-1], rel=1e-5)
+    assert losses_by_step(tmp_path / "run") == pytest.approx(losses_by_step(whole), rel=1e-5)
+    assert eval_losses(tmp_path / "run")[-1] == pytest.approx(eval_losses(whole)[-1], rel=1e-5)
 
 
 def test_a_save_whenever_it_is_due(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -90,6 +91,49 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
         assert "No space left" in err
         assert report(folder)["status"] == "done"
         assert checkpoint.find(folder).name == "step-00000080"
+
+
+def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=12m") as mounted:
+        if not mounted:
+            return
+        folder = tmp_path / "small" / "run"
+        words = (*MICRO, f"output_dir={folder}", *WORDS, "recovery.on_save_error=pause")
+        process = start(*words)
+        try:
+            wait_for_notice(folder, process, "stands still at step")
+            stopped_at = events(folder, "step")[-1]["step"]
+            assert 6 <= stopped_at < 12  # the first save fits, no second one does
+            process.send_signal(signal.SIGTERM)  # as it stands: a last try, and the checkpoint before is kept
+            _, err = process.communicate(timeout=120)
+            assert process.returncode == 1
+            assert "No space left" in err
+            assert "earlier checkpoints are untouched" in err
+            assert [one.name for one in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+
+            process = start(*words)
+            wait_for_notice(folder, process, "stands still at step", 2)
+            subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "small")], check=True)
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+            process.communicate()
+        assert process.returncode == 0, err
+        assert err.count("stands still at step") == 1
+        assert "missing: " in err
+        assert "training goes on after" in err
+        assert report(folder)["status"] == "done"
+        assert report(folder)["resumed_from_step"] == 3
+
+
+def wait_for_notice(folder: Path, process: subprocess.Popen[str], words: str, times: int = 1) -> None:
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        if (folder / "events.jsonl").exists() and sum(words in one["text"] for one in events(folder, "notice")) >= times:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{words!r} was not said")
 
 
 def wait_for_checkpoint(

@@ -66,7 +66,7 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train_and_outlive_a_killed_r
     fault = events(folder, "fault")[0]
     assert fault["ranks"] == [1]
     assert fault["hosts"] == ["b"]
-    assert "ranks 1 to 1 of 2" in said[1]
+    assert "rank 1 of 2" in said[1]
 
 
 def test_a_host_whose_launcher_dies_is_named_and_may_come_back(undisturbed, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
+from commands import report, start
 from kubeflow_trainer_api.models import IoK8sApiCoreV1ConfigMap, TrainerV1alpha1TrainJob
+from ranks import free_port
+from slow_task import SLOW
 
 from paceline.cli import main
 from paceline.config.load import load_config
@@ -86,6 +90,24 @@ def test_ranks_on_the_cpu_of_one_host(written: Write) -> None:
     assert "resourcesPerNode" not in job["spec"]["trainer"]
     assert "device: cpu" in config_map["data"]["config.yaml"]
     assert job["metadata"]["name"] == "small"
+
+
+@pytest.mark.slow
+def test_two_pods_train_what_the_manifest_says(here: Path, written: Write) -> None:
+    """Two launchers, each with the config of the manifest and the variables that Kubeflow sets in its pod."""
+    words = (*SLOW, "max_steps=6", "parallel.num_gpus=1", "parallel.timeout_s=60")
+    config_map, job = objects(written(*words, "--nodes=2", "--gpus-per-node=0", "--image=paceline:1", "--claim=runs"))
+    (here / "config.yaml").write_text(config_map["data"]["config.yaml"])
+    told = {
+        "PET_NNODES": str(job["spec"]["trainer"]["numNodes"]),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(free_port()),
+    }
+    pods = [start("config.yaml", env={**os.environ, **told, "PET_NODE_RANK": str(number)}) for number in range(2)]
+    for pod in pods:
+        _, err = pod.communicate(timeout=120)
+        assert pod.returncode == 0, err
+    assert report(here / "output" / "run")["world_size"] == 2
 
 
 def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

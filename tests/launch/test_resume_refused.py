@@ -62,7 +62,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(one): one.read_bytes() for one in sorted(folder.rglob("*")) if one.is_file()}
+    return {str(one): one.read_bytes() for one in sorted(folder.rglob("*")) if one.is_file() and one.name != ".lock"}
 
 
 def refused(here: Path, capsys: pytest.CaptureFixture[str], **changed: str) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import MICRO, events, report, start, train, wait_for_step
+from commands import events, report, run, start, wait_for_step
+from slow_task import SLOW
 
 from paceline.cli import main
 from paceline.config.load import load_config, split_cli
@@ -133,6 +134,11 @@ def test_what_is_passed_on_to_slurm(written: Write) -> None:
     assert found["signal"] == "TERM@300"
 
 
+def test_a_name_from_a_file_that_slurm_takes(here: Path, written: Write) -> None:
+    (here / "mine.yaml").rename(here / "my run (2).yaml")
+    assert options_of(written("my run (2).yaml", *OPTIONS))["job-name"] == "my-run-2-"
+
+
 def test_an_elastic_config_keeps_its_range(written: Write) -> None:
     script = written("mine.yaml", *OPTIONS, "parallel.nnodes=1:4")
     assert "parallel.nnodes=2" not in script
@@ -189,17 +195,17 @@ def test_submitting_without_slurm(here: Path, refused: Write, monkeypatch: pytes
 def test_a_signal_to_every_process_of_a_run_is_one_stop(tmp_path: Path) -> None:
     """As Slurm sends it: to launcher, fork server, ranks and their loader processes."""
     folder = tmp_path / "run"
-    words = ("parallel.num_gpus=2", "save_steps=0", "dataloader_num_workers=2")
-    process = start(*MICRO, f"output_dir={folder}", *words, "max_steps=200")
+    words = (*SLOW, f"output_dir={folder}", "parallel.num_gpus=2", "save_steps=0", "dataloader_num_workers=2")
+    process = start(*words, "max_steps=400", "task_args.step_s=0.05")
     wait_for_step(folder, 5, process)
     launcher = psutil.Process(process.pid)
     everyone = [launcher, *launcher.children(recursive=True)]
     for one in everyone:
         os.kill(one.pid, signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
     assert psutil.wait_procs(everyone, timeout=10)[1] == []
     stopped_at = report(folder)["steps"]
     assert stopped_at == max(one["step"] for one in events(folder, "step"))
-    train(folder, *words, f"max_steps={stopped_at + 1}", "--allow-config-change")
+    run(*words, f"max_steps={stopped_at + 1}", "--allow-config-change")
     assert report(folder)["resumed_from_step"] == stopped_at

@@ -8,6 +8,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
+#: Words of a config that trains it.
+SLOW = (f"task={__file__}:Slow", "model=few-numbers", "dataset=of-the-task", "parallel.device=cpu")
+
 
 class Slow(paceline.Task):
     def build_datasets(self):

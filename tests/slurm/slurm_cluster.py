@@ -24,6 +24,7 @@ import psutil
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 NODES = ("n1", "n2")
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE", "REQUEUE_HOLD")
 _START_TIMEOUT_S = 30.0
 
 CONFIG = """\
@@ -51,13 +52,13 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait=20
+KillWait=60
 SchedulerParameters=sched_interval=2,bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName={names[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
 NodeName={names[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
-PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=30 MaxTime=INFINITE State=UP
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
 CGROUP_CONFIG = """\
@@ -98,7 +99,7 @@ class Cluster:
             found = self.job(number)
             if found["JobState"] in states:
                 return found
-            assert found["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "PREEMPTED", "REQUEUED"), f"{found}{self.logs()}"
+            assert found["JobState"] not in _ENDED, f"{found}{self.logs()}"
             time.sleep(0.2)
         raise AssertionError(f"job {number} did not come to {states}: {self.job(number)}{self.logs()}")
 

@@ -3,10 +3,10 @@
 import os
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 from commands import MICRO, digest, events, report, run
+from slow_task import SLOW
 from slurm_cluster import slurm_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
@@ -16,12 +16,12 @@ WORDS = (
     *MICRO, "lora.enable=true", "lora.dropout=0.1", "dataloader_num_workers=1", "warmup_steps=3", "parallel.timeout_s=60",
     "max_steps=24", "save_steps=4",
 )  # fmt: skip
-# 40 s at least: Slurm looks at time limits every 30 s.
-SLOW = (
-    f"task={Path(__file__).parent / 'slow_task.py'}:Slow", "model=few-numbers", "dataset=of-the-task", "parallel.device=cpu",
-    "dataloader_num_workers=1", "warmup_steps=3", "parallel.timeout_s=60", "max_steps=400", "save_steps=0",
-    "task_args.step_s=0.1",
+# Steps of 0.1 s at least.
+_SLOW = (
+    *SLOW, "dataloader_num_workers=1", "warmup_steps=3", "parallel.timeout_s=60", "save_steps=0", "task_args.step_s=0.1",
 )  # fmt: skip
+BRIEF = (*_SLOW, "max_steps=120")
+LONG = (*_SLOW, "max_steps=400")  # Slurm looks at time limits every 30 s
 # Sums come out the same to the last bit where as many threads make them: a rank alone on its node would take two.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -53,15 +53,17 @@ def submit(cluster, folder, words, *options):
     """Write the script and hand it to Slurm; the job's number."""
     given = (*words, f"output_dir={folder / 'run'}", "parallel.num_gpus=1")
     options = options or ("--time", "30")
+    here = folder / "a folder"
+    here.mkdir()
     done = run(
         *given, "--nodes", "2", "--gpus-per-node", "0", "--job-name", "two", *options, "--submit",
-        verb="slurm", env={**cluster.environment, **ONE_THREAD}, cwd=folder,
+        verb="slurm", env={**cluster.environment, **ONE_THREAD}, cwd=here,
     )  # fmt: skip
     return int(done.stdout.split("job ")[1].partition(",")[0])
 
 
 def log_of(folder, number):
-    path = folder / f"two-{number}.log"
+    path = folder / "a folder" / f"two-{number}.log"
     return path.read_text() if path.exists() else ""
 
 
@@ -106,32 +108,33 @@ def test_two_nodes_train_one_job(cluster, undisturbed, tmp_path):
 
 
 def test_put_back_into_the_queue_by_hand(cluster, undisturbed, tmp_path):
-    number = submit(cluster, tmp_path, WORDS)
-    wait_for_step(cluster, tmp_path, number, 9)
+    number = submit(cluster, tmp_path, BRIEF)
+    wait_for_step(cluster, tmp_path, number, 20)
     cluster("scontrol", "requeue", str(number))
     found = wait_for_end(cluster, tmp_path, number)
     assert found["Restarts"] == "1"
-    assert digest(tmp_path / "run") == undisturbed(WORDS)
-    assert len(lives(tmp_path)) == 2
+    assert digest(tmp_path / "run") == undisturbed(BRIEF)
+    first, second = lives(tmp_path)
+    assert second[0] == first[1], "a step was lost"
 
 
 def test_a_job_of_higher_priority_takes_the_nodes(cluster, undisturbed, tmp_path):
     """Slurm's pre-emption: SIGTERM, then some seconds of grace in which the step is finished and a checkpoint written."""
-    number = submit(cluster, tmp_path, SLOW)
-    wait_for_step(cluster, tmp_path, number, 300)
+    number = submit(cluster, tmp_path, BRIEF)
+    wait_for_step(cluster, tmp_path, number, 20)
     other = cluster(
         "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     )
     cluster.wait_for(int(other), "COMPLETED")
     wait_for_end(cluster, tmp_path, number)
-    assert digest(tmp_path / "run") == undisturbed(SLOW)
+    assert digest(tmp_path / "run") == undisturbed(BRIEF)
     first, second = lives(tmp_path)
     assert second[0] == first[1], "a step was lost"
     assert "goes back into the queue" in log_of(tmp_path, number)
 
 
 def test_the_time_limit_comes(cluster, undisturbed, tmp_path):
-    number = submit(cluster, tmp_path, SLOW)
+    number = submit(cluster, tmp_path, LONG)
     wait_for_step(cluster, tmp_path, number, 20)
     hours, minutes, _ = cluster.job(number)["RunTime"].split(":")
     soon = int(hours) * 60 + int(minutes) + 2  # minutes after the start: within the 120 s of the signal's lead
@@ -139,7 +142,7 @@ def test_the_time_limit_comes(cluster, undisturbed, tmp_path):
     cluster.wait_for(number, "PENDING")
     cluster("scontrol", "update", f"JobId={number}", "TimeLimit=30")
     wait_for_end(cluster, tmp_path, number)
-    assert digest(tmp_path / "run") == undisturbed(SLOW)
+    assert digest(tmp_path / "run") == undisturbed(LONG)
     first, second = lives(tmp_path)
     assert second[0] == first[1], "a step was lost"
     assert "goes back into the queue" in log_of(tmp_path, number)

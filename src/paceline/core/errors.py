@@ -57,6 +57,11 @@ class FaultError(RunError):
     starts the ranks again, up to ``recovery.max_restarts`` times. Any other :class:`PacelineError` would only come again."""
 
 
+class MismatchError(RunError):
+    """The ranks have issued different collectives. It may be why other ranks are gone without a word, and would only come
+    again."""
+
+
 def _rebuild(kind: type[PacelineError], what: str, allowed: str | None, fix: str | None) -> PacelineError:
     return kind(what, allowed=allowed, fix=fix)
 

@@ -3,13 +3,13 @@ the ranks at once."""
 
 from __future__ import annotations
 
-import socket
 import time
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from paceline.world.host import host_name
 from paceline.world.link import Link, measure_link
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def measure_network(world: World) -> Network:
         intact = _sum_intact(world)
     link = measure_link(world)
     assert link is not None
-    hosts = [str(one) for one in world.gather_objects(socket.gethostname())]
+    hosts = [str(one) for one in world.gather_objects(host_name())]
     return Network(hosts, pairs, link, intact)
 
 

@@ -6,6 +6,7 @@ rank writes three keys: its beat, the times of its last steps, and its details (
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.engine.hangs import Seen
+from paceline.world.black_box import OpenedBox
 from paceline.world.pulse import COLLECTIVE, PULSE, StepTimes, stack_of
 
 #: How long the store may take to answer.
@@ -25,7 +27,7 @@ _STORE_S = 10.0
 #: A rank that has stood still for so long tells its last calls.
 _CALLS_AFTER_S = 1.0
 #: Silence from which on the state of a process on this host is looked at.
-_LOOK_S = 1.5
+_LOOK_S = 0.8
 #: Up to so many ranks each one reads the beats of all. In larger worlds the first of each host does, and all beat more seldom:
 #: the store's work grows with readers times ranks.
 _ALL_READ = 64
@@ -61,7 +63,7 @@ class Beats:
         self._store = _connect()
         self._number = 0
         self._told_steps: StepTimes | None = None
-        self._steps: dict[int, tuple[int, list[StepTimes]]] = {}
+        self._steps: dict[int, tuple[int | None, list[StepTimes]]] = {}
         self._peers = {one: Peer(one) for one in range(size)}
 
     def reconnect(self) -> None:
@@ -88,11 +90,12 @@ class Beats:
             "kind": self.kind,
             "asks": self.asks,
             "told_step": steps[-1].step if steps else None,
+            "box": PULSE.box.file if PULSE.box is not None else None,
         }
         details: dict[str, Any] = {"stack": stack_of(PULSE.thread)}
         if still_s > _CALLS_AFTER_S or self.asked or self.asks:
             details["calls"] = [one.as_dict() for one in list(PULSE.ring)]
-        written = {self._key(self.rank): beat, self._key(self.rank, "details"): details}
+        written: dict[str, Any] = {self._key(self.rank): beat, self._key(self.rank, "details"): details}
         if steps and steps[-1] is not self._told_steps:
             self._told_steps = steps[-1]
             written[self._key(self.rank, "steps")] = [_rounded(one) for one in steps]
@@ -128,6 +131,13 @@ class Beats:
         found = {rank: self._get(self._key(rank, "details")) for rank in ranks}
         return {rank: one for rank, one in found.items() if one is not None}
 
+    def calls(self, ranks: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
+        """rank → its last calls, where they can be had: from its memory on this host, or as it has told them."""
+        boxes = {rank: self._peers[rank].box for rank in ranks}
+        near = {rank: box.calls() for rank, box in boxes.items() if box is not None}
+        told = self.details(rank for rank, box in boxes.items() if box is None)
+        return near | {rank: one["calls"] for rank, one in told.items() if "calls" in one}
+
     def _get(self, key: str) -> Any:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
@@ -146,6 +156,7 @@ class Peer:
     moved_at: float = field(default_factory=time.perf_counter)
     beat: dict[str, Any] = field(default_factory=dict)
     state: str | None = None
+    box: OpenedBox | None = None
 
     @property
     def asks(self) -> bool:
@@ -153,7 +164,8 @@ class Peer:
 
     @property
     def kind(self) -> str | None:
-        return self.beat.get("kind", UNKNOWN_KIND)
+        found: str | None = self.beat.get("kind", UNKNOWN_KIND)
+        return found
 
     def hear(self, beat: dict[str, Any], now: float) -> None:
         if beat["number"] == self.number:
@@ -162,10 +174,20 @@ class Peer:
             self.moved_at = now - beat["still_s"]
         self.number, self.marks, self.beat, self.heard_at, self.state = beat["number"], beat["marks"], beat, now, None
 
+    @property
+    def is_gone(self) -> bool:
+        """Its process has ended without a word."""
+        return self.state in ("gone", "Z", "X")
+
     def look(self, host: str, now: float) -> None:
-        """The state of a process on this host that is silent."""
-        silent = now - self.heard_at > _LOOK_S and self.beat.get("phase") != "ended"
-        self.state = state_of(self.beat["pid"]) if silent and self.beat["host"] == host else None
+        """On this host: the state of a process that is silent, and its black box while it lives."""
+        if self.beat["host"] != host or self.beat["phase"] == "ended":
+            self.state = None
+            return
+        self.state = state_of(self.beat["pid"]) if now - self.heard_at > _LOOK_S else None
+        if self.box is None and self.state is None and self.beat["box"] is not None:
+            with contextlib.suppress(OSError):
+                self.box = OpenedBox(self.beat["pid"], self.beat["box"])
 
     def seen(self, now: float) -> Seen:
         beat = self.beat
@@ -195,7 +217,8 @@ def state_of(pid: int) -> str | None:
 
 
 def _connect() -> Any:
-    store = dist.distributed_c10d._get_default_store().clone()
+    store: Any = dist.distributed_c10d._get_default_store()
+    store = store.clone()
     store.set_timeout(timedelta(seconds=_STORE_S))
     return store
 

@@ -66,8 +66,21 @@ def _tell(rings: Mapping[int, Sequence[Issued]], number: int, calls: Mapping[int
     odd = [rank for ranks in by_kind.values() if len(ranks) < most or len(usual) > 1 for rank in ranks]
     told = [f"{_ranks(ranks)}: {describe(calls[ranks[0]])}" for ranks in by_kind.values()]
     text = f"the ranks have issued different collectives (number {number + 1:,} of their group). " + "; ".join(told)
-    skipped = _skipped(rings, number, calls, kind)
+    first, parted = _where_places_part(rings, number, calls)
+    skipped = _skipped(rings, first, parted, _place) or _skipped(rings, number, calls, kind)
     return odd, f"{text}. {skipped}" if skipped else text
+
+
+def _where_places_part(
+    rings: Mapping[int, Sequence[Issued]], number: int, calls: Mapping[int, Issued]
+) -> tuple[int, Mapping[int, Issued]]:
+    """The first of the calls up to this one that came from different places in the code: equal ones may have gone together
+    before unequal ones met."""
+    group = next(iter(calls.values()))["group"]
+    earlier = {at: found for name, at, found in _by_number(rings) if name == group and at < number}
+    while number - 1 in earlier and len({_place(one) for one in earlier[number - 1].values()}) > 1:
+        number, calls = number - 1, earlier[number - 1]
+    return number, calls
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -16,12 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from paceline.config.schema_recovery import Recovery
-from paceline.core.errors import FaultError, PacelineError, RunError
+from paceline.core.errors import FaultError, MismatchError, PacelineError
 from paceline.core.events import EventLog
-from paceline.engine.beats import UNKNOWN_KIND, Beats, Peer, period_s, reads, state_of
+from paceline.engine.beats import UNKNOWN_KIND, Beats, Peer, period_s, reads
 from paceline.engine.hangs import Hang, Seen, find_hangs
 from paceline.engine.mismatch import find_mismatch
 from paceline.engine.stop import StopFlag
@@ -126,10 +127,19 @@ class Watchdog:
         peers = [one for one in self._beats.read() if one.rank not in lost]
         if late:
             return
+        if any(one.is_gone for one in peers):
+            self._judge_gone([one.rank for one in peers])
         now = time.perf_counter()
         self._judge_hangs([one.seen(now) for one in peers])
         if self.world.is_first:
             self._judge_stragglers(peers)
+
+    def _judge_gone(self, ranks: list[int]) -> None:
+        """A rank has ended without a word: gloo ends the process where a message has another size than it waits for."""
+        assert self._beats is not None
+        found = find_mismatch(self._beats.calls(ranks))
+        if found is not None:
+            self.stop.fail(found[1], found[0])
 
     # -- hangs ---------------------------------------------------------------------------------------------------------
     def _judge_hangs(self, ranks: list[Seen]) -> None:
@@ -152,8 +162,7 @@ class Watchdog:
     def _name(self, hang: Hang, ranks: list[int], tells_more: bool) -> None:
         assert self._beats is not None
         details, seen = self._beats.details(ranks), hang.seen
-        calls = {rank: one["calls"] for rank, one in details.items() if "calls" in one}
-        found = find_mismatch(calls, sites=hang.all_wait)
+        found = find_mismatch(self._beats.calls(ranks), sites=hang.all_wait)
         self._mismatch = found[1] if found is not None else None
         stack = details[seen.rank]["stack"] if seen is not None and seen.rank in details else []
         lines = [hang.text()]
@@ -229,7 +238,7 @@ class Watchdog:
         found = self._ask()
         if found is not None:
             fix = "let all ranks of a group call the same collectives, in one order, with tensors of one size and dtype"
-            return RunError(f"{found}. (torch: {first})", fix=fix)
+            return MismatchError(f"{found}. (torch: {first})", fix=fix)
         if self.named:
             return FaultError("; ".join(one.text() for one in self.named.values()) + f". (torch: {first})")
         return error
@@ -243,22 +252,17 @@ class Watchdog:
             try:
                 with self._lock:
                     self._beats.publish()
-                    living = [one.rank for one in self._beats.read() if not self._is_gone(one)]
-                    details = self._beats.details(living)
+                    peers = self._beats.read()
+                    calls = self._beats.calls(one.rank for one in peers)
             except (RuntimeError, OSError):
                 return None  # the store has gone as well
-            calls = {rank: one["calls"] for rank, one in details.items() if "calls" in one}
             found = find_mismatch(calls)
             if found is not None:
                 return found[1]
-            if len(calls) == len(living):
+            if all(one.rank in calls or one.is_gone or one.beat["phase"] == "ended" for one in peers):
                 return None
             time.sleep(_PERIOD_S / 3)
         return None
-
-    def _is_gone(self, peer: Peer) -> bool:
-        here = peer.beat["host"] == self.host
-        return peer.beat["phase"] == "ended" or (here and state_of(peer.beat["pid"]) in ("gone", "Z", "X"))
 
     # -- speaking ------------------------------------------------------------------------------------------------------
     def _say(self, text: str, type: str | None = None, **fields: Any) -> None:
@@ -300,7 +304,7 @@ def _busy(one: StepTimes) -> Busy:
 
 def flight_record() -> bytes | None:
     """What torch's flight recorder holds, as JSON; None where it is off or there is none."""
-    core = dist.distributed_c10d.torch._C._distributed_c10d
+    core = torch._C._distributed_c10d
     dump = getattr(core, "_dump_fr_trace_json", None) or getattr(core, "_dump_nccl_trace_json", None)
     text = dump() if dump is not None else b""
     return text if b'"profiling_name"' in text else None

@@ -228,13 +228,13 @@ def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, An
 def _look_at_hosts(job: Examination, env: RankEnv, world: Any) -> tuple[list[Check], int | None]:
     """The first rank of each host looks at it; what all of them found. Names of checks carry the host's where there are
     several."""
-    import socket
+    from paceline.world.host import host_name
 
     mine: tuple[str, list[Check], int | None] | None = None
     if env.local_rank == 0:
         head = os.environ.get("MASTER_ADDR") if env.world_size > env.local_world_size else None
         checks, gradients = examine_host(job.config, job.given and env.rank == 0, job.device_type, env.local_world_size, head)
-        mine = (socket.gethostname(), checks, gradients)
+        mine = (host_name(), checks, gradients)
     hosts = [one for one in world.gather_objects(mine) if one is not None]
     if len(hosts) == 1:
         return hosts[0][1], hosts[0][2]

@@ -208,8 +208,8 @@ class HostsRun:
         if mine is about["nodes"][-1]:
             count += world_size - about["devices"]  # ranks that only serve
         place = Place(first, count, world_size, self.meeting.address, go["port"], self._environment())
-        ranks = f"ranks {first} to {first + count - 1} of {place.world_size}"
-        self.say("info", f"host {host_name()} ({self.meeting.own} on {self.meeting.interface}): {ranks}")
+        ranks = f"ranks {first} to {first + count - 1}" if count > 1 else f"rank {first}"
+        self.say("info", f"host {host_name()} ({self.meeting.own} on {self.meeting.interface}): {ranks} of {place.world_size}")
         job = plan.job if self.more else replace(plan.job, fault=about["fault"], launcher=os.getpid())
         outcome = self._run_ranks(board, beats, number, job, place)
         self._report = outcome.pop("report", None)

@@ -194,7 +194,7 @@ def _name_from(path: Path | None) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text of several lines stands as it is, so that the config in the manifest can be read; nothing refers to another place."""
+    """Text of several lines stands as it is, so that the config in the manifest can be read; no part refers to another."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -137,11 +137,14 @@ def outcome_of(ranks: RankProcesses, job: Any, stopped_by: int | None) -> dict[s
     outcomes = {rank: one for rank, one in ranks.outcomes().items() if rank not in ranks.told}
     failures = sorted((one for one in outcomes.values() if one["status"] == "failed"), key=lambda one: one["time"])
     lost = ranks.lost()
-    if lost:
+    failures.sort(key=lambda one: not one.get("of_all"))  # what tells of more than the rank that says it
+    if lost and not (failures and failures[0].get("of_all")):
         return _failed_by(lost, ranks, job)
     if failures:
         first = failures[0]
-        said = first["text"] if first["exit_code"] == 2 else f"rank {first['rank']} failed. {first['text']}"
+        said = (
+            first["text"] if first["exit_code"] == 2 or first.get("of_all") else f"rank {first['rank']} failed. {first['text']}"
+        )
         return {
             **first,
             "text": said + _lost_earlier(ranks, job),

@@ -36,7 +36,7 @@ class Recovery:
         self._restarts = 0  # since the newest checkpoint
         self._newest = self._newest_step()
         self._last_text = ""
-        self._begun = time.time()  # the life under way
+        self._started = self._begun = time.time()  # the command; the life under way
 
     def follow(self, job: Any, outcome: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The job of the next life, or None with the outcome as it shall be told."""
@@ -115,8 +115,8 @@ class Recovery:
         return [one for one in tail_events(self.run_dir.events) if one["time"] >= self._begun]
 
     def _end(self, outcome: dict[str, Any], made: int | None) -> None:
-        """The ranks are gone: their log gets its end from here."""
-        if any(one["type"] == "run_start" for one in tail_events(self.run_dir.events)):
+        """The ranks are gone: their log gets its end from here, where they had begun one."""
+        if any(one["time"] >= self._started for one in tail_events(self.run_dir.events)):
             log = EventLog(self.run_dir.events)
             log.emit("run_end", status="failed", step=made, reason=outcome["text"][:2000])
             log.close()

@@ -56,7 +56,7 @@ def make_request(path: Path | None, words: list[str], values: dict[str, Any]) ->
             f"`--signal-lead {lead_s}` does not fit `--time {values['time']}`",
             allowed=f"1 to {min(limit_s - 1, _MOST_LEAD_S)} seconds before the end, time enough to write a checkpoint",
         )
-    name = values.get("job-name", path.stem if path is not None else "paceline")
+    name = values.get("job-name", "paceline" if path is None else re.sub(r"[^\w.+-]+", "-", path.stem))
     plain("job-name", name, r"[\w.+-]+", "letters, digits and . _ + -")
     for one in _PASSED:
         if one in values:
@@ -154,7 +154,7 @@ srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task={cpus}
 code=$?
 
 if [ "$code" -eq {stopped} ]; then
-  echo "stopped with a checkpoint: job $SLURM_JOB_ID goes back into the queue; to end it for good: scancel $SLURM_JOB_ID"
+  echo "stopped by a signal: job $SLURM_JOB_ID goes back into the queue; to end it for good: scancel $SLURM_JOB_ID"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

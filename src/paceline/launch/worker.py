@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM, FaultError, PacelineError
+from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM, FaultError, MismatchError, PacelineError
 from paceline.core.files import write_atomic
 from paceline.core.processes import end_with_parent
 from paceline.engine.session import run_rank
@@ -71,7 +71,8 @@ def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank)
     try:
         outcome = run(job, env, stop)
     except PacelineError as error:
-        return _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
+        told = _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
+        return {**told, "of_all": isinstance(error, MismatchError)}
     except BaseException as error:  # the launcher must hear of anything that ends a rank
         return _failed(env, EXIT_FAILED, _describe(error, job), _is_fault(error))
     if outcome["status"] == "stopped":
@@ -96,7 +97,9 @@ def _is_fault(error: BaseException) -> bool | None:
 
 
 def _end_by_fault(folder: Path, env: RankEnv, text: str, blamed: Sequence[int]) -> None:
-    write_outcome(folder, env, {**_failed(env, EXIT_FAILED, text, True), "traceback": "", "blamed": list(blamed)})
+    write_outcome(
+        folder, env, {**_failed(env, EXIT_FAILED, text, True), "traceback": "", "of_all": True, "blamed": list(blamed)}
+    )
     sys.stderr.flush()
     os._exit(EXIT_FAILED)
 

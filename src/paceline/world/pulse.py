@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from paceline.world.black_box import BlackBox
+
 #: Collectives that are remembered.
 _KEPT = 32
 #: Steps whose times are remembered: as many as pass between two looks of the watchdog, where steps are short.
@@ -102,12 +104,14 @@ class Pulse:
 
     def __init__(self) -> None:
         self._cores: _CoreWaits | None = None
+        self.box: BlackBox | None = None
         self.start(active=False)
 
     def start(self, active: bool = True, on_cpu: bool = True) -> None:
         """Begin anew, in the thread that trains. Where not ``active`` collectives are not marked. ``on_cpu``: it computes by
         itself, so that it matters whether it has a core."""
         self.active = active
+        self.box = BlackBox.make() if active else None
         self._cores = _CoreWaits.open() if active and on_cpu else None
         self.held_s = self._held_from = 0.0
         self.thread = threading.get_ident()
@@ -180,6 +184,8 @@ class Pulse:
         dtype, numel = (tensor.dtype, tensor.numel()) if isinstance(tensor, torch.Tensor) else (None, None)
         call = Call(number, function, dtype, numel, name, call_site(sys._getframe(1)))
         self.ring.append(call)
+        if self.box is not None:
+            self.box.write(call)
         if threading.get_ident() == self.thread:
             self.last = call
             self.marks += 1
@@ -244,24 +250,22 @@ class Pulse:
 class _CoreWaits:
     """How long this thread could have run and got no core: the second number of `/proc/thread-self/schedstat`."""
 
-    def __init__(self, file: int) -> None:
-        self._file = file
+    def __init__(self) -> None:
+        self._file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115  (read at each wait)
+        self._number = self._file.fileno()
 
     @staticmethod
     def open() -> _CoreWaits | None:
         """None where this system has no such file."""
         try:
-            found = _CoreWaits(os.open("/proc/thread-self/schedstat", os.O_RDONLY))
+            found = _CoreWaits()
             found.read_s()
         except (OSError, IndexError, ValueError):
             return None
         return found
 
     def read_s(self) -> float:
-        return int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
-
-    def __del__(self) -> None:
-        os.close(self._file)
+        return int(os.pread(self._number, 64, 0).split()[1]) * 1e-9
 
 
 #: of this process
@@ -312,7 +316,7 @@ _IS_BELOW: dict[CodeType, bool] = {}
 
 def call_site(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
     """The innermost frames outside torch and this package's collectives."""
-    found = []
+    found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < _FRAMES:
         code = frame.f_code
         below = _IS_BELOW.get(code)

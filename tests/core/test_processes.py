@@ -1,0 +1,39 @@
+"""Whom a process obeys, and with whom it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+CHILD = """
+import signal, sys, time
+from paceline.core.processes import end_by_parent_alone
+end_by_parent_alone(signal.SIGTERM)
+print("ready", flush=True)
+for line in sys.stdin:
+    print("here", flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="this system does not say who sent a signal")
+def test_a_signal_ends_a_process_where_its_parent_sent_it() -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "ready\n"
+        subprocess.run([sys.executable, "-c", f"import os; os.kill({child.pid}, {int(signal.SIGTERM)})"], check=True)
+        time.sleep(0.2)
+        child.stdin.write("are you there?\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "here\n"
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.wait(timeout=10) == 128 + signal.SIGTERM
+    finally:
+        child.kill()
+        child.communicate()
