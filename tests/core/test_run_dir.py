@@ -46,6 +46,9 @@ def test_the_lock(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=rf"another run is going on in .*process {os.getpid()} on .*`output_dir`"):
         lock_run(run, wait_s=0.0)
     held.close()
+    run.lock.write_text("who held it")
+    lock_run(run, wait_s=0.0, sign=False).close()
+    assert run.lock.read_text() == "who held it"
     lock_run(run, wait_s=0.0).close()
 
 

@@ -7,175 +7,18 @@ A fault is a moment and a deed. What a run itself must do wrong (a bit that flip
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
-import uuid
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import psutil
+from live import LiveRun
 
-TOKEN = "PACELINE_FAULT_LAB"
 EVERY = 4  # steps between two saves, and between two evaluations, of the runs of the lab
-_TIMEOUT_S, _LONG_S = 240.0, 1800.0
-
-
-class LiveRun:
-    """A command under way, started as a user does: its processes, its events, and the files it makes outside its folder.
-
-    Args:
-        scratch: gets the run's temporary files (``tmp``), its shared memory (``shm``, where this machine lets tests mount) and
-            what it says.
-    """
-
-    def __init__(self, words: Sequence[str], folder: Path, scratch: Path, token: str) -> None:
-        self.folder, self.tmp, self.token = folder, scratch / "tmp", token
-        for one in (self.tmp, scratch / "shm"):
-            one.mkdir(parents=True, exist_ok=True)
-        self._said = scratch / "said"
-        environment = {**os.environ, "TMPDIR": str(self.tmp), TOKEN: token}
-        command = [*own_shared_memory(scratch / "shm"), sys.executable, "-m", "paceline", "sft", *words, f"output_dir={folder}"]
-        with open(self._said, "wb") as said:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
-            )
-        self._read, self._offset = [], self._size()
-        self._server: psutil.Process | None = None
-        self._old: set[int] = set()  # ranks of a life that a fault has ended
-
-    @property
-    def said(self) -> str:
-        return self._said.read_text(errors="replace")
-
-    # -- its processes --------------------------------------------------------------------------------------------------------
-    @property
-    def launcher(self) -> psutil.Process:
-        return psutil.Process(self.process.pid)
-
-    def server(self) -> psutil.Process | None:
-        """The fork server."""
-        if self._server is None or not self._server.is_running():
-            self._server = None
-            with contextlib.suppress(psutil.Error):
-                found = [one for one in self.launcher.children() if "forkserver" in " ".join(one.cmdline())]
-                self._server = found[0] if found else None
-        return self._server
-
-    def everyone(self) -> list[psutil.Process]:
-        """Every living process that this run has started, whoever its parent is now."""
-        return [one for one in psutil.process_iter() if _has_token(one, self.token)]
-
-    def ranks(self) -> dict[int, psutil.Process]:
-        """Those of the life under way that have said who they are."""
-        server, found = self.server(), {}
-        for file in self.tmp.glob("paceline-run-*/pid-*"):
-            with contextlib.suppress(psutil.Error, OSError, ValueError):
-                one = psutil.Process(int(file.read_text()))
-                if server is not None and one.ppid() == server.pid and one.pid not in self._old:
-                    found[int(file.name.rpartition("-")[2])] = one
-        return found
-
-    def rank_processes(self) -> list[psutil.Process]:
-        """Those of the life under way, also where they have only just started."""
-        server = self.server()
-        with contextlib.suppress(psutil.Error):
-            return (
-                sorted((one for one in server.children() if one.pid not in self._old), key=lambda one: one.pid)
-                if server
-                else []
-            )
-        return []
-
-    def begin_life_after(self, ending: set[int]) -> None:
-        """These ranks are of a life that a fault has just ended; what they have logged is no more looked at."""
-        self.events()
-        self._old |= ending
-        self._read = []
-
-    # -- its events -----------------------------------------------------------------------------------------------------------
-    def _size(self) -> int:
-        with contextlib.suppress(OSError):
-            return (self.folder / "events.jsonl").stat().st_size
-        return 0
-
-    def events(self) -> list[dict[str, Any]]:
-        """Of the life under way (whole lines alone)."""
-        with contextlib.suppress(OSError), open(self.folder / "events.jsonl", "rb") as handle:
-            handle.seek(self._offset)
-            whole, _, _ = handle.read().rpartition(b"\n")
-            if whole:
-                self._offset += len(whole) + 1
-                for line in filter(None, whole.split(b"\n")):
-                    with contextlib.suppress(ValueError):  # a line that a fault has cut
-                        self._read.append(json.loads(line))
-        starts = [place for place, one in enumerate(self._read) if one["type"] == "run_start"]
-        return self._read[starts[-1] :] if starts else []
-
-    def steps(self) -> int:
-        """Steps logged in the life under way."""
-        return sum(one["type"] == "step" for one in self.events())
-
-    # -- time -----------------------------------------------------------------------------------------------------------------
-    def wait(self, condition: Callable[[], object], timeout_s: float = _TIMEOUT_S, each_s: float = 0.005) -> bool:
-        """True as soon as it holds; False where the run has ended first."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if self.process.poll() is not None:
-                return False
-            if time.monotonic() > deadline:
-                said = self.said
-                self.kill()
-                raise AssertionError(f"the run stood still for {timeout_s:.0f} s\n{said[-3000:]}")
-            time.sleep(each_s)
-        return True
-
-    def end(self) -> int:
-        """Its exit code, when it has ended."""
-        self.wait(lambda: self.process.poll() is not None, _LONG_S, each_s=0.02)
-        return int(self.process.wait())
-
-    def kill(self) -> None:
-        for one in self.everyone():
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-        self.process.wait()
-
-
-def _has_token(process: psutil.Process, token: str) -> bool:
-    try:
-        return process.environ().get(TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError):
-        return False
-
-
-def new_token() -> str:
-    return uuid.uuid4().hex
-
-
-@functools.cache
-def _can_mount() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    done = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True)
-    return done.returncode == 0
-
-
-def own_shared_memory(folder: Path) -> list[str]:
-    """A command in front of which /dev/shm is ``folder`` for what follows it."""
-    if not _can_mount():
-        warnings.warn("NOT CHECKED for files left in /dev/shm: this machine does not let tests mount", stacklevel=2)
-        return []
-    return ["unshare", "-m", "sh", "-c", 'mount --bind "$1" /dev/shm && shift && exec "$@"', "sh", str(folder)]
 
 
 # -- moments: each True when it has come, False where the run has ended first ------------------------------------------------

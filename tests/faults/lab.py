@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import yaml
 from commands import digest
-from injector import EVERY, FAULTS, Fault, LiveRun, new_token
+from injector import EVERY, FAULTS, Fault
+from live import LiveRun, new_token
 
 from paceline.core.events import read_events
 
@@ -214,7 +215,7 @@ def note_driven(mode: str, found: Driven, equal: bool) -> None:
 
 def table(rows: dict[tuple[str, str], list[str]]) -> str:
     lines = ["| " + " | ".join(_HEAD) + " |", "| --- | --- | ---: | ---: | ---: | --- |"]
-    return "\n".join(lines + ["| " + " | ".join([*key, *cells]) + " |" for key, cells in rows.items()])
+    return "\n".join(lines + ["| " + " | ".join([*key, *cells]) + " |" for key, cells in sorted(rows.items())])
 
 
 def cells() -> dict[tuple[str, str], list[str]]:

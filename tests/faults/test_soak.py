@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import digest, events, run, start
+from commands import digest, events, run, start, wait_for_step
 from disks import disk
-from injector import EVERY, FAULTS, Fault, LiveRun, at_its_end, in_training, send_nothing
+from injector import EVERY, FAULTS, Fault, at_its_end, in_training, send_nothing
 from lab import MODES, SMALL, drive, note, note_driven, replaced, steps_lost, task_words
+from live import LiveRun
 from test_full_disk import fill as fill_up
 from test_recover import wait_for_life
 
@@ -250,6 +251,7 @@ def test_a_link_that_is_cut_and_restored(tmp_path: Path) -> None:
                 for number, name in enumerate(network.hosts)
             ]
             link = ["ip", "-n", network.switch, "link", "set", "p1"]
+            wait_for_step(folder, 1, hosts[0])
             for number in range(cuts):
                 wait_for_life(folder, number + 1, hosts[0], step=6 + 30 * number, timeout_s=200)
                 subprocess.run([*link, "down"], check=True)

@@ -44,7 +44,8 @@ class Run:
         rows = ROWS // self.world.axes.replicas
         words = torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
         mine = words[self.strategy.replica * rows : (self.strategy.replica + 1) * rows]
-        mine_is_bad = bad is not None and self.world.rank == BAD_RANK % self.world.size
+        bad_rank = BAD_RANK if self.world.axes.pipeline == 1 else self.world.size - 1  # the last stage has the loss
+        mine_is_bad = bad is not None and self.world.rank == bad_rank
 
         def micro_step(number, module):
             logits = module(mine)
@@ -102,6 +103,8 @@ CASES = {
     "deepspeed 1": (2, {"mode": "deepspeed", "parallel": {"deepspeed_stage": 1}}),
     "deepspeed 2": (2, {"mode": "deepspeed", "parallel": {"deepspeed_stage": 2}}),
     "deepspeed 3": (2, {"mode": "deepspeed", "parallel": {"deepspeed_stage": 3}}),
+    "pipeline": (2, {"mode": "pipeline", "axes": Axes(pipeline=2)}),
+    "replicas of a pipeline": (4, {"mode": "pipeline", "axes": Axes(data=2, pipeline=2)}),
     "topk": (2, {"mode": "ddp", "compression": {"method": "topk", "ratio": 0.1}, **LINE}),
     "topk with sgd": (2, {"mode": "ddp", "compression": {"method": "topk", "ratio": 0.1}, "optim": "sgd", **LINE}),
     "powersgd": (2, {"mode": "ddp", "compression": {"method": "powersgd", "rank": 2}, **LINE}),

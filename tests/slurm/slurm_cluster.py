@@ -162,8 +162,7 @@ def _wait_until(cluster: Cluster, ready) -> None:
 
 def _stop(cluster: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        subprocess.run(["scancel", "--state=PENDING"], env=cluster.environment, capture_output=True, timeout=10)
-        subprocess.run(["scancel", "--state=RUNNING"], env=cluster.environment, capture_output=True, timeout=10)
+        _end_jobs(cluster)
     for daemon in reversed(daemons):
         daemon.terminate()
     for daemon in reversed(daemons):
@@ -172,17 +171,30 @@ def _stop(cluster: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
-    steps = [one for one in psutil.process_iter() if _is_of(one, cluster)]
-    for one in steps:
+    left = [one for one in psutil.process_iter() if _is_of(one, cluster)]
+    for one in left:
         with contextlib.suppress(psutil.Error):
             one.kill()
-    psutil.wait_procs(steps, timeout=10)
+    psutil.wait_procs(left, timeout=10)
+
+
+def _end_jobs(cluster: Cluster) -> None:
+    def slurm(*command: str) -> str:
+        return subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=10).stdout
+
+    for state in ("PENDING", "RUNNING"):
+        slurm("scancel", f"--state={state}")
+    deadline = time.monotonic() + 10
+    while slurm("squeue", "--noheader").strip() and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def _is_of(process: psutil.Process, cluster: Cluster) -> bool:
-    """A step's keeper, or a process of a job, of this cluster."""
+    """A process of a job of this cluster; or the keeper of a step, which wipes its environment but has a log here."""
     try:
-        return process.environ().get("SLURM_CONF") == cluster.environment["SLURM_CONF"]
+        if process.environ().get("SLURM_CONF") == cluster.environment["SLURM_CONF"]:
+            return True
+        return process.name() == "slurmstepd" and any(one.path.startswith(f"{cluster.folder}/") for one in process.open_files())
     except (psutil.Error, OSError):
         return False
 

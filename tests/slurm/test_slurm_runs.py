@@ -102,9 +102,8 @@ def all_events(folder):
 def test_two_nodes_train_one_job(cluster, undisturbed, tmp_path):
     number = submit(cluster, tmp_path, WORDS)
     wait_for_end(cluster, tmp_path, number)
-    assert report(tmp_path / "run")["world_size"] == 2
+    assert report(tmp_path / "run")["world_size"] == 2  # one rank a node
     assert digest(tmp_path / "run") == undisturbed(WORDS)
-    assert "ranks 1 to 1 of 2" in log_of(tmp_path, number)
 
 
 def test_put_back_into_the_queue_by_hand(cluster, undisturbed, tmp_path):

@@ -69,8 +69,8 @@ def clear_debris(run_dir: RunDir) -> None:
                 one.unlink(missing_ok=True)
 
 
-def lock_run(run_dir: RunDir, wait_s: float) -> IO[str]:
-    """An exclusive lock on a run's folder.
+def lock_run(run_dir: RunDir, wait_s: float, *, sign: bool = True) -> IO[str]:
+    """An exclusive lock on a run's folder. ``sign``: leave in it who holds it; without, no file is changed.
 
     Raises:
         RunError: another process holds it for longer than ``wait_s``.
@@ -91,7 +91,8 @@ def lock_run(run_dir: RunDir, wait_s: float) -> IO[str]:
                     fix="wait for it, stop it, or set another `output_dir`",
                 ) from error
             time.sleep(0.1)
-    handle.truncate(0)
-    handle.write(f"{os.getpid()} on {socket.gethostname()}")
-    handle.flush()
+    if sign:
+        handle.truncate(0)
+        handle.write(f"{os.getpid()} on {socket.gethostname()}")
+        handle.flush()
     return handle

@@ -63,6 +63,7 @@ class Beats:
         self._store = _connect()
         self._number = 0
         self._told_steps: StepTimes | None = None
+        self._told_before = 0
         self._steps: dict[int, tuple[int | None, list[StepTimes]]] = {}
         self._peers = {one: Peer(one) for one in range(size)}
 
@@ -97,8 +98,10 @@ class Beats:
             details["calls"] = [one.as_dict() for one in list(PULSE.ring)]
         written: dict[str, Any] = {self._key(self.rank): beat, self._key(self.rank, "details"): details}
         if steps and steps[-1] is not self._told_steps:
+            # A reader that beats at the same pace may miss one of two.
+            since, self._told_before = self._told_before, self._told_steps.step if self._told_steps is not None else 0
             self._told_steps = steps[-1]
-            written[self._key(self.rank, "steps")] = [_rounded(one) for one in steps]
+            written[self._key(self.rank, "steps")] = [_rounded(one) for one in steps if one.step > since]
         self._store.multi_set(list(written), [json.dumps(one) for one in written.values()])
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -133,10 +136,13 @@ class Beats:
 
     def calls(self, ranks: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
         """rank → its last calls, where they can be had: from its memory on this host, or as it has told them."""
-        boxes = {rank: self._peers[rank].box for rank in ranks}
-        near = {rank: box.calls() for rank, box in boxes.items() if box is not None}
-        told = self.details(rank for rank, box in boxes.items() if box is None)
+        near = self.calls_near()
+        told = self.details(rank for rank in ranks if rank not in near)
         return near | {rank: one["calls"] for rank, one in told.items() if "calls" in one}
+
+    def calls_near(self) -> dict[int, list[dict[str, Any]]]:
+        """Of the ranks of this host, without the store."""
+        return {rank: one.box.calls() for rank, one in self._peers.items() if one.box is not None}
 
     def _get(self, key: str) -> Any:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import nn
@@ -41,7 +42,9 @@ def _write_model(session: Session, build: Callable[[], nn.Module]) -> None:
     try:
         aside.mkdir()
         if not _save_from_parts(session, aside):
-            session.task.save_model(_whole_model(session, build), aside)
+            model = _whole_model(session, build)
+            with _own_memory(model):
+                session.task.save_model(model, aside)
         replace_dir(aside, final)
     except checkpoint.write_errors() as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -50,6 +53,19 @@ def _write_model(session: Session, build: Callable[[], nn.Module]) -> None:
             f"{human_bytes(shutil.disk_usage(final.parent).free)})",
             fix="free some space; the same command goes on from the last checkpoint and writes it",
         ) from error
+
+
+@contextmanager
+def _own_memory(model: nn.Module) -> Iterator[None]:
+    """For the while, each parameter has memory of its own. Where it lies in a bucket with others, safetensors refuses it."""
+    views = {one: one.data for one in model.parameters() if one.untyped_storage().nbytes() > one.numel() * one.element_size()}
+    for one, values in views.items():
+        one.data = values.clone()
+    try:
+        yield
+    finally:
+        for one, values in views.items():
+            one.data = values
 
 
 def _save_from_parts(session: Session, folder: Path) -> bool:

@@ -31,7 +31,7 @@ from paceline.parallel.base import Strategy
 from paceline.world.group import World
 from paceline.world.pulse import StepTimes
 
-_PERIOD_S = 0.3
+_PERIOD_S = 0.4
 #: A look that comes so much late: this process has stood still itself.
 _LATE_S = 3.0
 #: How long a rank whose collective failed waits for the others' calls.
@@ -61,6 +61,7 @@ class Watchdog:
         self.named: dict[int | None, Hang] = {}
         self._found: dict[int | None, int] = {}  # in so many looks in a row
         self._mismatch: str | None = None
+        self._number = 0  # of looks
         self._steps = _Steps()
         self._ended = threading.Event()
         self._lock = threading.Lock()  # of the connection
@@ -119,7 +120,9 @@ class Watchdog:
     def _look(self, late: bool = False) -> None:
         assert self._beats is not None
         self._beats.publish()
-        if not self.listens:
+        self._number += 1
+        # One rank judges each step; for the others it is enough to listen every other time.
+        if not self.listens or not (late or self.world.is_first or self._number % 2):
             return
         if late:
             self._beats.forgive()
@@ -254,12 +257,14 @@ class Watchdog:
                     self._beats.publish()
                     peers = self._beats.read()
                     calls = self._beats.calls(one.rank for one in peers)
-            except (RuntimeError, OSError):
-                return None  # the store has gone as well
+            except (RuntimeError, OSError):  # the store has gone as well
+                peers, calls = [], self._beats.calls_near()
             found = find_mismatch(calls)
-            if found is not None:
-                return found[1]
-            if all(one.rank in calls or one.is_gone or one.beat["phase"] == "ended" for one in peers):
+            if found is not None or not peers:
+                return found[1] if found is not None else None
+            if len(peers) == self.world.size and all(
+                one.rank in calls or one.is_gone or one.beat["phase"] == "ended" for one in peers
+            ):
                 return None
             time.sleep(_PERIOD_S / 3)
         return None

@@ -158,11 +158,11 @@ def check_free(run_dir: RunDir, say: Say) -> None:
     if not run_dir.lock.exists():
         return
     try:
-        lock_run(run_dir, wait_s=0.0).close()
+        lock_run(run_dir, wait_s=0.0, sign=False).close()
     except RunError:
         say("info", f"waiting for the run in {run_dir.root} to end…")
         try:
-            lock_run(run_dir, wait_s=10.0).close()
+            lock_run(run_dir, wait_s=10.0, sign=False).close()
         except RunError as error:
             raise ConfigError(error.what, fix=error.fix) from error
 

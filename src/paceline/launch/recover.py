@@ -104,7 +104,7 @@ class Recovery:
 
     def _newest_step(self) -> int | None:
         found = checkpoint.committed(self.run_dir.checkpoints)
-        return int(checkpoint.read_meta(found[-1])["step"]) if found else None
+        return checkpoint.step_of(found[-1]) if found else None  # by its name: what is in it may be damaged
 
     def _last_step(self) -> int | None:
         """The last step that this life has logged."""

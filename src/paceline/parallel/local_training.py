@@ -184,10 +184,8 @@ class LocalTraining(Strategy):
         return self.world if self.is_together else self.near
 
     def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
-        if self.replica_line is self.near or self.done <= self.rhythm.warmup:
-            yield from super().replicated()
-        else:  # each worker's optimizer is its own
-            yield from self.trained.items()
+        alike = self.replica_line is self.near or self.done <= self.rhythm.warmup  # else each worker's optimizer is its own
+        yield from super().replicated() if alike else self.trained.items()
         yield from frozen_parts(self.model)
 
     def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
