@@ -54,7 +54,17 @@ class RunError(PacelineError):
 
 class FaultError(RunError):
     """A rank, a device, a link or a number went wrong in a way that going back to the newest checkpoint may mend. The launcher
-    starts the ranks again, up to ``recovery.max_restarts`` times. Any other :class:`PacelineError` would only come again."""
+    starts the ranks again, up to ``recovery.max_restarts`` times. Any other :class:`PacelineError` would only come again.
+
+    Args:
+        ranks: those to blame, where it is not the one that raises it.
+    """
+
+    def __init__(
+        self, what: str, *, allowed: str | None = None, fix: str | None = None, ranks: Iterable[int] | None = None
+    ) -> None:
+        super().__init__(what, allowed=allowed, fix=fix)
+        self.ranks = None if ranks is None else list(ranks)
 
 
 class MismatchError(RunError):

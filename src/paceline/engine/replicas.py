@@ -70,6 +70,7 @@ def check_replicas(session: Session) -> None:
         f"{text}. Replicas make the same updates: a memory, a device or a link has changed bits, or code of yours changes "
         "parameters on one rank alone. The newest checkpoint was written before",
         fix="where it comes again, look at the hardware of that host",
+        ranks=ranks,
     )
 
 

@@ -243,7 +243,8 @@ class Watchdog:
             fix = "let all ranks of a group call the same collectives, in one order, with tensors of one size and dtype"
             return MismatchError(f"{found}. (torch: {first})", fix=fix)
         if self.named:
-            return FaultError("; ".join(one.text() for one in self.named.values()) + f". (torch: {first})")
+            text = "; ".join(one.text() for one in self.named.values()) + f". (torch: {first})"
+            return FaultError(text, ranks=[one.rank for one in self.named.values() if one.rank is not None])
         return error
 
     def _ask(self) -> str | None:

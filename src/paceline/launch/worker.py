@@ -72,7 +72,8 @@ def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank)
         outcome = run(job, env, stop)
     except PacelineError as error:
         told = _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
-        return {**told, "of_all": isinstance(error, MismatchError)}
+        blamed = getattr(error, "ranks", None)
+        return {**told, "of_all": isinstance(error, MismatchError) or blamed is not None, "blamed": blamed}
     except BaseException as error:  # the launcher must hear of anything that ends a rank
         return _failed(env, EXIT_FAILED, _describe(error, job), _is_fault(error))
     if outcome["status"] == "stopped":
