@@ -165,7 +165,7 @@ class Head(threading.Thread):
             ranks = self._ranks_of(round_, member)
             text = f"host {member.name} with rank{'s' if len(ranks) > 1 else ''} {_span(ranks)} {why}"
             self._close({"status": "failed", "exit_code": EXIT_FAILED, "text": text + ".", "traceback": "", "fault": True,
-                         "ranks": ranks, "hosts": [member.info["host"]], "reason": text})  # fmt: skip
+                         "ranks": ranks, "hosts": [member.info["host"]], "reason": text, "gone": True})  # fmt: skip
 
     def _wanted(self) -> str:
         return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
@@ -368,7 +368,7 @@ def _in_order(members: list[_Member]) -> list[_Member]:
 
 def _first(failed: list[dict[str, Any]]) -> dict[str, Any]:
     """Of several accounts of one fault, that of the rank that was gone first, before those that only noticed."""
-    return min(failed, key=lambda one: (not one.get("go_on") and "hosts" not in one, one.get("time", 0.0)))
+    return min(failed, key=lambda one: (not one.get("of_all"), not one.get("gone"), one.get("time", 0.0)))
 
 
 def _span(ranks: list[int]) -> str:

@@ -169,7 +169,7 @@ def _failed_by(lost: list[int], ranks: RankProcesses, job: Any) -> dict[str, Any
     text = f"{names}. The other ranks were stopped.{_lost_earlier(ranks, job)}"
     return {
         "status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": "", "report": None,
-        "fault": True, "ranks": lost, "reason": names, "go_on": True,
+        "fault": True, "ranks": lost, "reason": names, "gone": True,
     }  # fmt: skip
 
 
