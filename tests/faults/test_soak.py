@@ -5,24 +5,18 @@ To write the table anew: PACELINE_WRITE_TABLE=1 make soak.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import digest, events, run, start, wait_for_step
+from commands import digest, events, run, start
 from disks import disk
 from injector import EVERY, FAULTS, Fault, at_its_end, in_training, send_nothing
 from lab import MODES, SMALL, drive, note, note_driven, replaced, steps_lost, task_words
 from live import LiveRun
 from test_full_disk import fill as fill_up
-from test_recover import wait_for_life
 
 from paceline.core.events import effective_steps, read_events
 
@@ -228,43 +222,3 @@ def test_fifty_pairs_of_runs_started_at_once(tmp_path: Path, monkeypatch: pytest
             digests.add(digest(folder))
     assert len(digests) == 1
     note("two runs started at once", "ddp", PAIRS, lost=None, equal=True)
-
-
-def test_a_link_that_is_cut_and_restored(tmp_path: Path) -> None:
-    """Two hosts, each a network namespace; the link between them is down for longer than a host's patience."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    from netns import Link, Network, NetworkError
-
-    words = replaced(EVALUATING, ["parallel.num_gpus=1"])
-    whole = drive(tmp_path / "whole", EVALUATING, [], seed=0)
-    folder, cuts = tmp_path / "run", 2
-    try:
-        with Network(2, Link(1e9)) as network:
-            more = (f"output_dir={folder}", "parallel.nnodes=2", f"parallel.head={network.addresses[0]}")
-            hosts = [
-                subprocess.Popen(
-                    ["ip", "netns", "exec", name, sys.executable, "-m", "paceline", "sft", *words, *more],
-                    env={**os.environ, "PACELINE_HOST": "ab"[number]},
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for number, name in enumerate(network.hosts)
-            ]
-            link = ["ip", "-n", network.switch, "link", "set", "p1"]
-            wait_for_step(folder, 1, hosts[0])
-            for number in range(cuts):
-                wait_for_life(folder, number + 1, hosts[0], step=6 + 30 * number, timeout_s=200)
-                subprocess.run([*link, "down"], check=True)
-                time.sleep(15)
-                subprocess.run([*link, "up"], check=True)
-            for one in hosts:
-                _, said = one.communicate(timeout=300)
-                assert one.returncode == 0, said
-    except NetworkError as error:
-        warnings.warn(f"NOT CHECKED over a link that is cut: {error}", stacklevel=2)
-        return
-    name = "a link cut between two hosts, and restored"
-    lost = steps_lost(folder, [(0.0, Fault(name, in_training, send_nothing))])
-    note(name, "ddp, 2 hosts", cuts, lost=lost[name], equal=digest(folder) == whole.digest)
-    assert digest(folder) == whole.digest
-    assert len(events(folder, "run_start")) == cuts + 1
