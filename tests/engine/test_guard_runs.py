@@ -106,12 +106,14 @@ def test_too_many_in_a_row_end_the_run_at_its_last_good_weights(tmp_path):
     assert report(folder)["skipped_steps"] == 4
 
 
+@pytest.mark.soak
 def test_what_comes_to_an_end_may_come_again(tmp_path):
     """Steps in a row: one that is good between them begins the count anew."""
     train(tmp_path / "run", recovery={"max_skipped_steps": 2}, bad=only_in([5, 7, 9]))
     assert report(tmp_path / "run")["skipped_steps"] == 3
 
 
+@pytest.mark.soak
 def test_workers_that_train_on_their_own_are_told_of_too(tmp_path):
     folder = tmp_path / "run"
     local = {"parallel": {"mode": "local_sgd"}, "train_args": {"logging_steps": 4}}
@@ -139,6 +141,7 @@ def test_a_drifted_replica_is_named_and_never_saved(tmp_path):
     assert digest(folder) == digest(tmp_path / "even")
 
 
+@pytest.mark.soak
 def test_replicas_are_compared_between_checkpoints(tmp_path):
     settings = {"train_args": {"save_steps": 0}, "flip": {"rank": 0, "call": 6, "name": "0.bias"}}
     said = train(tmp_path / "run", expect=1, recovery={"check_replicas_steps": 7}, **settings)
@@ -187,6 +190,7 @@ def test_every_strategy_goes_back(rewound, tmp_path, parallel):
             assert torch.allclose(ours[name], one, rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.soak
 def test_two_runs_with_the_same_jump_end_alike_cut_or_not(rewound, tmp_path):
     bad = {"bad": only_in([10], rank=1), "times": 1e6}
     train(tmp_path / "again", recovery=REWIND, **bad)
@@ -200,6 +204,7 @@ def test_two_runs_with_the_same_jump_end_alike_cut_or_not(rewound, tmp_path):
         assert (len(events(folder, "rewind")), report(folder)["restarts"]) == (rewinds, 1)
 
 
+@pytest.mark.soak
 def test_a_loss_that_is_not_finite_is_a_jump_and_with_no_checkpoint_its_batch_alone_is_left_out(tmp_path):
     said = train(tmp_path / "run", recovery=REWIND, bad=only_in([2]), times="nan")
     assert "step 3: the loss jumped to nan; there is no checkpoint before it, and the batch of this step" in said.stderr
@@ -208,6 +213,7 @@ def test_a_loss_that_is_not_finite_is_a_jump_and_with_no_checkpoint_its_batch_al
     assert events(tmp_path / "run", "rewind")[0]["to_step"] == 2
 
 
+@pytest.mark.soak
 def test_it_does_not_go_back_for_ever(tmp_path):
     folder = tmp_path / "run"
     said = train(folder, recovery={**REWIND, "max_restarts": 1}, bad=only_in([9, 10], rank=1), times=1e6)

@@ -85,6 +85,7 @@ def _read_slowly() -> None:
     time.sleep(6.0)
 
 
+@pytest.mark.soak
 def test_a_rank_that_sleeps_over_its_data_is_named_by_all_others(tmp_path: Path) -> None:
     first, slow, third = run_ranks(_steps, 3, str(tmp_path), "sleep", {})
     (hang,) = first.of("hang")
@@ -98,6 +99,7 @@ def test_a_rank_that_sleeps_over_its_data_is_named_by_all_others(tmp_path: Path)
     assert first.failed == slow.failed == third.failed == []
 
 
+@pytest.mark.soak
 def test_the_others_end_after_the_timeout(tmp_path: Path) -> None:
     first, slow, third = run_ranks(_steps, 3, str(tmp_path), "sleep", {"hang_timeout_s": 3.0})
     assert slow.failed == []
@@ -116,6 +118,7 @@ def test_a_rank_that_left_out_a_collective_is_named(tmp_path: Path) -> None:
     assert first.failed[0][1] == [1]
 
 
+@pytest.mark.soak
 def test_switched_off_it_is_silent(tmp_path: Path) -> None:
     told = run_ranks(_steps, 2, str(tmp_path), "sleep", {"watchdog": False})
     assert [(one.error, one.events, one.failed) for one in told] == [("", [], [])] * 2
@@ -301,6 +304,7 @@ def even(tmp_path: Path, steps: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_none_is_named_in_even_steps(tmp_path: Path) -> None:
     even(tmp_path, 200)
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 def test_kills_in_a_row_of_what_is_compressed(tmp_path: Path) -> None:
     """Of a rank, of the fork server, and of the launcher while the others save; what waits to be sent comes back too."""
-    words = (*SMALL, *MODES["ddp, topk"], "max_steps=36")
+    words = (*SMALL, *MODES["ddp, topk"], "max_steps=200")
     undisturbed = drive(tmp_path / "undisturbed", words, [], seed=0)
     faults = ["kill -9 of a rank", "kill -9 of the fork server", "kill -9 of the launcher", "kill -9 of rank 0"]
     found = drive(tmp_path / "run", words, faults, seed=1)
@@ -22,6 +22,7 @@ def test_kills_in_a_row_of_what_is_compressed(tmp_path: Path) -> None:
     assert (found.digest, found.left) == (undisturbed.digest, [])
 
 
+@pytest.mark.soak
 def test_a_rank_that_stands_still_for_good_is_replaced(tmp_path: Path) -> None:
     words = task_words(tmp_path, "lab_task.py", num_ranks=2, base_s=0.02)
     words += ["recovery.hang_after_s=2", "recovery.hang_timeout_s=4"]

@@ -69,6 +69,7 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train_and_outlive_a_killed_r
     assert "rank 1 of 2" in said[1]
 
 
+@pytest.mark.soak
 def test_a_host_whose_launcher_dies_is_named_and_may_come_back(undisturbed, tmp_path):
     folder, port = tmp_path / "run", free_port()
     hosts = [host(folder, port, number) for number in range(2)]
@@ -81,6 +82,7 @@ def test_a_host_whose_launcher_dies_is_named_and_may_come_back(undisturbed, tmp_
     assert "host b (127.0.0.1)" in said[0]
 
 
+@pytest.mark.soak
 def test_the_hosts_that_are_left_go_on_and_take_in_who_comes(undisturbed, tmp_path):
     folder, port = tmp_path / "run", free_port()
     more = {"parallel__nnodes": "1:2", "max_steps": 400, "lr_scheduler_type": "constant"}
@@ -150,6 +152,7 @@ def test_a_head_that_does_not_answer_and_a_host_that_does_not_come(tmp_path):
     ("given", "said"),
     [
         (("parallel.nnodes=2",), "parallel.head"),
+        (("parallel.nnodes=1:2", f"parallel.head=127.0.0.1:{free_port()}", "parallel.mode=single"), "in one process"),
         (("parallel.nnodes=2", "parallel.head=192.0.2.1", "parallel.node_rank=0"), "not an address of it"),
         (("parallel.nnodes=2", "parallel.head=127.0.0.1", "parallel.node_rank=2"), "0 to 1"),
         (("parallel.nnodes=2", "parallel.head=127.0.0.1:x"), "no port"),
@@ -179,6 +182,7 @@ def network():
         yield None
 
 
+@pytest.mark.soak
 def test_a_host_that_is_cut_off_comes_back_and_the_run_ends_with_the_same_bits(undisturbed, tmp_path, network):
     if network is None:
         return

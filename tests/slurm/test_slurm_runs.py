@@ -99,6 +99,7 @@ def all_events(folder):
     return sorted(events(folder / "run", "run_start") + events(folder / "run", "step"), key=lambda one: one["time"])
 
 
+@pytest.mark.soak
 def test_two_nodes_train_one_job(cluster, undisturbed, tmp_path):
     number = submit(cluster, tmp_path, WORDS)
     wait_for_end(cluster, tmp_path, number)
@@ -106,6 +107,7 @@ def test_two_nodes_train_one_job(cluster, undisturbed, tmp_path):
     assert digest(tmp_path / "run") == undisturbed(WORDS)
 
 
+@pytest.mark.soak
 def test_put_back_into_the_queue_by_hand(cluster, undisturbed, tmp_path):
     number = submit(cluster, tmp_path, BRIEF)
     wait_for_step(cluster, tmp_path, number, 20)
@@ -132,6 +134,7 @@ def test_a_job_of_higher_priority_takes_the_nodes(cluster, undisturbed, tmp_path
     assert "goes back into the queue" in log_of(tmp_path, number)
 
 
+@pytest.mark.soak
 def test_the_time_limit_comes(cluster, undisturbed, tmp_path):
     number = submit(cluster, tmp_path, LONG)
     wait_for_step(cluster, tmp_path, number, 20)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.config.load import Loaded
     from paceline.config.schema import Config
     from paceline.launch.preflight import Plan
+    from paceline.parallel import Layout
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,11 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
     for level, text in devices.notices:
         say(level, text)
 
-    def plan_for(num_devices: int, life: int = 1, global_batch_size: int | None = None) -> Plan:
+    def plan_for(num_devices: int, life: int = 1, global_batch_size: int | None = None, given: Layout | None = None) -> Plan:
         return plan_run(
             loaded,
             started_at=started_at,
-            layout=choose_layout(config, num_devices, devices.type, outer, say),
+            layout=given or choose_layout(config, num_devices, devices.type, outer, say),
             device_type=devices.type,
             devices=devices,
             say=say,

@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from paceline.launch.meeting import Meeting
 from paceline.launch.processes import Place, RankProcesses, open_store
 from paceline.launch.recover import Recovery
 from paceline.launch.worker import RunRank
+from paceline.parallel import Layout
 from paceline.world.host import host_name
+from paceline.world.mesh import Axes
 
 Say = Callable[[str, str], None]
 #: The :class:`~paceline.launch.preflight.Plan` of a life on so many devices of all hosts: (devices, number of the life from 1
-#: on, global batch of the life before where there was one).
-PlanFor = Callable[[int, int, int | None], Any]
+#: on, global batch of the life before where there was one, the layout where the head has chosen it).
+PlanFor = Callable[[int, int, int | None, Layout | None], Any]
 
 _TICK_S = 0.1
 _SAY_EVERY_S = 15.0
@@ -182,7 +184,17 @@ class HostsRun:
             return
         said = f"said/{number}/{self.number}"
         try:
-            plan = self.plan_for(about["devices"], number, about["global_batch"])
+            layout = None
+            if (
+                not self.meeting.leads and not self.more
+            ):  # what `mode: auto` takes depends on the host: the head decides for all
+                word = self._await(board, beats, number, "layout")
+                if word is None:
+                    return
+                layout = Layout(word["strategy"], Axes(**word["axes"]), word["num_processes"])
+            plan = self.plan_for(about["devices"], number, about["global_batch"], layout)
+            if self.meeting.leads and not self.more:
+                board.put(f"word/{number}/layout", asdict(plan.job.layout))
         except PacelineError as error:
             told = {
                 "status": "failed",

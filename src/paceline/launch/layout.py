@@ -49,6 +49,11 @@ def choose_layout(config: Config, num_devices: int, device_type: str, outer: Ran
             f"`parallel.mode: {name}` runs in one process, and the outer launcher started {counted(outer.world_size, 'rank')}",
             fix="start it without torchrun (`paceline sft …`), or set `parallel.mode: ddp`",
         )
+    if chosen.num_processes == 1 and outer is None and config.parallel.hosts != (1, 1):
+        raise ConfigError(
+            f"`parallel.mode: {name}` runs in one process, and `parallel.nnodes` is {config.parallel.nnodes}",
+            fix="set `parallel.mode: ddp`, or `parallel.nnodes: 1`",
+        )
     check_strategy(chosen.strategy, config, chosen.axes)
     serving = strategy_class(chosen.strategy).num_serving(config)
     if serving and device_type != "cpu":
