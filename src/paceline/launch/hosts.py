@@ -184,10 +184,8 @@ class HostsRun:
             return
         said = f"said/{number}/{self.number}"
         try:
-            layout = None
-            if (
-                not self.meeting.leads and not self.more
-            ):  # what `mode: auto` takes depends on the host: the head decides for all
+            layout = None  # what `mode: auto` takes depends on a host: the head's is taken by all
+            if not self.meeting.leads and not self.more:
                 word = self._await(board, beats, number, "layout")
                 if word is None:
                     return
