@@ -73,7 +73,8 @@ def command(tmp_path: Path, name: str, task: str, *more: str, steps: int = STEPS
         sys.executable, "-m", "paceline", "sft", "model=builtin:dlrm", f"task={tmp_path}/tasks.py:{task}",
         "dataset=builtin:clicks#3000", "split_dataset_ratio=0.2", f"output_dir={tmp_path}/{name}", "parallel.device=cpu",
         "parallel.num_gpus=3", "train_args.per_device_train_batch_size=16", f"train_args.max_steps={steps}",
-        f"train_args.logging_steps={logging}", "train_args.optim=adagrad", "train_args.learning_rate=0.05", *more,
+        f"train_args.logging_steps={logging}", "train_args.optim=adagrad", "train_args.learning_rate=0.05",
+        "recovery.max_restarts=0", *more,
     ]  # fmt: skip
 
 

@@ -15,11 +15,16 @@ _LOCK = "lock"
 
 class Scratch:
     """A folder ``path`` in the system's folder for temporary files, which :meth:`close` removes. It is locked: the lock of a
-    process that was killed is free, and so the next one sees that its folder can go."""
+    process that was killed is free, and so the next one sees that its folder can go.
 
-    def __init__(self, prefix: str = "paceline-run-") -> None:
-        _clear(prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+    Args:
+        above: instead of the system's folder for temporary files.
+    """
+
+    def __init__(self, prefix: str = "paceline-run-", above: str | None = None) -> None:
+        above = above or tempfile.gettempdir()
+        _clear(prefix, above)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=above))
         aside = self.path / f"{_LOCK}.new"
         self._lock = open(aside, "w")  # noqa: SIM115  (the lock lives as long as the handle)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -36,8 +41,8 @@ class Scratch:
         self.close()
 
 
-def _clear(prefix: str) -> None:
-    for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
+def _clear(prefix: str, above: str) -> None:
+    for lock in Path(above).glob(f"{prefix}*/{_LOCK}"):
         with suppress(OSError), open(lock, "r+") as handle:  # another user's, or another process has just removed it
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)

@@ -74,6 +74,7 @@ class Head(threading.Thread):
         self.judge = judge
         self.output_dir, self.wait_s, self.rejoin_s, self.say = output_dir, wait_s, rejoin_s, say
         self.members: dict[int, _Member] = {}
+        self.own: int | None = None  # number of the head's own host, by which the others are measured
         self.error: BaseException | None = None
         self._seen = 0  # joins
         self._waiting: list[_Member] = []  # whose place another one has, who may be gone
@@ -108,7 +109,9 @@ class Head(threading.Thread):
             if info.get("was") in self.members:  # the same host, after it was cut off
                 self._lose(self.members[info["was"]], "was cut off and has come back")
             self._waiting.append(_Member(self._seen, info))
-        for member in list(self._waiting):
+        for member in sorted(self._waiting, key=lambda one: one.number != self.own):
+            if member.number != self.own and self.own not in self.members:
+                continue
             problem = self._misfit(member)
             if problem == _PERHAPS:
                 continue

@@ -125,6 +125,8 @@ class HostsRun:
     def _attend(self, board: Board) -> dict[str, Any]:
         """Take part until the head says how it ended."""
         was, self.number = self.number, board.count("joins")
+        if self.head is not None:
+            self.head.own = self.number
         about = {
             "host": host_name(), "address": self.meeting.own, "devices": self.num_devices, "node_rank": self.meeting.node_rank,
             "was": was or None, "prints": {**_software(), "device": self.device_type, **config_values(self.config)},

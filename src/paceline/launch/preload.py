@@ -67,7 +67,8 @@ def _keep_its_files() -> None:
     """The server's socket lies in a folder that goes even where this process is killed: with the next run."""
     if multiprocessing.current_process()._config.get("tempdir") is not None:  # type: ignore[attr-defined]
         return  # whoever calls this has used it before
-    scratch, before = Scratch(), tempfile.tempdir
+    # The path of the server's socket may have 107 bytes, of which 55 are names below this folder.
+    scratch, before = Scratch(above="/tmp" if len(os.fsencode(tempfile.gettempdir())) > 50 else None), tempfile.tempdir
     try:
         tempfile.tempdir = str(scratch.path)
         multiprocessing.util.get_temp_dir()
