@@ -36,9 +36,9 @@ class ParameterServer(Section):
     )
     on_worker_loss: Literal["stop", "go_on"] = Field(
         "stop",
-        description="When a worker's process dies. `stop`: the run ends with exit code 1 and says which; the same command goes "
-        "on from the newest checkpoint. `go_on`: the other workers go on and share the batches among them. Where a server dies "
-        "the run always ends: its rows are gone.",
+        description="When a worker's process dies. `stop`: all ranks go back to the newest checkpoint, as after any fault "
+        "(`recovery.max_restarts`). `go_on`: the other workers go on at once and share the batches among them; where a server "
+        "dies its rows are gone, so all go back then too.",
     )
     learning_rate: float | None = Field(
         None, gt=0, description="Peak learning rate of the rows. Default: `train_args.learning_rate`."
