@@ -68,7 +68,7 @@ def choose_layout(config: Config, num_devices: int, device_type: str, outer: Ran
         )
     if config.parallel.hosts != (1, 1) and strategy_class(chosen.strategy).expendable(config, chosen.axes):
         raise ConfigError(
-            f"`parameter_server.on_worker_loss: go_on` works on one host so far, and `parallel.nnodes` is {config.parallel.nnodes}",
+            f"`parameter_server.on_worker_loss: go_on` works on one host, and `parallel.nnodes` is {config.parallel.nnodes}",
             fix="set `on_worker_loss: stop`: all ranks then go back to the newest checkpoint",
         )
     return replace(chosen, num_processes=chosen.num_processes + serving)
