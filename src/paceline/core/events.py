@@ -41,7 +41,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -180,13 +180,18 @@ def _parse(line: bytes) -> Event | None:
 
 
 def effective_steps(events: list[Event]) -> list[Event]:
-    """The ``step`` events that count: where a run went back to a checkpoint, the later life's steps replace the earlier's."""
-    steps: list[Event] = []
+    """The ``step`` events that count, as :func:`effective_events`."""
+    return effective_events(events, "step")
+
+
+def effective_events(events: Sequence[Event], type: str) -> list[Event]:
+    """The events of a type that count: where a run went back to a checkpoint, the later life's replace the earlier's."""
+    found: list[Event] = []
     for event in events:
         if event["type"] == "resume":
-            steps = [one for one in steps if one["step"] <= event["step"]]
+            found = [one for one in found if one["step"] <= event["step"]]
         elif event["type"] == "run_start" and not event.get("resumed_from_step"):
-            steps = []
-        elif event["type"] == "step":
-            steps.append(event)
-    return steps
+            found = []
+        elif event["type"] == type:
+            found.append(event)
+    return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.errors import RunError
-from paceline.core.events import Event
+from paceline.core.events import Event, effective_events
 from paceline.core.words import counted
 from paceline.engine.precision import skips_on_device
 from paceline.engine.replicas import check_replicas
@@ -195,12 +195,4 @@ def _sentence(cause: str | None, whose: str) -> str:
 
 def skipped_steps(events: Sequence[Event], step: int) -> int:
     """For the report: updates that this run has skipped up to ``step``, over all its lives; none of what was gone back over."""
-    found: list[Event] = []
-    for event in events:
-        if event["type"] == "resume":
-            found = [one for one in found if one["step"] <= event["step"]]
-        elif event["type"] == "run_start" and not event.get("resumed_from_step"):
-            found = []
-        elif event["type"] == "skipped":
-            found.append(event)
-    return sum(one["updates"] for one in found if one["step"] <= step)
+    return sum(one["updates"] for one in effective_events(events, "skipped") if one["step"] <= step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from paceline.engine.stop import StopFlag
 from paceline.engine.stragglers import Busy, Straggler, StragglerJudge
 from paceline.parallel.base import Strategy
 from paceline.world.group import World
+from paceline.world.host import host_name
 from paceline.world.pulse import StepTimes
 
 _PERIOD_S = 0.4
@@ -55,7 +55,7 @@ class Watchdog:
         self.settings, self.world, self.stop, self.folder = settings, world, stop, folder
         self.timeout_s = settings.hang_timeout_s or timeout_s
         self.events: EventLog | None = None
-        self.host = os.environ.get("PACELINE_HOST") or socket.gethostname()
+        self.host = host_name()
         self.active = settings.watchdog and world.size > 1
         self.listens = reads(world.size, world.env.local_rank)
         self.named: dict[int | None, Hang] = {}

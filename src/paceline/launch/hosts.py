@@ -72,6 +72,7 @@ class HostsRun:
                     board = self._reach(gone_since)
                     if isinstance(board, dict):
                         return board
+                    gone_since = None  # a later cut has its own time to come back
                     return self._attend(board)
                 except CutOff as error:
                     if self.number == 0:
