@@ -1,18 +1,23 @@
-"""What watching over a run costs: the time of a step with the watchdog and the hashes of replicas, against one without.
+"""What watching over a run costs, and how long a run takes to go on after a rank was killed.
 
-python benchmarks/recovery.py [--rounds N] [--steps N] [--modes ddp,zero3] [--json] [--output FILE]
+python benchmarks/recovery.py [--steps N] [--rounds N] [--kills N] [--modes ddp,zero3] [--json] [--output FILE]
 
-Runs with and without take turns, and in each round the one that begins changes; a round's figure is the ratio of the medians of
-their step times. Needs two quiet cores: what is looked for is smaller than most of what else a machine does.
+The cost of the watchdog is measured within a run: all ranks switch it on and off every few steps (``watched_task.py``), and a
+block of steps with it is compared with the block without it that lies beside it. Two runs of the same work differ by several
+per cent on most machines, which is more than what is looked for, and two blocks often do: the mean of the pairs is trimmed by a
+fifth at each end. Beside it stands the time that the watchdog's thread was on a core. The hashes of replicas come every so many
+steps; what such a step takes longer is divided by how often they come by default.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import tempfile
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,28 +26,38 @@ import common
 from common import BenchmarkFailed, Work
 from run import _machine, _say, write_results
 
-#: What is switched off for the comparison.
-OFF = {"recovery__watchdog": "false", "recovery__check_replicas_steps": 0}
+from paceline.config.schema_recovery import Recovery
+
+TASK = Path(__file__).resolve().with_name("watched_task.py")
 AT_MOST = 0.01  # of a step
-WARM_UP_STEPS = 5  # of each run, left out
-PER_DEVICE, TOKENS = 4, 128
+AT_MOST_RECOVERY = 1.5  # times the run's own first step
+BLOCK, CHECK_EVERY = 4, 40  # steps
+PER_DEVICE, TOKENS = 2, 128
+SAVE_STEPS = 10
 
 
 def main() -> int:
     args = _arguments()
     common.PER_DEVICE, common.MAX_LENGTH = PER_DEVICE, TOKENS
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in args.modes}
+    modes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         work = common.make_work(Path(folder), args.steps, even_tokens=TOKENS)
         try:
-            for number in range(args.rounds):
-                for mode, rounds in found.items():
-                    rounds.append(measure(work, mode, on_first=number % 2 == 0))
-                    _say(f"round {number + 1} {mode:<8} {rounds[-1]['on_s']:.5f} s with, {rounds[-1]['off_s']:.5f} s without")
+            for mode in args.modes:
+                found = [watching(work, mode) for _ in range(args.rounds)]
+                one = {"mode": mode, **cost(found), **recovery(work, mode, args.kills)}
+                modes.append(one)
+                _say(f"{mode:<8} {100 * one['cost']:+.2f} %; back after {median(one['recovered_s']):.1f} s")
         except BenchmarkFailed as error:
             _say(f"error: {error}")
             return 1
-        result = summary(work, found)
+    result = {
+        "date": date.today().isoformat(),
+        "machine": _machine(),
+        "work": f"{work.steps} steps of {work.global_batch} chats of {TOKENS} tokens "
+        f"({common.WORLD_SIZE} CPU ranks × {PER_DEVICE}), all weights of {common.MODEL}, float32; {args.rounds} runs of each",
+        "modes": modes,
+    }
     text = as_markdown(result)
     if args.output is not None:
         for path in write_results(args.output, result, text):
@@ -53,73 +68,137 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="pairs of runs for each mode (default 8)")
-    parser.add_argument("--steps", type=int, default=120, help="training steps of a run (default 120)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each mode that switch (default 2)")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of a run (default 1000)")
+    parser.add_argument("--kills", type=int, default=5, help="kills of a rank for each mode (default 5)")
     parser.add_argument("--modes", type=lambda text: text.split(","), default=["ddp", "zero3"], help="default: ddp,zero3")
     parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
     parser.add_argument("--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)")
     return parser.parse_args()
 
 
-def measure(work: Work, mode: str, on_first: bool) -> dict[str, float]:
-    """Median step times of two runs in seconds, with (``on_s``) and without (``off_s``)."""
-    times = {}
-    for name in ("on_s", "off_s") if on_first else ("off_s", "on_s"):
-        settings = OFF if name == "off_s" else {}
-        common.run_paceline(
-            work, parallel__mode=mode, lora__enable="false", overlong="truncate", logging_steps=1, **settings
-        )  # fmt: skip
-        times[name] = step_time(work)
-    return times
+def train(work: Work, mode: str, kind: str, max_steps: int, **settings: Any) -> common.Measured:
+    more = {
+        "task": f"{TASK}:{kind}",
+        "parallel.mode": mode,
+        "lora.enable": "false",
+        "lora.rank": 8,
+        "overlong": "truncate",
+        "train_args.max_steps": max_steps,
+        **settings,
+    }
+    return common.run_paceline(work, **more)
 
 
-def step_time(work: Work) -> float:
-    lines = (work.folder / "run" / "events.jsonl").read_text().splitlines()
-    steps = [one["step_time_s"] for one in map(json.loads, lines) if one["type"] == "step"]
-    return median(steps[WARM_UP_STEPS:])
+# -- what watching costs --------------------------------------------------------------------------------------------------
+def watching(work: Work, mode: str) -> dict[str, Any]:
+    """What :class:`watched_task.Switched` has written of a run."""
+    file = work.folder / "switched.json"
+    settings = {"recovery.check_replicas_steps": CHECK_EVERY, "task_args": json.dumps({"block": BLOCK, "file": str(file)})}
+    train(work, mode, "Switched", work.steps, **settings)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
-def summary(work: Work, found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    rows = []
-    for mode, rounds in found.items():
-        costs = sorted(one["on_s"] / one["off_s"] - 1 for one in rounds)
-        rows.append(
-            {
-                "mode": mode,
-                "step_time_s": median(one["off_s"] for one in rounds),
-                "cost": median(costs),
-                "least": costs[0],
-                "most": costs[-1],
-                "met": median(costs) < AT_MOST,
-                "rounds": rounds,
-            }
-        )
+def cost(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Shares of a step. ``low`` and ``high``: 90 % of the means over pairs drawn anew lie between them."""
+    ratios, checks, usual = [], [], []
+    for run in (one["steps"] for one in runs):
+        blocks: dict[int, tuple[bool, list[float]]] = {}
+        for (step, begun, on), (_, ended, _) in pairwise(run):
+            place, within = divmod(step - 1, BLOCK)
+            times = blocks.setdefault(place, (on, []))[1]
+            if step % CHECK_EVERY == 0:
+                checks.append(ended - begun - median(times))
+            elif within:  # the step after a switch is neither
+                times.append(ended - begun)
+        usual += [median(times) for on, times in blocks.values() if not on]
+        for first in range(2, len(blocks) - 1, 2):  # the first two warm up
+            pair = dict(blocks[one] for one in (first, first + 1))
+            ratios.append(median(pair[True]) / median(pair[False]) - 1)
+    step_s = median(usual)
+    check = max(0.0, median(checks)) / Recovery().check_replicas_steps / step_s
+    drawn = sorted(trimmed(random.Random(seed).choices(ratios, k=len(ratios))) for seed in range(2000))
     return {
-        "date": date.today().isoformat(),
-        "machine": _machine(),
-        "work": f"{work.steps} steps of {work.global_batch} chats of {TOKENS} tokens "
-        f"({common.WORLD_SIZE} CPU ranks × {PER_DEVICE}), all weights of {common.MODEL}, float32",
-        "modes": rows,
+        "step_time_s": step_s,
+        "watchdog": trimmed(ratios),
+        "watchdog_low": drawn[100],
+        "watchdog_high": drawn[1899],
+        "thread": median(one["thread"] for one in runs),
+        "check_s": median(checks),
+        "check": check,
+        "cost": trimmed(ratios) + check,
+        "met": trimmed(ratios) + check < AT_MOST,
+        "pairs": ratios,
+    }
+
+
+def trimmed(values: list[float]) -> float:
+    """Mean without the lowest and the highest fifth."""
+    cut = len(values) // 5
+    kept = sorted(values)[cut : len(values) - cut]
+    return sum(kept) / len(kept)
+
+
+# -- how long a recovery takes --------------------------------------------------------------------------------------------
+def recovery(work: Work, mode: str, kills: int) -> dict[str, Any]:
+    """A rank kills itself at steps of which none is a checkpoint's. ``recovered_s``: from each kill to the end of the next step
+    that had not been made before, with those made once more."""
+    at = [SAVE_STEPS * (one + 1) + random.Random(one).randrange(2, SAVE_STEPS) for one in range(kills)]
+    flags = work.folder / "kills"
+    flags.mkdir(exist_ok=True)
+    for one in flags.iterdir():
+        one.unlink()
+    settings = {"train_args.save_steps": SAVE_STEPS, "task_args": json.dumps({"at": at, "folder": str(flags)})}
+    measured = train(work, mode, "Killed", at[-1] + SAVE_STEPS, **settings)
+    lines = (work.folder / "run" / "events.jsonl").read_text().splitlines()
+    steps = [one for one in map(json.loads, lines) if one["type"] == "step"]
+    found = []
+    for step in at:
+        killed_at = float((flags / str(step)).read_text())
+        found.append(next(one["time"] for one in steps if one["time"] > killed_at and one["step"] >= step) - killed_at)
+    first = measured.time_to_first_step_s
+    return {
+        "first_step_s": first,
+        "recovered_s": found,
+        "ratio": median(found) / first,
+        "met_recovery": max(found) < AT_MOST_RECOVERY * first,
     }
 
 
 def as_markdown(result: dict[str, Any]) -> str:
     machine = result["machine"]
     lines = [
-        "# What watching over a run costs",
+        "# What watching over a run costs, and how long it takes to go on after a fault",
         "",
         f"{result['date']}: {machine['cores']} cores ({machine['architecture']}), Python {machine['python']}, "
         f"torch {machine['torch']}. {result['work']}.",
         "",
-        "The time of a step with the watchdog and the hashes of replicas, more than without them:",
+        f"More time for a step than without them (blocks of {BLOCK} steps in turns within a run, 90 % interval):",
         "",
-        "| mode | a step without | cost (median of the rounds) | lowest … highest round | under 1 % |",
-        "| --- | --- | --- | --- | --- |",
+        "| mode | a step without | watchdog and heartbeats | its thread, of a core | a comparison of hashes | it, every "
+        f"{Recovery().check_replicas_steps} steps | together | under 1 % |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in result["modes"]:
         lines.append(
-            f"| `{one['mode']}` | {1000 * one['step_time_s']:.1f} ms | {100 * one['cost']:+.2f} % "
-            f"| {100 * one['least']:+.2f} … {100 * one['most']:+.2f} % | {'yes' if one['met'] else 'NO'} |"
+            f"| `{one['mode']}` | {1000 * one['step_time_s']:.1f} ms | {100 * one['watchdog']:+.2f} % "
+            f"({100 * one['watchdog_low']:+.2f} … {100 * one['watchdog_high']:+.2f}) | {100 * one['thread']:.2f} % | {1000 * one['check_s']:.1f} ms "
+            f"| {100 * one['check']:+.3f} % | {100 * one['cost']:+.2f} % | {'yes' if one['met'] else 'NO'} |"
+        )
+    lines += [
+        "",
+        f"From `kill -9` of a rank to the end of the next new step (a checkpoint every {SAVE_STEPS} steps; those since it are "
+        "made once more within this time), against the time from the command to the end of the first step:",
+        "",
+        "| mode | first step | recovered: median | longest | median / first step | all under 1.5 × |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in result["modes"]:
+        found = one["recovered_s"]
+        lines.append(
+            f"| `{one['mode']}` | {one['first_step_s']:.1f} s | {median(found):.1f} s | {max(found):.1f} s "
+            f"| {one['ratio']:.2f} | {'yes' if one['met_recovery'] else 'NO'} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -29,7 +29,7 @@ from paceline.engine.stragglers import Busy, Straggler, StragglerJudge
 from paceline.parallel.base import Strategy
 from paceline.world.group import World
 from paceline.world.host import host_name
-from paceline.world.pulse import StepTimes
+from paceline.world.pulse import PULSE, StepTimes
 
 _PERIOD_S = 0.4
 #: A look that comes so much late: this process has stood still itself.
@@ -98,6 +98,8 @@ class Watchdog:
     def _run(self) -> None:
         each_s, losses, last = period_s(self.world.size, _PERIOD_S), 0, time.perf_counter()
         while not self._ended.wait(each_s):
+            if not PULSE.active:  # for a while: the next look is a late one, which forgives the silence
+                continue
             try:
                 with self._lock:
                     self._look(late=time.perf_counter() - last > each_s + _LATE_S)
