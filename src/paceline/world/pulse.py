@@ -124,17 +124,23 @@ class Pulse:
         self.ring: deque[Call] = deque(maxlen=_KEPT)
         self.steps: deque[StepTimes] = deque(maxlen=KEPT_STEPS)
         self._groups: dict[str, _Group] = {}
+        #: Seconds of the step made last by phase, less the waits for others (``step_wait_s``); with these they add up to it.
+        self.spent_s: dict[str, float] = {}
+        self.step_wait_s = 0.0
+        self._phase_lock = threading.Lock()  # some strategies run micro-batches in threads, which enter phases
         self.marked_at = self._phase_at = time.perf_counter()
-        self._phase_waited = self._data_s = 0.0
+        self._phase_waited = 0.0
         self._step_at = self._step_waited = self._step_held = 0.0
 
     # -- phases and steps -------------------------------------------------------------------------------------------------
     def enter(self, phase: str) -> None:
-        """From here on: data, forward, backward, optimizer, logging, evaluation, saving, loading."""
-        now = time.perf_counter()
-        if self.phase == "data":
-            self._data_s += now - self._phase_at - (self.waited_s - self._phase_waited)
-        self.phase, self._phase_at, self._phase_waited = phase, now, self.waited_s
+        """From here on: data, forward, backward, optimizer, logging, evaluation, saving, loading. Where several threads enter
+        phases, the time is that of the phase entered last, by whichever."""
+        with self._phase_lock:
+            now, waited, before = time.perf_counter(), self.waited_s, self.phase
+            spent = now - self._phase_at - (waited - self._phase_waited)
+            self.spent_s[before] = self.spent_s.get(before, 0.0) + spent
+            self.phase, self._phase_at, self._phase_waited = phase, now, waited
         self.marks += 1
         self.marked_at = now
 
@@ -156,8 +162,8 @@ class Pulse:
     def begin_step(self, step: int) -> None:
         """``step``: its number, from 1. The phase is then `data`."""
         self.step = step
-        self._data_s = 0.0
         self.enter("data")
+        self.spent_s.clear()
         self._add_held()
         self._step_at, self._step_waited, self._step_held = self.marked_at, self.waited_s, self.held_s
 
@@ -165,8 +171,9 @@ class Pulse:
         """Between steps the phase is `logging`. ``disturbed``: its time is not a measure of this rank's pace."""
         self.enter("logging")
         self._add_held()
-        waits = (self.waited_s - self._step_waited, self.held_s - self._step_held)
-        times = (self.marked_at - self._step_at, self._data_s, *waits)
+        self.step_wait_s = self.waited_s - self._step_waited
+        waits = (self.step_wait_s, self.held_s - self._step_held)
+        times = (self.marked_at - self._step_at, self.spent_s.get("data", 0.0), *waits)
         self.steps.append(StepTimes(self.step or 0, *times, disturbed))
 
     # -- collectives --------------------------------------------------------------------------------------------------------
