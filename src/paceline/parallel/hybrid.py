@@ -19,16 +19,16 @@ from paceline.core.errors import ConfigError
 from paceline.models.language import config_numbers
 from paceline.models.tensor_plan import check_sizes as check_heads
 from paceline.models.tensor_plan import find_tensor_plan
-from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors, persistent_buffers
-from paceline.parallel.buckets import GradientBuckets, squared_norm_of
+from paceline.parallel.base import BuildOptimizer, MicroStep, optimizer_tensors, persistent_buffers
+from paceline.parallel.buckets import squared_norm_of
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.exchange import Exchange
 from paceline.parallel.hybrid_cost import hybrid_cost
 from paceline.parallel.parts import Part, StateSource, frozen_parts
 from paceline.parallel.pipeline_stages import check_sizes as check_layers
 from paceline.parallel.pipeline_stages import num_chunks
-from paceline.parallel.reduction import Reduction, make_reduction
 from paceline.parallel.replicated import accumulate, changing_buffers, clip_to
+from paceline.parallel.summed import SummedInBuckets
 from paceline.parallel.tensor import TensorSplit, check_plan_sizes
 from paceline.world.group import World
 from paceline.world.mesh import Axes
@@ -38,22 +38,19 @@ if TYPE_CHECKING:
     from paceline.parallel.sharding import Sharding
 
 
-class Hybrid(Strategy):
+class Hybrid(SummedInBuckets):
     """Any product of the axes data, shard, tensor and pipeline."""
 
     name = "hybrid"
     whole_on_first = False
-    sums_buckets = True
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
         self.model: nn.Module
-        self.trained: dict[str, nn.Parameter] = {}
+        self.trained = {}
         self.tensor: TensorSplit | None = None
         self.pipeline: Pipeline | None = None
         self.sharding: Sharding | None = None
-        self.buckets: GradientBuckets | None = None
-        self.reduction: Reduction | None = None
 
     @staticmethod
     def check(config: Config, axes: Axes) -> None:
@@ -93,11 +90,7 @@ class Hybrid(Strategy):
             model.to(self.world.device)
             self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
             self.changing_buffers = changing_buffers(model) if axes.data > 1 else []
-            cap_bytes = int(self.settings.bucket_cap_mb * 2**20)
-            self.reduction = make_reduction(self.config, self.world)
-            self.buckets = GradientBuckets(self.trained.values(), cap_bytes, self.world.line("data"), self.reduction)
-            if self.reduction is not None:
-                self.reduction.bind(self.buckets, self.trained)
+            self.sum_in_buckets(self.world.line("data"))
         return model
 
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
@@ -139,19 +132,6 @@ class Hybrid(Strategy):
         line.wait(line.all_reduce(total))
         scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
         return clip_to(max_norm, total.sqrt().float(), scale)
-
-    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
-        made = super().update(apply)
-        if self.reduction is not None:
-            self.reduction.settle(made)
-        return made
-
-    @property
-    def undoes(self) -> bool:
-        return self.reduction is not None and self.reduction.undoes
-
-    def own_gradient(self) -> torch.Tensor | None:
-        return None if self.buckets is None else self.buckets.own()
 
     @property
     def replica_line(self) -> World | None:

@@ -9,43 +9,35 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors, persistent_buffers
+from paceline.parallel.base import BuildOptimizer, MicroStep, optimizer_tensors, persistent_buffers
 from paceline.parallel.buckets import GradientBuckets
 from paceline.parallel.communication import communication_cost
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.exchange import Exchange, Spent
 from paceline.parallel.parts import Part, StateSource, frozen_parts
-from paceline.parallel.reduction import Reduction, make_reduction
+from paceline.parallel.summed import SummedInBuckets
 from paceline.world.group import World
 from paceline.world.mesh import Axes
 from paceline.world.volume import all_reduce_bytes
 
 
-class DistributedDataParallel(Strategy):
+class DistributedDataParallel(SummedInBuckets):
     """Rank 0's weights are broadcast; gradients are summed over the ranks in buckets while backward goes on, once a step,
     not within an accumulation; every rank then makes the same update."""
 
     name = "ddp"
-    sums_buckets = True
-    #: Sums the buckets where the backend's all-reduce is not to.
-    reduction: Reduction | None = None
+    buckets: GradientBuckets
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
         self.model: nn.Module
-        self.buckets: GradientBuckets
 
     def place(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.world.broadcast([*model.parameters(), *model.buffers()])
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
-        self.reduction = make_reduction(self.config, self.world)
-        cap_bytes = int(self.settings.bucket_cap_mb * 2**20)
-        self.buckets = GradientBuckets(self.trained.values(), cap_bytes, self.world, self.reduction)
-        if self.reduction is not None:
-            self.reduction.bind(self.buckets, self.trained)
-            self.notices += self.reduction.notices
+        self.sum_in_buckets(self.world)
         return model
 
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
@@ -63,19 +55,6 @@ class DistributedDataParallel(Strategy):
         if self.reduction is not None and self.reduction.late:
             return self.reduction.clip_and_sum(max_norm)
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
-
-    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
-        made = super().update(apply)
-        if self.reduction is not None:
-            self.reduction.settle(made)
-        return made
-
-    @property
-    def undoes(self) -> bool:
-        return self.reduction is not None and self.reduction.undoes
-
-    def own_gradient(self) -> torch.Tensor | None:
-        return self.buckets.own()
 
     @property
     def replica_line(self) -> World | None:
