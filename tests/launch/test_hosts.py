@@ -1,13 +1,9 @@
-"""One run on several hosts: here two launchers on one machine, each with one rank, as two machines would start them; and two
-network namespaces with a link that is cut."""
+"""One run on several hosts: here two launchers on one machine, each with one rank, as two machines would start them. With a
+link that is cut: tests/faults/test_cut_link.py."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-import warnings
 
 import psutil
 import pytest
@@ -164,45 +160,3 @@ def test_what_does_not_go_together_is_said_before_anything_starts(tmp_path, give
     done = run(*MICRO, f"output_dir={tmp_path / 'run'}", *given, expect=2)
     assert said in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-# -- a link that is cut ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def network():
-    sys.path.insert(0, "benchmarks")
-    from netns import Link, Network, NetworkError
-
-    try:
-        with Network(2, Link(1e9)) as found:
-            yield found
-    except NetworkError as error:
-        warnings.warn(f"NOT CHECKED over a link that is cut: {error}", stacklevel=2)
-        yield None
-
-
-@pytest.mark.soak
-def test_a_host_that_is_cut_off_comes_back_and_the_run_ends_with_the_same_bits(undisturbed, tmp_path, network):
-    if network is None:
-        return
-    folder = tmp_path / "run"
-    given = words(parallel__nnodes=2, parallel__head=network.addresses[0], max_steps=60)
-    hosts = []
-    for number, name in enumerate(network.hosts):
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "paceline", "sft", *MICRO, f"output_dir={folder}", *given]
-        settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        hosts.append(subprocess.Popen(command, env={**os.environ, **THREADS, "PACELINE_HOST": "ab"[number]}, **settings))
-    wait_for_step(folder, 6, hosts[0])
-    link = ["ip", "-n", network.switch, "link", "set", "p1"]
-    subprocess.run([*link, "down"], check=True)
-    time.sleep(15)
-    subprocess.run([*link, "up"], check=True)
-    said = [end(one) for one in hosts]
-    assert "host b" in said[0]
-    assert "cut off from the head" in said[1]
-    assert [one["world_size"] for one in events(folder, "run_start")] == [2, 2]
-    reference = tmp_path / "reference"
-    train(reference, *words(parallel__num_gpus=2, max_steps=60), env={**os.environ, **THREADS})
-    assert digest(folder) == digest(reference)
-    assert json.loads((folder / "report.json").read_text())["status"] == "done"

@@ -59,7 +59,10 @@ class LocalRun:
 def live(ranks: RankProcesses, job: Any, signals: Signals, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Start the ranks, wait until the last has ended, and say what became of them. ``tick`` is called now and then."""
     with signals.to(ranks):
-        ranks.start()
+        try:
+            ranks.start()
+        except (EOFError, ConnectionError):
+            return _cut_start(signals.number)
         while not ranks.wait(0.1):
             tick()
     return outcome_of(ranks, job, signals.number)
@@ -159,6 +162,17 @@ def outcome_of(ranks: RankProcesses, job: Any, stopped_by: int | None) -> dict[s
     if first["status"] == "stopped" and stopped_by is not None:
         first["exit_code"] = stop_code(stopped_by)
     return first
+
+
+def _cut_start(stopped_by: int | None) -> dict[str, Any]:
+    """The outcome of a life that ended before all its ranks were there: multiprocessing starts the fork server anew."""
+    if stopped_by is not None:
+        return {"status": "stopped", "exit_code": stop_code(stopped_by), "report": None}
+    text = "the process from which the ranks are forked ended while it started them"
+    return {
+        "status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": "", "report": None,
+        "fault": True, "ranks": [], "reason": text,
+    }  # fmt: skip
 
 
 def _failed_by(lost: list[int], ranks: RankProcesses, job: Any) -> dict[str, Any]:

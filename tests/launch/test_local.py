@@ -1,0 +1,39 @@
+"""The launcher of one host, when what it starts ranks from is gone."""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import os
+import signal
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.launch.local import LocalRun
+
+
+def say_rank(job: Any, env: Any, stop: Any) -> dict[str, Any]:
+    return {"status": "done", "report": {"world_size": env.world_size} if env.rank == 0 else None}
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_dies_while_it_starts_the_ranks_is_a_fault() -> None:
+    lives = []
+    job = SimpleNamespace(layout=SimpleNamespace(num_processes=2, strategy="ddp", axes=None), config=None)
+
+    def follow(job: Any, outcome: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        lives.append(outcome)
+        return job, outcome
+
+    multiprocessing.forkserver.ensure_running()
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    os.kill(server, signal.SIGSTOP)  # it takes the request, and never answers
+    killer = threading.Timer(1.0, os.kill, (server, signal.SIGKILL))
+    killer.start()
+    outcome = LocalRun(job, 2, say_rank, follow).run()
+    killer.join()
+    assert (outcome["status"], outcome["report"]) == ("done", {"world_size": 2})
+    assert [(one["fault"], one["exit_code"]) for one in lives] == [(True, 1)]
+    assert "ended while it started them" in lives[0]["reason"]
