@@ -2,8 +2,9 @@
 
 - ``rank``, ``fault``, ``from_step``: from that step on that rank is ``slow`` (by 200 ms), or in it leaves out a collective that
   the others call (``skip``).
-- ``cut``: ``rank`` kills itself in a save: at the first thing that it does to the disk in its first life, at the second in its
-  second, and so on, until a life has come through. In ``flags`` it is written what each was.
+- ``cut``: ``rank`` kills itself in the first save of a life, but not in the run's very first, so that one is there to be
+  pruned: at the first thing that it does to the disk, in the next life at the second, and so on, until a life has come through.
+  In ``flags`` it is written what each was.
 - ``base_s``: how long a loss takes at least.
 """
 
@@ -64,8 +65,8 @@ class Faulty(paceline.Task):
 
 
 class Cutter:
-    """Counts what this process does to the disk below ``folder`` up to the end of its first save, and kills it in place of
-    number so many."""
+    """Counts what this process does to the disk below ``folder`` up to the end of the first save that finds another there, and
+    kills it in place of number so many."""
 
     def __init__(self, folder, flags):
         self.folder, self.log = f"{folder}/", flags / "cuts"
@@ -88,6 +89,8 @@ class Cutter:
         return wrapped
 
     def _hit(self, name, path):
+        if self.step is None and not any(Path(self.folder).glob("step-*")):
+            return
         found = re.match(r"\.step-(\d+)\.\d+\.tmp", path)
         if found and name in ("mkdir", "open"):
             self.step = self.step or found[1]
