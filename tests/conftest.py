@@ -129,7 +129,10 @@ def _alive(process: psutil.Process) -> bool:
 
 def _is_helper(process: psutil.Process) -> bool:
     try:
-        return process.ppid() == os.getpid() and any(name in " ".join(process.cmdline()) for name in _HELPERS)
+        words = " ".join(process.cmdline())
+        if "chrom" in words and " --type=" in words:
+            return True  # the session's browser starts and ends its helpers when it likes; the browser itself has no type
+        return process.ppid() == os.getpid() and any(name in words for name in _HELPERS)
     except psutil.Error:
         return False
 

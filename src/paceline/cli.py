@@ -22,12 +22,14 @@ usage: paceline VERB …
   verify       CONFIG.yaml [key=value …]     certify that the strategies agree (--modes a,b, --world-size N, --steps N, …)
   doctor       [CONFIG.yaml] [key=value …]   look at this machine and the links between its ranks (--ranks N)
   watch        RUN                           follow a run from another terminal (--once)
+  ui           [FOLDER]                      see and start runs in a browser (--port P, --host H, --no-browser)
   generate     RUN "a question"              answer with a run's model (--max-new-tokens N, --temperature T, --system TEXT)
   export       RUN --merge --output DIR      write the merged model, ready for plain transformers
   inspect      CHECKPOINT                    what a checkpoint holds, and its digest
   explain      all-reduce                    an algorithm on real ranks (broadcast, ddp, zero, dp; --output PAGE.html)
   data         count FILE …                  count words over all ranks (--ranks N, --by tokens, --output FILE.tsv, …)
   data         stats CONFIG.yaml [key=value …]  lengths, duplicates, what each max_length would cut (--output PAGE.html)
+  data         preview CONFIG.yaml [key=value …]  the first rows as the model will see them (--rows N)
   slurm        CONFIG.yaml [key=value …]     a script for Slurm (--nodes N, --gpus-per-node N, --time 4:00:00, --submit, …)
   kubernetes   CONFIG.yaml [key=value …]     a manifest for Kubeflow Trainer (--nodes N, --gpus-per-node N, --image IMAGE, …)
   bench        collectives                   their latency and bandwidth (--ranks 2,4, --sizes 1KB,25MB, --output …)
@@ -162,13 +164,29 @@ def _watch(tokens: list[str], _: float) -> int:
     return watch(Path(run), sys.stderr if flags["json"] else sys.stdout, once=flags["once"])
 
 
+def _ui(tokens: list[str], _: float) -> int:
+    from paceline.web.serve import PORT, check_port, serve
+
+    flags, tokens = _take_flags(tokens, "no-browser", "json", "debug")
+    values, tokens = _take_values(tokens, {"port": check_port, "host": str})
+    folder = Path(_exactly(tokens, "ui", "FOLDER")[0]) if tokens else None
+    host = values.get("host", "127.0.0.1")
+    return serve(folder, values.get("port", PORT), host, browser=not flags["no-browser"], as_json=flags["json"])
+
+
 def _generate(tokens: list[str], _: float) -> int:
     from paceline.engine.generate import generate
 
-    flags, tokens = _take_flags(tokens, "json", "debug")
+    flags, tokens = _take_flags(tokens, "json", "debug", "serve")
+    if flags["serve"]:
+        from paceline.engine.chat import serve
+
+        values, tokens = _take_values(tokens, {"device": str})
+        return serve(Path(_exactly(tokens, "generate", "RUN")[0]), **values)
     values, tokens = _take_values(tokens, {"max-new-tokens": int, "temperature": float, "system": str, "seed": int})
     run, question = _exactly(tokens, "generate", "RUN", "QUESTION")
-    answer = generate(Path(run), question, **{key.replace("-", "_"): value for key, value in values.items()})
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print as they are imported is no answer
+        answer = generate(Path(run), question, **{key.replace("-", "_"): value for key, value in values.items()})
     print(json.dumps({"question": question, "answer": answer}, ensure_ascii=False) if flags["json"] else answer)
     return EXIT_DONE
 
@@ -179,7 +197,8 @@ def _export(tokens: list[str], _: float) -> int:
     flags, tokens = _take_flags(tokens, "json", "debug", "merge")
     values, tokens = _take_values(tokens, {"output": str, "dtype": str})
     run = _exactly(tokens, "export", "RUN")[0]
-    folder = export(Path(run), merge=flags["merge"], **values)
+    with contextlib.redirect_stdout(sys.stderr):
+        folder = export(Path(run), merge=flags["merge"], **values)
     print(json.dumps({"path": str(folder)}) if flags["json"] else f"written: {folder}")
     return EXIT_DONE
 
@@ -234,13 +253,29 @@ def _data(tokens: list[str], _: float) -> int:
     from paceline.launch.data_verb import COUNT_VALUES, check_action, count, make_request
 
     flags, tokens = _take_flags(tokens, "json", "debug")
-    if check_action(tokens) == "count":
+    action = check_action(tokens)
+    if action == "count":
         values, files = _take_values(tokens[1:], COUNT_VALUES)
         return count(make_request(files, values), flags["json"])
+    if action == "preview":
+        return _data_preview(tokens[1:], flags["json"])
     from paceline.launch.data_stats import show_stats
 
     values, tokens = _take_values(tokens[1:], {"output": str})
     return show_stats(tokens, values.get("output"), flags["json"])
+
+
+def _data_preview(tokens: list[str], as_json: bool) -> int:
+    from paceline.config.load import load_config, split_cli
+    from paceline.data.preview import as_text, preview
+
+    values, tokens = _take_values(tokens, {"rows": int})
+    loaded = load_config(*split_cli(tokens))
+    found = preview(loaded.config, **values)
+    for level, text in [*loaded.notices, *found["notices"]]:
+        print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr)
+    print(json.dumps(found, ensure_ascii=False) if as_json else as_text(found))
+    return EXIT_DONE
 
 
 def _slurm(tokens: list[str], _: float) -> int:
@@ -271,6 +306,7 @@ _VERBS: dict[str, Callable[[list[str], float], int]] = {
     "plan": _plan,
     "verify": _verify,
     "watch": _watch,
+    "ui": _ui,
     "generate": _generate,
     "export": _export,
     "inspect": _inspect,

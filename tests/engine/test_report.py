@@ -280,6 +280,36 @@ def test_a_later_life_replaces_what_it_did_again_and_is_marked(tmp_path):
     assert "ended without a word" in text  # the first life
 
 
+def test_ranks_and_memory_are_shown_by_part(tmp_path):
+    parts = {"data_s": 0.004, "forward_s": 0.0621, "communication_s": 1.5, "other_s": 0.0}
+    ranks = [{"rank": 0, "data_wait_s": 0.1, "comm_wait_s": 0.2, **parts, "memory_bytes": 3 * 2**30}]
+    state = {"parameters": 2**20, "gradients": 2**21, "optimizer": 2**22, "activations": None, "total": 7 * 2**20}
+    predicted = {"memory_bytes": {**state, "activations": 5 * 2**20, "total": 12 * 2**20}}
+    log = EventLog(RunDir(tmp_path).events)
+    log.emit("run_start", config={}, predicted=predicted)
+    log.emit("step", step=1, loss=1.0, step_time_s=1.6, ranks=ranks)
+    log.emit("memory", step=2, ranks=[state])
+    log.close()
+    text = page_of(tmp_path)
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", text[text.index("Ranks at step 1") :])
+    assert cells[:6] == ["0", "4.0 ms", "62.1 ms", "1.5 s", "0.0 ms", "3.0 GiB"]
+    assert "data_wait_s" not in text
+    assert "communication, not hidden" in text
+    memory = re.findall(r"<td[^>]*>([^<]*)</td>", text[text.index("Memory by rank") :])
+    assert memory[:6] == ["predicted, fullest rank", "1.0 MiB", "2.0 MiB", "4.0 MiB", "5.0 MiB", "12.0 MiB"]
+    assert memory[6:12] == ["rank 0", "1.0 MiB", "2.0 MiB", "4.0 MiB", "–", "7.0 MiB"]
+
+
+def test_a_run_of_an_older_version_has_no_memory_table(tmp_path):
+    log = EventLog(RunDir(tmp_path).events)
+    log.emit("run_start", config={})
+    steps(log, 1, 3)
+    log.close()
+    text = page_of(tmp_path)
+    assert "Memory by rank" not in text
+    assert "data_wait_s" in text
+
+
 def test_many_ranks_show_the_fullest_and_the_emptiest(tmp_path):
     run(tmp_path, 3, world=12)
     text = Page(page_of(tmp_path)).text

@@ -17,8 +17,9 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.events import EventLog
+from paceline.core.life import process_alive
 from paceline.core.run_dir import RunDir
-from paceline.engine.watch import process_alive, watch
+from paceline.engine.watch import watch
 
 
 def begin(root: Path, **more: object) -> EventLog:

@@ -39,6 +39,46 @@ def test_time_of_the_data_is_without_the_waits() -> None:
     assert one.wall_s >= one.data_s + one.wait_s
 
 
+def test_phases_and_waits_add_up_to_the_step() -> None:
+    pulse = Pulse()
+    pulse.start()
+    pulse.enter("evaluation")  # of no step
+    for number in (1, 2):
+        pulse.begin_step(number)
+        for phase in ("forward", "backward", "forward", "backward"):
+            pulse.enter(phase)
+            time.sleep(0.005)
+            with pulse.waiting("others"):
+                time.sleep(0.02 * (phase == "backward"))
+        pulse.enter("optimizer")
+        pulse.end_step()
+    assert set(pulse.spent_s) == {"data", "forward", "backward", "optimizer"}
+    assert pulse.spent_s["forward"] >= 0.01
+    assert pulse.spent_s["backward"] >= 0.01
+    assert pulse.step_wait_s >= 0.04  # of the second step alone: it does not add up over steps
+    assert sum(pulse.spent_s.values()) + pulse.step_wait_s == pytest.approx(pulse.steps[-1].wall_s, abs=1e-9)
+
+
+def test_phases_add_up_where_threads_enter_them() -> None:
+    pulse = Pulse()
+    pulse.start()
+    pulse.begin_step(1)
+
+    def micro_batches(phase: str) -> None:
+        for _ in range(2000):
+            pulse.enter(phase)
+
+    threads = [threading.Thread(target=micro_batches, args=(phase,)) for phase in ("forward", "backward", "forward")]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    pulse.end_step()
+    assert set(pulse.spent_s) == {"data", "forward", "backward"}
+    assert min(pulse.spent_s.values()) >= 0
+    assert sum(pulse.spent_s.values()) == pytest.approx(pulse.steps[-1].wall_s, abs=1e-9)
+
+
 def test_a_phase_within_a_phase_and_signs_of_progress() -> None:
     pulse = Pulse()
     pulse.start()

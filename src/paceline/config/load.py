@@ -18,12 +18,29 @@ from paceline.config.entries import FILE, OVERRIDE, Entry, Problem, Walk, meanin
 from paceline.config.explain import explain, strict_problems
 from paceline.config.merge import RESET, Merge
 from paceline.config.overrides import parse_tokens, split_cli
-from paceline.config.reader import Dumper, read_config_file
+from paceline.config.reader import Document, Dumper, as_config, parse_yaml, read_config_file
 from paceline.config.schema import Config, Parallel
 from paceline.config.settle import settle
 from paceline.core.errors import ConfigError
 
-__all__ = ["Loaded", "diff_configs", "load_config", "split_cli", "to_yaml"]
+__all__ = ["ConfigMistakes", "Loaded", "Mistake", "diff_configs", "load_config", "load_text", "split_cli", "to_yaml"]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing that is wrong with a config. ``key``: the native key it concerns, ``line``: from 1; None where not known."""
+
+    key: str | None
+    line: int | None
+    what: str
+    allowed: str | None
+    fix: str | None
+
+
+class ConfigMistakes(ConfigError):
+    """Everything that is wrong with a config, in one message, and one by one in ``mistakes``."""
+
+    mistakes: Sequence[Mistake] = ()
 
 
 @dataclass(frozen=True)
@@ -51,9 +68,17 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
         ConfigError: with the line, the key, the value, and what to write instead; all mistakes in one message.
     """
     file = Path(path) if path is not None else None
+    return _load(None if file is None else read_config_file(file), file, overrides)
+
+
+def load_text(text: str, name: str) -> Loaded:
+    """As :func:`load_config`, of a config that is not in a file; ``name`` is what messages call it."""
+    return _load(as_config(parse_yaml(text, name), Path(name)), Path(name), ())
+
+
+def _load(document: Document | None, file: Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> Loaded:
     walks = []
-    if file is not None:
-        document = read_config_file(file)
+    if document is not None:
         walk = Walk(FILE, document.lines)
         walk.tree(document.value)
         walks.append(walk)
@@ -159,11 +184,21 @@ def _error(problems: list[Problem], file: Path | None) -> ConfigError:
         return 10**9 if entry is None or entry.line is None else entry.line
 
     ordered = sorted(problems, key=line)
-    errors = [ConfigError(_stop(_placed(one, file)), allowed=_stop(one.allowed), fix=_stop(one.fix)) for one in ordered]
-    if len(errors) == 1:
-        return errors[0]
+    errors = [ConfigMistakes(_stop(_placed(one, file)), allowed=_stop(one.allowed), fix=_stop(one.fix)) for one in ordered]
     told = [one.paragraph() for one in errors]
-    return ConfigError(f"{len(told)} things in the config are wrong:\n" + "\n".join(f"- {one}" for one in told))
+    whole = errors[0]
+    if len(told) > 1:
+        whole = ConfigMistakes(f"{len(told)} things in the config are wrong:\n" + "\n".join(f"- {one}" for one in told))
+    whole.mistakes = [_mistake(one) for one in ordered]
+    return whole
+
+
+def _mistake(problem: Problem) -> Mistake:
+    entry, key = problem.entry, problem.target
+    if key is None and entry is not None:
+        meaning = meaning_of(entry)
+        key = meaning.target or (meaning.alias.target if meaning.alias else None)
+    return Mistake(key or None, entry.line if entry else None, problem.what, problem.allowed, problem.fix)
 
 
 def _stop(text: str | None) -> str:

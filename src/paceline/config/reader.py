@@ -68,7 +68,15 @@ def read_config_file(path: Path) -> Document:
         raise ConfigError(
             f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} on line {line} does not fit", fix="save it as UTF-8"
         ) from None
-    document = parse_yaml(text, str(path))
+    return as_config(parse_yaml(text, str(path)), path)
+
+
+def as_config(document: Document, path: Path) -> Document:
+    """The document, which is a mapping.
+
+    Raises:
+        ConfigError: it is empty, or something else.
+    """
     if document.value is None:
         raise ConfigError(
             f"{path} is empty", fix="write at least `model:` and `dataset:` into it; docs/config.md lists all keys"

@@ -4,7 +4,10 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
 
 - ``run_start``: ``config`` (resolved), ``derived`` (see :class:`paceline.config.resolve.Derived`), ``world_size``,
   ``device``, ``strategy``, ``model`` {name, parameters, trainable_parameters}, ``data`` {read, kept, truncated, dropped},
-  ``versions``.
+  ``versions``; ``mesh`` {axes: {name: size}, ranks: [{rank, host, device, coordinates: {axis: n}}]} (no coordinates and a
+  ``role`` where a rank only serves others); ``predicted`` {memory_bytes: {parameters, gradients, optimizer, activations,
+  total}, traffic_bytes_per_step, traffic_bytes: {collective: bytes}, traffic_is_bound}, as the strategy declares it: memory
+  of the fullest rank, traffic of the busiest. ``total`` is the sum of what is known.
 - ``resume``: ``step``, ``path``. Steps logged after that step by an earlier life of the run no longer count.
 - ``fault``: ``step`` (the last one logged), ``ranks``, ``hosts``, ``reason``, ``restart`` (how often since the newest
   checkpoint), ``seen_at``: a life of the run ended, and this one goes on from the checkpoint that ``resume`` names.
@@ -25,8 +28,23 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
 - ``notice``: ``level`` (info | warning), ``text``.
 - ``step``: ``step, epoch, loss, grad_norm, learning_rate, tokens, step_time_s, data_wait_s, comm_wait_s, memory_bytes,
   ranks`` (null where not known). ``tokens`` is the number of tokens of the global batch, ``step_time_s`` the mean over the
-  steps since the last such line.
+  steps since the last such line. Each of ``ranks`` has ``rank, data_wait_s, comm_wait_s, memory_bytes`` and the parts that its
+  step is made of, means likewise: ``data_s, forward_s, backward_s, optimizer_s``, out of each of which the waits for other
+  ranks are taken, that no computing hid: these are ``communication_s``; ``other_s`` is the rest. With
+  ``recovery.watchdog: false`` only the waits of Paceline's own collectives are seen, and those of FSDP and pipelines stay in
+  the phase. Where micro-batches run in threads (``dp``), time is of the phase that any of them entered last. On an
+  accelerator all of these are times of the host, which hands work to the device and goes on: a phase is what it took to
+  queue its kernels, ``communication_s`` what the host waited, and ``other_s`` mostly the device's work that was waited for
+  at the line. ``traffic`` {collective: bytes}: sent in a step by the rank that sends most, a mean over the same steps; where
+  traffic has a period (``local_sgd``, ``diloco``) over the last whole one, null before there was one; collectives are
+  counted as an algorithm optimal in bandwidth sends them. ``devices`` [{rank, utilisation (0 to 1), temperature_c, power_w}]
+  where NVML tells of them, read every few seconds.
+- ``memory``, once, after the second step of a life: ``step``, ``ranks`` [{parameters, gradients, optimizer, activations,
+  total}] in rank order: bytes measured at the fullest moment of a step, each storage once, of what is cut over ranks the
+  local part. ``activations``: the device's peak in that step less the others, work space among them; null on a CPU.
 - ``eval``: ``step``, ``loss``, ``count``, ``wall_s``, ``metrics``.
+- ``sample``, at each evaluation of a language task: ``step``, ``samples`` [{prompt, text, reference}], ``wall_s``: what the
+  model answers by greedy decoding, the same held-out prompts each time.
 - ``checkpoint``: ``step``, ``path``, ``size_bytes``, ``wall_s``, ``blocked_s`` (how long training stood still for it; it is
   written in the background); or with ``error`` where it could not be written.
 - ``run_end``: ``status`` (done | stopped | failed), ``step``, ``reason``, ``wall_s`` (since the command was given); ``network``
@@ -134,7 +152,7 @@ def read_events(path: Path) -> list[Event]:
     if not path.exists():
         return []
     with open(path, "rb") as handle:
-        return [event for line in handle if (event := _parse(line)) is not None]
+        return [event for line in handle if (event := parse_event(line)) is not None]
 
 
 def tail_events(path: Path, size_bytes: int = 1 << 18) -> list[Event]:
@@ -146,7 +164,7 @@ def tail_events(path: Path, size_bytes: int = 1 << 18) -> list[Event]:
         start = max(0, handle.tell() - size_bytes)
         handle.seek(start)
         lines = handle.read().split(b"\n")[1 if start else 0 :]
-    return [event for line in lines if (event := _parse(line)) is not None]
+    return [event for line in lines if (event := parse_event(line)) is not None]
 
 
 def follow_events(path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | None = None) -> Iterator[Event]:
@@ -162,7 +180,7 @@ def follow_events(path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | No
             if chunk:
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
-                    event = _parse(line)
+                    event = parse_event(line)
                     if event is not None:
                         yield event
                 continue
@@ -171,10 +189,11 @@ def follow_events(path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | No
             time.sleep(poll_s)
 
 
-def _parse(line: bytes) -> Event | None:
+def parse_event(line: bytes) -> Event | None:
+    """The event of a line; None where it is cut off, or no event."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and "type" in event else None
 

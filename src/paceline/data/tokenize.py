@@ -130,7 +130,7 @@ class _Entry:
     def __init__(self, config: Config, task: TextTask, tokenizer: Path, validation: bool) -> None:
         self.config, self.task, self.tokenizer, self.validation = config, task, tokenizer, validation
         self.sources = [open_source(one) for one in config.sources(validation=validation)]
-        self.template = _template_file(config)
+        self.template = template_text(config)
         args = config.train_args
         key = key_of(
             {
@@ -180,7 +180,12 @@ class _Entry:
         return np.load(self.folder / LENGTHS), np.load(self.folder / LABEL_COUNTS)
 
 
-def _template_file(config: Config) -> str | None:
+def template_text(config: Config) -> str | None:
+    """The chat template that the config names, or None.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     if config.chat_template is None:
         return None
     path = Path(config.chat_template).expanduser()

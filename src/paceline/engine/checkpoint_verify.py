@@ -21,7 +21,7 @@ def verify(path: Path) -> str | None:
     if (path / MANIFEST).is_symlink():
         return f"{path / MANIFEST} is a link"
     try:
-        said_of = _read_manifest(path)
+        said_of = read_manifest(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{path / MANIFEST} is missing or broken"
     for name in said_of:
@@ -33,7 +33,7 @@ def verify(path: Path) -> str | None:
     return _files_problem(path, said_of) or _foreign_problem(path, set(said_of)) or _index_problem(path, set(said_of))
 
 
-def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
+def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     """name → (bytes, SHA-256)"""
     files = json.loads((path / MANIFEST).read_text())["files"]
     return {str(name): (int(said["size_bytes"]), str(said["sha256"])) for name, said in files.items()}
@@ -81,7 +81,7 @@ def _index_problem(path: Path, files: set[str]) -> str | None:
 
 def foreign_files(path: Path) -> list[str]:
     """What lies in the folder of a whole checkpoint and is not in its manifest. It is never read."""
-    return sorted({one.name for one in path.iterdir()} - _read_manifest(path).keys() - {MANIFEST})
+    return sorted({one.name for one in path.iterdir()} - read_manifest(path).keys() - {MANIFEST})
 
 
 def _foreign_problem(path: Path, said: set[str]) -> str | None:

@@ -25,26 +25,20 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import RunError
 from paceline.core.files import fsync_dir, human_bytes
 from paceline.engine.checkpoint_format import (
-    DTYPE_NAMES,
-    DTYPES,
     INDEX,
     MANIFEST,
     META,
-    Entry,
-    Index,
-    Piece,
-    add,
     index_from_json,
     index_to_json,
     merge,
     name_of,
     state_file,
 )
+from paceline.engine.state_file import size_of, write_state
 
 if TYPE_CHECKING:
     from paceline.parallel.parts import Part
 
-_CHUNK_BYTES = 1 << 22
 #: A rank whose files do not grow for so long is taken for dead (a sync of a large file on a slow disk shows no growth).
 STALL_S = 900.0
 
@@ -97,14 +91,10 @@ class PartFailed(Exception):
     """A rank could not write what it owns."""
 
 
-def size_of(parts: Sequence[Part]) -> int:
-    return sum(one.tensor.numel() * one.tensor.element_size() for one in parts)
-
-
 def prepare(folder: Path, step: int, num_ranks: int) -> Path:
     """The hidden folder for a save of ``step`` below ``folder``; what is left of saves that were cut is removed. OSError where
     it cannot be made."""
-    aside = folder / f".{name_of(step)}.{os.getpid()}.tmp"
+    aside = folder / aside_name(step, os.getpid())
     folder.mkdir(parents=True, exist_ok=True)
     clear_debris(folder)
     aside.mkdir()
@@ -115,6 +105,11 @@ def prepare(folder: Path, step: int, num_ranks: int) -> Path:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return aside
+
+
+def aside_name(step: int, pid: int) -> str:
+    """Of the hidden folder in which the process ``pid`` leads a save."""
+    return f".{name_of(step)}.{pid}.tmp"
 
 
 def clear_debris(folder: Path) -> None:
@@ -134,99 +129,46 @@ def remove(path: Path) -> None:
 
 def write_part(aside: Path, rank: int, num_ranks: int, parts: Sequence[Part]) -> None:
     """Write what this rank owns and say so to rank 0, or why it could not. Raises nothing."""
+
+    def write(path: Path) -> dict[str, Any]:
+        if not parts:
+            return {"file": None, "size_bytes": 0, "sha256": None, "tensors": {}}
+        size_bytes, sha256, index = write_state(path, parts)
+        return {"file": path.name, "size_bytes": size_bytes, "sha256": sha256, "tensors": index_to_json(index)}
+
+    deliver(aside, rank, num_ranks, write)
+
+
+def deliver(aside: Path, rank: int, num_ranks: int, write: Callable[[Path], dict[str, Any]]) -> Exception | None:
+    """Let ``write`` bring a rank's file to the disk, and leave for rank 0 what it says of it, or why it could not. Raises
+    nothing; returns why."""
     writing = _marker(aside, rank, "writing")
-    name = state_file(rank, num_ranks)
+    path = aside / state_file(rank, num_ranks)
     try:
-        said: dict[str, Any] = {"file": None, "size_bytes": 0, "sha256": None, "tensors": {}}
-        if parts:
-            size_bytes, sha256, index = write_state(aside / name, parts)
-            said = {"file": name, "size_bytes": size_bytes, "sha256": sha256, "tensors": index_to_json(index)}
-        writing.write_text(json.dumps(said))
+        writing.write_text(json.dumps(write(path)))
         os.replace(writing, _marker(aside, rank, "json"))
     except Exception as error:
         with suppress(OSError):
-            (aside / name).unlink(missing_ok=True)  # makes room for the reason
+            path.unlink(missing_ok=True)  # makes room for the reason
             writing.write_text(reason_of(error))
         with suppress(OSError):  # where nothing can be said on this disk, rank 0 waits until its patience ends
             os.replace(writing, _marker(aside, rank, f"failed-{getattr(error, 'errno', None) or 0}"))
+        return error
+    return None
 
 
-def write_state(path: Path, parts: Sequence[Part]) -> tuple[int, str, Index]:
-    """Write the parts as one safetensors file, synced. Returns (bytes, SHA-256 of the file, its tensors)."""
-    keys = _keys(parts)
-    order = sorted(
-        keys, key=lambda key: (-keys[key].tensor.element_size(), key)
-    )  # so that each tensor lies at a multiple of its item
-    header, at = {}, 0
-    for key in order:
-        part = keys[key]
-        end = at + part.tensor.numel() * part.tensor.element_size()
-        header[key] = {"dtype": dtype_name(part), "shape": list(part.tensor.shape), "data_offsets": [at, end]}
-        at = end
-    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-len(raw) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb", buffering=0) as handle:
-        _write(handle, digest, memoryview(len(raw).to_bytes(8, "little") + raw))
-        for key in order:
-            _write(handle, digest, _bytes_of(keys[key].tensor))
-        os.fsync(handle.fileno())
-    return 8 + len(raw) + at, digest.hexdigest(), _index(path.name, keys)
-
-
-def _keys(parts: Sequence[Part]) -> dict[str, Part]:
-    # A rank may own several ranges of one tensor; the first goes by the tensor's own name.
-    found: dict[str, Part] = {}
-    for part in parts:
-        key, number = part.name, 1
-        while key in found:
-            number += 1
-            key = f"{part.name}#{number}"
-        found[key] = part
-    return found
-
-
-def _index(file: str, keys: dict[str, Part]) -> Index:
-    found: Index = {}
-    for key, part in keys.items():
-        flat, offset, shape = part.flat, part.offset, tuple(part.tensor.shape)
-        if part.flat and part.is_whole:
-            flat, offset, shape = False, (0,) * len(part.shape), part.shape
-        elif part.flat:
-            shape = (part.tensor.numel(),)
-        piece = Piece(file, key, tuple(offset), shape, flat)
-        add(found, part.name, Entry(dtype_name(part), tuple(part.shape), (piece,) if piece.numel else ()))
-    return found
-
-
-def dtype_name(part: Part) -> str:
-    name = DTYPE_NAMES.get(str(part.tensor.dtype))
-    if name is None:
-        raise TypeError(f"{part.name} is {part.tensor.dtype}, which a checkpoint cannot hold ({', '.join(DTYPES)})")
-    return name
-
-
-def _bytes_of(tensor: Any) -> memoryview:
-    import torch
-
-    on_host = tensor.detach().to("cpu").contiguous()
-    if on_host.is_complex():
-        on_host = torch.view_as_real(on_host)
-    return memoryview(on_host.reshape(-1).view(torch.uint8).numpy())
-
-
-def _write(handle: Any, digest: Any, data: memoryview) -> None:
-    for start in range(0, len(data), _CHUNK_BYTES):
-        chunk = data[start : start + _CHUNK_BYTES]
-        digest.update(chunk)
-        while len(chunk):
-            chunk = chunk[handle.write(chunk) :]
+def awaits(aside: Path, rank: int) -> bool:
+    """Whether the save in this folder still waits for the part of a rank."""
+    return not aside.is_symlink() and _marker(aside, rank, "writing").is_file()
 
 
 def wait_for_parts(
-    aside: Path, writers: Sequence[Writer], patience_s: Callable[[], float] = lambda: STALL_S
+    aside: Path,
+    writers: Sequence[Writer],
+    patience_s: Callable[[], float] = lambda: STALL_S,
+    tick: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """What each rank said of its file, in order of rank, when all have ended.
+    """What each rank said of its file, in order of rank, when all have ended. ``tick`` is called as they grow.
 
     Raises:
         PartFailed: a rank could not write, or its process ended, or nothing has grown for ``patience_s()``.
@@ -240,6 +182,7 @@ def wait_for_parts(
         grown = sum(_size(aside / name) for name in names) + len(writers) - len(open_ranks)
         if grown != seen:
             seen, since = grown, time.monotonic()
+            tick()
         if not open_ranks or len(lost) == len(open_ranks) or time.monotonic() - since > patience_s():
             break
         time.sleep(pause_s)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline.engine import wording
+from paceline.core import wording
 from paceline.engine.meter import Meter
 from paceline.parallel.exchange import Exchange, Spent
 from paceline.world.link import Link, measure_link

@@ -12,9 +12,10 @@ import sys
 from collections import deque
 from typing import Any, TextIO
 
+from paceline.core import wording
+from paceline.core.event_text import event_text
 from paceline.core.events import Event
 from paceline.core.shares import shares_text
-from paceline.engine import wording
 from paceline.engine.terminal import LiveTerminal, PlainTerminal, SafeStream
 
 _PLAIN_GAP_S = 1.0  # at most about one plain step line a second
@@ -165,8 +166,7 @@ class Console:
 
     def _on_resume(self, event: Event) -> None:
         self.progress.resumed_from = event.get("step")
-        where = f" from {event['path']}" if event.get("path") else ""
-        self.say(f"resumed at step {wording.count(event.get('step'))}{where}", "green")
+        self.say(event_text(event)[1], "green")
 
     def _on_notice(self, event: Event) -> None:
         warning = event.get("level") == "warning"
@@ -206,21 +206,11 @@ class Console:
 
     def _on_eval(self, event: Event) -> None:
         self.progress.eval_loss = event.get("loss")
-        parts = [f"evaluation at step {wording.count(event.get('step'))}: loss {wording.loss(event.get('loss'))}"]
-        parts += [f"{name} {wording.loss(value)}" for name, value in (event.get("metrics") or {}).items()]
-        if event.get("count") is not None:
-            parts.append(f"over {wording.count(event['count'])}")
-        if event.get("wall_s") is not None:
-            parts.append(f"in {wording.duration(event['wall_s'])}")
-        self.say(", ".join(parts), "cyan")
+        self.say(event_text(event)[1], "cyan")
 
     def _on_checkpoint(self, event: Event) -> None:
-        if event.get("error"):
-            self.say(f"warning: no checkpoint at step {wording.count(event.get('step'))}: {event['error']}", "yellow")
-            return
-        took = f" in {wording.duration(event['wall_s'])}" if event.get("wall_s") is not None else ""
-        self.say(f"checkpoint at step {wording.count(event.get('step'))}: {wording.size(event.get('size_bytes'))}{took}, "
-                 f"{event.get('path', '')}", "dim")  # fmt: skip
+        level, text = event_text(event)
+        self.say(f"warning: {text}" if level == "warning" else text, "yellow" if level == "warning" else "dim")
 
     def _on_run_end(self, event: Event) -> None:
         self._flush_step()

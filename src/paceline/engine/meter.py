@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from paceline.engine.devices import NOTHING, DeviceReader, as_event
 from paceline.world.group import World
 from paceline.world.pulse import PULSE
+from paceline.world.traffic import KINDS, uncounted
+
+#: Phases that a step is made of, as they are told of each rank; beside them its waits for others (communication) and the rest.
+_PHASES = ("data", "forward", "backward", "optimizer")
+_PARTS = (*_PHASES, "communication", "other")
+#: What is sent, by name; ``other``: under names of a strategy's own.
+_SENT = (*KINDS, "other")
+_UNKNOWN = -1.0
 
 
 class Meter:
-    """Adds up on the device; waits for it only where figures are asked for (:meth:`gather`)."""
+    """Adds up on the device; waits for it only where figures are asked for (:meth:`gather`).
 
-    def __init__(self, world: World, started_at: float, has_tokens: bool, traffic_period: int = 1) -> None:
+    Args:
+        traffic_period: steps after which what is sent in a step repeats.
+        serves: this rank only answers others, at any time: what it sends is counted from line to line, not within its steps.
+        devices: reads this rank's accelerator, where there is one that tells.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        started_at: float,
+        has_tokens: bool,
+        traffic_period: int = 1,
+        serves: bool = False,
+        devices: DeviceReader | None = None,
+    ) -> None:
         self.world = world
-        self.traffic_period = traffic_period  # steps after which what is sent in a step repeats
+        self.traffic_period = traffic_period
+        self.serves = serves
+        self.devices = devices
         self.started_at = started_at  # seconds since the epoch, when the command began
         self.has_tokens = has_tokens
         self.time_to_first_step_s: float | None = None
@@ -28,6 +54,8 @@ class Meter:
         self.train_counts = [0.0, 0.0, 0.0]  # labels, tokens, samples after the first step
         self.all_counts = [0.0, 0.0, 0.0]
         self.told: list[list[float]] = []  # by rank
+        self._sent_before = self._sent_at_line = world.traffic.so_far()
+        self._sent: deque[dict[str, int]] = deque(maxlen=max(1, traffic_period))  # by collective, in the last steps
         self._reset()
         self._steps_done = 0
 
@@ -37,11 +65,13 @@ class Meter:
         self._steps = 0
         self._own = 0.0
         self._window_s = self._data_s = self._comm_s = 0.0
+        self._spent_s = dict.fromkeys((*_PHASES, "communication"), 0.0)
+        self._window_sent: dict[str, int] = {}
 
     def begin(self) -> None:
         self._start = time.perf_counter()
         self._wait_before = self.world.wait_s
-        self._traffic_before = self.world.traffic.total
+        self._sent_before = self.world.traffic.so_far()
 
     def data_ready(self) -> None:
         self._data_s += time.perf_counter() - self._start
@@ -51,16 +81,27 @@ class Meter:
         self._counts += counts[:3]
 
     def end(self, loss_sum: torch.Tensor, own_count: float) -> None:
-        """The end of a step; ``loss_sum``: this rank's sum, and what it is over."""
+        """The end of a step, when :data:`~paceline.world.pulse.PULSE` has ended it; ``loss_sum``: this rank's sum, and what it
+        is over."""
         self._loss += loss_sum
         self._own += own_count
         self._steps += 1
         self._steps_done += 1
         self.last_wait_s = self.world.wait_s - self._wait_before
-        self.last_step_s = time.perf_counter() - self._start
+        parts = {phase: PULSE.spent_s.get(phase, 0.0) for phase in _PHASES} | {"communication": PULSE.step_wait_s}
+        for part, seconds in parts.items():
+            self._spent_s[part] += seconds
+        # Begun and ended a moment apart from the phases: a step is no shorter than its parts.
+        self.last_step_s = max(time.perf_counter() - self._start, sum(parts.values()))
         self._comm_s += self.last_wait_s
         self._window_s += self.last_step_s
-        self.traffic_per_step.append(self.world.traffic.total - self._traffic_before)
+        sent = _more(self.world.traffic.so_far(), self._sent_before)
+        self.traffic_per_step.append(sum(sent.values()))
+        if self.traffic_period > 1:
+            self._sent.append(sent)
+        else:
+            for name, size in sent.items():
+                self._window_sent[name] = self._window_sent.get(name, 0) + size
         if self._steps_done == 1:
             if self.world.device.type != "cpu":
                 torch.accelerator.synchronize()
@@ -79,11 +120,15 @@ class Meter:
             with PULSE.waiting("the device"):
                 torch.accelerator.synchronize()
             self._window_s += time.perf_counter() - mark
+        steps = max(1, self._steps)
         loss_sum = self._loss.item()
         mine = [loss_sum, self._data_s, self._comm_s, float(memory_now(self.world.device)), self._own]
-        table = self._table([*mine, *more])
-        self.told = [row[len(mine) :] for row in table]
-        steps = max(1, self._steps)
+        parts, sent = self._parts_s(), self._sent_by_kind(steps)
+        device = NOTHING if self.devices is None else self.devices.last
+        table = self._table([*mine, *parts, *sent, *device, *more])
+        ends = [len(mine), len(mine) + len(parts)]
+        ends += [ends[1] + len(sent), ends[1] + len(sent) + len(device)]
+        self.told = [row[ends[3] :] for row in table]
         after_first = self._steps_done > 1
         for index, value in enumerate((labels, tokens, samples)):
             self.all_counts[index] += value
@@ -103,13 +148,45 @@ class Meter:
             "comm_wait_s": max(row[2] for row in table) / steps if self.world.size > 1 else None,
             "memory_bytes": [int(row[3]) for row in table],
             "ranks": [
-                {"rank": rank, "data_wait_s": row[1] / steps, "comm_wait_s": row[2] / steps} for rank, row in enumerate(table)
+                {
+                    "rank": rank,
+                    "data_wait_s": row[1] / steps,
+                    "comm_wait_s": row[2] / steps,
+                    **{f"{part}_s": round(value / steps, 7) for part, value in zip(_PARTS, row[ends[0] :], strict=False)},
+                    "memory_bytes": int(row[3]),
+                }
+                for rank, row in enumerate(table)
             ],
+            "traffic": _busiest([row[ends[1] : ends[2]] for row in table]),
+            **as_event([row[ends[2] : ends[3]] for row in table]),
         }
         if self._steps_done == 1:
             figures["since_start_s"] = self.time_to_first_step_s
         self._reset()
         return figures
+
+    def _parts_s(self) -> list[float]:
+        """Seconds of this rank's steps, by :data:`_PARTS`. On an accelerator the phases are what the host took to hand the work
+        over; what it then waited for the device is in the rest."""
+        known = list(self._spent_s.values())
+        return [*known, max(0.0, self._window_s - sum(known))]
+
+    def _sent_by_kind(self, steps: int) -> list[float]:
+        """Bytes a step that this rank sent, by :data:`_SENT`: the mean since the last line; where what is sent has a period,
+        over the last whole one, and not known before there was one."""
+        sent = self._window_sent
+        if self.serves:
+            now = self.world.traffic.so_far()
+            sent, self._sent_at_line = _more(now, self._sent_at_line), now
+        elif self.traffic_period > 1:
+            if len(self._sent) < self.traffic_period:
+                return [_UNKNOWN] * len(_SENT)
+            steps, sent = self.traffic_period, {}
+            for one in self._sent:
+                for name, size in one.items():
+                    sent[name] = sent.get(name, 0) + size
+        named = [sent.get(name, 0) for name in KINDS]
+        return [size / steps for size in (*named, sum(sent.values()) - sum(named))]
 
     def _table(self, mine: list[float]) -> list[list[float]]:
         """One row a rank."""
@@ -117,7 +194,8 @@ class Meter:
             return [mine]
         table = torch.zeros(self.world.size, len(mine), dtype=self.world.wide_dtype, device=self.world.device)
         table[self.world.rank] = torch.tensor(mine, dtype=self.world.wide_dtype)
-        self.world.wait(self.world.all_reduce(table))
+        with uncounted():
+            self.world.wait(self.world.all_reduce(table))
         rows: list[list[float]] = table.tolist()
         return rows
 
@@ -139,6 +217,19 @@ class Meter:
         return ordered[len(ordered) // 2] if ordered else None
 
 
+def _more(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+    """What was added to a count meanwhile; no zeros."""
+    return {name: size - before.get(name, 0) for name, size in now.items() if size != before.get(name, 0)}
+
+
+def _busiest(rows: list[list[float]]) -> dict[str, int] | None:
+    """Of the rank that sent most; None where it is not known yet."""
+    row = max(rows, key=sum)
+    if min(row) < 0:
+        return None
+    return {name: round(size) for name, size in zip(_SENT, row, strict=True) if size}
+
+
 def memory_now(device: torch.device) -> int:
     """Bytes: allocated on the accelerator, or this process's resident set on a CPU."""
     if device.type == "cpu":
@@ -150,7 +241,23 @@ def memory_peak(device: torch.device) -> int:
     """Highest so far, as :func:`memory_now`."""
     if device.type == "cpu":
         return _proc_status("VmHWM")
-    return int(torch.accelerator.max_memory_allocated(device.index))
+    return max(_EARLIER_PEAKS.get(device, 0), int(torch.accelerator.max_memory_allocated(device.index)))
+
+
+#: By accelerator: the highest before :func:`restart_peak`.
+_EARLIER_PEAKS: dict[torch.device, int] = {}
+
+
+def restart_peak(device: torch.device) -> None:
+    """Have :func:`peak_since` begin anew. On a CPU nothing: its peak cannot be set back."""
+    if device.type != "cpu":
+        _EARLIER_PEAKS[device] = memory_peak(device)
+        torch.accelerator.reset_peak_memory_stats(device.index)
+
+
+def peak_since(device: torch.device) -> int | None:
+    """Highest since :func:`restart_peak`; None where that is not known."""
+    return int(torch.accelerator.max_memory_allocated(device.index)) if device in _EARLIER_PEAKS else None
 
 
 def _proc_status(field: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.engine import wording
+from paceline.core import wording
 
 
 def communication_rows(report: dict[str, Any]) -> list[dict[str, Any]]:

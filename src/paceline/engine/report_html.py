@@ -8,11 +8,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from paceline.core import wording
 from paceline.core.events import Event, effective_steps
-from paceline.engine import wording
 from paceline.engine.certificate import certificate_page
 from paceline.engine.report_communication import communication_rows
 from paceline.engine.report_plots import Plot, Point, Series, draw, raw_and_smooth
+from paceline.engine.report_ranks import memory_table, rank_table
 
 _RANK_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 
@@ -42,7 +43,8 @@ def render_report(
         "predictions": _predictions(report),
         "communication": communication_rows(report),
         "certificate": certificate and certificate_page(certificate),
-        "ranks": _rank_table(steps),
+        "ranks": rank_table(steps),
+        "memory": memory_table(events, start),
         "notices": [_notice(event) for event in events if event["type"] == "notice" or event.get("error")],
         "lives": lives if len(lives) > 1 else [],
         "config": config_yaml,
@@ -151,25 +153,6 @@ def _predictions(report: dict[str, Any]) -> list[dict[str, str]]:
             name += " (the prediction is an upper bound: no id twice in a batch)"
         rows.append({"name": name, "predicted": wording.size(predicted), "measured": wording.size(measured), "ratio": ratio})
     return rows
-
-
-def _rank_table(steps: list[Event]) -> dict[str, Any]:
-    """What each rank said of itself at the last step that has it: {columns, rows, step}."""
-    last: Event = next((step for step in reversed(steps) if step.get("ranks")), {})
-    rows = [row for row in last.get("ranks") or [] if isinstance(row, dict)]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[_cell(key, row.get(key)) for key in columns] for row in rows]
-    return {"columns": columns, "rows": cells, "step": last.get("step")}
-
-
-def _cell(key: str, value: Any) -> str:
-    if key.endswith("_bytes"):
-        return wording.size(wording.fullest(value))
-    if key.endswith("_s"):
-        seconds = wording.finite(value)
-        return f"{seconds * 1e3:.1f} ms" if seconds is not None and abs(seconds) < 1 else wording.duration(value)
-    figure = wording.number(value)
-    return wording.UNKNOWN if value is None else f"{figure:,.6g}" if figure is not None else str(value)
 
 
 def _notice(event: Event) -> dict[str, str]:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import RunError
+from paceline.engine.carry import Carry, send_part
 from paceline.engine.checkpoint import prune, step_of
 from paceline.engine.checkpoint_format import name_of
 from paceline.engine.checkpoint_write import (
@@ -37,6 +38,7 @@ class Flight:
     keep: checkpoints that are kept; None: all.
     superseded: steps of checkpoints that an earlier life of the run wrote, beyond the one that this life goes on from.
     start: when the save was begun, on the clock of ``time.perf_counter``.
+    carry: where a rank on a host that does not see the folder sends what it owns.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Flight:
         keep: int | None,
         superseded: frozenset[int],
         start: float,
+        carry: Carry | None = None,
     ) -> None:
         self.step = step
         self.parts = parts
@@ -64,6 +67,7 @@ class Flight:
         self.folder = folder
         self.keep = keep
         self.superseded = superseded
+        self.carry = carry if carry is not None and carry.sends else None
         self.blocked_s = 0.0
         self.wall_s: float | None = None
         self.saved: Saved | None = None
@@ -81,21 +85,26 @@ class Flight:
         if self._thread is not None:
             self._thread.join()
 
-    def run(self) -> None:
-        """Write this rank's part; on rank 0 wait for the others and commit. Raises nothing."""
+    def run(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Write this rank's part; on rank 0 wait for the others and commit. Raises nothing. ``tick`` is called as what travels
+        gets on."""
         assert self.aside is not None
         try:
-            write_part(self.aside, self.rank, len(self.writers), self.parts)
+            if self.carry is None:
+                write_part(self.aside, self.rank, len(self.writers), self.parts)
+            elif self.parts:  # else its leader has said so
+                leader_pid = self.writers[self.leader].pid
+                send_part(self.carry, self.step, leader_pid, self.rank, len(self.writers), self.parts, tick)
             if self.leads:
-                self._commit()
+                self._commit(tick)
         finally:
             self.parts = ()
             self.ended = True
 
-    def _commit(self) -> None:
+    def _commit(self, tick: Callable[[], None]) -> None:
         assert self.aside is not None
         try:
-            said = wait_for_parts(self.aside, self.writers, self._patience)
+            said = wait_for_parts(self.aside, self.writers, self._patience, tick)
             self.saved = commit(self.folder, self.step, self.aside, self.meta, said)
             self.wall_s = time.perf_counter() - self.started
         except Exception as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
+from paceline.engine.carry import Carry
 from paceline.engine.checkpoint import committed, step_of
 from paceline.engine.checkpoint_format import name_of
 from paceline.engine.checkpoint_write import Writer, clear_debris, prepare, reason_of, write_part
@@ -40,6 +41,7 @@ class Saver:
             save is in flight at most.
         every_s: ask for a save whenever so many seconds have passed since the last was begun.
         pause: where a save cannot be written, stand still until it can be, or until ``stop()`` is true on some rank.
+        carry: where ranks on hosts that do not see ``folder`` send what they own.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Saver:
         every_s: float | None = None,
         pause: bool = False,
         stop: Callable[[], bool] = lambda: False,
+        carry: Carry | None = None,
     ) -> None:
         self.world = world
         self.folder = folder
@@ -62,6 +65,7 @@ class Saver:
         self.every_s = every_s
         self.pause = pause
         self.stop = stop
+        self.carry = carry
         self.first_step = 0  # that this life of the run goes on from
         self.last_step: int | None = None  # saved, or being saved in the background
         self.num_begun = 0  # saves; the last one at:
@@ -189,12 +193,14 @@ class Saver:
                 parts = self._copy.take(parts)
             except (RuntimeError, MemoryError) as caught:
                 problem = f"no memory on the host for the copy (set `async_save: false`): {caught}"
+        idle = self.carry is not None and self.carry.sends and not parts  # sees no folder to say so in
         with uncounted():
-            told: list[Any] = self.world.gather_objects((Writer.here(parts), aside, problem, self._copy.unpinned))
+            told: list[Any] = self.world.gather_objects((Writer.here(parts), aside, problem, self._copy.unpinned, idle))
         asides = [one[1] for one in told if one is not None and one[1] is not None]
         problems = [(rank, one[2]) for rank, one in enumerate(told) if one is not None and one[2] is not None]
         if self.world.is_first and asides:
-            for rank in (rank for rank, one in enumerate(told) if one is None):  # a rank that the others do without
+            # A rank that the others do without, or that has nothing to send.
+            for rank in (rank for rank, one in enumerate(told) if one is None or one[4]):
                 write_part(asides[0], rank, len(told), ())
         self._say_unpinned({rank: one[3] for rank, one in enumerate(told) if one is not None and one[3] is not None})
         if not asides and not problems:
@@ -202,7 +208,7 @@ class Saver:
         writers = [Writer.here(()) if one is None else one[0] for one in told]
         superseded = frozenset(one for one in self._found if one > self.first_step)
         aside = asides[0] if asides else None
-        flight = Flight(self.world, self.folder, step, parts, meta, aside, writers, self.keep, superseded, start)
+        flight = Flight(self.world, self.folder, step, parts, meta, aside, writers, self.keep, superseded, start, self.carry)
         if problems:
             rank, text = problems[0]
             flight.fail(text + (f" (on rank {rank})" if self.world.size > 1 else ""))
@@ -213,7 +219,7 @@ class Saver:
             flight.blocked_s = time.perf_counter() - start
             return None
         else:
-            flight.run()
+            flight.run(PULSE.tick if self.carry is not None else lambda: None)
         error = self._agree(flight.error)
         if error is None and flight.leader in self.world.lost and not (self.folder / name_of(step)).is_dir():
             error = flight.not_led()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch import nn
 
 from paceline.config.load import to_yaml
@@ -22,8 +21,11 @@ from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.data.loader import LoaderOptions
 from paceline.data.order import SampleOrder
 from paceline.engine import checkpoint
+from paceline.engine.announce import announce
+from paceline.engine.carry import Carry, travels
 from paceline.engine.communication import make_judge
 from paceline.engine.departures import batches_of, listeners
+from paceline.engine.devices import DeviceReader
 from paceline.engine.meter import Meter
 from paceline.engine.model_folder import save_model_folder
 from paceline.engine.optim import Schedule, build_optimizer, matrices_of
@@ -44,7 +46,6 @@ from paceline.tasks.base import Prepared, Task
 from paceline.tasks.user import guard_model
 from paceline.world.env import RankEnv
 from paceline.world.group import World, open_world
-from paceline.world.host import host_name
 from paceline.world.mesh import Axes
 from paceline.world.pulse import PULSE
 from paceline.world.seeds import seed_everything
@@ -64,6 +65,7 @@ class Job:
     notices: list[tuple[str, str]] = field(default_factory=list)
     launcher: int | None = None  # process that outlives the ranks, and writes the end of a log that they could not end
     fault: dict[str, Any] | None = None  # that ended the life before this one
+    carry: Carry | None = None  # where some host does not see the run's folder
 
 
 def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
@@ -232,7 +234,14 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
         events=events,
         run_dir=run_dir,
         stop=stop,
-        meter=Meter(world, _life_began(job), job.prepared.train_tokens is not None, strategy.traffic_period),
+        meter=Meter(
+            world,
+            _life_began(job),
+            job.prepared.train_tokens is not None,
+            strategy.traffic_period,
+            serves=not strategy.works,
+            devices=DeviceReader(world.device),
+        ),
         saver=Saver(
             world,
             run_dir.checkpoints,
@@ -242,6 +251,7 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
             every_s=config.recovery.save_every_s,
             pause=config.recovery.on_save_error == "pause",
             stop=lambda: stop.wanted,
+            carry=job.carry,
         ),
         fingerprint=job.prepared.fingerprint,
         frozen=built.frozen,
@@ -250,12 +260,13 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
     with PULSE.during("loading"):
         resumed = _resume(session, job)
     notices = built.notices + strategy.notices[said:]  # what the checkpoint did not hold, or held in vain
+    notices += travels(session, job.carry)
     accumulation = job.derived.gradient_accumulation_steps
     if job.layout.num_processes == 1:  # one process works on the micro-batches of all devices
         accumulation *= job.layout.axes.replicas
     session.accumulation = accumulation if strategy.works else 0
     session.batches = batches_of(session)
-    _announce(session, job, notices, resumed)
+    announce(session, job, notices, resumed)
     return session
 
 
@@ -270,66 +281,20 @@ def _balance_lengths(dataset: Any, task: Task) -> Any:
 
 
 def _resume(session: Session, job: Job) -> str | None:
-    path = session.world.broadcast_object(job.resume_from)
-    if path is None:
+    path = job.resume_from
+    own = path is not None and Path(path).resolve().parent == session.run_dir.checkpoints.resolve()
+    said, own = session.world.broadcast_object((path, own))  # type: ignore[misc]
+    if said is None:
         return None
+    if not (job.carry and job.carry.sends):  # else this host has a copy of it
+        path = str(said)
     meta = checkpoint.read_meta(Path(str(path)))
     with checkpoint.CheckpointReader(Path(str(path))) as reader:
         load_training_state(session, reader, int(meta["step"]))
     session.guard.resume(meta, str(path))
-    if Path(str(path)).resolve().parent != session.run_dir.checkpoints.resolve():
+    if not own:
         session.saver.last_step = None  # saved, but not in this run's folder
     return str(path)
-
-
-def _announce(session: Session, job: Job, notices: list[tuple[str, str]], resumed: str | None) -> None:
-    if not session.world.is_first:
-        return
-    emit = session.events.emit
-    emit(
-        "run_start",
-        config=job.config.model_dump(mode="json"),
-        derived=job.derived.as_dict(),
-        world_size=session.derived.world_size,
-        axes=asdict(job.layout.axes),
-        device=str(session.world.device.type),
-        strategy=session.strategy.name,
-        model={
-            "name": job.config.model,
-            "parameters": sum(one.numel for one in session.shape.parameters),
-            "trainable_parameters": sum(one.numel for one in session.shape.trained),
-        },
-        data=job.prepared.counts.as_dict(),
-        versions=_versions(),
-        pid=os.getpid(),
-        launcher=job.launcher,
-        host=host_name(),
-        output_dir=str(session.run_dir.root),
-        resumed_from_step=session.first_step if resumed else None,
-    )
-    if job.fault is not None:
-        emit("fault", said=True, **job.fault)
-    for level, text in job.notices:
-        session.events.notice(text, level, said=True)  # by the launcher, while the ranks were starting
-    for level, text in notices:
-        session.events.notice(text, level)
-    if resumed:
-        emit("resume", step=session.first_step, path=resumed)
-
-
-def _versions() -> dict[str, str]:
-    import platform
-
-    import paceline
-
-    found = {"paceline": paceline.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in ("transformers", "peft"):
-        import sys
-
-        module = sys.modules.get(name)
-        if module is not None:
-            found[name] = str(module.__version__)
-    return found
 
 
 def _quiet_libraries(config: Config, device_type: str) -> None:

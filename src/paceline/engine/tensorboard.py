@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from paceline.core import wording
 from paceline.core.errors import ConfigError
 from paceline.core.events import Event
-from paceline.engine import wording
 
 
 def check_tensorboard() -> None:

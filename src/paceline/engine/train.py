@@ -21,9 +21,11 @@ from paceline.engine.counts import StepCounts
 from paceline.engine.departures import regroup
 from paceline.engine.evaluate import EvalResult, evaluate
 from paceline.engine.guard import Guard
-from paceline.engine.meter import Meter
+from paceline.engine.memory_split import STEPS_BEFORE, emit_memory
+from paceline.engine.meter import Meter, restart_peak
 from paceline.engine.optim import Schedule
 from paceline.engine.precision import Precision
+from paceline.engine.samples import Sampler
 from paceline.engine.saver import Saver
 from paceline.engine.state import training_state
 from paceline.engine.stop import StopFlag
@@ -64,15 +66,18 @@ class Session:
     first_step: int = 0
     step: int = 0  # updates made so far
     said_nan: bool = False
+    said_memory: bool = False
     eval_losses: dict[int, float] = field(default_factory=dict)
     unread: list[StepCounts] = field(default_factory=list)  # on their way, of the step made last
     judge: Judge | None = None  # of how replicas come together
     accumulation: int = 1  # micro-batches of a step on this rank
     lock: Any = None  # on the run's folder, where this rank came to hold it in the middle of the run
     guard: Guard = field(init=False)  # of gradients, replicas and losses
+    sampler: Sampler = field(init=False)  # of what the model says at evaluations
 
     def __post_init__(self) -> None:
         self.guard = Guard(self)
+        self.sampler = Sampler(self)
 
 
 def train(session: Session) -> str:
@@ -111,6 +116,8 @@ def train_step(session: Session) -> bool:
     if guard.spikes.leave_out():
         return False
     step = session.step
+    if step == session.first_step + STEPS_BEFORE - 1:
+        restart_peak(world.device)
     PULSE.begin_step(step + 1)
     meter.begin()
     micro_batches = [one.to(world.device) for one in next(session.batches)]
@@ -152,14 +159,17 @@ def train_step(session: Session) -> bool:
     learning_rate = session.schedule.set_step(step)
     guard.update(grad_norm, loss_sum)
     session.step += 1
-    meter.end(told_sum, counts.own)
     PULSE.end_step(disturbed=session.saver.is_writing)
+    meter.end(told_sum, counts.own)
     logging = session.step % config.train_args.logging_steps == 0
     logging = logging or session.step in (session.first_step + 1, session.derived.steps)
     stopping = read_counts(session, counts, now=logging)
     regroup(session)
     if logging:
         log_step(session, grad_norm, learning_rate)
+    if session.step >= session.first_step + STEPS_BEFORE and not session.said_memory:
+        session.said_memory = True
+        emit_memory(session)
     return stopping or guard.over is not None
 
 
@@ -234,6 +244,7 @@ def run_evaluation(session: Session) -> None:
                 session.precision,
                 session.loader_options,
             )
+            session.sampler.take(result.wall_s)
     session.eval_losses[session.step] = result.loss
     session.events.emit(
         "eval", step=session.step, loss=result.loss, count=result.count, wall_s=result.wall_s, metrics=result.metrics

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from paceline.core import wording
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, nearest
 from paceline.core.events import Event, follow_events
+from paceline.core.life import process_alive
 from paceline.core.run_dir import RunDir
-from paceline.engine import wording
 from paceline.engine.console import Console, resume_hint
-from paceline.world.host import host_name
 
 _QUIET_S = 5.0  # a process that is gone is declared so after this long without an event: it may be restarting
 _SAY_QUIET_S = 120.0  # an event log this old is worth a word, where the process cannot be looked at
@@ -151,31 +150,3 @@ def _thinned(history: list[Event], console: Console) -> Iterator[Event]:
     kept = {*steps[::every], steps[0], steps[-1]}
     console.say(f"of {len(steps):,} past steps about one in {every} is shown; all are in events.jsonl")
     yield from (event for index, event in enumerate(history) if event["type"] != "step" or index in kept)
-
-
-def process_alive(start: Event) -> bool | None:
-    """Whether a run goes on, by its launcher, which outlives its ranks, or else by rank 0's process; None where that cannot be
-    known from here. ``start``: its ``run_start`` event."""
-    pid, host = start.get("launcher") or start.get("pid"), start.get("host")
-    if not isinstance(pid, int) or pid <= 0 or host != host_name():
-        return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # another user's, but there
-    return _same_process(pid, wording.finite(start.get("time")))
-
-
-def _same_process(pid: int, started_before: float | None) -> bool:
-    """False for a zombie, and for another process that got the number after the run began (Linux; elsewhere True)."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as handle:
-            fields = handle.read().rpartition(")")[2].split()
-        with open("/proc/stat", encoding="utf-8") as handle:
-            booted = next(float(line.split()[1]) for line in handle if line.startswith("btime"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return True
-    born = booted + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return fields[0] != "Z" and (started_before is None or born < started_before + 2.0)

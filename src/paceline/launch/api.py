@@ -16,6 +16,7 @@ from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigErr
 if TYPE_CHECKING:
     from paceline.config.load import Loaded
     from paceline.config.schema import Config
+    from paceline.launch.apart import Elsewhere
     from paceline.launch.preflight import Plan
     from paceline.parallel import Layout
 
@@ -109,7 +110,13 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
     for level, text in devices.notices:
         say(level, text)
 
-    def plan_for(num_devices: int, life: int = 1, global_batch_size: int | None = None, given: Layout | None = None) -> Plan:
+    def plan_for(
+        num_devices: int,
+        life: int = 1,
+        global_batch_size: int | None = None,
+        given: Layout | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> Plan:
         return plan_run(
             loaded,
             started_at=started_at,
@@ -120,6 +127,7 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
             allow_config_change=options.allow_config_change,
             global_batch_size=global_batch_size,
             life=life,
+            elsewhere=elsewhere,
         )
 
     if outer is None and config.parallel.hosts != (1, 1) and not options.dry_run:

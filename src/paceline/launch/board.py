@@ -2,10 +2,11 @@
 
 Everything that the launchers say to each other is a key of that store with a JSON value:
 
+- ``born``: by which one head is known from the next.
 - ``joins``, ``join/ID``: a host that wants to take part, and what it has; ``beat/ID``: counted up each second.
 - ``round``: the number of the present round; ``round/R``: who is in it, with which ranks.
-- ``said/R/ID/WHAT``: a host's answer: ``planned``, ``shared``, ``ended``.
-- ``word/R/WHAT``: the head's: ``layout``, ``share``, ``go``, ``stop``, ``over``; ``refused/ID``; ``end``.
+- ``said/R/ID/WHAT``: a host's answer: ``shared``, ``planned``, ``ended``; ``fetched``, beside it.
+- ``word/R/WHAT``: the head's: ``share``, ``depot``, ``from``, ``layout``, ``go``, ``stop``, ``over``; ``refused/ID``; ``end``.
 """
 
 from __future__ import annotations

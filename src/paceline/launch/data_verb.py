@@ -20,7 +20,7 @@ from paceline.core.words import counted
 from paceline.data.count import LEAST_MEMORY_BYTES, Found, Job, combined, count_rank, write_table
 from paceline.data.count_runs import merged, rows
 
-ACTIONS = ("count", "stats")
+ACTIONS = ("count", "stats", "preview")
 COUNT_VALUES = {
     "ranks": int, "by": str, "tokenizer": str, "output": str, "top": int, "memory": str, "engine": str, "errors": str,
     "field": str,
@@ -54,7 +54,7 @@ def check_action(words: list[str]) -> str:
         near = nearest(given, ACTIONS) or "count"
         raise ConfigError(
             f"`paceline data {given}`".replace(" `", "`") + " is nothing to do",
-            allowed="paceline data count FILE…, paceline data stats CONFIG.yaml [key=value …]",
+            allowed="paceline data count FILE…, paceline data stats|preview CONFIG.yaml [key=value …]",
             fix=f"type `paceline data {near} …`",
         )
     return given

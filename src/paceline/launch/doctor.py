@@ -13,6 +13,7 @@ from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, PacelineError
 from paceline.core.files import human_bytes
+from paceline.core.wording import short_duration
 from paceline.core.words import counted
 from paceline.doctor.check import Check, broken, doubtful, well
 from paceline.doctor.machine import (
@@ -26,7 +27,6 @@ from paceline.doctor.machine import (
 from paceline.doctor.network import check_host_name, check_interface, check_port
 from paceline.doctor.software import check_driver, check_packages
 from paceline.doctor.storage import check_cache, check_disk, check_writing
-from paceline.engine.wording import short_duration
 
 if TYPE_CHECKING:
     from paceline.engine.stop import StopFlag

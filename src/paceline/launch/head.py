@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import EXIT_FAILED, EXIT_USAGE
+from paceline.core.run_dir import RunDir
 from paceline.core.words import counted
+from paceline.launch.apart import fetched_text
 from paceline.launch.board import PATIENCE_S, Board, CutOff
+from paceline.launch.depot import Depot
 from paceline.launch.processes import open_store
+from paceline.launch.rounds import Member, Round, first_of, in_order, span
 
 Say = Callable[[str, str], None]
 
@@ -24,37 +28,13 @@ _ALIVE_S = 1.5  # whoever beats so long after a moment lived then
 _PERHAPS = "perhaps"
 
 
-@dataclass
-class _Member:
-    number: int
-    info: dict[str, Any]
-    beat: int = 0
-    heard_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def name(self) -> str:
-        return f"{self.info['host']} ({self.info['address']})"
-
-
-@dataclass
-class _Round:
-    """A life of the run: the same hosts from its start to its end."""
-
-    number: int
-    members: list[_Member]
-    state: str = "planning"  # sharing, running, closing
-    reason: dict[str, Any] | None = None  # the outcome for which it is closed
-    regroup: bool = False
-    store: Any = None  # at which its ranks meet
-
-
 class Head(threading.Thread):
     """Runs beside the head's own launcher, which is a host like the others.
 
     Args:
         hosts: the smallest and the largest number of them.
         judge: what follows a fault: (what is told of it, or None; the outcome), as :meth:`Recovery.judge`.
-        output_dir: which all hosts must see; None where nothing is written.
+        output_dir: of the run, on this host; None where nothing is written.
     """
 
     def __init__(
@@ -73,17 +53,19 @@ class Head(threading.Thread):
         self.least, self.most = hosts
         self.judge = judge
         self.output_dir, self.wait_s, self.rejoin_s, self.say = output_dir, wait_s, rejoin_s, say
-        self.members: dict[int, _Member] = {}
+        self.members: dict[int, Member] = {}
         self.own: int | None = None  # number of the head's own host, by which the others are measured
         self.error: BaseException | None = None
         self._seen = 0  # joins
-        self._waiting: list[_Member] = []  # whose place another one has, who may be gone
+        self._waiting: list[Member] = []  # whose place another one has, who may be gone
         self._joined_at = self._gathering_since = self._said_at = time.monotonic()
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._rounds = 0
         self._fault: dict[str, Any] | None = None
         self._batch: int | None = None  # the global batch, once it is planned
         self._ended = False
+        self.depot: Depot | None = None  # where some host does not see the run's folder
+        self._made: list[Path] = []  # folders, for a run that has not begun
 
     def run(self) -> None:
         try:
@@ -108,7 +90,7 @@ class Head(threading.Thread):
             self._seen += 1
             if info.get("was") in self.members:  # the same host, after it was cut off
                 self._lose(self.members[info["was"]], "was cut off and has come back")
-            self._waiting.append(_Member(self._seen, info))
+            self._waiting.append(Member(self._seen, info))
         for member in sorted(self._waiting, key=lambda one: one.number != self.own):
             if member.number != self.own and self.own not in self.members:
                 continue
@@ -125,7 +107,7 @@ class Head(threading.Thread):
             if len(self.members) > 1 or self.most > 1:
                 self.say("info", f"host {member.name} is there: {len(self.members)} of {self._wanted()}")
 
-    def _misfit(self, member: _Member) -> str | None:
+    def _misfit(self, member: Member) -> str | None:
         """Why a host cannot take part; :data:`_PERHAPS` where that will be seen. None: it can."""
         first = next(iter(self.members.values()), None)
         if first is None:
@@ -160,13 +142,13 @@ class Head(threading.Thread):
             elif now - one.heard_at > PATIENCE_S:
                 self._lose(one, f"has not been heard of for {PATIENCE_S:.0f} s")
 
-    def _lose(self, member: _Member, why: str) -> None:
+    def _lose(self, member: Member, why: str) -> None:
         self.members.pop(member.number, None)
         round_ = self._round
         self.say("warning", f"host {member.name} {why}")
         if round_ is not None and member in round_.members and round_.state != "closing":
-            ranks = self._ranks_of(round_, member)
-            text = f"host {member.name} with rank{'s' if len(ranks) > 1 else ''} {_span(ranks)} {why}"
+            ranks = round_.ranks_of(member)
+            text = f"host {member.name} with rank{'s' if len(ranks) > 1 else ''} {span(ranks)} {why}"
             self._close({"status": "failed", "exit_code": EXIT_FAILED, "text": text + ".", "traceback": "", "fault": True,
                          "ranks": ranks, "hosts": [member.info["host"]], "reason": text, "gone": True})  # fmt: skip
 
@@ -202,8 +184,8 @@ class Head(threading.Thread):
 
     def _begin(self) -> None:
         self._rounds += 1
-        members = _in_order(list(self.members.values()))
-        self._round = _Round(self._rounds, members)
+        members = in_order(list(self.members.values()))
+        self._round = Round(self._rounds, members, "planning" if self.output_dir is None else "sharing")
         first, nodes = 0, []
         for one in members:
             nodes.append({"id": one.number, "host": one.info["host"], "first_rank": first, "num_ranks": one.info["devices"]})
@@ -211,9 +193,23 @@ class Head(threading.Thread):
         # What ranks stand beside the devices' own (servers) the plan knows; they are the last host's.
         about = {"nodes": nodes, "devices": first, "fault": self._fault, "global_batch": self._batch}
         self.board.put(f"round/{self._rounds}", about)
+        if self.output_dir is not None:
+            try:
+                self.board.put(f"word/{self._rounds}/share", self._leave_token(self.output_dir))
+            except OSError as error:
+                text = f"`output_dir: {self.output_dir}` cannot be written: {error.strerror or error}. To fix: make room there"
+                self._end({"status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": ""})
+                return
         self.board.put("round", self._rounds)
 
-    def _answers(self, round_: _Round, what: str) -> dict[int, Any] | None:
+    def _leave_token(self, output_dir: Path) -> str:
+        self._made = [one for one in (output_dir, *output_dir.parents) if not one.exists()] or self._made
+        output_dir.mkdir(parents=True, exist_ok=True)
+        token = uuid.uuid4().hex
+        share_file(output_dir).write_text(token)
+        return token
+
+    def _answers(self, round_: Round, what: str) -> dict[int, Any] | None:
         """What each host has said; None while some have not. A host that failed ends the run."""
         found = {}
         for one in round_.members:
@@ -224,7 +220,7 @@ class Head(threading.Thread):
             found[one.number] = self.board.get(f"said/{round_.number}/{one.number}/{what}")
         return None if any(value is None for value in found.values()) else found
 
-    def _planning(self, round_: _Round) -> None:
+    def _planning(self, round_: Round) -> None:
         plans = self._answers(round_, "planned")
         if plans is None:
             return
@@ -242,42 +238,46 @@ class Head(threading.Thread):
         if plans[first.number].get("finished"):
             self._end({"status": "finished", "exit_code": 0})
             return
-        if self.output_dir is None:
-            self._go(round_)
-            return
-        self._batch = plans[first.number]["global batch"]
-        token = uuid.uuid4().hex
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        share_file(self.output_dir).write_text(token)
-        round_.state = "sharing"
-        self.board.put(f"word/{round_.number}/share", token)
+        if self.output_dir is not None:
+            self._batch = plans[first.number]["global batch"]
+        self._go(round_)
 
-    def _sharing(self, round_: _Round) -> None:
+    def _sharing(self, round_: Round) -> None:
+        """Where a host does not see the run's folder, what its ranks own of a checkpoint comes to the depot."""
         assert self.output_dir is not None
         seen = self._answers(round_, "shared")
         if seen is None:
             return
         share_file(self.output_dir).unlink(missing_ok=True)
-        blind = [one.name for one in round_.members if not seen[one.number]]
-        if blind:
-            text = (
-                f"`output_dir: {self.output_dir}` is not the same folder on {', '.join(blind)} as here. To fix: put it on a "
-                "file system that all hosts share (NFS, Lustre…)"
-            )
-            self._end({"status": "failed", "exit_code": EXIT_USAGE, "text": text, "traceback": ""})
-            return
-        self._go(round_)
+        round_.apart = [one for one in round_.members if not seen[one.number]]
+        if round_.apart:
+            if round_.number == 1:
+                names = ", ".join(one.name for one in round_.apart)
+                text = f"`output_dir: {self.output_dir}` is not the same folder on {names} as here: the run lies here alone"
+                self.say("info", f"{text}, and what goes into a checkpoint there travels to this host")
+            self.depot = self.depot or Depot(self.board.address, RunDir(self.output_dir).checkpoints, self.say)
+        told = self.depot.begin_life() if self.depot is not None else {}  # what the life before left under way ends
+        self.board.put(f"word/{round_.number}/depot", told if round_.apart else {})
+        round_.state = "planning"
 
-    def _go(self, round_: _Round) -> None:
+    def _go(self, round_: Round) -> None:
         round_.store = open_store(0, self.board.address)
         round_.state = "running"
-        self.board.put(f"word/{round_.number}/go", {"port": round_.store.port})
+        self._made = []
+        notices = [("info", text) for text in self._fetched(round_)]
+        for level, text in notices:
+            self.say(level, text)
+        self.board.put(f"word/{round_.number}/go", {"port": round_.store.port, "notices": notices})
 
-    def _running(self, round_: _Round) -> None:
+    def _fetched(self, round_: Round) -> list[str]:
+        told = [(one, self.board.get(f"said/{round_.number}/{one.number}/fetched")) for one in round_.apart]
+        return [f"host {one.name} {fetched_text(what)}" for one, what in told if what is not None]
+
+    def _running(self, round_: Round) -> None:
         ended = {one.number: self.board.get(f"said/{round_.number}/{one.number}/ended") for one in round_.members}
         failed = [value for value in ended.values() if value is not None and value["status"] == "failed"]
         if failed:
-            self._close(_first(failed))
+            self._close(first_of(failed))
         elif all(value is not None for value in ended.values()):
             first = ended[round_.members[0].number]
             if round_.regroup and first["status"] == "stopped":
@@ -291,20 +291,20 @@ class Head(threading.Thread):
 
     def _close(self, outcome: dict[str, Any]) -> None:
         assert self._round is not None
-        if self._round.state == "planning":
+        if self._round.state in ("sharing", "planning"):
             self._next(None)  # nothing ran
             return
         self._round.state, self._round.reason = "closing", outcome
         self.board.put(f"word/{self._round.number}/over", True)
 
-    def _closing(self, round_: _Round) -> None:
+    def _closing(self, round_: Round) -> None:
         """Until the ranks of all hosts that are left have ended."""
         assert round_.reason is not None
         ended = {one.number: self.board.get(f"said/{round_.number}/{one.number}/ended") for one in round_.members}
         if any(value is None for number, value in ended.items() if number in self.members):
             return
         failed = [value for value in ended.values() if value is not None and value["status"] == "failed"]
-        outcome = _first([round_.reason, *failed])
+        outcome = first_of([round_.reason, *failed])
         fault, outcome = self.judge(outcome)
         if fault is None:
             self._end(outcome)
@@ -317,17 +317,12 @@ class Head(threading.Thread):
         self._round, self._fault = None, fault
         self._gathering_since = self._joined_at = time.monotonic()
 
-    def _ranks_of(self, round_: _Round, member: _Member) -> list[int]:
-        first = 0
-        for one in round_.members:
-            if one is member:
-                return list(range(first, first + one.info["devices"]))
-            first += one.info["devices"]
-        return []
-
     def _end(self, outcome: dict[str, Any]) -> None:
         if self.output_dir is not None:
             share_file(self.output_dir).unlink(missing_ok=True)
+            for folder in self._made:  # nothing was begun in them
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
         self.board.put("end", outcome)
         self._ended = True
 
@@ -350,29 +345,3 @@ class Head(threading.Thread):
 def share_file(output_dir: Path) -> Path:
     """By which hosts find out whether they see the same folder."""
     return output_dir / ".hosts"
-
-
-def _in_order(members: list[_Member]) -> list[_Member]:
-    """By node rank where given; the others fill what is free, in the order of their coming."""
-    given = {one.info["node_rank"]: one for one in members if one.info["node_rank"] is not None}
-    rest = [one for one in members if one.info["node_rank"] is None]
-    found: list[_Member] = []
-    number = 0
-    while len(found) < len(members):
-        if number in given:
-            found.append(given.pop(number))
-        elif rest:
-            found.append(rest.pop(0))
-        else:  # a node is missing: the next ones move up
-            found.append(given.pop(min(given)))
-        number += 1
-    return found
-
-
-def _first(failed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of several accounts of one fault, that of the rank that was gone first, before those that only noticed."""
-    return min(failed, key=lambda one: (not one.get("of_all"), not one.get("gone"), one.get("time", 0.0)))
-
-
-def _span(ranks: list[int]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}" if ranks else "none"

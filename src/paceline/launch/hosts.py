@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
-import platform
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,10 +13,16 @@ from typing import Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_FAILED, ConfigError, PacelineError
-from paceline.launch.board import Beats, Board, CutOff, answers
+from paceline.engine.carry import Carry
+from paceline.engine.checkpoint import read_meta
+from paceline.launch.apart import Apart, Elsewhere, RoundOver, sees
+from paceline.launch.board import PATIENCE_S, Beats, Board, CutOff, answers
+from paceline.launch.depot import manifest_print
 from paceline.launch.head import Head, share_file
 from paceline.launch.local import Signals, live, stop_code
 from paceline.launch.meeting import Meeting
+from paceline.launch.preflight import Plan
+from paceline.launch.prints import config_values, plan_print, software
 from paceline.launch.processes import Place, RankProcesses, open_store
 from paceline.launch.recover import Recovery
 from paceline.launch.worker import RunRank
@@ -26,12 +32,12 @@ from paceline.world.mesh import Axes
 
 Say = Callable[[str, str], None]
 #: The :class:`~paceline.launch.preflight.Plan` of a life on so many devices of all hosts: (devices, number of the life from 1
-#: on, global batch of the life before where there was one, the layout where the head has chosen it).
-PlanFor = Callable[[int, int, int | None, Layout | None], Any]
+#: on, global batch of the life before where there was one, the layout where the head has chosen it, and what the head has
+#: found where the run's folder is not here).
+PlanFor = Callable[[int, int, int | None, Layout | None, Elsewhere | None], Any]
 
 _TICK_S = 0.1
 _SAY_EVERY_S = 15.0
-_SEEN_WITHIN_S = 10.0  # a file that another host has written
 
 
 class HostsRun:
@@ -55,7 +61,9 @@ class HostsRun:
         self.signals = Signals(lambda: "finishing this step and saving a checkpoint, on all hosts")
         self.number = 0  # on the board
         self.head: Head | None = None
+        self.apart: Apart | None = None  # where this host does not see the run's folder
         self._store: Any = None
+        self._born: str | None = None  # by which one head is known from the next
         self._round = 0  # the last one that this host took part in
         self._concluding = False  # its ranks have ended by themselves: the head says what follows
         self._finished: dict[str, Any] | None = None
@@ -63,6 +71,15 @@ class HostsRun:
 
     def run(self) -> dict[str, Any]:
         """As :meth:`LocalRun.run <paceline.launch.local.LocalRun.run>`; the report is with the head."""
+        try:
+            return self._run()
+        finally:
+            if self.apart is not None:
+                self.apart.close()
+            if self.head is not None and self.head.depot is not None:
+                self.head.depot.close()
+
+    def _run(self) -> dict[str, Any]:
         with self.signals:
             if self.meeting.leads:
                 self._open_board()
@@ -75,7 +92,7 @@ class HostsRun:
                     gone_since = None  # a later cut has its own time to come back
                     return self._attend(board)
                 except CutOff as error:
-                    if self.number == 0:
+                    if self._born is None:
                         text = f"what listens at {self._head()} does not answer as the head of a run: {error}"
                         fix = " To fix: set `parallel.head` to another port, the same on every host"
                         return {"status": "failed", "exit_code": 2, "text": text + fix, "traceback": "", "report": None}
@@ -89,6 +106,7 @@ class HostsRun:
     # -- the board ------------------------------------------------------------------------------------------------------------
     def _open_board(self) -> None:
         self._store = open_store(self.meeting.port, self.meeting.address)
+        self._store.set("born", json.dumps(uuid.uuid4().hex))
         recovery = Recovery(self.config, None, self.say)
         parallel = self.config.parallel
         self.head = Head(
@@ -125,12 +143,13 @@ class HostsRun:
 
     def _attend(self, board: Board) -> dict[str, Any]:
         """Take part until the head says how it ended."""
+        self._begin_anew_with(board)
         was, self.number = self.number, board.count("joins")
         if self.head is not None:
             self.head.own = self.number
         about = {
             "host": host_name(), "address": self.meeting.own, "devices": self.num_devices, "node_rank": self.meeting.node_rank,
-            "was": was or None, "prints": {**_software(), "device": self.device_type, **config_values(self.config)},
+            "was": was or None, "prints": {**software(), "device": self.device_type, **config_values(self.config)},
         }  # fmt: skip
         beats = Beats(self.meeting.address, self.meeting.port, self.number)
         beats.start()
@@ -148,6 +167,16 @@ class HostsRun:
         finally:
             beats.end()
             board.close()
+
+    def _begin_anew_with(self, board: Board) -> None:
+        """A head that was started again knows nothing of this host's number, and counts its rounds from the first."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (born := board.get("born")) is None:
+            if time.monotonic() > deadline:
+                raise CutOff("it does not say which head it is")
+            time.sleep(_TICK_S)
+        if born != self._born:
+            self._born, self.number, self._round = born, 0, 0
 
     def _hear_end(self, board: Board) -> dict[str, Any] | None:
         refused = board.get(f"refused/{self.number}")
@@ -187,15 +216,7 @@ class HostsRun:
             return
         said = f"said/{number}/{self.number}"
         try:
-            layout = None  # what `mode: auto` takes depends on a host: the head's is taken by all
-            if not self.meeting.leads and not self.more:
-                word = self._await(board, beats, number, "layout")
-                if word is None:
-                    return
-                layout = Layout(word["strategy"], Axes(**word["axes"]), word["num_processes"])
-            plan = self.plan_for(about["devices"], number, about["global_batch"], layout)
-            if self.meeting.leads and not self.more:
-                board.put(f"word/{number}/layout", asdict(plan.job.layout))
+            found = self._plan(board, beats, number, about)
         except PacelineError as error:
             told = {
                 "status": "failed",
@@ -206,13 +227,11 @@ class HostsRun:
             }
             board.put(f"{said}/failed", told)
             return
+        if found is None:
+            return
+        plan, carry = found
         self._finished = plan.finished
         board.put(f"{said}/planned", {"finished": True} if plan.finished else {} if self.more else plan_print(plan.job))
-        if not self.more:
-            token = self._await(board, beats, number, "share")
-            if token is None:
-                return
-            board.put(f"{said}/shared", self._sees(str(token)))
         go = self._await(board, beats, number, "go")
         if go is None:
             return
@@ -223,7 +242,12 @@ class HostsRun:
         place = Place(first, count, world_size, self.meeting.address, go["port"], self._environment())
         ranks = f"ranks {first} to {first + count - 1}" if count > 1 else f"rank {first}"
         self.say("info", f"host {host_name()} ({self.meeting.own} on {self.meeting.interface}): {ranks} of {place.world_size}")
-        job = plan.job if self.more else replace(plan.job, fault=about["fault"], launcher=os.getpid())
+        job = plan.job
+        if not self.more:
+            notices = [*job.notices, *(tuple(one) for one in go["notices"])]
+            job = replace(job, fault=about["fault"], launcher=os.getpid(), carry=carry, notices=notices)
+        if self.apart is not None:
+            self.apart.leave_note()
         outcome = self._run_ranks(board, beats, number, job, place)
         self._report = outcome.pop("report", None)
         self._concluding = outcome["status"] != "failed"
@@ -239,17 +263,58 @@ class HostsRun:
                 return None
             self._pause(board, beats)
 
-    def _sees(self, token: str) -> bool:
-        deadline = time.monotonic() + _SEEN_WITHIN_S
-        while True:
-            try:
-                if share_file(Path(self.config.output_dir)).read_text() == token:
-                    return True
-            except OSError:
-                pass
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.2)
+    def _plan(self, board: Board, beats: Beats, number: int, about: dict[str, Any]) -> tuple[Any, Carry | None] | None:
+        """The plan, and where what goes into checkpoints travels to, if it does. None where the round is over first."""
+        given = (about["devices"], number, about["global_batch"])
+        if self.more:
+            return self.plan_for(*given, None, None), None
+        token = self._await(board, beats, number, "share")
+        if token is None:
+            return None
+        shared = self.apart is None and sees(share_file(Path(self.config.output_dir)), str(token))
+        board.put(f"said/{number}/{self.number}/shared", shared)
+        depot = self._await(board, beats, number, "depot")
+        if depot is None:
+            return None
+        carry = Carry(self.meeting.address, depot["port"], depot["token"]) if depot else None
+        if self.meeting.leads:
+            plan = self.plan_for(*given, None, None)
+            if carry is not None:
+                board.put(f"word/{number}/from", self._offer(plan))
+            board.put(f"word/{number}/layout", asdict(plan.job.layout))
+            return plan, carry
+        if not shared:
+            self.apart = self.apart or Apart(self.config, self._head(), self.say)
+            carry = self.apart.prepare(depot, self.meeting.address)
+        word = self._await(board, beats, number, "layout")
+        if word is None:  # what `mode: auto` takes depends on a host: the head's is taken by all
+            return None
+        layout = Layout(word["strategy"], Axes(**word["axes"]), word["num_processes"])
+        if self.apart is None or carry is None:
+            return self.plan_for(*given, layout, None), carry
+        told = board.get(f"word/{number}/from")
+        if told["finished"] is not None:
+            return Plan(None, None, told["finished"]), None
+        try:
+            elsewhere = self.apart.take(carry, told, lambda: self._is_over(board, number))
+        except RoundOver:
+            return None
+        if self.apart.fetched is not None:
+            board.put(f"said/{number}/{self.number}/fetched", self.apart.fetched)
+        return self.plan_for(*given, layout, elsewhere), carry
+
+    def _offer(self, plan: Any) -> dict[str, Any]:
+        """What hosts without the run's folder must know of the checkpoint that the run goes on from."""
+        told = {"name": None, "step": -1, "manifest": None, "finished": plan.finished}
+        if plan.job.resume_from is None or self.head is None or self.head.depot is None:
+            return told
+        path = Path(plan.job.resume_from)
+        self.head.depot.offer(path)
+        return {**told, "name": path.name, "step": read_meta(path)["step"], "manifest": manifest_print(path)}
+
+    def _is_over(self, board: Board, number: int) -> bool:
+        ended = board.get(f"word/{number}/over") is not None or board.get("end") is not None
+        return ended or self.signals.number is not None
 
     def _run_ranks(self, board: Board, beats: Beats, number: int, job: Any, place: Place) -> dict[str, Any]:
         stopping = False
@@ -270,48 +335,3 @@ class HostsRun:
     def _environment(self) -> tuple[tuple[str, str], ...]:
         names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         return tuple((name, self.meeting.interface) for name in names if name not in os.environ)
-
-
-def config_values(config: Config) -> dict[str, Any]:
-    """What must be the same on every host: the config by dotted key, without what is a host's own."""
-    found: dict[str, Any] = {}
-    for name, value in config.model_dump(mode="json").items():
-        found.update({f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value})
-    for name in ("node_rank", "interface", "num_gpus"):
-        del found[f"parallel.{name}"]
-    return found
-
-
-def plan_print(job: Any) -> dict[str, Any]:
-    """What must come out the same on every host when it has read the data and the checkpoints."""
-    step = None if job.resume_from is None else Path(job.resume_from).name
-    return {
-        "data": job.prepared.fingerprint,
-        "resumes from": step,
-        "steps": job.derived.steps,
-        "global batch": job.derived.global_batch_size,
-        "strategy": job.layout.strategy,
-        "ranks": job.layout.num_processes,
-    }
-
-
-def _software() -> dict[str, str]:
-    import torch
-
-    import paceline
-
-    return {
-        "paceline": paceline.__version__,
-        "code": _code_print(),
-        "python": ".".join(platform.python_version_tuple()[:2]),
-        "torch": torch.__version__,
-    }
-
-
-def _code_print() -> str:
-    """A digest of this package's source."""
-    found = hashlib.sha256()
-    root = Path(__file__).resolve().parents[1]
-    for path in sorted(root.rglob("*.py")):
-        found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]

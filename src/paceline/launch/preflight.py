@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.config.changes import changes_training
 from paceline.config.load import Loaded, diff_configs
 from paceline.config.resolve import Derived, derive
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.engine import checkpoint
+from paceline.launch.apart import Elsewhere, note_problem
 from paceline.launch.layout import check_row_state
 from paceline.launch.sizes import check_sizes, sharing_text
-from paceline.parallel import OTHER_TRAINING, Layout, mode_of, strategy_class
+from paceline.parallel import Layout, mode_of, strategy_class
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared
 
@@ -26,18 +28,6 @@ if TYPE_CHECKING:
     from paceline.world.device import Devices
 
 Say = Callable[[str, str], None]
-
-#: Keys that change no number of the training; all others must stay as they were when a run goes on.
-_FREE_KEYS = (
-    "output_dir", "resume", "report_to", "parallel.", "train_args.logging_steps", "train_args.save_steps",
-    "train_args.save_total_limit", "train_args.async_save", "train_args.eval_steps",
-    "train_args.per_device_eval_batch_size", "evaluation.",
-    "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor", "train_args.dataloader_pin_memory",
-    "train_args.gradient_checkpointing", "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
-    "recovery.max_restarts", "recovery.save_every_s", "recovery.on_save_error", "recovery.rejoin_s", "recovery.watchdog",
-    "recovery.hang_after_s", "recovery.hang_timeout_s", "recovery.check_replicas_steps", "recovery.max_skipped_steps",
-    "trust_remote_code", "parameter_server.servers", "parameter_server.dense", "parameter_server.on_worker_loss",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,6 +85,7 @@ def plan_run(
     allow_config_change: bool = False,
     global_batch_size: int | None = None,
     life: int = 1,
+    elsewhere: Elsewhere | None = None,
 ) -> Plan:
     """Read and tokenise the data, work out batch and steps, and see whether a run is to be gone on with.
 
@@ -103,15 +94,17 @@ def plan_run(
         say: gets (level, text) of each thing a person should know, as it comes up.
         global_batch_size: of the life of this run before, which may have reached no checkpoint; else a checkpoint's holds.
         life: from the second on, what the lives before have saved is gone on with, whatever ``resume`` says.
+        elsewhere: where the run's folder is another host's, and nothing of the one here counts.
     """
     from paceline.engine.session import Job
 
     config = loaded.config
     run_dir = RunDir(Path(config.output_dir))
-    if life == 1:
-        _check_another_run(config, run_dir)
-    _check_own_folder(loaded, run_dir)
-    check_free(run_dir, say)
+    if elsewhere is None:
+        if life == 1:
+            _check_another_run(config, run_dir)
+        _check_own_folder(loaded, run_dir)
+        check_free(run_dir, say)
     notices: list[tuple[str, str]] = list(loaded.notices) + (list(devices.notices) if devices else [])
     task = load_task(config)
     prepared = task.prepare()
@@ -122,7 +115,10 @@ def plan_run(
     for level, text in crowded:
         say(level, text)
     notices += crowded
-    path = _checkpoint(config, run_dir, say, notices) if life == 1 else _own_checkpoint(config, run_dir, say, notices)
+    if elsewhere is not None:
+        path = elsewhere.path
+    else:
+        path = _checkpoint(config, run_dir, say, notices) if life == 1 else _own_checkpoint(config, run_dir, say, notices)
     meta = None if path is None else checkpoint.read_meta(path)
     if meta is not None:
         global_batch_size = int(meta["global_batch_size"])
@@ -146,7 +142,7 @@ def plan_run(
     finished = None
     if path is not None and meta is not None:
         finished = _check_resume(config, derived, prepared, run_dir, path, meta, say, allow_config_change)
-    elif config.resume == "auto" and run_dir.config.is_file():
+    elif elsewhere is None and config.resume == "auto" and run_dir.config.is_file():
         _check_same_config(config, _stored_config(run_dir), run_dir.root, allow_config_change, say)
         say("info", f"{run_dir.root} holds a run that reached no checkpoint: it starts again from the beginning")
     resume_from = None if path is None else str(path)
@@ -194,7 +190,10 @@ def _check_another_run(config: Config, run_dir: RunDir) -> None:
 
 
 def _check_own_folder(loaded: Loaded, run_dir: RunDir) -> None:
-    """A run never writes over what is not a run's."""
+    """A run never writes over what is not a run's, and does not begin anew where its folder is another host's."""
+    problem = note_problem(run_dir)
+    if problem is not None:
+        raise problem
     if run_dir.events.is_file():
         return
     root = run_dir.root
@@ -291,15 +290,8 @@ def _stored_config(run_dir: RunDir) -> dict[str, Any]:
         ) from error
 
 
-def _is_free(key: str, old: object, new: object) -> bool:
-    """True where a change of ``key`` changes no number of the training."""
-    if key == "parallel.mode" and (old in OTHER_TRAINING or new in OTHER_TRAINING):
-        return False
-    return key.startswith(_FREE_KEYS)
-
-
 def _check_same_config(config: Config, stored: dict[str, Any], where: Path, allow_change: bool, say: Say) -> None:
-    changes = [one for one in diff_configs(Config.model_validate(stored), config) if not _is_free(*one)]
+    changes = [one for one in diff_configs(Config.model_validate(stored), config) if changes_training(*one)]
     if not changes:
         return
     listing = "; ".join(f"{key}: {old!r} → {new!r}" for key, old, new in changes)

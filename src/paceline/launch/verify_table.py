@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.engine import wording
+from paceline.core import wording
 from paceline.engine.certificate import rows, summary
 
 _WIDTH = 100

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.config.changes import OTHER_TRAINING as OTHER_TRAINING
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.words import counted
 from paceline.world.mesh import Axes
@@ -32,8 +33,6 @@ STRATEGIES = {
     "parameter_server": "paceline.parallel.parameter_server:ParameterServer",
 }
 ALIASES = {"fsdp": "zero3"}
-#: Modes that are another training than `single`: to hold them against it says nothing, and `auto` never takes them.
-OTHER_TRAINING = ("local_sgd", "diloco", "parameter_server")
 
 #: The axis that takes the ranks which no size in the config accounts for, and the axes that a mode may have beside it.
 _MAIN_AXIS = {

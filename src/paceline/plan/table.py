@@ -6,8 +6,8 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from paceline.core.files import human_bytes
+from paceline.core.wording import short_count
 from paceline.core.words import counted
-from paceline.engine.wording import short_count
 from paceline.plan.estimate import Mode
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ class LanguageTask(Task):
         super().__init__(config)
         self.default_learning_rate = _default_rate(config)
         self.packed = config.train_args.packing is not False
-        self._picks_logits = True
+        self.picks_logits = True
         self._told_segments = False
 
     def check(self) -> None:
@@ -58,7 +58,7 @@ class LanguageTask(Task):
     def setup(self, model: Any) -> list[tuple[str, str]]:
         """Decide between packed and padded rows, by trying. Called with the model on its device, before training."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
+        self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         if not self.packed:
             return []
         found = language.choose_packing(model, next(model.parameters()).device)
@@ -94,7 +94,7 @@ class LanguageTask(Task):
         names = ["input_ids", "attention_mask", "position_ids"] + ["segment_lengths"] * self._told_segments
         inputs = {key: batch[key] for key in names if key in batch}
         keep = batch["keep"]
-        if self._picks_logits:
+        if self.picks_logits:
             logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits
         else:
             logits = model(**inputs, use_cache=False).logits[:, keep]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
+from paceline.core.life import host_name
 
-def host_name() -> str:
-    """Of this rank's host; ``PACELINE_HOST`` in its stead, where hosts share one."""
-    return os.environ.get("PACELINE_HOST") or socket.gethostname()
+__all__ = ["available_memory", "host_name"]
 
 
 def available_memory() -> int:

@@ -119,27 +119,24 @@ class Pulse:
         self.step: int | None = None
         self.marks = 0  # grows with each sign of progress
         self.waits_for: str | None = None  # what the main thread stands still for
-        self.waited_s = 0.0
+        self.waited_s = self.step_wait_s = 0.0  # in all, and in the last step
         self.last: Call | None = None  # issued by the main thread
         self.ring: deque[Call] = deque(maxlen=_KEPT)
         self.steps: deque[StepTimes] = deque(maxlen=KEPT_STEPS)
         self._groups: dict[str, _Group] = {}
-        #: Seconds of the step made last by phase, less the waits for others (``step_wait_s``); with these they add up to it.
+        #: Seconds of the last step by phase, less the waits for others (``step_wait_s``); with these they add up to it.
         self.spent_s: dict[str, float] = {}
-        self.step_wait_s = 0.0
-        self._phase_lock = threading.Lock()  # some strategies run micro-batches in threads, which enter phases
+        self._phase_lock = threading.Lock()  # where micro-batches run in threads, these enter phases
         self.marked_at = self._phase_at = time.perf_counter()
-        self._phase_waited = 0.0
-        self._step_at = self._step_waited = self._step_held = 0.0
+        self._phase_waited = self._step_at = self._step_waited = self._step_held = 0.0
 
     # -- phases and steps -------------------------------------------------------------------------------------------------
     def enter(self, phase: str) -> None:
-        """From here on: data, forward, backward, optimizer, logging, evaluation, saving, loading. Where several threads enter
-        phases, the time is that of the phase entered last, by whichever."""
+        """From here on: data, forward, backward, optimizer, logging, evaluation, saving, loading; by whichever thread."""
         with self._phase_lock:
-            now, waited, before = time.perf_counter(), self.waited_s, self.phase
+            now, waited = time.perf_counter(), self.waited_s
             spent = now - self._phase_at - (waited - self._phase_waited)
-            self.spent_s[before] = self.spent_s.get(before, 0.0) + spent
+            self.spent_s[self.phase] = self.spent_s.get(self.phase, 0.0) + spent
             self.phase, self._phase_at, self._phase_waited = phase, now, waited
         self.marks += 1
         self.marked_at = now
@@ -172,9 +169,8 @@ class Pulse:
         self.enter("logging")
         self._add_held()
         self.step_wait_s = self.waited_s - self._step_waited
-        waits = (self.step_wait_s, self.held_s - self._step_held)
-        times = (self.marked_at - self._step_at, self.spent_s.get("data", 0.0), *waits)
-        self.steps.append(StepTimes(self.step or 0, *times, disturbed))
+        wall_s, data_s, held_s = self.marked_at - self._step_at, self.spent_s.get("data", 0.0), self.held_s - self._step_held
+        self.steps.append(StepTimes(self.step or 0, wall_s, data_s, self.step_wait_s, held_s, disturbed))
 
     # -- collectives --------------------------------------------------------------------------------------------------------
     def issue(self, function: str, tensor: Any, group: dist.ProcessGroup | None) -> None:

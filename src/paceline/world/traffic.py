@@ -23,9 +23,13 @@ import torch.distributed as dist
 from paceline.world import pulse
 from paceline.world.volume import all_reduce_bytes, scatter_bytes
 
+#: Names in the count: collectives, messages between two ranks, copies between the devices of one process, and what workers
+#: fetch from the servers of a parameter server and send them.
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send", "copy", "pull", "push")
+
 
 class Traffic:
-    """Bytes sent by this rank, by collective. Threads may add at the same time."""
+    """Bytes sent by this rank, by collective (of :data:`KINDS`). Threads may add at the same time."""
 
     def __init__(self) -> None:
         self.bytes_by_collective: dict[str, int] = {}
@@ -39,6 +43,11 @@ class Traffic:
     def total(self) -> int:
         with self._lock:
             return sum(self.bytes_by_collective.values())
+
+    def so_far(self) -> dict[str, int]:
+        """A copy of the count."""
+        with self._lock:
+            return dict(self.bytes_by_collective)
 
 
 #: what this process has sent

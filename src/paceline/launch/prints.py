@@ -1,0 +1,55 @@
+"""What must be the same on all hosts of a run, by which the head compares them."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from pathlib import Path
+from typing import Any
+
+from paceline.config.schema import Config
+
+
+def config_values(config: Config) -> dict[str, Any]:
+    """What must be the same on every host: the config by dotted key, without what is a host's own."""
+    found: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json").items():
+        found.update({f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value})
+    for name in ("node_rank", "interface", "num_gpus"):
+        del found[f"parallel.{name}"]
+    return found
+
+
+def plan_print(job: Any) -> dict[str, Any]:
+    """What must come out the same on every host when it has read the data and the checkpoints."""
+    step = None if job.resume_from is None else Path(job.resume_from).name
+    return {
+        "data": job.prepared.fingerprint,
+        "resumes from": step,
+        "steps": job.derived.steps,
+        "global batch": job.derived.global_batch_size,
+        "strategy": job.layout.strategy,
+        "ranks": job.layout.num_processes,
+    }
+
+
+def software() -> dict[str, str]:
+    import torch
+
+    import paceline
+
+    return {
+        "paceline": paceline.__version__,
+        "code": _code_print(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+    }
+
+
+def _code_print() -> str:
+    """A digest of this package's source."""
+    found = hashlib.sha256()
+    root = Path(__file__).resolve().parents[1]
+    for path in sorted(root.rglob("*.py")):
+        found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]

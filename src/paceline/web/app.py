@@ -1,0 +1,42 @@
+"""The application: routes, the page, and what stands before them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.staticfiles import StaticFiles
+
+from paceline.web import chat_api, datasets_api, ranks, reading, series, start_api, starting
+from paceline.web.answers import Answer, add_handlers
+from paceline.web.panel import Panel
+from paceline.web.security import Guard
+
+STATIC = Path(__file__).parent / "static"
+
+
+def create_app(panel: Panel) -> FastAPI:
+    """The server of one panel."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await starting.close(app)
+        panel.close()
+
+    app = FastAPI(
+        title="Paceline's panel", version=version("paceline"), lifespan=life, default_response_class=Answer,
+        openapi_url="/api/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False,
+    )  # fmt: skip
+    app.state.panel = panel
+    add_handlers(app)
+    for routes in (reading, series, ranks, start_api, datasets_api, chat_api):
+        app.include_router(routes.router)
+    app.mount("/", StaticFiles(directory=STATIC, html=True))
+    app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)
+    app.add_middleware(Guard, host=panel.host, port=panel.port, token=panel.token)
+    return app

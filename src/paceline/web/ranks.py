@@ -1,0 +1,213 @@
+"""``/ranks``, ``/traffic``: where each rank's time goes, and what the network carries. Read from lines of the log that are
+spread over the steps asked for, so that a million steps of many ranks cost no more than a thousand."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Query, Request
+
+from paceline.core.events import Event
+from paceline.core.wording import finite, short_duration
+from paceline.web.answers import Answer
+from paceline.web.files import open_inside
+from paceline.web.lines import lines_at, parse
+from paceline.web.panel import Panel, panel_of
+from paceline.web.runs import Run
+
+router = APIRouter()
+#: Where a rank's step goes, as the event names it; ``other_s`` is the rest.
+PHASES = ("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", "other_s")
+_WORK = tuple(name for name in PHASES if name != "communication_s")  # `other_s` is, on an accelerator, mostly its work
+_LINES = 1200  # read for one answer, whatever the number of buckets
+_VALUES = 60_000  # ranks × lines: of a large world fewer lines are read
+_SLOWER = 0.05  # of a step, from which on a rank is worth a word
+_MAX_RANKS = 4096
+
+
+@router.get("/api/runs/{id}/ranks")
+def ranks(
+    request: Request,
+    id: str,
+    start: int | None = Query(None, ge=0, le=1 << 53),
+    end: int | None = Query(None, ge=0, le=1 << 53),
+    points: int = Query(200, ge=1, le=2000),
+) -> Answer:
+    """The parts of a step, of each rank, in at most ``points`` buckets; ``lines_read`` of ``lines`` were looked at for it."""
+    panel = panel_of(request)
+    run = panel.runs.get(id)
+    lines, found = _steps(panel, run, start, end, 2 * points)
+    buckets = _groups(found, points)
+    numbers = sorted({rank for event in found for rank in _by_rank(event)})[:_MAX_RANKS]
+    table = {name: _table(buckets, numbers, name) for name in (*PHASES, "memory_bytes")}
+    places = _places(run)
+    return Answer({
+        "step": [bucket[-1]["step"] for bucket in buckets],
+        "time": [finite(bucket[-1].get("time")) for bucket in buckets],
+        "step_time_s": [_mean([finite(one.get("step_time_s")) for one in bucket]) for bucket in buckets],
+        "ranks": [
+            {"rank": rank, **places.get(rank, {"host": None, "device": None}), **{name: table[name][rank] for name in table}}
+            for rank in numbers
+        ],
+        "slowest": slowest(table, [rank for rank in numbers if "role" not in places.get(rank, {})], buckets),
+        "devices": next((event["devices"] for event in reversed(found) if isinstance(event.get("devices"), list)), None),
+        "lines": lines,
+        "lines_read": len(found),
+    })  # fmt: skip
+
+
+@router.get("/api/runs/{id}/traffic")
+def traffic(
+    request: Request,
+    id: str,
+    start: int | None = Query(None, ge=0, le=1 << 53),
+    end: int | None = Query(None, ge=0, le=1 << 53),
+    points: int = Query(200, ge=1, le=2000),
+) -> Answer:
+    """Bytes a step of the busiest rank, by collective; what was predicted beside what was measured."""
+    panel = panel_of(request)
+    run = panel.runs.get(id)
+    lines, found = _steps(panel, run, start, end, 2 * points)
+    found = [event for event in found if isinstance(event.get("traffic"), dict)]
+    buckets = _groups(found, points)
+    names = sorted({str(name) for event in found for name in event["traffic"]})[:50]
+    by_collective = {
+        name: [_mean([finite(one["traffic"].get(name)) for one in bucket]) for bucket in buckets] for name in names
+    }
+    report, begun = run.digest.report or {}, run.digest.start
+    told, predicted = _dict(report.get("traffic_bytes_per_step")), _dict(begun.get("predicted"))
+    sums = [sum(finite(one) or 0.0 for one in event["traffic"].values()) for event in found]
+    measured = finite(told.get("measured"))
+    foreseen = finite(told.get("predicted"))
+    return Answer({
+        "step": [bucket[-1]["step"] for bucket in buckets],
+        "by_collective": by_collective,
+        "predicted_bytes": foreseen if foreseen is not None else finite(predicted.get("traffic_bytes_per_step")),
+        "measured_bytes": measured if measured is not None else statistics.median(sums) if sums else None,
+        "compression": _compression(_dict(begun.get("config")), report),
+        "lines": lines,
+        "lines_read": len(found),
+    })  # fmt: skip
+
+
+def slowest(table: dict[str, Any], numbers: Sequence[int], buckets: list[list[Event]]) -> dict[str, Any] | None:
+    """The rank that works longest before it meets the others, where that is by a margin: ``{rank, why, slower_by_s, share}``.
+    Where the parts of a step are not known: the one that waits least for the others."""
+    if len(numbers) < 2:
+        return None
+    step_s = _mean([finite(one.get("step_time_s")) for bucket in buckets for one in bucket])
+    means = {name: {rank: _mean(table[name][rank]) for rank in numbers} for name in PHASES}
+    known = all(means["forward_s"][rank] is not None for rank in numbers)
+    if known:
+        work = {rank: sum(means[name][rank] or 0.0 for name in _WORK) for rank in numbers}
+    elif step_s is not None and all(means["communication_s"][rank] is not None for rank in numbers):
+        work = {rank: step_s - (means["communication_s"][rank] or 0.0) for rank in numbers}
+    else:
+        return None
+    last = max(work, key=lambda rank: work[rank])
+    by_s = work[last] - statistics.median(value for rank, value in work.items() if rank != last)
+    if not step_s or by_s < _SLOWER * step_s:
+        return None
+    share = {name: (means[name][last] or 0.0) - _median(means[name], last) for name in _WORK} if known else {}
+    most = max(share, key=lambda name: share[name]).removesuffix("_s") if share else None
+    what = f"most of it in {most}" if most else "the others wait for it"
+    why = f"rank {last} works {short_duration(by_s)} longer a step than the others ({100 * by_s / step_s:.0f} %); {what}"
+    return {"rank": last, "why": why, "slower_by_s": by_s, "phase": most, "share": share or None}
+
+
+def _median(values: dict[int, float | None], but: int) -> float:
+    return statistics.median([value or 0.0 for rank, value in values.items() if rank != but])
+
+
+def _steps(panel: Panel, run: Run, start: int | None, end: int | None, count: int) -> tuple[int, list[Event]]:
+    """(lines there are, ``step`` events of some of them, in their order)."""
+    run.digest.refresh()
+    size = int(finite(run.digest.start.get("world_size")) or 1)
+    count = max(2, min(count, _LINES, _VALUES // max(size, 1)))
+    exact = panel.runs.indexer.ready(run.index)
+    if exact:
+        with run.index.lock:
+            steps, offsets = run.index.columns.column("step"), run.index.columns.column("offset")
+    else:
+        seen = run.index.overview().rows
+        steps, offsets = seen["step"], seen["offset"]
+    low = 0 if start is None else int(np.searchsorted(steps, start, side="left"))
+    high = len(steps) if end is None else int(np.searchsorted(steps, end, side="right"))
+    picked = np.unique(np.linspace(low, high - 1, min(count, max(high - low, 0))).round().astype(np.int64))
+    handle = open_inside(run.run_dir.events) if len(picked) else None
+    if handle is None:
+        return 0, []
+    with handle:
+        events = [parse(line) for line in lines_at(handle, offsets[picked].tolist()) if line]
+    good = [event for event in events if event is not None and event["type"] == "step" and type(event.get("step")) is int]
+    return max(0, high - low), good
+
+
+def _groups(events: list[Event], points: int) -> list[list[Event]]:
+    many = min(points, len(events))
+    edges = [len(events) * number // many for number in range(many + 1)] if many else [0]
+    return [events[begin:end] for begin, end in pairwise(edges)]
+
+
+def _by_rank(event: Event) -> dict[int, dict[str, Any]]:
+    told = event.get("ranks")
+    rows = told if isinstance(told, list) else []
+    return {one["rank"]: one for one in rows if isinstance(one, dict) and type(one.get("rank")) is int}
+
+
+def _table(buckets: list[list[Event]], numbers: Sequence[int], name: str) -> dict[int, list[float | None]]:
+    """Means of a part of the step: by rank, one a bucket."""
+    found: dict[int, list[float | None]] = {rank: [] for rank in numbers}
+    for bucket in buckets:
+        told = [(event, _by_rank(event)) for event in bucket]
+        for rank in numbers:
+            found[rank].append(_mean([_figure(event, by_rank.get(rank) or {}, rank, name) for event, by_rank in told]))
+    return found
+
+
+def _figure(event: Event, own: dict[str, Any], rank: int, name: str) -> float | None:
+    figure = finite(own.get(name))
+    if figure is not None:
+        return figure
+    if name == "memory_bytes":
+        memory = event.get("memory_bytes")
+        return finite(memory[rank]) if isinstance(memory, list) and 0 <= rank < len(memory) else None
+    older = {"data_s": "data_wait_s", "communication_s": "comm_wait_s"}.get(name)  # logs that do not tell the parts
+    if older is not None:
+        return finite(own.get(older))
+    if name == "other_s":
+        parts = [_figure(event, own, rank, part) for part in PHASES[:-1]]
+        step_s = finite(event.get("step_time_s"))
+        return None if step_s is None or None in parts else max(0.0, step_s - sum(part or 0.0 for part in parts))
+    return None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(f"{sum(known) / len(known):.7g}") if known else None
+
+
+def _places(run: Run) -> dict[int, dict[str, Any]]:
+    """Host and device of each rank, as the run said at its start."""
+    told = _dict(run.digest.start.get("mesh")).get("ranks")
+    return {
+        one["rank"]: {key: one.get(key) for key in ("host", "device", "role") if key != "role" or key in one}
+        for one in (told if isinstance(told, list) else [])
+        if isinstance(one, dict) and type(one.get("rank")) is int
+    }
+
+
+def _compression(config: dict[str, Any], report: dict[str, Any]) -> dict[str, Any] | None:
+    """``ratio``: how many times less is sent than without; None until the report tells."""
+    method = _dict(config.get("compression")).get("method")
+    if method in (None, "none"):
+        return None
+    return {"method": method, "ratio": finite(_dict(report.get("communication")).get("ratio_sent"))}
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

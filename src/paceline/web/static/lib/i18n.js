@@ -1,0 +1,49 @@
+// The words of the page, in English and Chinese.
+
+import { en } from "../i18n/en.js";
+import { zh } from "../i18n/zh.js";
+
+const KEY = "paceline-language";
+const tables = { en: { ...en }, zh: { ...zh } };
+const watchers = new Set();
+export const LANGUAGES = { en: "English", zh: "中文" };
+let language = first();
+
+/** A module's own words: `{en: {key: text}, zh: {key: text}}`. */
+export function addWords(words) {
+  for (const [name, table] of Object.entries(words)) Object.assign(tables[name], table);
+}
+
+/**
+ * The text of `key`. `{name}` in it stands for `values.name`; of "one|many" the first is taken where `values.n` is 1.
+ * A key without a text is given back as it is: it shows at once what is missing.
+ */
+export function t(key, values = {}) {
+  let text = tables[language][key] ?? tables.en[key] ?? key;
+  if (text.includes("|") && "n" in values) text = text.split("|")[Number(values.n) === 1 ? 0 : 1];
+  return text.replace(/\{(\w+)\}/g, (whole, name) => (name in values ? String(values[name]) : whole));
+}
+
+/** Whether there is a text for `key`. */
+export const has = (key) => key in tables.en;
+
+export const getLanguage = () => language;
+
+export function setLanguage(name) {
+  language = name;
+  localStorage.setItem(KEY, name);
+  document.documentElement.lang = name === "zh" ? "zh-CN" : "en";
+  for (const watcher of watchers) watcher(name);
+}
+
+export function onLanguage(watcher) {
+  watchers.add(watcher);
+  return () => watchers.delete(watcher);
+}
+
+function first() {
+  const kept = localStorage.getItem(KEY);
+  const name = kept in LANGUAGES ? kept : (navigator.language ?? "").startsWith("zh") ? "zh" : "en";
+  document.documentElement.lang = name === "zh" ? "zh-CN" : "en";
+  return name;
+}

@@ -1,0 +1,426 @@
+// Several runs side by side: curves, figures, what their configs differ in, and what a person notes on them.
+
+import { get, hasToken, put as send } from "../lib/api.js";
+import { AXES, axis, merged, xOf, xsOf } from "../lib/axis.js";
+import { COLOURS, DASHES, key, lineChart } from "../lib/chart.js";
+import { h, put } from "../lib/dom.js";
+import * as format from "../lib/format.js";
+import { addWords, t } from "../lib/i18n.js";
+import { numbers, smooth } from "../lib/smooth.js";
+import { badge, card, choice, copy, download, emptyState, icon, row, table, termOf } from "../lib/ui.js";
+import { words } from "../i18n/watch.js";
+import { chartPng, curvesCsv } from "./compare/save.js";
+import { figureTable } from "./compare/figures.js";
+import { ask } from "./run/series.js";
+
+addWords(words);
+
+const METRICS = {
+  loss: format.loss,
+  eval_loss: format.loss,
+  learning_rate: format.digits,
+  grad_norm: format.digits,
+  tokens_per_second: format.short,
+  step_time_s: format.duration,
+  memory_bytes: format.bytes,
+  traffic_bytes: format.bytes,
+};
+const SERIES = Object.keys(METRICS).filter((name) => name !== "eval_loss");
+const RENEW_MS = 3000;
+const KEYS_SHOWN = 20;
+
+export async function show(root, params, ctx) {
+  ctx.title(t("compare.title"));
+  const ids = [...new Set(params.ids.split(","))].filter(Boolean);
+  const query = ctx.query();
+  const state = {
+    x: AXES.includes(query.get("x")) ? query.get("x") : "step",
+    metric: query.get("y") in METRICS ? query.get("y") : "loss",
+    weight: Number(query.get("smooth") ?? 0.6),
+    sort: query.get("sort") ?? "",
+    runs: [],
+    answers: new Map(),
+    differences: [],
+  };
+  const { runs, missing, config_differences } = await runsOf(ids);
+  if (runs.length === 0) {
+    put(
+      root,
+      emptyState(
+        t("compare.few"),
+        missing.length ? t("compare.missing", { ids: missing.join(", ") }) : t("compare.few.text"),
+        h("a", { class: "button", href: "#/" }, t("nav.runs")),
+      ),
+    );
+    return () => {};
+  }
+  state.runs = runs;
+  const answers = await Promise.all(runs.map((run) => ask(run.id, { names: SERIES, points: 800 })));
+  runs.forEach((run, at) => state.answers.set(run.id, answers[at]));
+
+  const look = (at) => ({ colour: COLOURS[at % COLOURS.length], dash: DASHES[at % DASHES.length] });
+  const names = namesOf(runs);
+  const place = h("div", {});
+  const figures = h("div", {});
+  let chart = null;
+
+  function lines() {
+    return runs.map((run, at) => {
+      const answer = state.answers.get(run.id);
+      const started = run.started_at ?? answer.time[0] ?? 0;
+      if (state.metric === "eval_loss") {
+        const evals = answer.evals.filter((one) => Number.isFinite(one.loss));
+        return {
+          name: names[at],
+          ...look(at),
+          points: true,
+          xs: evals.map((one) => xOf(one, answer, state.x, started)),
+          values: evals.map((one) => one.loss),
+        };
+      }
+      const values = numbers(answer.series[state.metric].mean);
+      return {
+        name: names[at],
+        ...look(at),
+        xs: xsOf(answer, state.x, started),
+        values: state.metric === "learning_rate" ? values : smooth(values, state.weight),
+      };
+    });
+  }
+
+  function drawChart(renewed = false) {
+    const all = lines();
+    const any = all.some((one) => one.values.some((value) => value !== null));
+    if (!any) {
+      chart?.end();
+      chart = null;
+      return void put(place, h("p", { class: "muted" }, t("compare.none")));
+    }
+    const join = merged(
+      all.flatMap((one) => one.xs),
+      [],
+    );
+    if (!chart || !renewed) {
+      chart?.end();
+      chart = lineChart({
+        name: t(`m.${state.metric}`),
+        height: 360,
+        x: axis(state.x),
+        y: { format: METRICS[state.metric] === format.loss ? format.digits : METRICS[state.metric] },
+        series: all.map(({ name, colour, dash, points }) => ({
+          name,
+          colour,
+          dash,
+          points,
+          always: true,
+          format: METRICS[state.metric],
+        })),
+      });
+      put(place, chart.node);
+    }
+    chart.set([join.xs, ...all.map((one) => join.place(one.values, one.xs))]);
+    return undefined;
+  }
+
+  function redraw() {
+    ctx.setQuery({
+      x: state.x === "step" ? null : state.x,
+      y: state.metric === "loss" ? null : state.metric,
+      smooth: state.weight === 0.6 ? null : state.weight,
+      sort: state.sort,
+    });
+    drawChart();
+  }
+
+  const drawFigures = () =>
+    put(
+      figures,
+      figureTable(runs, names, state.sort, look, (sort) => {
+        state.sort = sort;
+        redraw();
+        drawFigures();
+        figures.querySelector(`[data-sort="${sort.replace("-", "")}"]`)?.focus();
+      }),
+    );
+  put(
+    root,
+    head(runs, names, missing, look, ids),
+    controls(state, redraw, ctx, {
+      png: () => chart && chartPng(chart, t(`m.${state.metric}`), axis(state.x).name),
+      csv: () => curvesCsv(runs, names, state.answers),
+    }),
+    card(termOf("compare.curves"), h("span", { class: "muted small" }, t(`m.${state.metric}.unit`)), place),
+    figures,
+    notesCard(runs, names, ctx),
+    configCard(config_differences, runs, names),
+  );
+  drawChart();
+  drawFigures();
+
+  const timer = setInterval(() => renew().catch(() => {}), RENEW_MS);
+  async function renew() {
+    const live = runs.filter((run) => ["live", "waiting"].includes(run.status));
+    if (!live.length || document.hidden) return;
+    const fresh = await get(`api/compare?ids=${live.map((run) => run.id).join(",")}`);
+    for (const one of fresh.runs)
+      Object.assign(
+        runs.find((run) => run.id === one.id),
+        one,
+      );
+    for (const run of live) state.answers.set(run.id, await ask(run.id, { names: SERIES, points: 800 }));
+    drawChart(true);
+    if (!figures.contains(document.activeElement)) drawFigures();
+  }
+  return () => {
+    clearInterval(timer);
+    chart?.end();
+  };
+}
+
+// A run that is gone must not take the others with it.
+async function runsOf(ids) {
+  try {
+    return { ...(await get(`api/compare?ids=${ids.map(encodeURIComponent).join(",")}`)), missing: [] };
+  } catch (error) {
+    if (error.status !== 404) throw error;
+  }
+  const { runs } = await get("api/runs");
+  const there = ids.filter((id) => runs.some((run) => run.id === id));
+  const missing = ids.filter((id) => !there.includes(id));
+  if (!there.length) return { runs: [], missing, config_differences: [] };
+  return { ...(await get(`api/compare?ids=${there.join(",")}`)), missing };
+}
+
+/** Names that differ: where two runs have the same, their paths. */
+function namesOf(runs) {
+  return runs.map((run) => (runs.filter((one) => one.name === run.name).length > 1 ? run.path : run.name));
+}
+
+function head(runs, names, missing, look, ids) {
+  const without = (id) => ids.filter((one) => one !== id && !missing.includes(one));
+  return h(
+    "div",
+    { class: "stack" },
+    h(
+      "div",
+      { class: "page-head" },
+      h("h1", {}, t("compare.title")),
+      h("span", { class: "muted" }, t("runs.count", { n: runs.length })),
+    ),
+    missing.length
+      ? h(
+          "div",
+          { class: "callout callout-warn" },
+          icon("warning"),
+          h("div", {}, t("compare.missing", { ids: missing.join(", ") })),
+        )
+      : null,
+    h(
+      "ul",
+      { class: "compare-runs" },
+      runs.map((run, at) =>
+        h(
+          "li",
+          {},
+          key(look(at)),
+          h("a", { href: `#/run/${run.id}` }, names[at]),
+          badge(run.status),
+          runs.length > 1
+            ? h(
+                "button",
+                {
+                  type: "button",
+                  class: "quiet",
+                  "aria-label": t("compare.remove", { name: names[at] }),
+                  on: { click: () => (location.hash = `#/compare/${without(run.id).join(",")}`) },
+                },
+                icon("close"),
+              )
+            : null,
+        ),
+      ),
+    ),
+  );
+}
+
+function controls(state, redraw, ctx, { png, csv }) {
+  const shown = h("output", {}, state.weight.toFixed(2));
+  const slider = h("input", {
+    type: "range",
+    id: "smooth",
+    min: 0,
+    max: 0.99,
+    step: 0.01,
+    prop: { value: state.weight },
+    on: {
+      input: (event) => {
+        state.weight = Number(event.target.value);
+        shown.textContent = state.weight.toFixed(2);
+        redraw();
+      },
+    },
+  });
+  const metric = h(
+    "select",
+    {
+      id: "metric",
+      on: {
+        change: (event) => {
+          state.metric = event.target.value;
+          redraw();
+        },
+      },
+    },
+    Object.keys(METRICS).map((name) => h("option", { value: name, prop: { selected: name === state.metric } }, t(`m.${name}`))),
+  );
+  const link = h(
+    "button",
+    {
+      type: "button",
+      id: "copy-link",
+      on: {
+        click: async () => {
+          link.lastChild.textContent = t((await copy(location.href)) ? "copied" : "copy.failed");
+          ctx.announce(link.textContent);
+        },
+      },
+    },
+    icon("link"),
+    h("span", {}, t("compare.link")),
+  );
+  return h(
+    "div",
+    { class: "toolbar" },
+    h("label", { class: "field" }, t("compare.metric"), metric),
+    choice(
+      t("x"),
+      AXES.map((one) => [one, t(`x.${one}`)]),
+      state.x,
+      (one) => {
+        state.x = one;
+        redraw();
+      },
+    ),
+    h("div", { class: "field" }, termOf("smooth"), h("label", { class: "sr", for: "smooth" }, t("smooth")), slider, shown),
+    h(
+      "div",
+      { class: "end toolbar" },
+      h(
+        "button",
+        { type: "button", id: "save-csv", on: { click: () => download("compare.csv", csv(), "text/csv") } },
+        icon("save"),
+        t("compare.csv"),
+      ),
+      h(
+        "button",
+        {
+          type: "button",
+          id: "save-png",
+          on: {
+            click: async () => {
+              const blob = await png();
+              if (blob) download(`compare-${state.metric}.png`, blob);
+            },
+          },
+        },
+        icon("save"),
+        t("compare.png"),
+      ),
+      link,
+    ),
+  );
+}
+
+function configCard(differences, runs, names) {
+  const title = t("compare.config");
+  if (!differences.length) return card(title, null, h("p", { class: "muted" }, t("compare.config.none")));
+  const heads = [{ head: t("compare.key") }, ...names.map((head) => ({ head }))];
+  const shown = (value) =>
+    value === null || value === undefined
+      ? h("span", { class: "muted" }, t("compare.absent"))
+      : h("code", {}, typeof value === "object" ? JSON.stringify(value) : String(value));
+  const rows = (some) =>
+    some.map(({ key: name, values }) => row([h("code", {}, name), ...runs.map((run) => shown(values[run.id]))], heads));
+  const place = h("div", {}, table(title, heads, rows(differences.slice(0, KEYS_SHOWN))));
+  const all = h(
+    "button",
+    {
+      type: "button",
+      on: {
+        click: () => {
+          put(place, table(title, heads, rows(differences)));
+          more.remove();
+          place.firstChild.focus();
+        },
+      },
+    },
+    t("compare.config.all", { n: differences.length }),
+  );
+  const more = h("div", { class: "card-foot" }, all);
+  return h(
+    "section",
+    { class: "card flush", id: "config-differences" },
+    h(
+      "div",
+      { class: "card-head" },
+      h("h2", {}, title),
+      h("span", { class: "muted small" }, t("compare.config.n", { n: differences.length })),
+    ),
+    place,
+    differences.length > KEYS_SHOWN ? more : null,
+  );
+}
+
+function notesCard(runs, names, ctx) {
+  const may = hasToken();
+  return h(
+    "section",
+    { class: "card" },
+    h("div", { class: "card-head" }, h("h2", {}, t("compare.notes"))),
+    may ? null : h("p", { class: "muted" }, t("compare.token")),
+    h(
+      "div",
+      { class: "notes" },
+      runs.map((run, at) => noteForm(run, names[at], may, ctx)),
+    ),
+  );
+}
+
+function noteForm(run, name, may, ctx) {
+  const note = h("textarea", {
+    rows: 1,
+    "aria-label": t("compare.note", { name }),
+    placeholder: t("runs.note"),
+    disabled: !may,
+    prop: { value: run.note ?? "" },
+  });
+  const tags = h("input", {
+    type: "text",
+    "aria-label": t("compare.tags", { name }),
+    placeholder: t("compare.tags.hint"),
+    disabled: !may,
+    prop: { value: (run.tags ?? []).join(", ") },
+  });
+  const button = h("button", { disabled: !may }, t("save"));
+  const said = h("span", { class: "small", role: "status" });
+  const form = h("form", {}, h("div", { class: "name" }, name), note, tags, h("div", {}, button, " ", said));
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    try {
+      const kept = await send(`api/runs/${run.id}/note`, {
+        note: note.value.trim(),
+        tags: tags.value
+          .split(/[,，]/)
+          .map((one) => one.trim())
+          .filter(Boolean),
+      });
+      Object.assign(run, kept);
+      tags.value = (kept?.tags ?? run.tags).join(", ");
+      put(said, icon("done"), " ", t("compare.saved"));
+    } catch (error) {
+      put(said, h("span", { class: "mark-error" }, icon("failed"), " ", error.what, error.fix ? ` – ${error.fix}` : ""));
+      ctx.announce(error.what);
+    }
+  });
+  return form;
+}

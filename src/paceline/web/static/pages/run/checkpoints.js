@@ -1,0 +1,91 @@
+// A run's checkpoints, and the model to take away.
+
+import { post } from "../../lib/api.js";
+import { h, put } from "../../lib/dom.js";
+import * as format from "../../lib/format.js";
+import { t } from "../../lib/i18n.js";
+import { command, emptyState, errorState, icon, row, table, termOf } from "../../lib/ui.js";
+
+export async function show(root, store) {
+  const said = h("div", { "aria-live": "polite" });
+  let key = "";
+  function draw() {
+    const all = store.run.checkpoints ?? [];
+    const now = JSON.stringify(all) + store.run.status;
+    if (now === key) return;
+    key = now;
+    if (!all.length) return void put(root, emptyState(t("checkpoints.none"), t("checkpoints.none.text")));
+    const heads = [
+      { head: t("marks.step"), number: false },
+      { head: t("checkpoints.when") },
+      { head: termOf("checkpoints.size"), number: true },
+      { head: termOf("checkpoints.wall"), number: true },
+      { head: termOf("checkpoints.blocked"), number: true },
+      { head: t("checkpoints.state") },
+    ];
+    const rows = [...all]
+      .reverse()
+      .map((one) =>
+        row(
+          [
+            format.count(one.step),
+            format.time(one.time),
+            format.bytes(one.size_bytes),
+            format.duration(one.wall_s),
+            format.duration(one.blocked_s),
+            one.error
+              ? h("span", { class: "mark-error" }, icon("failed"), " ", one.error)
+              : one.exists === false
+                ? h("span", { class: "muted" }, t("checkpoints.removed"))
+                : h("span", { class: "nowrap" }, icon("done"), " ", t("checkpoints.whole")),
+          ],
+          heads,
+        ),
+      );
+    put(
+      root,
+      h(
+        "section",
+        { class: "card flush" },
+        h("div", { class: "card-head" }, h("h2", {}, t("tab.checkpoints")), exportButton()),
+        table(t("tab.checkpoints"), heads, rows),
+      ),
+      said,
+      h(
+        "section",
+        { class: "card" },
+        h("h2", {}, t("checkpoints.terminal")),
+        h("p", { class: "muted" }, t("checkpoints.terminal.text")),
+        command(`paceline inspect ${store.run.path}/checkpoints/step-${String(all.at(-1).step).padStart(8, "0")}`),
+      ),
+    );
+    return undefined;
+  }
+
+  function exportButton() {
+    const button = h("button", { type: "button", id: "export", on: { click: run } }, icon("save"), t("export"));
+    async function run() {
+      button.disabled = true;
+      put(said, h("p", { class: "callout" }, t("export.works")));
+      try {
+        const answer = await post(`api/runs/${store.id}/export`, {});
+        put(
+          said,
+          h(
+            "div",
+            { class: "callout" },
+            icon("done"),
+            h("div", {}, t("export.done", { path: answer?.path ?? answer?.output ?? "" })),
+          ),
+        );
+      } catch (error) {
+        put(said, errorState(error));
+      }
+      button.disabled = false;
+      button.focus();
+    }
+    return button;
+  }
+  draw();
+  return store.on("change", draw);
+}

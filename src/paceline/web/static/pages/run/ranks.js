@@ -1,0 +1,163 @@
+// The ranks of a run: where each one's time goes, which is the slowest, and whether all are there.
+
+import { get } from "../../lib/api.js";
+import { h, put } from "../../lib/dom.js";
+import * as format from "../../lib/format.js";
+import { t } from "../../lib/i18n.js";
+import { lanes, PHASES } from "../../lib/lanes.js";
+import { card, choice, icon, row, table, termOf } from "../../lib/ui.js";
+import { notRecorded } from "./missing.js";
+
+const RENEW_MS = 1500;
+
+export async function show(root, store) {
+  let answer = await get(`api/runs/${store.id}/ranks?points=200`);
+  if (!answer.ranks?.length || !answer.step?.length) {
+    put(root, notRecorded("missing.ranks", store.run));
+    return store.on(
+      "append",
+      (events) =>
+        events.some((one) => one.type === "step") &&
+        location.hash.includes("/ranks") &&
+        store
+          .renew()
+          .then(() => show(root, store))
+          .catch(() => {}),
+    );
+  }
+  let share = true;
+  let devices = byRank(answer.devices);
+  const picture = lanes();
+  const slowest = h("div", { "aria-live": "polite" });
+  const figures = h("div", {});
+  const note = h("p", { class: "muted small" });
+  put(
+    root,
+    slowest,
+    card(
+      termOf("lanes"),
+      choice(
+        t("lanes.scale"),
+        [
+          ["share", t("lanes.share")],
+          ["time", t("lanes.time")],
+        ],
+        "share",
+        (one) => {
+          share = one === "share";
+          draw();
+        },
+      ),
+      picture.node,
+      note,
+    ),
+    figures,
+  );
+
+  function draw() {
+    picture.set(answer, share);
+    put(
+      slowest,
+      answer.slowest
+        ? h(
+            "div",
+            { class: "callout callout-warn" },
+            icon("warning"),
+            h("div", {}, h("b", {}, t("ranks.slowest", { rank: answer.slowest.rank })), " ", answer.slowest.why),
+          )
+        : h("div", { class: "callout" }, icon("done"), h("div", {}, t(answer.ranks.length > 1 ? "ranks.even" : "ranks.one"))),
+    );
+    put(note, hasPhases(answer) ? null : t("ranks.old"));
+    note.hidden = hasPhases(answer);
+    put(figures, rankTable(answer, store.run, devices));
+  }
+  draw();
+
+  let timer = null;
+  let wanted = false;
+  async function renew() {
+    try {
+      answer = await get(`api/runs/${store.id}/ranks?points=200`);
+      draw();
+    } catch {
+      // The banner says that the server is gone; what is drawn stays.
+    }
+    timer = null;
+    if (wanted) later();
+  }
+  function later() {
+    wanted = timer !== null;
+    timer ??= setTimeout(renew, RENEW_MS);
+  }
+  const offs = [
+    store.on("append", (events) => {
+      for (const event of events) if (event.devices) devices = byRank(event.devices);
+      if (events.some((one) => one.type === "step")) later();
+    }),
+    store.on("again", later),
+  ];
+  return () => {
+    clearTimeout(timer);
+    offs.forEach((off) => off());
+    picture.end();
+  };
+}
+
+const hasPhases = (answer) => answer.ranks.some((rank) => rank.forward_s?.some((one) => one !== null));
+
+const byRank = (devices) => new Map((Array.isArray(devices) ? devices : []).map((one) => [one.rank, one]));
+
+function mean(values) {
+  const known = (values ?? []).filter(Number.isFinite);
+  return known.length ? known.reduce((one, two) => one + two, 0) / known.length : null;
+}
+
+function rankTable(answer, run, devices) {
+  const busy = devices.size > 0 || answer.ranks.some((rank) => rank.utilisation !== undefined && rank.utilisation !== null);
+  const heads = [
+    { head: t("ranks.rank") },
+    { head: t("ranks.where") },
+    ...PHASES.map(({ name }) => ({ head: termOf(`phase.${name}`), number: true })),
+    { head: termOf("m.memory_bytes"), number: true },
+    ...(busy ? [{ head: termOf("ranks.gpu"), number: true }] : []),
+    { head: termOf("ranks.heard"), number: true },
+  ];
+  const rows = answer.ranks.map((rank) => {
+    const gpu = devices.get(rank.rank) ?? rank;
+    const heard = rank.heartbeat_at ?? rank.seen_at ?? run.updated_at;
+    return row(
+      [
+        h(
+          "span",
+          {},
+          String(rank.rank),
+          rank.rank === answer.slowest?.rank ? h("span", { class: "tag" }, t("ranks.slow")) : null,
+        ),
+        [rank.host, rank.device].filter((one) => one !== null && one !== undefined).join(" · ") || format.NONE,
+        ...PHASES.map(({ name }) => format.duration(mean(rank[`${name}_s`]))),
+        format.bytes(newest(rank.memory_bytes)),
+        ...(busy
+          ? [
+              [
+                format.percent(gpu.utilisation),
+                gpu.temperature_c === null || gpu.temperature_c === undefined ? null : `${format.digits(gpu.temperature_c)} °C`,
+                gpu.power_w === null || gpu.power_w === undefined ? null : `${format.digits(gpu.power_w)} W`,
+              ]
+                .filter(Boolean)
+                .join(" · "),
+            ]
+          : []),
+        format.ago(heard),
+      ],
+      heads,
+    );
+  });
+  return h(
+    "section",
+    { class: "card flush" },
+    h("div", { class: "card-head" }, h("h2", {}, t("ranks.table")), h("span", { class: "muted small" }, t("ranks.table.what"))),
+    table(t("ranks.table"), heads, rows),
+  );
+}
+
+const newest = (values) => (Array.isArray(values) ? (values.findLast(Number.isFinite) ?? null) : values);

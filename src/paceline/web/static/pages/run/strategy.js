@@ -1,0 +1,18 @@
+// A strategy in words.
+
+import { has, t } from "../../lib/i18n.js";
+
+export const AXES = ["pipeline", "data", "shard", "tensor"];
+
+/** "Every rank holds the whole model …"; null where the strategy is not known. */
+export function inWords(strategy) {
+  if (!strategy) return null;
+  return has(`strategy.${strategy}`) ? t(`strategy.${strategy}`) : t("strategy.own");
+}
+
+/** "data 2 × tensor 2"; empty where no axis has more than one rank. */
+export function axesInWords(axes) {
+  return AXES.filter((name) => axes?.[name] > 1)
+    .map((name) => `${t(`axis.${name}`)} ${axes[name]}`)
+    .join(" × ");
+}

@@ -1,0 +1,474 @@
+// The list of runs: live ones first, searched, filtered, and chosen to compare.
+
+import { get, stream } from "../lib/api.js";
+import { h, put } from "../lib/dom.js";
+import * as format from "../lib/format.js";
+import { t } from "../lib/i18n.js";
+import { announce, badge, command, emptyState, errorState, icon, termOf } from "../lib/ui.js";
+import { machineStrip } from "./machine.js";
+
+const PAGE = 200;
+const RUNNING = ["live", "waiting"];
+const SORTS = {
+  started: (one, two) => (two.started_at ?? two.updated_at ?? 0) - (one.started_at ?? one.updated_at ?? 0),
+  name: (one, two) => one.name.localeCompare(two.name, undefined, { numeric: true }),
+  loss: (one, two) => lower(one.loss, two.loss),
+  eval_loss: (one, two) => lower(one.eval_loss, two.eval_loss),
+  rate: (one, two) => lower(-(one.tokens_per_second ?? -Infinity), -(two.tokens_per_second ?? -Infinity)),
+};
+const SORT_WORDS = {
+  started: "runs.started",
+  name: "runs.name",
+  loss: "runs.loss",
+  eval_loss: "runs.eval_loss",
+  rate: "runs.rate",
+};
+const lower = (one, two) => (Number.isFinite(one) ? one : Infinity) - (Number.isFinite(two) ? two : Infinity) || 0;
+
+const chosen = new Set(); // stays while one looks at other pages
+
+export async function show(root, params, ctx) {
+  ctx.title(t("runs.title"));
+  const state = {
+    runs: new Map(),
+    folder: "",
+    limit: PAGE,
+    query: params.query.get("q") ?? "",
+    status: params.query.get("status") ?? "",
+    tag: params.query.get("tag") ?? "",
+    sort: params.query.get("sort") in SORTS ? params.query.get("sort") : "started",
+  };
+  let asked = get("api/runs"); // before anything is drawn: the page is what it waits for
+  asked.catch(() => {});
+  const view = frame(state, ctx, redraw);
+  put(root, view.root);
+
+  async function load() {
+    const first = asked ?? get("api/runs");
+    asked = null;
+    const answer = await first;
+    state.folder = answer.folder;
+    state.runs = new Map(answer.runs.map((run) => [run.id, run]));
+    for (const id of [...chosen]) if (!state.runs.has(id)) chosen.delete(id);
+    redraw();
+  }
+
+  function redraw() {
+    ctx.setQuery({ q: state.query, status: state.status, tag: state.tag, sort: state.sort === "started" ? null : state.sort });
+    view.draw();
+  }
+
+  try {
+    await load();
+  } catch (error) {
+    view.fail(error);
+  }
+  let first = true;
+  const end = stream("api/stream", {
+    open: () => (first ? (first = false) : load().catch(view.fail)), // what changed while nobody listened
+    runs: ({ changed = [], removed = [] }) => {
+      for (const run of changed) {
+        const before = state.runs.get(run.id);
+        if (before && before.status !== run.status) announce(`${run.name}: ${t(`status.${run.status}`)}`);
+        state.runs.set(run.id, run);
+      }
+      for (const id of removed) {
+        state.runs.delete(id);
+        chosen.delete(id);
+      }
+      view.draw();
+    },
+  });
+  const ticking = setInterval(() => view.tick(), 10_000);
+  return () => {
+    end();
+    clearInterval(ticking);
+    view.end();
+  };
+}
+
+function frame(state, ctx, redraw) {
+  const heading = h("span", { class: "muted", id: "runs-count" });
+  const machine = machineStrip();
+  const body = h("div", {});
+  const search = h("input", {
+    type: "search",
+    id: "search",
+    placeholder: t("runs.search.hint"),
+    "aria-label": t("runs.search"),
+    prop: { value: state.query },
+    on: {
+      input: (event) => {
+        state.query = event.target.value;
+        redraw();
+      },
+    },
+  });
+  const status = h("select", {
+    id: "status",
+    on: {
+      change: (event) => {
+        state.status = event.target.value;
+        redraw();
+      },
+    },
+  });
+  const tags = h("select", {
+    id: "tag",
+    on: {
+      change: (event) => {
+        state.tag = event.target.value;
+        redraw();
+      },
+    },
+  });
+  const sort = h(
+    "select",
+    {
+      id: "sort",
+      on: {
+        change: (event) => {
+          state.sort = event.target.value;
+          redraw();
+        },
+      },
+    },
+    Object.keys(SORTS).map((name) =>
+      h("option", { value: name, prop: { selected: name === state.sort } }, t(SORT_WORDS[name])),
+    ),
+  );
+  const tagField = h("label", { class: "field" }, t("runs.tags"), tags);
+  const pick = h("div", { class: "end toolbar" });
+  const tools = h(
+    "div",
+    { class: "toolbar runs-tools" },
+    search,
+    h("label", { class: "field" }, t("runs.status"), status),
+    tagField,
+    h("label", { class: "field" }, t("runs.sort"), sort),
+    pick,
+  );
+  const root = h(
+    "div",
+    { class: "stack" },
+    h("div", { class: "page-head" }, h("h1", {}, t("runs.title")), heading, h("div", { class: "end" }, machine.node)),
+    tools,
+    body,
+  );
+  const rows = new Map();
+  const tbody = h("tbody", {});
+
+  const table = h(
+    "div",
+    { class: "card flush" },
+    h(
+      "table",
+      { class: "runs" },
+      h("caption", { class: "sr" }, t("runs.title")),
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          [
+            [h("span", { class: "sr" }, t("runs.compare.hint"))],
+            [t("runs.name")],
+            [t("runs.progress")],
+            [termOf("runs.loss"), true],
+            [termOf("runs.eval_loss"), true],
+            [termOf("runs.rate"), true],
+            [termOf("runs.strategy")],
+            [t("runs.model")],
+            [t("runs.started")],
+          ].map(([head, number]) => h("th", { scope: "col", class: number ? "number" : null }, head)),
+        ),
+      ),
+      tbody,
+    ),
+  );
+
+  function draw() {
+    const all = [...state.runs.values()];
+    const live = all.filter((run) => RUNNING.includes(run.status)).length;
+    put(heading, t("runs.count", { n: all.length }), live ? ` · ${t("runs.live", { n: live })}` : "");
+    tools.hidden = all.length === 0;
+    options(
+      status,
+      [["", t("runs.all")], ...[...new Set(all.map((run) => run.status))].map((one) => [one, t(`status.${one}`)])],
+      state.status,
+    );
+    const known = [...new Set(all.flatMap((run) => run.tags ?? []))].sort();
+    tagField.hidden = known.length === 0 && !state.tag;
+    options(tags, [["", t("runs.all")], ...known.map((one) => [one, one])], state.tag);
+    drawPick();
+    if (all.length === 0) return void put(body, nothing(state.folder));
+    const found = all
+      .filter((run) => matches(run, state))
+      .sort((one, two) => running(two) - running(one) || SORTS[state.sort](one, two));
+    if (found.length === 0) return void put(body, noMatch(all.length, clearFilters));
+    fillRows(found.slice(0, state.limit));
+    const more = found.length - state.limit;
+    if (table.parentNode !== body || more > 0 || body.children.length > 1) {
+      put(
+        body,
+        table,
+        more > 0
+          ? h(
+              "p",
+              {},
+              h(
+                "button",
+                {
+                  type: "button",
+                  on: {
+                    click: () => {
+                      state.limit += PAGE;
+                      draw();
+                    },
+                  },
+                },
+                t("runs.more", { n: Math.min(more, PAGE) }),
+              ),
+            )
+          : null,
+      );
+    }
+    return undefined;
+  }
+
+  // A row is drawn anew only where its run has changed, and moved only where the order has: the focus stays where it is.
+  function fillRows(found) {
+    const wanted = new Set(found.map((run) => run.id));
+    for (const [id, one] of rows)
+      if (!wanted.has(id)) {
+        one.node.remove();
+        rows.delete(id);
+      }
+    found.forEach((run, at) => {
+      const known = rows.get(run.id);
+      if (!known) rows.set(run.id, { run, node: h("tr", { data: { id: run.id } }, cells(run, drawPick)) });
+      else if (known.run !== run) {
+        known.run = run;
+        const [box, ...rest] = cells(run, drawPick);
+        [...known.node.children].slice(1).forEach((cell, index) => replaceCell(cell, rest[index]));
+        box.remove();
+      }
+      const node = rows.get(run.id).node;
+      if (tbody.children[at] !== node) tbody.insertBefore(node, tbody.children[at] ?? null);
+    });
+  }
+
+  function drawPick() {
+    const ids = [...chosen];
+    const ready = ids.length >= 2;
+    put(
+      pick,
+      ids.length
+        ? h(
+            "button",
+            {
+              type: "button",
+              class: "quiet",
+              on: {
+                click: () => {
+                  chosen.clear();
+                  for (const box of tbody.querySelectorAll("input")) box.checked = false;
+                  drawPick();
+                  search.focus();
+                },
+              },
+            },
+            t("runs.clear"),
+          )
+        : null,
+      ready
+        ? h(
+            "a",
+            { class: "button main", id: "compare", href: `#/compare/${ids.join(",")}` },
+            icon("compare"),
+            t("runs.compare", { n: ids.length }),
+          )
+        : h("span", { class: "muted small" }, t("runs.compare.hint")),
+    );
+  }
+
+  function clearFilters() {
+    Object.assign(state, { query: "", status: "", tag: "" });
+    search.value = "";
+    redraw();
+    search.focus();
+  }
+
+  return {
+    root,
+    draw,
+    end: machine.end,
+    fail: (error) =>
+      put(
+        body,
+        errorState(error, () => location.reload()),
+      ),
+    tick: () => {
+      for (const one of body.querySelectorAll("time[data-at]")) one.textContent = format.ago(Number(one.dataset.at));
+    },
+  };
+}
+
+const running = (run) => (RUNNING.includes(run.status) ? 1 : 0);
+
+function replaceCell(old, next) {
+  if (old.contains(document.activeElement) && old.querySelector("a")) {
+    // Somebody is on this run's link: its text may change, the link itself stays.
+    old.querySelector("a").textContent = next.querySelector("a").textContent;
+    for (const kind of [".badge", ".run-more"]) old.querySelector(kind)?.replaceWith(next.querySelector(kind) ?? "");
+  } else old.replaceWith(next);
+}
+
+function matches(run, { query, status, tag }) {
+  if (status && run.status !== status) return false;
+  if (tag && !(run.tags ?? []).includes(tag)) return false;
+  const text = [run.name, run.path, run.model, run.task, run.strategy, run.device, run.note, ...(run.tags ?? [])]
+    .join(" ")
+    .toLowerCase();
+  return query
+    .toLowerCase()
+    .split(/\s+/)
+    .every((word) => text.includes(word));
+}
+
+function cells(run, drawPick) {
+  const box = h("input", {
+    type: "checkbox",
+    "aria-label": t("runs.choose", { name: run.name }),
+    prop: { checked: chosen.has(run.id) },
+    on: {
+      change: (event) => {
+        chosen[event.target.checked ? "add" : "delete"](run.id);
+        drawPick();
+      },
+    },
+  });
+  const label = (key) => ({ "data-label": t(key) });
+  return [
+    h("td", { class: "pick" }, box),
+    h(
+      "th",
+      { scope: "row", class: "run-name" },
+      h("div", { class: "run-line" }, h("a", { href: `#/run/${run.id}` }, run.name || run.path), " ", badge(run.status)),
+      runMore(run),
+    ),
+    h("td", label("runs.progress"), progress(run)),
+    h("td", { class: "number", ...label("runs.loss") }, format.loss(run.loss)),
+    h("td", { class: "number", ...label("runs.eval_loss") }, format.loss(run.eval_loss)),
+    h("td", { class: "number", ...label("runs.rate") }, format.short(run.tokens_per_second)),
+    h(
+      "td",
+      label("runs.strategy"),
+      run.strategy ?? format.NONE,
+      " ",
+      run.world_size ? h("span", { class: "muted nowrap" }, `× ${run.world_size} ${run.device ?? ""}`) : null,
+    ),
+    h(
+      "td",
+      { ...label("runs.model"), class: "wrap" },
+      run.model ?? format.NONE,
+      run.task ? h("div", { class: "muted small" }, run.task) : null,
+    ),
+    h("td", label("runs.started"), when(run.started_at)),
+  ];
+}
+
+function runMore(run) {
+  const parts = [];
+  if (run.path && run.path !== run.name) parts.push(h("span", { class: "mono" }, run.path));
+  if (run.restarts) parts.push(t("runs.restarts", { n: run.restarts }));
+  const lines = [
+    parts.length
+      ? h(
+          "div",
+          { class: "muted small" },
+          parts.flatMap((one, at) => (at ? [" · ", one] : [one])),
+        )
+      : null,
+  ];
+  if (run.problem) lines.push(h("div", { class: "run-problem small" }, icon("warning"), " ", run.problem));
+  if (run.note) lines.push(h("div", { class: "muted small run-note" }, run.note));
+  if (run.tags?.length)
+    lines.push(
+      h(
+        "div",
+        { class: "run-tags" },
+        run.tags.map((one) => h("span", { class: "tag" }, one)),
+      ),
+    );
+  return h("div", { class: "run-more" }, lines);
+}
+
+/** A run's progress as a bar with its words. */
+export function progress(run) {
+  const share = run.steps ? Math.min(1, (run.step ?? 0) / run.steps) : null;
+  const words =
+    run.step === null || run.step === undefined
+      ? format.NONE
+      : run.steps
+        ? t("runs.step", { step: format.count(run.step), steps: format.count(run.steps) })
+        : t("runs.step.open", { step: format.count(run.step) });
+  return h(
+    "div",
+    { class: "run-progress" },
+    share === null
+      ? null
+      : h(
+          "div",
+          { class: "progress", "aria-hidden": "true" },
+          h("span", { class: run.status === "live" ? null : "is-done", style: { width: `${share * 100}%` } }),
+        ),
+    h(
+      "div",
+      { class: "small muted" },
+      words,
+      run.status === "live" && run.eta_s !== null && run.eta_s !== undefined
+        ? ` · ${t("runs.left", { left: format.duration(run.eta_s) })}`
+        : null,
+    ),
+  );
+}
+
+export function when(time_s) {
+  if (!time_s) return format.NONE;
+  return h(
+    "time",
+    { datetime: new Date(time_s * 1000).toISOString(), title: format.time(time_s), class: "nowrap", "data-at": time_s },
+    format.ago(time_s),
+  );
+}
+
+function options(select, wanted, value) {
+  const key = JSON.stringify([wanted, value]);
+  if (select.dataset.key === key) return;
+  select.dataset.key = key;
+  if (!wanted.some(([one]) => one === value)) wanted = [...wanted, [value, value]];
+  put(
+    select,
+    wanted.map(([one, text]) => h("option", { value: one, prop: { selected: one === value } }, text)),
+  );
+}
+
+function nothing(folder) {
+  return emptyState(
+    t("runs.none", { folder }),
+    t("runs.none.text"),
+    command("paceline sft model=builtin:qwen2-micro dataset=builtin:python-docs " + `output_dir=${quoted(`${folder}/first`)}`),
+    h("a", { class: "button main", href: "#/new" }, icon("plus"), t("runs.none.start")),
+  );
+}
+
+const quoted = (path) => (/^[\w./@:+-]+$/.test(path) ? path : `'${path.replaceAll("'", `'\\''`)}'`);
+
+const noMatch = (n, clear) =>
+  emptyState(
+    t("runs.none.match"),
+    t("runs.none.match.text", { n }),
+    h("button", { type: "button", on: { click: clear } }, t("runs.none.match.clear")),
+  );

@@ -1,0 +1,109 @@
+"""A form's edit changes its key in the text, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.config.edit import edit_yaml
+from paceline.config.load import load_text
+from paceline.core.errors import ConfigError
+
+TEXT = """# what this is for
+model: builtin:qwen2-tiny  # the small one
+dataset:
+  - a.jsonl   # first
+  - b.jsonl
+# adapters
+lora: {enable: true, rank: 8}  # one line
+train_args:
+  # found by trying
+  learning_rate: 1e-4
+  max_steps: 9   # short
+"""
+
+
+def changed(before: str, after: str) -> tuple[list[str], list[str]]:
+    """Lines that are gone, and lines that are new."""
+    old, new = before.splitlines(), after.splitlines()
+    return [line for line in old if line not in new], [line for line in new if line not in old]
+
+
+@pytest.mark.parametrize(
+    ("values", "gone", "new"),
+    [
+        ({"train_args.max_steps": "12"}, ["  max_steps: 9   # short"], ["  max_steps: 12   # short"]),
+        ({"lora.rank": 16}, ["lora: {enable: true, rank: 8}  # one line"], ["lora: {enable: true, rank: 16}  # one line"]),
+        ({"lora.alpha": 4}, ["lora: {enable: true, rank: 8}  # one line"],
+         ["lora: {enable: true, rank: 8, alpha: 4}  # one line"]),
+        ({"dataset": "c.jsonl"}, ["dataset:", "  - a.jsonl   # first", "  - b.jsonl"], ["dataset: c.jsonl"]),
+        ({"dataset": "[x, y]"}, ["dataset:", "  - a.jsonl   # first", "  - b.jsonl"], ["dataset: [x, y]"]),
+        ({"task": "pretrain"}, [], ["task: pretrain"]),
+        ({"parallel.mode": "ddp"}, [], ["parallel:", "  mode: ddp"]),
+        ({"train_args.bf16": True}, [], ["  bf16: true"]),
+        ({"train_args.packing": "false"}, [], ["  packing: false"]),
+        ({"system": "a: b # c"}, [], ["system: 'a: b # c'"]),
+        ({"model": "7"}, ["model: builtin:qwen2-tiny  # the small one"], ["model: '7'  # the small one"]),
+        ({"train_args.save_total_limit": None}, [], ["  save_total_limit: null"]),
+    ],
+)  # fmt: skip
+def test_one_key_is_set_and_the_rest_stays(values, gone, new):
+    text, kept = edit_yaml(TEXT, values)
+    assert kept
+    assert changed(TEXT, text) == (gone, new)
+
+
+def test_a_key_is_taken_out_with_its_line():
+    assert changed(TEXT, edit_yaml(TEXT, {}, ["train_args.max_steps"])[0]) == (["  max_steps: 9   # short"], [])
+    assert "lora: {enable: true}  # one line" in edit_yaml(TEXT, {}, ["lora.rank"])[0]
+
+
+def test_a_section_goes_with_its_last_key():
+    text, _ = edit_yaml("model: a\nlora:\n  rank: 4\n", {}, ["lora.rank"])
+    assert text == "model: a\n"
+
+
+def test_a_number_stays_as_it_is_spelt():
+    text, _ = edit_yaml(TEXT, {"train_args.learning_rate": "3e-5"})
+    assert "  learning_rate: 3e-5\n" in text
+    assert load_text(text, "config").config.train_args.learning_rate == 3e-5
+
+
+def test_another_tools_name_gives_way_to_the_key_itself():
+    text, kept = edit_yaml("model: a\ndataset: b\nlr: 1e-4\nnum_train_epochs: 2\n", {"train_args.learning_rate": 0.001})
+    assert kept
+    assert "lr: 1e-4" not in text
+    assert load_text(text, "config").config.train_args.learning_rate == 0.001
+
+
+@pytest.mark.parametrize("text", ["", "model: a", "{model: a, dataset: b}", "model: a\nlora:\n", "model: a\ntrain_args: {}\n"])
+def test_every_shape_of_text_takes_keys(text):
+    text, kept = edit_yaml(text, {"lora.rank": 4, "train_args.max_steps": 7, "system": "short", "dataset": "d", "model": "m"})
+    config = load_text(text, "config").config
+    assert kept
+    assert (config.lora.rank, config.train_args.max_steps, config.system) == (4, 7, "short")
+    assert (config.model, config.dataset) == ("m", "d")
+
+
+def test_an_anchor_is_not_edited_through_its_alias():
+    text, kept = edit_yaml("model: m\ndataset: d\ntask_args: &shared {rank: 3}\nlora: *shared\n", {"lora.rank": 4})
+    config = load_text(text, "config").config
+    assert not kept  # said, for comments are lost
+    assert (config.lora.rank, config.task_args) == (4, {"rank": 3})
+
+
+def test_text_that_is_no_config_is_refused():
+    with pytest.raises(ConfigError, match="line 1"):
+        edit_yaml("model: [a", {"model": "b"})
+    with pytest.raises(ConfigError, match="no mapping"):
+        edit_yaml("- a\n- b\n", {"model": "b"})
+    with pytest.raises(ConfigError, match="no key `trian`"):
+        edit_yaml("model: a", {"trian": 1})
+
+
+@pytest.mark.parametrize(
+    "value", ["9" * 5000, "\x85", "a\nb: c", "- x", "&a", "*a", "!!int 7", float("nan"), [[[1]]], "#", "'", '"']
+)
+def test_any_value_can_be_written(value):
+    for key in ("system", "train_args.max_steps", "task_args"):
+        text, _ = edit_yaml(TEXT, {key: value})
+        assert text != TEXT

@@ -1,0 +1,91 @@
+"""The rows of a preview are those of the training: the same tokens, labels and cuts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from paceline.config.load import load_config
+from paceline.core.errors import ConfigError
+from paceline.data.preview import MOST_TOKENS, preview
+from paceline.data.token_dataset import TokenDataset
+from paceline.data.tokenize import prepare_tokens
+
+
+def config_of(dataset: object, **more: object):
+    return load_config(None, {"model": "builtin:qwen2-micro", "dataset": str(dataset), **more}).config
+
+
+def written(folder, *rows: dict) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("length", [32, 64, 4096])
+def test_rows_are_those_that_are_trained_on(length):
+    config = config_of("builtin:python-docs#12", **{"train_args.max_length": length})
+    rows = [row for row in preview(config, rows=12)["rows"] if row["reason"] is None]
+    tokens = prepare_tokens(config, "sft")
+    trained = TokenDataset(tokens.train_folder)
+    assert [row["num_tokens"] - row["cut_tokens"] for row in rows] == trained.lengths.tolist()
+    assert [row["label_tokens"] for row in rows] == trained.label_counts.tolist()
+
+
+def test_label_tokens_are_the_answer_and_its_end(tmp_path):
+    config = config_of(written(tmp_path, {"messages": [
+        {"role": "user", "content": "What is a pace line?"}, {"role": "assistant", "content": "Riders in a row."},
+    ]}))  # fmt: skip
+    (row,) = preview(config)["rows"]
+    assert row["format"] == "messages"
+    labels = [one["text"] for one in row["segments"] if one["label"]]
+    assert labels == ["Riders in a row.<|im_end|>"]
+    assert "What is a pace line?" in "".join(one["text"] for one in row["segments"] if not one["label"])
+    assert "".join(one["text"] for one in row["segments"]).startswith("<|im_start|>user")
+
+
+def test_what_is_too_long_is_marked(tmp_path):
+    path = written(tmp_path, {"prompt": "Say it.", "completion": "word " * 50})
+    (row,) = preview(config_of(path, **{"train_args.max_length": 32}))["rows"]
+    assert row["cut_tokens"] == row["num_tokens"] - 32 > 0
+    assert row["segments"][-1]["cut"]
+    (row,) = preview(config_of(path, **{"train_args.max_length": 32, "train_args.overlong": "drop"}))["rows"]
+    assert (row["reason"], row["label_tokens"], row["cut_tokens"]) == ("longer than max_length", 0, row["num_tokens"])
+
+
+def test_a_row_that_is_left_out_says_why(tmp_path):
+    path = written(tmp_path, {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}, {"other": 1})
+    rows = preview(config_of(path))["rows"]
+    assert [row["reason"] for row in rows] == [None, "empty answer", "columns fit no format"]
+    assert [row["place"].split(" of ")[0] for row in rows] == ["line 1", "line 2", "line 3"]
+
+
+def test_a_document_is_cut_into_samples_and_loses_nothing(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("All of this is read, word for word. " * 400, encoding="utf-8")
+    (row,) = preview(config_of(path, task="pretrain", **{"train_args.max_length": 100}))["rows"]
+    assert row["parts"] == -(-row["num_tokens"] // 100)
+    assert row["cut_tokens"] == 0
+    assert row["hidden_tokens"] == max(0, row["num_tokens"] - MOST_TOKENS)
+
+
+def test_a_task_without_tokens_is_refused():
+    with pytest.raises(ConfigError, match="no tokens to show"):
+        preview(config_of("builtin:digits", task="classify"))
+    with pytest.raises(ConfigError, match="out of range"):
+        preview(config_of("builtin:python-docs"), rows=0)
+
+
+def test_the_verb_prints_one_json_value():
+    command = [sys.executable, "-m", "paceline", "data", "preview", "model=builtin:qwen2-micro"]
+    told = subprocess.run([*command, "dataset=builtin:python-docs", "--rows", "2", "--json"], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert len(found["rows"]) == 2
+    assert np.all([row["num_tokens"] > 0 for row in found["rows"]])
+    told = subprocess.run([*command, "dataset=nothing.jsonl", "--rows", "2"], capture_output=True, text=True)
+    assert (told.returncode, told.stdout) == (2, "")

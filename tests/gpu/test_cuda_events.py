@@ -1,0 +1,30 @@
+"""What a run on CUDA devices says of its memory and of the devices. Deselected on a machine without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import events, report, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+WORDS = ("model=builtin:qwen2-tiny", "dataset=builtin:python-docs#240", "max_length=128", "max_steps=4", "parallel.num_gpus=1")
+
+
+def test_activations_are_the_peak_of_a_step_less_the_state(tmp_path: Path) -> None:
+    run(*WORDS, f"output_dir={tmp_path / 'run'}")
+    (memory,) = events(tmp_path / "run", "memory")
+    (rank,) = memory["ranks"]
+    assert rank["activations"] > 0
+    assert rank["total"] == sum(rank[kind] for kind in ("parameters", "gradients", "optimizer", "activations"))
+    assert rank["total"] <= report(tmp_path / "run")["peak_memory_bytes"][0]  # set back for a step, and yet not lost
+
+
+def test_a_step_line_tells_of_the_device(tmp_path: Path) -> None:
+    run(*WORDS, f"output_dir={tmp_path / 'run'}")
+    told = events(tmp_path / "run", "step")[-1]["devices"]
+    assert [one["rank"] for one in told] == [0]
+    assert 0 <= told[0]["utilisation"] <= 1
+    assert 0 < told[0]["temperature_c"] < 120
+    assert told[0]["power_w"] > 0

@@ -1,0 +1,67 @@
+"""One browser and one server for all tests of the page: a real headless Chromium, a real `paceline ui`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import event_logs
+import made_runs
+import pytest
+from panel_pages import ARGUMENTS, NAMES, Server, opened, serve, why_no_browser
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+_NOT_RUN = pytest.StashKey[int]()
+expect.set_options(timeout=20_000)  # a machine that is busy is slow, not wrong
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a browser these are not run, and that is said at the end."""
+    mine = [item for item in items if "browser" in getattr(item, "fixturenames", ())]
+    if mine and why_no_browser() is not None:
+        items[:] = [item for item in items if item not in mine]
+        config.hook.pytest_deselected(items=mine)
+        config.stash[_NOT_RUN] = len(mine)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.stash.get(_NOT_RUN, 0):
+        terminalreporter.write_line(f"NOT RUN: {count} test(s) in a real browser: {why_no_browser()}.", red=True, bold=True)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """The machine's Chromium, or else Playwright's own."""
+    own = next((path for name in NAMES if (path := shutil.which(name))), None)
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=own, args=ARGUMENTS)
+        # The helpers that it starts with its first page are there before the first test counts processes.
+        page = found.new_page()
+        page.goto("about:blank")
+        page.close()
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A folder with runs of every kind."""
+    folder = tmp_path_factory.mktemp("runs")
+    event_logs.finished(folder / "one", steps=40)
+    config = {"model": "builtin:qwen2-micro", "task": "sft", "train_args": {"learning_rate": 0.002, "seed": 42}}
+    event_logs.finished(folder / "two", steps=30, strategy="zero1", config=config)
+    made_runs.world(folder / "cluster", ranks=16, hosts=2)
+    made_runs.world(folder / f"named {made_runs.HARM}", ranks=4, hosts=1)
+    made_runs.older(folder / "older")
+    (folder / "one" / "model").mkdir()
+    found = serve(folder)
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Iterator[Page]:
+    """The list of runs, in English and light."""
+    with opened(browser, server.url) as found:
+        yield found

@@ -1,0 +1,94 @@
+"""A running panel, and pages of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+
+from paceline.web.runs import run_id as id_of
+
+ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-features=SpareRendererForSitePerProcess"]
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@dataclass
+class Server:
+    """A running ``paceline ui``."""
+
+    folder: Path
+    url: str
+    process: subprocess.Popen[str]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.split(":")[2].split("/")[0])
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def serve(folder: Path, port: int = 0) -> Server:
+    """Start one, and wait until it listens."""
+    words = [sys.executable, "-m", "paceline", "ui", str(folder), "--port", str(port), "--no-browser", "--json"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "the server ended before it listened"
+    return Server(folder, json.loads(line)["url"], process)
+
+
+def run_id(folder: Path, name: str) -> str:
+    """As the server has it."""
+    assert (folder / name).is_dir()
+    return id_of(name)
+
+
+@contextmanager
+def opened(browser: Browser, url: str, **options: object) -> Iterator[Page]:
+    """A page in a context of its own. A script error or a refused resource fails the test."""
+    given = {"viewport": {"width": 1280, "height": 900}, "locale": "en-GB", "color_scheme": "light", **options}
+    context = browser.new_context(**given)  # type: ignore[arg-type]
+    context.set_default_timeout(30_000)
+    found = context.new_page()
+    wrong: list[str] = []
+    found.on("pageerror", lambda error: wrong.append(str(error)))
+    found.on("console", lambda message: _keep(message, wrong))
+    found.goto(url)
+    yield found
+    context.close()
+    assert not wrong, wrong
+
+
+def _keep(message: ConsoleMessage, wrong: list[str]) -> None:
+    # A server that is gone, a run that is not there and what is refused are the page's to show; the browser says them too.
+    expected = ("ERR_CONNECTION", "ERR_INCOMPLETE", "status of 404", "status of 400", "ERR_EMPTY_RESPONSE", "ERR_NETWORK")
+    if message.type == "error" and not any(one in message.text for one in expected):
+        wrong.append(message.text)
+
+
+@cache
+def why_no_browser() -> str | None:
+    """Why no Chromium can be had; None where one can."""
+    if any(shutil.which(name) for name in NAMES):
+        return None
+    with sync_playwright() as found:
+        path = Path(found.chromium.executable_path)
+    return None if path.exists() else f"no {', '.join(NAMES)} on PATH, and Playwright has none of its own at {path}"

@@ -1,0 +1,85 @@
+"""Comparing runs in a real browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from panel_pages import Server, run_id
+from playwright.sync_api import Page, expect
+
+
+def open_compare(page: Page, server: Server, *names: str) -> None:
+    ids = ",".join(run_id(server.folder, name) for name in names)
+    page.goto(f"{server.url.split('?')[0]}#/compare/{ids}")
+    expect(page.get_by_role("heading", name="Compare", level=1)).to_be_visible()
+
+
+def test_two_are_chosen_in_the_list_and_compared(page: Page) -> None:
+    page.get_by_label("Choose one to compare").check()
+    expect(page.locator("#compare")).to_have_count(0)
+    page.get_by_label("Choose two to compare").check()
+    page.locator("#compare").click()
+    expect(page.locator(".compare-runs li")).to_have_count(2)
+    expect(page.get_by_role("application", name="Loss over step")).to_be_visible()
+    figures = page.get_by_role("region", name="Figures")
+    expect(figures.locator("tbody th")).to_have_text(["one", "two"])
+    expect(figures).to_contain_text("zero1")
+
+
+def test_the_state_of_the_page_is_in_its_address(page: Page, server: Server) -> None:
+    open_compare(page, server, "one", "two")
+    page.select_option("#metric", "tokens_per_second")
+    page.get_by_label("time", exact=True).check(force=True)
+    page.get_by_role("button", name="Sort by Steps").click()
+    page.get_by_role("button", name="Sort by Steps").click()
+    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(["one", "two"])
+    page.get_by_role("button", name="Sort by Steps").click()
+    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(["two", "one"])
+    assert all(part in page.url for part in ("x=time", "y=tokens_per_second", "sort=steps"))
+    page.reload()
+    expect(page.get_by_role("application", name="Throughput over time")).to_be_visible()
+    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(["two", "one"])
+
+
+def test_configs_that_differ_are_shown_by_key(page: Page, server: Server) -> None:
+    open_compare(page, server, "one", "two")
+    table = page.get_by_role("region", name="Differences of the config")
+    expect(table.locator("tbody tr")).to_have_count(1)
+    expect(table.locator("tbody tr").locator("th, td")).to_have_text(["train_args.learning_rate", "0.001", "0.002"])
+    open_compare(page, server, "one", "older")
+    expect(page.get_by_text("Their configs are the same.")).to_be_visible()
+
+
+def test_a_note_and_tags_are_kept(page: Page, server: Server) -> None:
+    open_compare(page, server, "one", "two")
+    page.get_by_label("Note on two").fill("the <i>better</i> one")
+    page.get_by_label("Tags of two").fill("paper, baseline")
+    page.locator(".notes form").nth(1).get_by_role("button", name="Save").click()
+    expect(page.locator(".notes form").nth(1).get_by_role("status")).to_contain_text("Saved")
+    assert not (server.folder / "two" / ".paceline-ui.json").exists()
+    page.goto(server.url.split("?")[0] + "#/?tag=paper")
+    expect(page.locator("tr[data-id]")).to_have_count(1)
+    expect(page.locator(".run-note")).to_have_text("the <i>better</i> one")
+
+
+def test_curves_are_taken_away_as_csv_and_png(page: Page, server: Server, tmp_path: Path) -> None:
+    open_compare(page, server, "one", "two")
+    expect(page.locator(".u-over")).to_be_visible()
+    with page.expect_download() as got:
+        page.locator("#save-csv").click()
+    got.value.save_as(tmp_path / "a.csv")
+    head, *lines = (tmp_path / "a.csv").read_text().splitlines()
+    assert head.startswith("run,step,tokens,time_s,loss")
+    assert len(lines) == 70
+    assert lines[0].startswith("one,1,4096,")
+    assert float(lines[9].split(",")[4]) == 0.9
+    with page.expect_download() as got:
+        page.locator("#save-png").click()
+    got.value.save_as(tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_is_gone_does_not_take_the_others_with_it(page: Page, server: Server) -> None:
+    page.goto(f"{server.url.split('?')[0]}#/compare/{run_id(server.folder, 'one')},000000000000")
+    expect(page.locator(".callout-warn")).to_contain_text("000000000000")
+    expect(page.locator(".compare-runs li")).to_have_count(1)

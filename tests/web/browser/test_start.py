@@ -1,0 +1,161 @@
+"""From the form to a trained model and a chat with it, in a real browser, with real runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from panel_pages import Server, opened, serve
+from playwright.sync_api import Browser, Page, expect
+from starts import MICRO, events
+
+LONG_MS = 90_000  # for what a run does on a busy machine
+
+
+@pytest.fixture
+def panel(tmp_path: Path) -> Iterator[Server]:
+    """A panel of its own for runs that are started; it has ended, with all that it holds, before processes are counted."""
+    found = serve(tmp_path)
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def form(browser: Browser, panel: Server) -> Iterator[Page]:
+    """The form, with a config of a small run."""
+    with opened(browser, f"{panel.url}#/new") as page:
+        expect(page.locator("#verdict .good")).to_be_visible()
+        page.fill("#yaml", MICRO % 6)
+        expect(page.locator("#verdict .good")).to_be_visible()
+        yield page
+
+
+def field(page: Page, key: str) -> object:
+    return page.locator(f'[data-key="{key}"]').locator("input, select").first
+
+
+def test_form_and_text_are_in_step(form):
+    yaml = form.locator("#yaml")
+    expect(field(form, "train_args.max_steps")).to_have_value("6")
+    field(form, "train_args.learning_rate").fill("1e-3")
+    expect(yaml).to_have_value(re.compile(r"# the smallest\n[\s\S]*  learning_rate: 1e-3\n"))
+    field(form, "lora.enable").check()
+    field(form, "train_args.packing").evaluate("node => node.closest('details').open = true")
+    field(form, "train_args.packing").select_option("false")
+    expect(yaml).to_have_value(re.compile(r"lora:\n  enable: true\n[\s\S]*  packing: false\n"))
+    form.locator('[data-key="train_args.max_steps"] .reset').click()
+    expect(yaml).not_to_have_value(re.compile("max_steps"))
+    # And the other way; a mistake is named at its line and at its field, and nothing can be started.
+    yaml.fill("model: m\ndataset: d\ntrain_args:\n  max_length: 2\n  lerning_rate: 1\n")
+    expect(form.locator(".mistakes li")).to_have_count(2)
+    expect(form.locator(".mistakes .place").first).to_have_text("line 4")
+    expect(field(form, "model")).to_have_value("m")
+    expect(field(form, "train_args.max_length")).to_have_attribute("aria-invalid", "true")
+    expect(form.locator("#start")).to_be_disabled()
+    form.locator(".mistakes .place").last.click()
+    assert form.evaluate("document.getSelection().toString()") == "  lerning_rate: 1"
+    form.locator('[data-preset="classify"]').click()
+    expect(field(form, "task")).to_have_value("classify")
+    expect(form.locator("#start")).to_be_enabled()
+
+
+def test_data_is_uploaded_and_looked_at(form, panel):
+    rows = [{"prompt": "What is a pace line?", "completion": "Riders in a row."}, {"prompt": "<b>", "completion": "bold " * 60}]
+    content = "".join(json.dumps(one) + "\n" for one in rows).encode()
+    form.set_input_files("#upload", {"name": "../mine.jsonl", "mimeType": "application/json", "buffer": content})
+    expect(field(form, "dataset")).to_have_value("./datasets/mine.jsonl")
+    assert (panel.folder / "datasets" / "mine.jsonl").read_bytes() == content
+    form.locator("#look").click()
+    shown = form.locator(".rows > li")
+    expect(shown).to_have_count(2, timeout=LONG_MS)
+    expect(shown.nth(0).locator("mark.label")).to_have_text("Riders in a row.<|im_end|>")
+    expect(shown.nth(1).locator("del.cut").first).to_be_visible()
+    assert shown.nth(1).locator("b").count() == 0
+    form.locator("#choose-data").click()
+    form.locator(".data-item", has_text="builtin:python-docs").click()
+    expect(field(form, "dataset")).to_have_value("builtin:python-docs")
+
+
+def test_a_run_is_started_watched_to_its_end_and_asked(form, panel):
+    expect(form.locator("#plan-verdict")).to_contain_text("It fits", timeout=LONG_MS)
+    field(form, "lora.enable").check()
+    expect(form.locator("#yaml")).to_have_value(re.compile("enable: true"))
+    form.fill("#run-name", "a b")
+    expect(form.locator("#name-wrong")).not_to_be_empty()
+    form.fill("#run-name", "mine")
+    form.locator("#start").click()
+    expect(form).to_have_url(re.compile(r"#/run/[0-9a-f]{12}$"), timeout=LONG_MS)
+    expect(form.locator(".run-head .badge-done")).to_be_visible(timeout=LONG_MS)
+    run = panel.folder / "mine"
+    assert len(events(run, "step")) == 6
+    assert (run / "panel.yaml").read_text().startswith("model: builtin:qwen2-micro  # the smallest\n")
+
+    form.locator("#chat").click()
+    form.locator(".choice label", has_text="Both").click()
+    form.fill("#chat-most", "8")
+    form.fill("#question", "What is os?")
+    form.keyboard.press("Enter")
+    for side in ("tuned", "base"):
+        expect(form.locator(f".answer-{side} p")).to_contain_text("tokens/s", timeout=LONG_MS)
+    form.locator(".choice label", has_text="Tuned").click()
+    form.fill("#chat-most", "4096")
+    form.fill("#chat-heat", "2")
+    form.fill("#question", "Go on.")
+    form.locator("#send").click()
+    expect(form.locator(".turn").last.locator(".answer-text")).not_to_be_empty(timeout=LONG_MS)
+    form.locator("#chat-stop").click()
+    expect(form.locator(".turn").last.locator("p")).to_have_text("Stopped.")
+    expect(form.locator("#send")).to_be_enabled()
+
+
+def test_a_run_is_stopped_and_resumed_with_a_change(form, panel):
+    field(form, "train_args.max_steps").fill("5000")
+    expect(form.locator("#yaml")).to_have_value(re.compile("max_steps: 5000"))
+    expect(form.locator("#verdict .good")).to_be_visible()
+    form.fill("#run-name", "long")
+    form.locator("#start").click()
+    expect(form.locator("#stop")).to_be_visible(timeout=LONG_MS)
+    form.locator("#stop").click()
+    form.locator("#stop-yes").click()
+    expect(form.locator(".run-head .badge-stopped")).to_be_visible(timeout=LONG_MS)
+    run = panel.folder / "long"
+    reached = events(run, "run_end")[-1]["step"]
+
+    form.locator("#resume").click()
+    expect(form.locator("#no-changes")).to_be_visible()
+    expect(form.locator("#start")).to_be_enabled()
+    field(form, "train_args.max_steps").fill(str(reached + 2))
+    expect(form.locator("#changes tbody tr")).to_have_count(1)
+    expect(form.locator("#changes")).to_contain_text("5000")
+    expect(form.locator("#start")).to_be_disabled()  # until the change is allowed
+    form.locator("#allow").check()
+    form.locator("#start").click()
+    expect(form).to_have_url(re.compile(r"#/run/[0-9a-f]{12}$"), timeout=LONG_MS)
+    expect(form.locator(".run-head .badge-done")).to_be_visible(timeout=LONG_MS)
+    assert events(run, "resume")[-1]["step"] == reached
+    assert events(run, "run_end")[-1]["step"] == reached + 2
+
+
+def test_what_the_command_refuses_stands_in_the_page(form, panel):
+    field(form, "model").fill("builtin:nothing")
+    expect(form.locator("#yaml")).to_have_value(re.compile("builtin:nothing"))
+    expect(form.locator("#verdict .good")).to_be_visible()
+    form.locator("#start").click()
+    expect(form.locator(".state-error")).to_contain_text("builtin:nothing", timeout=LONG_MS)
+    expect(form.locator(".state-error")).to_contain_text("builtin:qwen2-micro")
+    assert not any(one.is_dir() and one.name.startswith("first") for one in panel.folder.iterdir())
+
+
+def test_without_the_token_the_form_says_how_to_get_it(browser, panel):
+    with opened(browser, panel.url.partition("?")[0] + "#/new") as page:
+        expect(page.locator(".state-error")).to_contain_text("open the link")
+
+
+def test_the_form_fits_a_phone_and_speaks_chinese(browser, panel):
+    with opened(browser, f"{panel.url}#/new", viewport={"width": 390, "height": 844}, locale="zh-CN") as page:
+        expect(page.locator("#verdict .good")).to_have_text("配置正确。")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        expect(page.locator('[data-key="model"] p.muted')).to_contain_text("本地文件夹")

@@ -1,0 +1,56 @@
+"""What the front end is made of: small, without markup made of data, without a source elsewhere, in two languages."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from pathlib import Path
+
+import paceline.web
+
+STATIC = Path(paceline.web.__file__).parent / "static"
+FILES = [path for path in sorted(STATIC.rglob("*")) if path.is_file()]
+OWN = [path for path in FILES if path.suffix == ".js" and "vendor" not in path.parts]
+
+
+def test_it_weighs_less_than_300_kb_compressed() -> None:
+    assert sum(len(gzip.compress(path.read_bytes(), 6)) for path in FILES) < 300_000
+
+
+def test_no_script_or_style_stands_in_the_page_and_none_comes_from_elsewhere() -> None:
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", page)
+    for path in [*OWN, *STATIC.rglob("*.html"), *STATIC.rglob("*.css")]:
+        text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"(src|href|from|import|url)\W{1,3}https?://", text), path
+
+
+def test_no_markup_is_made_of_data() -> None:
+    markup = r"\.(innerHTML|outerHTML)\s*\+?=|insertAdjacentHTML|document\.write|\beval\(|new Function"
+    for path in OWN:
+        assert not re.search(markup, path.read_text(encoding="utf-8")), path
+
+
+def test_every_module_that_is_named_is_there() -> None:
+    for path in OWN:
+        for name in re.findall(r"""(?:from|import)\s*\(?\s*["'](\.[^"']+)["']""", path.read_text(encoding="utf-8")):
+            assert (path.parent / name).is_file(), f"{path}: {name}"
+
+
+def test_each_text_is_there_in_both_languages() -> None:
+    for name in ("", "watch-"):
+        english, chinese = (_keys(STATIC / "i18n" / f"{name}{language}.js") for language in ("en", "zh"))
+        assert english
+        assert english == chinese
+
+
+def test_each_text_that_is_asked_for_is_there() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in OWN]
+    known = {key for path in (STATIC / "i18n").glob("*.js") for key in _keys(path)}
+    asked = {key for text in texts for key in re.findall(r"""\bt(?:ermOf)?\("([\w.]+)["]""", text)}
+    assert len(asked) > 100
+    assert asked - known == set()
+
+
+def _keys(path: Path) -> set[str]:
+    return set(re.findall(r"""["']([\w.]+)["']:\s""", path.read_text(encoding="utf-8")))

@@ -1,0 +1,199 @@
+"""Watching runs in a real browser: the list, a real run from its start to its end, every tab, and what happens to a page."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import event_logs
+import made_runs
+import pytest
+from panel_pages import Server, opened, run_id, serve
+from playwright.sync_api import Browser, Page, expect
+
+TRAIN = [
+    *("model=builtin:qwen2-micro", "dataset=builtin:python-docs#60", "split_dataset_ratio=0.2", "max_length=64"),
+    *("parallel.device=cpu", "parallel.num_gpus=1", "max_steps=12", "logging_steps=1", "eval_steps=6"),
+    *("evaluation.samples=1", "evaluation.max_new_tokens=4"),
+]
+
+
+def rows(page: Page) -> list[str]:
+    return page.locator(".run-name a").all_inner_texts()
+
+
+def test_an_empty_folder_says_what_to_do(browser: Browser, tmp_path: Path) -> None:
+    server = serve(tmp_path)
+    try:
+        with opened(browser, server.url) as page:
+            expect(page.get_by_role("heading", name=f"No runs in {tmp_path} yet")).to_be_visible()
+            expect(page.locator(".command code")).to_contain_text("paceline sft model=")
+            expect(page.locator("main a[href='#/new']")).to_be_visible()
+            event_logs.finished(tmp_path / "first")
+            expect(page.get_by_role("link", name="first")).to_be_visible()
+    finally:
+        server.stop()
+
+
+def test_the_list_is_searched_filtered_and_sorted(page: Page) -> None:
+    expect(page.locator("#runs-count")).to_contain_text("5 runs")
+    expect(page.locator("tr[data-id] .badge-done").first).to_have_text("done")
+    assert f"named {made_runs.HARM}" in rows(page)
+    assert page.locator("main b").count() == 0  # what a run calls itself is text
+    page.fill("#search", "zero1")
+    expect(page.locator("tr[data-id]")).to_have_count(1)
+    page.fill("#search", "no such run")
+    page.get_by_role("button", name="Show all runs").click()
+    expect(page.locator("tr[data-id]")).to_have_count(5)
+    page.select_option("#status", "failed")
+    expect(page.locator("tr[data-id]")).to_have_count(2)
+    page.select_option("#status", "")
+    page.select_option("#sort", "name")
+    assert rows(page) == sorted(rows(page))
+    assert "sort=name" in page.url
+    assert "token" not in page.url
+
+
+def test_a_real_run_is_watched_to_its_end(page: Page, server: Server) -> None:
+    folder = server.folder / "real"
+    command = [sys.executable, "-m", "paceline", "sft", *TRAIN, f"output_dir={folder}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        page.get_by_role("link", name="real").click(timeout=180_000)
+        expect(page.get_by_role("heading", name="real", level=1)).to_be_visible()
+        expect(page.locator("[data-key='f.progress']")).to_contain_text(re.compile(r"step [1-9]\d* of 12"), timeout=180_000)
+        expect(page.locator(".badge").first).to_have_text("done", timeout=180_000)
+        expect(page.locator("[data-key='f.progress']")).to_contain_text("step 12 of 12")
+        expect(page.get_by_role("application", name="Loss over step")).to_be_visible()
+        expect(page.locator("[data-key='f.eval_loss'] .figure-value")).to_have_text(re.compile(r"^\d\.\d{4}$"))
+        expect(page.get_by_role("region", name="What happened")).to_contain_text("checkpoint")
+        page.get_by_role("link", name="Report", exact=True).click()
+        expect(page.frame_locator("iframe.report").get_by_role("heading", name="real")).to_be_visible()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def live(server: Server) -> Iterator[Path]:
+    folder = server.folder / "live one"
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_events_come_to_the_screen_as_they_are_written(page: Page, server: Server, live: Path) -> None:
+    log = event_logs.begin(live, steps=100)
+    page.get_by_role("link", name="live one").click()
+    expect(page.locator(".badge").first).to_have_text("live")
+    expect(page.get_by_role("heading", name="No step yet")).to_be_visible()
+    event_logs.emit_steps(log, 1, 10)
+    expect(page.locator("[data-key='f.loss'] .figure-value")).to_have_text("0.9000")
+    chart = page.get_by_role("application", name="Loss over step")
+    expect(chart).to_have_attribute("aria-label", re.compile("is 0.9000 at the end"))
+    event_logs.emit_steps(log, 11, 20)
+    expect(chart).to_have_attribute("aria-label", re.compile("is 0.4500 at the end"))
+    log.emit("fault", step=20, ranks=[1], hosts=["one"], reason="rank 1 was killed", restart=1)
+    expect(page.get_by_role("region", name="What happened")).to_contain_text("rank 1 was killed")
+    log.emit("resume", step=10, path="checkpoints/step-00000010")  # what came after step 10 counts no more
+    event_logs.emit_steps(log, 11, 12)
+    expect(chart).to_have_attribute("aria-label", re.compile("is 0.7500 at the end"))
+    log.close()
+    shutil.rmtree(live)
+    expect(page.get_by_role("heading", name="This run is not there any more")).to_be_visible()
+
+
+def open_tab(page: Page, server: Server, name: str, tab: str) -> None:
+    page.goto(f"{server.url.split('?')[0]}#/run/{run_id(server.folder, name)}/{tab}")
+    expect(page.locator(f"[data-tab='{tab}']")).to_have_attribute("aria-current", "page")
+
+
+def test_every_tab_of_a_large_run(page: Page, server: Server) -> None:
+    open_tab(page, server, "cluster", "ranks")
+    expect(page.locator(".callout-warn")).to_contain_text("Rank 5 is the slowest")
+    drawn = "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.filter((_, at) => at % 4 === 0)).size"
+    assert page.locator("canvas.lanes").evaluate(drawn) > 20
+    expect(page.locator("tbody tr")).to_have_count(16)
+    expect(page.locator("tbody tr").first).to_contain_text("90 % · 61 °C · 402 W")
+    page.locator("canvas.lanes").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".chart-wrap [role=status]")).to_contain_text("Rank 0, step")
+    open_tab(page, server, "cluster", "traffic")
+    expect(page.get_by_role("region", name="Collectives")).to_contain_text("reduce_scatter")
+    open_tab(page, server, "cluster", "memory")
+    expect(page.get_by_role("region", name="In figures").locator("tbody tr")).to_have_count(17)
+    open_tab(page, server, "cluster", "world")
+    expect(page.locator("svg.mesh .mesh-rank")).to_have_count(16)
+    expect(page.locator("svg.mesh .mesh-host")).to_have_count(2)
+    expect(page.get_by_role("region", name="Who talks to whom")).to_contain_text("{0, 2}")
+    open_tab(page, server, "cluster", "samples")
+    expect(page.locator(".sample-text")).to_have_text(f"It writes {made_runs.HOSTILE} as text.")
+    open_tab(page, server, "cluster", "log")
+    expect(page.locator(".log-error").first).to_contain_text(made_runs.HOSTILE)
+    open_tab(page, server, "cluster", "config")
+    expect(page.locator("pre.code")).to_contain_text("builtin:qwen2-micro")
+    open_tab(page, server, "cluster", "checkpoints")
+    expect(page.locator("tbody tr")).to_contain_text("3 GiB")
+    open_tab(page, server, "cluster", "report")
+    expect(page.get_by_role("heading", name="There is no report")).to_be_visible()
+    assert page.locator("main img").count() == 0
+
+
+def test_a_run_of_an_older_version_says_what_it_has_not_recorded(page: Page, server: Server) -> None:
+    for tab, what in {
+        "ranks": "the time of its ranks",
+        "memory": "its memory",
+        "world": "its mesh",
+        "samples": "samples",
+    }.items():
+        open_tab(page, server, "older", tab)
+        expect(page.get_by_role("heading", name=f"This run has not recorded {what}")).to_be_visible()
+    open_tab(page, server, "older", "overview")
+    expect(page.get_by_role("application")).to_have_count(4)  # loss, learning rate, throughput, step time; no empty chart
+
+
+def test_a_range_is_asked_of_the_server(page: Page, server: Server) -> None:
+    open_tab(page, server, "cluster", "overview")
+    chart = page.get_by_role("application", name="Loss over step")
+    plot = chart.locator(".u-over")
+    box = plot.bounding_box()
+    assert box is not None
+    with page.expect_request(re.compile(r"/series\?.*start=\d+&end=\d+")):
+        page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60, steps=4)
+        page.mouse.up()
+    expect(page.locator("#from-step")).to_have_value("51")
+    page.get_by_role("button", name="Whole run").click()
+    expect(page.locator("#from-step")).to_have_value("")
+    # The same by keys.
+    chart.focus()
+    for key in ("Home", "Enter", "Shift+ArrowRight"):
+        page.keyboard.press(key)
+    with page.expect_request(re.compile(r"/series\?.*start=1&end=11")):
+        page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile("start=1&end=11"))
+    page.reload()
+    expect(page.locator("#to-step")).to_have_value("11")
+
+
+def test_a_server_that_goes_and_comes_back(browser: Browser, tmp_path: Path) -> None:
+    event_logs.finished(tmp_path / "before")
+    server = serve(tmp_path)
+    with opened(browser, server.url) as page:
+        expect(page.get_by_role("link", name="before")).to_be_visible()
+        server.stop()
+        expect(page.locator(".banner")).to_contain_text("The server does not answer")
+        event_logs.finished(tmp_path / "after")
+        again = serve(tmp_path, server.port)
+        try:
+            page.get_by_role("button", name="Try now").click()
+            expect(page.locator(".banner")).to_have_count(0)
+            expect(page.get_by_role("link", name="after")).to_be_visible()
+        finally:
+            again.stop()

@@ -1,0 +1,45 @@
+"""Small real runs, started through the panel."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+MICRO = """model: builtin:qwen2-micro  # the smallest
+dataset: builtin:python-docs#120
+parallel: {device: cpu, num_gpus: 2}
+train_args:
+  max_length: 64
+  max_steps: %d
+"""
+
+
+def ask(served: Any, path: str, status: int = 200, **body: object) -> dict[str, Any]:
+    """A POST with the token; fails where the answer has another status."""
+    answer = served.client.post(path, json=body, headers=served.with_token)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def until_status(served: Any, id: str, *wanted: str, timeout_s: float = 120.0) -> dict[str, Any]:
+    """The run's summary once its status is one of these."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = next((one for one in served.get("/api/runs")["runs"] if one["id"] == id), None)
+        if found is not None and found["status"] in wanted:
+            return found
+        assert time.monotonic() < deadline, f"status {found and found['status']}, not {wanted}"
+        time.sleep(0.05)
+
+
+def until_step(served: Any, id: str, step: int) -> None:
+    deadline = time.monotonic() + 120.0
+    while (served.get(f"/api/runs/{id}")["step"] or 0) < step:
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.05)
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [one for one in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if one["type"] == kind]

@@ -1,0 +1,58 @@
+"""A run of a million steps with eight ranks: opened at once, read in the background, in little memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from event_logs import write_long
+
+_STEPS = 1_000_000
+_MEMORY_BYTES = 300 << 20
+
+
+@pytest.mark.soak
+def test_a_million_steps_open_at_once_and_are_read_in_bounded_memory(tmp_path: Path) -> None:
+    write_long(tmp_path / "one/events.jsonl", _STEPS, 8, resume_at=_STEPS // 2)
+    command = [sys.executable, "-m", "paceline", "ui", str(tmp_path), "--json", "--port", "0", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            base = json.loads(process.stdout.readline())["url"].partition("?")[0]
+            with httpx.Client(base_url=base, timeout=120) as client:
+                begun = time.perf_counter()
+                id = client.get("api/runs").json()["runs"][0]["id"]
+                client.get(f"api/runs/{id}")
+                first = client.get(f"api/runs/{id}/series").json()
+                print(f"opened in {time.perf_counter() - begun:.2f} s")
+                assert len(first["step"]) > 500
+                assert not first["exact"]
+                highest, slowest = 0, 0.0
+                while True:
+                    asked = time.perf_counter()
+                    series = client.get(f"api/runs/{id}/series", params={"names": "loss"}).json()
+                    slowest = max(slowest, time.perf_counter() - asked)
+                    highest = max(highest, psutil.Process(process.pid).memory_info().rss)
+                    if series["exact"]:
+                        break
+                    time.sleep(0.5)
+                print(f"read in {time.perf_counter() - begun:.1f} s; an answer meanwhile at most {slowest:.2f} s")
+                assert series["num_steps"] == _STEPS
+                zoom = client.get(f"api/runs/{id}/series", params={"start": 400_000, "end": 400_500}).json()
+                assert zoom["step"] == list(range(400_000, 400_501))
+                assert client.get(f"api/runs/{id}/series").json()["tokens"][-1] == _STEPS * 4096
+                assert len(client.get(f"api/runs/{id}/ranks").json()["ranks"]) == 8
+                lines = sum(1 for _ in client.get(f"api/runs/{id}/csv").iter_lines())
+                assert lines == _STEPS + 1
+                highest = max(highest, psutil.Process(process.pid).memory_info().rss)
+                print(f"memory at most {highest / (1 << 20):.0f} MiB")
+                assert highest < _MEMORY_BYTES
+        finally:
+            process.terminate()
+            process.wait(20)

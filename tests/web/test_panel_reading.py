@@ -1,0 +1,324 @@
+"""Runs are found and read as they are: live, finished, empty, cut off, from another version, gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from event_logs import begin, emit_steps, finished
+
+
+def ended_process() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_a_folder_without_runs_is_an_empty_list(serve, tmp_path):
+    assert serve(tmp_path / "output").get("/api/runs")["runs"] == []
+
+
+def test_a_finished_run_is_listed_with_its_figures(serve, tmp_path):
+    finished(tmp_path / "group" / "first")
+    (run,) = serve(tmp_path).get("/api/runs")["runs"]
+    assert (run["name"], run["path"], run["status"]) == ("first", "group/first", "done")
+    assert (run["step"], run["steps"], run["loss"], run["eval_loss"]) == (20, 20, 9 / 20, 0.4)
+    assert (run["strategy"], run["world_size"], run["device"]) == ("ddp", 2, "cpu")
+    assert (run["model"], run["task"]) == ("builtin:qwen2-micro", "sft")
+    assert (run["wall_s"], run["tokens_per_second"], run["restarts"], run["eta_s"]) == (12.5, 13653.0, 0, None)
+    assert run["problem"] is None
+
+
+def test_what_a_run_says_once_is_in_its_detail(serve, tmp_path):
+    finished(tmp_path / "one")
+    served = serve(tmp_path)
+    run = served.get(f"/api/runs/{served.the_run()}")
+    assert run["config"]["train_args"]["seed"] == 42
+    assert run["model_info"]["parameters"] == 623168
+    assert run["data"]["dropped"] == {"empty": 5}
+    assert [rank["device"] for rank in run["mesh"]["ranks"]] == ["cpu:0", "cpu:1"]
+    assert [one["step"] for one in run["evals"]] == [10, 20]
+    assert [(one["name"], one["exists"]) for one in run["checkpoints"]] == [("step-00000010", True), ("step-00000020", True)]
+    assert run["report"]["wall_s"] == 12.5
+    assert (run["pid"], run["exact"]) == (os.getpid(), True)
+
+
+def test_a_live_run_grows_from_one_look_to_the_next(serve, tmp_path):
+    log = begin(tmp_path / "one", steps=100)
+    emit_steps(log, 1, 3)
+    served = serve(tmp_path)
+    (run,) = served.get("/api/runs")["runs"]
+    assert (run["status"], run["step"], run["steps"], run["tokens_per_second"]) == ("live", 3, 100, pytest.approx(4096 / 0.3))
+    emit_steps(log, 4, 9)
+    (run,) = served.get("/api/runs")["runs"]
+    assert run["step"] == 9
+    assert run["eta_s"] is not None
+    log.emit("run_end", status="failed", step=9, reason="rank 1: out of memory", wall_s=3)
+    (run,) = served.get("/api/runs")["runs"]
+    assert (run["status"], run["problem"]) == ("failed", "rank 1: out of memory")
+
+
+def test_a_run_whose_process_is_gone_is_lost(serve, tmp_path):
+    log = begin(tmp_path / "one", pid=ended_process())
+    log.close()
+    event = {**json.loads((tmp_path / "one/events.jsonl").read_text()), "time": time.time() - 60}
+    (tmp_path / "one/events.jsonl").write_text(json.dumps(event) + "\n")
+    (run,) = serve(tmp_path).get("/api/runs")["runs"]
+    assert run["status"] == "lost"
+    assert str(event["pid"]) in run["problem"]
+
+
+def test_a_run_on_another_host_is_live_and_what_cannot_be_seen_is_said(serve, tmp_path):
+    begin(tmp_path / "one", host="elsewhere").close()
+    event = {**json.loads((tmp_path / "one/events.jsonl").read_text()), "time": time.time() - 600}
+    (tmp_path / "one/events.jsonl").write_text(json.dumps(event) + "\n")
+    (run,) = serve(tmp_path).get("/api/runs")["runs"]
+    assert run["status"] == "live"
+    assert "elsewhere" in run["problem"]
+
+
+def test_a_run_that_has_written_nothing_is_empty_or_waiting(serve, tmp_path):
+    import socket
+
+    for name, pid in (("none", ended_process()), ("some", os.getpid())):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").write_text(f"{pid} on {socket.gethostname()}")
+        (tmp_path / name / "events.jsonl").touch()
+    served = serve(tmp_path)
+    assert {one["name"]: one["status"] for one in served.get("/api/runs")["runs"]} == {"none": "empty", "some": "waiting"}
+    for name in ("none", "some"):
+        id = served.the_run(name)
+        for route in ("", "/series", "/ranks", "/traffic", "/log"):
+            served.get(f"/api/runs/{id}{route}")
+
+
+def test_a_run_that_was_begun_a_moment_ago_is_found_by_its_id(serve, tmp_path):
+    from paceline.web.runs import run_id
+
+    served = serve(tmp_path)
+    assert served.get("/api/runs")["runs"] == []
+    finished(tmp_path / "new")
+    assert served.get(f"/api/runs/{run_id('new')}")["status"] == "done"
+
+
+def test_a_run_started_from_a_panel_is_waiting_until_it_writes_and_says_why_it_failed(serve, tmp_path):
+    import socket
+
+    def started(name: str, pid: int) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        told = {"pid": pid, "host": socket.gethostname(), "time": time.time(), "cwd": str(tmp_path)}
+        (tmp_path / name / "panel.json").write_text(json.dumps(told))
+
+    started("begins", os.getpid())
+    started("failed", ended_process())
+    (tmp_path / "failed/console.log").write_text("loading\nerror: the dataset has no rows\n")
+    finished(tmp_path / "again")
+    time.sleep(0.02)
+    started("again", os.getpid())
+    served = serve(tmp_path)
+    runs = {one["name"]: one for one in served.get("/api/runs")["runs"]}
+    assert {name: one["status"] for name, one in runs.items()} == {"begins": "waiting", "failed": "failed", "again": "waiting"}
+    assert runs["failed"]["problem"] == "error: the dataset has no rows"
+    lines = served.get(f"/api/runs/{runs['failed']['id']}/log")["lines"]
+    assert [one["text"] for one in lines] == ["loading", "error: the dataset has no rows"]
+
+
+def test_a_line_cut_off_and_lines_that_are_no_event_are_passed_over_and_counted(serve, tmp_path):
+    log = begin(tmp_path / "one")
+    emit_steps(log, 1, 2)
+    with open(tmp_path / "one/events.jsonl", "ab") as handle:
+        handle.write(b'\x00\xff no JSON\n[1, 2]\n{"type": "step", "step": "two"}\n' + b"[" * 100_000 + b"\n")
+        handle.write(b'{"time": 3, "type": "step", "step": 3, "lo')
+    served = serve(tmp_path)
+    id = served.the_run()
+    assert served.get(f"/api/runs/{id}/series")["step"] == [1, 2]
+    assert served.get(f"/api/runs/{id}")["unreadable_lines"] == 4
+    with open(tmp_path / "one/events.jsonl", "ab") as handle:
+        handle.write(b'ss": 0.5}\n')
+    assert served.get(f"/api/runs/{id}/series")["step"] == [1, 2, 3]
+
+
+def test_events_of_a_newer_version_are_shown_as_far_as_they_go(serve, tmp_path):
+    log = begin(tmp_path / "one", config=[1], derived="many", mesh=7, world_size="two", model="m", predicted=[])
+    emit_steps(log, 1, 2)
+    log.emit("teleport", text="to \x1b[31mMars\x1b[0m", level="warning")
+    log.emit("warp", factor={"x": [1]})
+    log.emit("eval", step="ten", loss={"a": 1}, metrics=5)
+    log.emit("step", step=3, loss=[1], tokens="many", memory_bytes={"a": 1}, ranks={"a": 1}, traffic={"x": "y"}, time_s=10**400)
+    log.emit("step", step=4, loss=10**400, ranks=[1, {"rank": "x"}, {"rank": 0, "data_s": "z"}])
+    log.emit("checkpoint", step=4, path=["a"], size_bytes="big")
+    log.emit("memory", ranks=5)
+    log.emit("resume", step="x")
+    log.emit(["list"])
+    with open(tmp_path / "one/events.jsonl", "ab") as handle:
+        handle.write(b'{"type": "deep", "text": ' + b"[" * 900 + b"]" * 900 + b"}\n")
+    served = serve(tmp_path)
+    id = served.the_run()
+    texts = {one["text"]: one["level"] for one in served.get(f"/api/runs/{id}/log")["lines"]}
+    assert texts["to \ufffd[31mMars\ufffd[0m"] == "warning"
+    assert 'warp: {"factor": {"x": [1]}}' in texts
+    for route in ("", "/ranks", "/traffic", "/config"):
+        assert served.client.get(f"/api/runs/{id}{route}").status_code == 200
+    assert served.get(f"/api/runs/{id}/series")["step"] == [1, 2, 3, 4]
+    assert served.get(f"/api/compare?ids={id}")["config_differences"] == []
+
+
+def test_a_missing_or_broken_report_is_null(serve, tmp_path):
+    finished(tmp_path / "one")
+    (tmp_path / "one/report.json").write_text('{"status": ')
+    (tmp_path / "one/report.html").unlink()
+    served = serve(tmp_path)
+    id = served.the_run()
+    assert served.get(f"/api/runs/{id}")["report"] is None
+    answer = served.client.get(f"/api/runs/{id}/report")
+    assert answer.status_code == 404
+    assert "report.html" in answer.json()["error"]["what"]
+
+
+def test_a_run_that_is_deleted_while_it_is_shown_is_not_found(serve, tmp_path):
+    import shutil
+
+    finished(tmp_path / "one")
+    served = serve(tmp_path)
+    id = served.the_run()
+    shutil.rmtree(tmp_path / "one")
+    for route in ("", "/series", "/ranks", "/traffic", "/log", "/config", "/report", "/csv", "/stream"):
+        answer = served.client.get(f"/api/runs/{id}{route}")
+        assert answer.status_code == 404, route
+        assert set(answer.json()["error"]) == {"what", "allowed", "fix"}
+    time.sleep(1)
+    assert served.get("/api/runs")["runs"] == []
+
+
+def test_a_log_that_is_replaced_is_read_anew(serve, tmp_path):
+    finished(tmp_path / "one")
+    served = serve(tmp_path)
+    id = served.the_run()
+    assert len(served.get(f"/api/runs/{id}/series")["step"]) == 20
+    (tmp_path / "one/events.jsonl").unlink()
+    log = begin(tmp_path / "one")
+    emit_steps(log, 1, 3)
+    assert served.get(f"/api/runs/{id}/series")["step"] == [1, 2, 3]
+    assert served.get(f"/api/runs/{id}")["status"] == "live"
+
+
+def test_runs_are_not_looked_for_in_checkpoints_models_hidden_folders_or_through_links(serve, tmp_path):
+    outside = tmp_path / "outside"
+    finished(outside / "secret")
+    output = tmp_path / "output"
+    for inner in ("a/checkpoints/x", "a/model/x", ".venv/x", ".git/x", "node_modules/x"):
+        finished(output / inner)
+    finished(output / "a/b/seen")
+    (output / "link").symlink_to(outside)
+    (output / "filelink").mkdir()
+    (output / "filelink/events.jsonl").symlink_to(outside / "secret/events.jsonl")
+    os.mkfifo(output / "a/events.jsonl")
+    assert [one["path"] for one in serve(output).get("/api/runs")["runs"]] == ["a/b/seen"]
+
+
+def test_a_folder_too_deep_is_not_searched(serve, tmp_path):
+    finished(tmp_path / "/".join("abcdefgh"))
+    finished(tmp_path / "x" / "/".join("abcdefgh"))
+    assert [one["path"] for one in serve(tmp_path).get("/api/runs")["runs"]] == ["a/b/c/d/e/f/g/h"]
+
+
+def test_a_name_that_is_no_text_is_shown_as_far_as_it_goes(serve, tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/out\xff\n<b>"))
+    begin(folder, output_dir="out").close()
+    (run,) = serve(tmp_path).get("/api/runs")["runs"]
+    assert run["name"].startswith("out\ufffd")
+    assert serve(tmp_path).get(f"/api/runs/{run['id']}/log")["lines"]
+
+
+def test_a_lone_surrogate_in_a_log_is_carried(serve, tmp_path):
+    log = begin(tmp_path / "one")
+    log.close()
+    with open(tmp_path / "one/events.jsonl", "ab") as handle:
+        handle.write(b'{"time": 1, "type": "notice", "level": "info", "text": "half \\ud83d of one"}\n')
+    served = serve(tmp_path)
+    assert "half" in served.get(f"/api/runs/{served.the_run()}/log")["lines"][-1]["text"]
+
+
+def test_the_log_is_the_newest_lines_and_says_what_it_left_out(serve, tmp_path):
+    finished(tmp_path / "one")
+    served = serve(tmp_path)
+    log = served.get(f"/api/runs/{served.the_run()}/log", params={"tail": 2})
+    assert [one["text"] for one in log["lines"]][-1] == "done at step 20 after 12.5 s"
+    assert len(log["lines"]) == 2
+    assert log["left_out"] == 5
+
+
+def test_the_config_is_given_as_it_is(serve, tmp_path):
+    finished(tmp_path / "one")
+    served = serve(tmp_path)
+    answer = served.client.get(f"/api/runs/{served.the_run()}/config")
+    assert answer.text == (tmp_path / "one/config.yaml").read_text()
+    assert answer.headers["content-type"].startswith("text/yaml")
+
+
+def test_two_runs_are_compared_by_the_keys_that_differ(serve, tmp_path):
+    finished(tmp_path / "one")
+    finished(tmp_path / "two", config={"model": "builtin:qwen2-micro", "train_args": {"learning_rate": 0.01, "seed": 42}})
+    served = serve(tmp_path)
+    one, two = served.the_run("one"), served.the_run("two")
+    found = served.get("/api/compare", params={"ids": f"{one},{two}"})
+    assert [run["report"]["wall_s"] for run in found["runs"]] == [12.5, 12.5]
+    assert found["config_differences"] == [
+        {"key": "task", "values": {one: "sft", two: None}},
+        {"key": "train_args.learning_rate", "values": {one: 0.001, two: 0.01}},
+    ]
+    assert served.client.get("/api/compare", params={"ids": ","}).status_code == 400
+    assert served.client.get("/api/compare", params={"ids": f"{one},000000000000"}).status_code == 404
+
+
+def test_a_note_is_kept_beside_the_runs_and_never_in_one(serve, tmp_path):
+    finished(tmp_path / "one")
+    before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "one").rglob("*"))}
+    served = serve(tmp_path)
+    id = served.the_run()
+    note = {"note": "größer", "tags": ["a", "b", "a"]}
+    assert served.client.put(f"/api/runs/{id}/note", json=note, headers=served.with_token).status_code == 200
+    assert served.get(f"/api/runs/{id}")["tags"] == ["a", "b"]
+    assert serve(tmp_path).get("/api/runs")["runs"][0]["note"] == "größer"
+    assert {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "one").rglob("*"))} == before
+    for wrong in ({"note": "x" * 10_001}, {"tags": [""]}, {"tags": "a"}, {"note": 5}, []):
+        answer = served.client.put(f"/api/runs/{id}/note", json=wrong, headers=served.with_token)
+        assert answer.status_code == 422, wrong
+        assert answer.json()["error"]["what"]
+
+
+def test_notes_that_another_program_has_spoilt_are_not_overwritten(serve, tmp_path):
+    finished(tmp_path / "one")
+    (tmp_path / ".paceline-ui.json").write_text("mine")
+    served = serve(tmp_path)
+    answer = served.client.put(f"/api/runs/{served.the_run()}/note", json={"note": "x"}, headers=served.with_token)
+    assert answer.status_code == 400
+    assert (tmp_path / ".paceline-ui.json").read_text() == "mine"
+
+
+def test_the_machine_is_told_and_why_not(serve, tmp_path):
+    machine = serve(tmp_path).get("/api/machine")
+    assert machine["cpu_count"] == os.cpu_count()
+    assert machine["memory_bytes"] > 1 << 28
+    assert (machine["gpus"] is None) == (machine["gpus_problem"] is not None)
+
+
+def test_many_runs_are_read_once(serve, tmp_path, monkeypatch):
+    from paceline.web import summary
+
+    for number in range(60):
+        finished(tmp_path / f"run-{number}", steps=3)
+    served = serve(tmp_path)
+    assert len(served.get("/api/runs")["runs"]) == 60
+    opened: list[Path] = []
+    real = summary.open_inside
+    monkeypatch.setattr(summary, "open_inside", lambda path: opened.append(path) or real(path))
+    log = begin(tmp_path / "run-7")
+    emit_steps(log, 1, 1)
+    assert len(served.get("/api/runs")["runs"]) == 60
+    assert opened == [tmp_path / "run-7/events.jsonl"]

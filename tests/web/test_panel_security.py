@@ -1,0 +1,257 @@
+"""Nobody reaches the panel by a detour: another site's page, another name, a path, a link, a wrong token."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from conftest import serving
+from event_logs import begin, finished
+
+from paceline.web.security import MAX_BODY_BYTES
+
+
+def ask(port: int, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> http.client.HTTPResponse:
+    """A request as it stands, nothing made good. A header's `_` stands for `-`."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.putrequest(method, path, skip_host=True)
+    given = {"Host": f"127.0.0.1:{port}", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    if body is not None:
+        given.setdefault("Content-Length", str(len(body)))
+    for name, value in given.items():
+        connection.putheader(name, value)
+    connection.endheaders(body)
+    answer = connection.getresponse()
+    answer.text = answer.read().decode("utf-8", errors="replace")
+    connection.close()
+    return answer
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("panel")
+    finished(folder / "output" / "one")
+    (folder / "secret.txt").write_text("SECRET")
+    with serving(folder / "output") as found:
+        yield found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:{port}", "localhost:{port}", "LOCALHOST:{port}", "[::1]:{port}"])
+def test_the_machines_own_names_are_answered(served, host):
+    assert ask(served.panel.port, "/api/runs", Host=host.format(port=served.panel.port)).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example:{port}", "localhost.evil.example:{port}", "127.0.0.1.evil.example:{port}", "127.0.0.1:1", "127.0.0.1", "",
+        "localhost:{port}@evil.example", "192.168.1.5:{port}", "0.0.0.0:{port}", "127.0.0.1:{port}0", "[::1:{port}",
+        "127.0.0.1:{port}\x00",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/app.js"])
+def test_a_name_that_leads_here_but_is_not_ours_is_refused(served, host, path):
+    answer = ask(served.panel.port, path, Host=host.format(port=served.panel.port))
+    assert answer.status in (400, 403)  # 400: the server itself, of what is no host at all
+    assert "one" not in answer.text or answer.status == 403
+    assert "<script" not in answer.text
+
+
+def test_two_host_headers_are_refused(served):
+    port = served.panel.port
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        lines = f"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
+        connection.sendall(lines.encode())
+        assert connection.recv(100).split(b" ")[1] in (b"400", b"403")
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "https://127.0.0.1:{port}", "http://localhost:{port}", "http://127.0.0.1:1", ""]
+)
+@pytest.mark.parametrize("asked", ["GET /api/runs", "PUT /api/runs/x/note", "POST /api/start", "GET /"])
+def test_a_page_of_another_site_is_refused_even_with_the_token(served, origin, asked):
+    port = served.panel.port
+    method, path = asked.split(" ")
+    body = b"{}" if method != "GET" else None
+    answer = ask(port, path, method, body, Origin=origin.format(port=port), X_Paceline_Token=served.panel.token)
+    assert answer.status == 403
+    assert "Origin" in json.loads(answer.text)["error"]["what"]
+
+
+def test_a_request_that_the_browser_calls_cross_site_is_refused(served):
+    assert ask(served.panel.port, "/api/runs", Sec_Fetch_Site="cross-site").status == 403
+    assert ask(served.panel.port, "/api/runs", Sec_Fetch_Site="same-origin").status == 200
+    assert ask(served.panel.port, "/", Sec_Fetch_Site="cross-site").status == 200  # a link to the panel
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+@pytest.mark.parametrize("token", [None, "", "wrong", "{token}x", "{short}", "\xff", "{token}\xff"])
+def test_whatever_writes_needs_the_right_token(served, method, token):
+    given = token and token.format(token=served.panel.token, short=served.panel.token[:-1])
+    headers = {} if given is None else {"X_Paceline_Token": given}
+    port, id = served.panel.port, served.the_run()
+    answer = ask(port, f"/api/runs/{id}/note", method, b'{"note": "x"}', Content_Type="application/json", **headers)
+    assert answer.status == 401
+    assert not (served.panel.folder / ".paceline-ui.json").exists()
+
+
+def test_the_token_is_not_taken_from_the_address_or_a_cookie_for_writing(served):
+    id, token = served.the_run(), served.panel.token
+    cookie = {"Cookie": f"paceline-token-{served.panel.port}={token}", "Content_Type": "application/json"}
+    answer = ask(served.panel.port, f"/api/runs/{id}/note?token={token}", "PUT", b'{"note": "x"}', **cookie)
+    assert answer.status == 401
+
+
+def test_reading_needs_no_token_on_this_machine_alone(served):
+    assert ask(served.panel.port, "/api/runs").status == 200
+    assert "set-cookie" not in ask(served.panel.port, f"/?token={served.panel.token}").headers
+
+
+def test_reading_over_the_network_needs_the_token(serve, tmp_path):
+    finished(tmp_path / "one")
+    served = serve(tmp_path, host="0.0.0.0")
+    port, token = served.panel.port, served.panel.token
+    for path in ("/api/runs", "/api/openapi.json", "/api/stream", "/api/machine"):
+        assert ask(port, path).status == 401, path
+        assert ask(port, path, X_Paceline_Token="wrong").status == 401
+        assert ask(port, path, Cookie=f"paceline-token-{port}=wrong").status == 401
+        assert ask(port, f"{path}?token={token}").status == 401
+    assert ask(port, "/").status == 200  # the page itself is no secret
+    assert ask(port, "/api/runs", X_Paceline_Token=token).status == 200
+    assert "set-cookie" not in ask(port, "/?token=wrong").headers
+    cookie = ask(port, f"/?token={token}").headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert ask(port, "/api/runs", Cookie=cookie.split(";")[0]).status == 200
+    assert ask(port, "/api/start", "POST", b"{}", Cookie=cookie.split(";")[0]).status == 401
+
+
+def test_bound_to_all_addresses_a_number_is_a_name_and_a_strange_word_is_not(serve, tmp_path):
+    served = serve(tmp_path, host="0.0.0.0")
+    port, token = served.panel.port, served.panel.token
+    names = {"192.168.1.5": 200, "localhost": 200, socket.gethostname(): 200, "evil.example": 403, "0.0.0.0.evil.example": 403}
+    for name, status in names.items():
+        assert ask(port, "/api/runs", Host=f"{name}:{port}", X_Paceline_Token=token).status == status, name
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../secret.txt", "/../../secret.txt", "/..%2fsecret.txt", "/%2e%2e/secret.txt", "/%2e%2e%2fsecret.txt",
+        "/..%5csecret.txt",
+        "/css/../../../secret.txt", "/%252e%252e/secret.txt", "//etc/passwd", "/etc/passwd", "/%00",
+        "/css/%2e%2e/%2e%2e/app.py",
+        "/../app.py", "/../__init__.py", "/api/runs/..%2f..%2fsecret.txt", "/api/runs/../secret.txt",
+        "/api/runs/..%2fone/config",
+        "/api/runs/%2e%2e/config", "/api/runs//config", "/api/runs/one/config", "/api/runs/one%2fevents.jsonl",
+        "/.paceline-ui.json",
+    ],
+)  # fmt: skip
+def test_no_path_leads_out(served, path):
+    answer = ask(served.panel.port, path)
+    assert answer.status in (400, 404, 405), answer.status
+    assert "SECRET" not in answer.text
+    assert "root:" not in answer.text
+
+
+def test_a_link_inside_a_run_is_not_followed(serve, tmp_path):
+    run = finished(tmp_path / "output" / "one")
+    (tmp_path / "secret.txt").write_text("SECRET: 1")
+    for name in ("config.yaml", "report.html", "report.json", "console.log", "panel.json"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(tmp_path / "secret.txt")
+    served = serve(tmp_path / "output")
+    id = served.the_run()
+    for route in ("", "/config", "/report", "/log", "/series", "/csv"):
+        assert "SECRET" not in ask(served.panel.port, f"/api/runs/{id}{route}").text
+    assert ask(served.panel.port, f"/api/runs/{id}/config").status == 404
+
+
+def test_a_run_that_becomes_a_link_is_gone(serve, tmp_path):
+    finished(tmp_path / "outside")
+    run = finished(tmp_path / "output" / "one")
+    served = serve(tmp_path / "output")
+    id = served.the_run()
+    os.rename(run, tmp_path / "was")
+    run.symlink_to(tmp_path / "outside")
+    for route in ("", "/config", "/report", "/series"):
+        assert ask(served.panel.port, f"/api/runs/{id}{route}").status == 404
+
+
+def test_the_notes_are_not_written_through_a_link(serve, tmp_path):
+    finished(tmp_path / "output" / "one")
+    aside = tmp_path / "mine.json"
+    aside.write_text('{"runs": {}}')
+    (tmp_path / "output/.paceline-ui.json").symlink_to(aside)
+    served = serve(tmp_path / "output")
+    served.client.put(f"/api/runs/{served.the_run()}/note", json={"note": "x"}, headers=served.with_token)
+    assert aside.read_text() == '{"runs": {}}'
+
+
+def test_every_answer_has_the_headers_that_shut_a_page_in(served):
+    id = served.the_run()
+    for path in ("/", "/app.js", "/api/runs", "/api/runs/none", f"/api/runs/{id}/config", "/nothing"):
+        headers = ask(served.panel.port, path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'self'" in policy, path
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert "access-control-allow-origin" not in headers
+    refused = ask(served.panel.port, "/", Host="evil.example")
+    assert "content-security-policy" in refused.headers
+
+
+def test_a_report_is_shut_off_from_the_panel(served):
+    answer = ask(served.panel.port, f"/api/runs/{served.the_run()}/report")
+    assert answer.status == 200
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("sandbox allow-scripts;")
+    assert "allow-same-origin" not in policy
+    assert "default-src 'none'" in policy
+
+
+def test_names_and_logs_are_data_never_html(serve, tmp_path):
+    evil = "<img src=x onerror=alert(1)>"
+    log = begin(tmp_path / evil, strategy=evil, config={"task": "</script><script>alert(1)</script>"})
+    log.notice(evil)
+    served = serve(tmp_path)
+    id = served.the_run(evil)
+    for path in ("/api/runs", f"/api/runs/{id}", f"/api/runs/{id}/log", f"/api/runs/{id}/series"):
+        assert ask(served.panel.port, path).headers["content-type"] == "application/json"
+    answer = ask(served.panel.port, "/api/runs/<script>alert(1)</script>".replace("<", "%3C").replace(">", "%3E"))
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_a_body_that_is_too_large_is_refused(served):
+    port, id = served.panel.port, served.the_run()
+    headers = {"X_Paceline_Token": served.panel.token, "Content_Type": "application/json"}
+    told = ask(port, f"/api/runs/{id}/note", "PUT", b"{}", **headers, Content_Length=str(MAX_BODY_BYTES + 1))
+    assert told.status == 413
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:  # and one that does not say how long it is
+        head = f"PUT /api/runs/{id}/note HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nX-Paceline-Token: {served.panel.token}\r\n"
+        connection.sendall(head.encode() + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+        chunk = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20))
+        sent, answer = 0, b""
+        connection.setblocking(True)
+        try:
+            for _ in range(64):
+                connection.sendall(chunk)
+                sent += 1 << 20
+        except OSError:
+            pass
+        else:
+            answer = connection.recv(1000)
+            assert answer.split(b" ")[1] in (b"400", b"413")
+    assert not (Path(served.panel.folder) / ".paceline-ui.json").exists()
+
+
+def test_a_websocket_is_refused(served):
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    upgrade |= {"Sec_WebSocket_Key": "x" * 22 + "==", "Sec_WebSocket_Version": "13"}
+    assert ask(served.panel.port, "/api/stream2", **upgrade).status in (400, 403, 404, 426)

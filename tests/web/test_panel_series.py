@@ -1,0 +1,287 @@
+"""The curves: thinned, exact, zoomed, over a resume, and of a log too long to be read at once."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+from conftest import until
+from event_logs import begin, emit_steps, finished, step_fields, write_long
+
+from paceline.core.events import effective_events, read_events
+from paceline.web import index as index_module
+from paceline.web.columns import SERIES, Columns, step_row
+from paceline.web.index import RunIndex
+
+
+def test_a_short_run_is_given_step_by_step(serve, tmp_path):
+    finished(tmp_path / "one")
+    served = serve(tmp_path)
+    found = served.get(f"/api/runs/{served.the_run()}/series")
+    assert found["step"] == list(range(1, 21))
+    assert set(found["series"]) == set(SERIES)
+    loss = found["series"]["loss"]
+    assert loss["mean"] == loss["min"] == loss["max"] == [pytest.approx(9 / step, rel=1e-6) for step in range(1, 21)]
+    assert found["tokens"] == [4096.0 * step for step in range(1, 21)]
+    assert found["series"]["tokens_per_second"]["mean"][0] == pytest.approx(4096 / 0.3, rel=1e-6)
+    assert found["series"]["memory_bytes"]["mean"][0] == 1001
+    assert found["series"]["traffic_bytes"]["mean"][0] == 4096
+    assert (found["num_steps"], found["exact"], found["every"]) == (20, True, 1)
+    assert [(one["step"], one["loss"], one["metrics"]) for one in found["evals"]] == [
+        (10, 0.8, {"accuracy": 0.5}),
+        (20, 0.4, {"accuracy": 0.5}),
+    ]
+    marks = [(one["type"], one["step"], one["level"]) for one in found["marks"]]
+    assert marks[0] == ("run_start", None, "info")
+    assert ("notice", None, "warning") in marks
+    assert ("checkpoint", 10, "info") in marks
+    assert marks[-1] == ("run_end", 20, "info")
+
+
+def test_buckets_keep_the_mean_and_the_extremes(serve, tmp_path):
+    log = begin(tmp_path / "one")
+    losses = np.random.default_rng(0).normal(5, 1, 1000)
+    for step, loss in enumerate(losses.tolist(), 1):
+        log.emit("step", **{**step_fields(step), "loss": loss})
+    served = serve(tmp_path)
+    found = served.get(f"/api/runs/{served.the_run()}/series", params={"points": 10, "names": "loss"})
+    assert found["step"] == list(range(100, 1001, 100))
+    parts = losses.reshape(10, 100)
+    assert found["series"]["loss"]["mean"] == pytest.approx(parts.mean(1), rel=1e-5)
+    assert found["series"]["loss"]["min"] == pytest.approx(parts.min(1), rel=1e-5)
+    assert found["series"]["loss"]["max"] == pytest.approx(parts.max(1), rel=1e-5)
+
+
+def test_zoom_is_by_steps_and_finds_what_is_within(serve, tmp_path):
+    finished(tmp_path / "one", steps=40)
+    served = serve(tmp_path)
+    id = served.the_run()
+    found = served.get(f"/api/runs/{id}/series", params={"start": 11, "end": 20})
+    assert found["step"] == list(range(11, 21))
+    assert [one["step"] for one in found["evals"]] == [20]
+    assert served.get(f"/api/runs/{id}/series", params={"start": 30, "end": 20})["step"] == []
+    assert served.get(f"/api/runs/{id}/series", params={"start": 1000})["step"] == []
+
+
+def test_what_is_not_finite_is_null_and_leaves_the_rest_of_its_bucket(serve, tmp_path):
+    log = begin(tmp_path / "one")
+    for step, loss in enumerate([1.0, float("nan"), 3.0, float("inf"), None, float("-inf")], 1):
+        log.emit("step", **{**step_fields(step), "loss": loss})
+    served = serve(tmp_path)
+    id = served.the_run()
+    found = served.get(f"/api/runs/{id}/series", params={"names": "loss"})
+    assert found["series"]["loss"]["mean"] == [1.0, None, 3.0, None, None, None]
+    found = served.get(f"/api/runs/{id}/series", params={"names": "loss", "points": 2})
+    assert found["series"]["loss"] == {"mean": [2.0, None], "min": [1.0, None], "max": [3.0, None]}
+    assert "step 6 is -inf" in served.get("/api/runs")["runs"][0]["problem"]
+
+
+def test_an_unknown_series_is_refused_with_the_nearest(serve, tmp_path):
+    finished(tmp_path / "one")
+    served = serve(tmp_path)
+    answer = served.client.get(f"/api/runs/{served.the_run()}/series", params={"names": "loss,grad_nrm"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["fix"] == "did you mean `grad_norm`?"
+    assert served.client.get(f"/api/runs/{served.the_run()}/series", params={"points": 0}).status_code == 422
+
+
+def resumed_log(root):
+    log = begin(root)
+    emit_steps(log, 1, 8)
+    log.emit("eval", step=8, loss=8.0, count=1, wall_s=1, metrics={})
+    log.emit("fault", step=8, ranks=[1], hosts=["one"], reason="rank 1 was killed", restart=1)
+    log.close()
+    log = begin(root, resumed_from_step=4)
+    log.emit("resume", step=4, path="checkpoints/step-00000004")
+    for step in range(5, 7):
+        log.emit("step", **{**step_fields(step), "loss": 100.0 + step})
+    log.emit("eval", step=6, loss=6.0, count=1, wall_s=1, metrics={})
+    return log
+
+
+def test_after_a_resume_only_what_counts_is_shown_and_the_marks_stay(serve, tmp_path):
+    log = resumed_log(tmp_path / "one")
+    served = serve(tmp_path)
+    id = served.the_run()
+    found = served.get(f"/api/runs/{id}/series")
+    counting = effective_events(read_events(tmp_path / "one/events.jsonl"), "step")
+    assert found["step"] == [one["step"] for one in counting] == [1, 2, 3, 4, 5, 6]
+    assert found["series"]["loss"]["mean"] == pytest.approx([one["loss"] for one in counting], rel=1e-6)
+    assert found["tokens"][-1] == 4096 * 6
+    assert [one["step"] for one in found["evals"]] == [6]
+    assert [one["type"] for one in found["marks"]] == ["run_start", "fault", "run_start", "resume"]
+    assert served.get(f"/api/runs/{id}")["restarts"] == 1
+    assert served.get("/api/runs")["runs"][0]["step"] == 6
+    emit_steps(log, 7, 7)  # and what comes later, after it was read
+    log.emit("resume", step=2, path="x")
+    emit_steps(log, 3, 3)
+    assert served.get(f"/api/runs/{id}/series")["step"] == [1, 2, 3]
+    begin(tmp_path / "one").close()  # begun anew
+    found = served.get(f"/api/runs/{id}/series")
+    assert (found["step"], found["evals"]) == ([], [])
+
+
+def test_a_step_said_twice_without_a_resume_counts_once(tmp_path):
+    log = begin(tmp_path)
+    emit_steps(log, 1, 5)
+    emit_steps(log, 3, 4)
+    index = RunIndex(tmp_path / "events.jsonl")
+    assert index.catch_up()
+    assert index.columns.column("step").tolist() == [1, 2, 3, 4]
+
+
+def test_chunks_and_lines_fall_apart_anywhere(tmp_path, monkeypatch):
+    log = resumed_log(tmp_path)
+    log.notice("x" * 3000)
+    emit_steps(log, 7, 9)
+    whole = RunIndex(tmp_path / "events.jsonl")
+    whole.catch_up()
+    for size in (700, 1021, 2048):
+        monkeypatch.setattr(index_module, "_CHUNK_BYTES", size)
+        parts = RunIndex(tmp_path / "events.jsonl")
+        assert parts.catch_up()
+        assert parts.columns.column("step").tolist() == whole.columns.column("step").tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        assert list(parts.marks) == list(whole.marks)
+        assert parts.position == os.path.getsize(tmp_path / "events.jsonl")
+
+
+def test_a_line_longer_than_any_event_is_passed_over(tmp_path, monkeypatch):
+    log = begin(tmp_path)
+    emit_steps(log, 1, 1)
+    with open(tmp_path / "events.jsonl", "ab") as handle:
+        handle.write(b'{"type": "notice", "text": "' + b"x" * 50_000 + b'"}\n')
+    emit_steps(log, 2, 2)
+    monkeypatch.setattr(index_module, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(index_module, "_LONGEST_BYTES", 16384)
+    index = RunIndex(tmp_path / "events.jsonl")
+    assert index.catch_up()
+    assert index.columns.column("step").tolist() == [1, 2]
+    assert index.unreadable > 0
+
+
+def test_columns_of_a_run_too_long_keep_one_in_so_many():
+    columns = Columns(max_rows=1000)
+    last = None
+    for step in range(1, 10_001, 100):
+        rows = []
+        for number in range(step, step + 100):
+            row = step_row(step_fields(number), 0, last)
+            assert row is not None
+            last = row[1], row[3]
+            rows.append(row)
+        columns.append(rows)
+    assert columns.rows <= 1000
+    assert columns.every == 16
+    steps = columns.column("step")
+    assert set(np.diff(steps)) == {16}
+    assert columns.num_steps == 10_000
+    columns.cut_after(5000)
+    assert columns.column("step")[-1] <= 5000
+
+
+def test_a_long_log_is_shown_at_once_by_a_part_of_it_and_then_exactly(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "_AT_ONCE_BYTES", 1 << 16)
+    write_long(tmp_path / "one/events.jsonl", 12_000, 4, resume_at=9000)
+    served = serve(tmp_path)
+    id = served.the_run()
+    lock = served.panel.runs.get(id).index.lock
+    with lock:  # the background waits: what comes now comes from the overview
+        found = served.get(f"/api/runs/{id}/series", params={"points": 300})
+        assert not found["exact"]
+        assert 200 < len(found["step"]) <= 300
+        assert found["step"] == sorted(set(found["step"]))
+        assert found["read"] < 1
+        ranks = served.get(f"/api/runs/{id}/ranks")
+        assert [one["rank"] for one in ranks["ranks"]] == [0, 1, 2, 3]
+    until(lambda: served.get(f"/api/runs/{id}/series")["exact"])
+    exact = served.get(f"/api/runs/{id}/series", params={"points": 300})
+    counting = effective_events(read_events(tmp_path / "one/events.jsonl"), "step")
+    assert exact["num_steps"] == len(counting) == 12_000
+    losses = np.array([one["loss"] for one in counting])
+    assert exact["series"]["loss"]["mean"] == pytest.approx(losses.reshape(300, 40).mean(1), rel=1e-5)
+    assert exact["tokens"][-1] == 12_000 * 4096
+    # The overview was near the truth.
+    near = np.interp(exact["step"], found["step"], found["series"]["loss"]["mean"])
+    assert np.abs(near - exact["series"]["loss"]["mean"]).max() < 0.2
+
+
+def test_what_all_indexes_hold_is_bounded(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "_MEMORY_BYTES", 1)
+    for name in ("one", "two"):
+        finished(tmp_path / name)
+    served = serve(tmp_path)
+    for name in ("one", "two", "one"):
+        assert len(served.get(f"/api/runs/{served.the_run(name)}/series")["step"]) == 20
+    held = [run.index.columns.rows for run in served.panel.runs.all()]
+    assert sorted(held) == [0, 20]
+
+
+def test_ranks_have_their_parts_and_the_slowest_is_named(serve, tmp_path):
+    log = begin(tmp_path / "one", ranks=4)
+    emit_steps(log, 1, 50, ranks=4, slow_rank=2)
+    served = serve(tmp_path)
+    found = served.get(f"/api/runs/{served.the_run()}/ranks", params={"points": 5})
+    assert len(found["step"]) == 5
+    rank = found["ranks"][2]
+    assert (rank["rank"], rank["host"], rank["device"]) == (2, "one", "cpu:2")
+    assert rank["data_s"] == [pytest.approx(0.11)] * 5
+    assert rank["communication_s"] == [pytest.approx(0.0)] * 5
+    assert rank["memory_bytes"] == [1002.0] * 5
+    assert found["slowest"]["rank"] == 2
+    assert found["slowest"]["phase"] == "data"
+    assert found["slowest"]["slower_by_s"] == pytest.approx(0.1)
+    assert "most of it in data" in found["slowest"]["why"]
+    assert found["lines"] == 50
+
+
+def test_ranks_of_an_older_log_have_what_it_told(serve, tmp_path):
+    log = begin(tmp_path / "one")
+    for step in range(1, 5):
+        rows = [{"rank": 0, "data_wait_s": 0.01, "comm_wait_s": 0.2}, {"rank": 1, "data_wait_s": 0.01, "comm_wait_s": 0.0}]
+        log.emit("step", **{**step_fields(step), "ranks": rows})
+    served = serve(tmp_path)
+    found = served.get(f"/api/runs/{served.the_run()}/ranks")
+    assert found["ranks"][0]["data_s"] == [0.01] * 4
+    assert found["ranks"][0]["communication_s"] == [0.2] * 4
+    assert found["ranks"][0]["forward_s"] == [None] * 4
+    assert found["ranks"][0]["other_s"] == [None] * 4
+    assert found["ranks"][0]["memory_bytes"] == [1000.0] * 4
+    assert found["slowest"]["rank"] == 1
+
+
+def test_even_ranks_have_no_slowest(serve, tmp_path):
+    log = begin(tmp_path / "one")
+    emit_steps(log, 1, 5)
+    served = serve(tmp_path)
+    assert served.get(f"/api/runs/{served.the_run()}/ranks")["slowest"] is None
+
+
+def test_traffic_is_told_by_collective_beside_what_was_predicted(serve, tmp_path):
+    config = {"compression": {"method": "topk"}}
+    log = begin(tmp_path / "one", predicted={"traffic_bytes_per_step": 4000}, config=config)
+    emit_steps(log, 1, 10)
+    served = serve(tmp_path)
+    id = served.the_run()
+    found = served.get(f"/api/runs/{id}/traffic")
+    assert found["by_collective"] == {"all_reduce": [4000.0] * 10, "broadcast": [96.0] * 10}
+    assert (found["predicted_bytes"], found["measured_bytes"]) == (4000.0, 4096.0)
+    assert found["compression"] == {"method": "topk", "ratio": None}
+    report = {"traffic_bytes_per_step": {"predicted": 4001, "measured": 4097}, "communication": {"ratio_sent": 49.9}}
+    (tmp_path / "one/report.json").write_text(json.dumps(report))
+    found = served.get(f"/api/runs/{id}/traffic")
+    assert (found["predicted_bytes"], found["measured_bytes"]) == (4001.0, 4097.0)
+    assert found["compression"]["ratio"] == 49.9
+
+
+def test_a_csv_has_every_step_that_counts(serve, tmp_path):
+    resumed_log(tmp_path / "one")
+    served = serve(tmp_path)
+    answer = served.client.get(f"/api/runs/{served.the_run()}/csv", params={"names": "loss,comm_wait_s"})
+    lines = answer.text.splitlines()
+    assert lines[0] == "step,time,tokens,loss,comm_wait_s"
+    assert [line.split(",")[0] for line in lines[1:]] == ["1", "2", "3", "4", "5", "6"]
+    assert lines[-1].split(",")[2:] == ["24576", "106", "0.1"]
+    assert abs(float(lines[1].split(",")[1]) - read_events(tmp_path / "one/events.jsonl")[1]["time"]) < 1e-3
+    assert answer.headers["content-type"].startswith("text/csv")

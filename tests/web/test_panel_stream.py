@@ -1,0 +1,246 @@
+"""Events on their way to browsers: soon, to many, and never at a run's cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Served, until
+from event_logs import begin, emit_steps, finished
+
+from paceline.web import stream as stream_module
+from paceline.web.stream import Viewer, without_ranks
+
+
+@contextmanager
+def listening(served: Served, path: str) -> Iterator[list[tuple[float, str, Any]]]:
+    """What a stream says, as (arrival, event, data), while the block lasts."""
+    heard: list[tuple[float, str, Any]] = []
+    ended = threading.Event()
+    with served.client.stream("GET", path, timeout=30) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+
+        def read() -> None:
+            name = ""
+            try:
+                for line in answer.iter_lines():
+                    if line.startswith("event: "):
+                        name = line[7:]
+                    elif line.startswith("data: "):
+                        heard.append((time.time(), name, json.loads(line[6:])))
+            except Exception:  # closed below
+                pass
+            ended.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            yield heard
+        finally:
+            answer.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+            reader.join(20)
+            assert ended.is_set()
+
+
+def events_of(heard: list[tuple[float, str, Any]]) -> list[dict[str, Any]]:
+    return [event for _, name, data in list(heard) if name == "append" for event in data["events"]]
+
+
+def test_what_is_written_is_soon_there_and_the_status_with_it(serve, tmp_path):
+    log = begin(tmp_path / "one")
+    emit_steps(log, 1, 3)
+    served = serve(tmp_path)
+    id = served.the_run()
+    with listening(served, f"/api/runs/{id}/stream") as heard:
+        until(lambda: any(name == "status" for _, name, _ in heard))
+        assert events_of(heard) == []  # what was before is not told
+        emit_steps(log, 4, 4)
+        until(lambda: len(events_of(heard)) == 1)
+        at, _, data = next(one for one in heard if one[1] == "append")
+        assert at - data["events"][0]["time"] < 5  # in earnest under a second; a laden machine gets more
+        assert data["events"][0]["ranks"][0]["rank"] == 0
+        assert data["bytes"] == os.path.getsize(tmp_path / "one/events.jsonl")
+        assert data["dropped"] == 0
+        log.emit("run_end", status="done", step=4, reason=None, wall_s=1)
+        until(lambda: any(name == "status" and data["status"] == "done" for _, name, data in heard))
+
+
+def test_from_a_byte_on_nothing_is_missed_or_said_twice(serve, tmp_path):
+    log = begin(tmp_path / "one")
+    emit_steps(log, 1, 5)
+    served = serve(tmp_path)
+    id = served.the_run()
+    place = served.get(f"/api/runs/{id}/series")["bytes"]
+    assert served.get(f"/api/runs/{id}")["bytes"] == place
+    emit_steps(log, 6, 9)
+    with listening(served, f"/api/runs/{id}/stream?after={place}") as one:
+        emit_steps(log, 10, 12)
+        until(lambda: len(events_of(one)) >= 7)
+        with listening(served, f"/api/runs/{id}/stream?after={place}") as two:
+            emit_steps(log, 13, 14)
+            until(lambda: len(events_of(one)) >= 9 and len(events_of(two)) >= 9)
+            for heard in (one, two):
+                assert [event["step"] for event in events_of(heard)] == list(range(6, 15))
+
+
+def test_half_a_line_is_told_when_it_is_whole(serve, tmp_path):
+    begin(tmp_path / "one").close()
+    served = serve(tmp_path)
+    with (
+        listening(served, f"/api/runs/{served.the_run()}/stream") as heard,
+        open(tmp_path / "one/events.jsonl", "ab", buffering=0) as handle,
+    ):
+        until(lambda: bool(heard))
+        handle.write(b'{"time": 1, "type": "notice", ')
+        time.sleep(0.6)
+        assert events_of(heard) == []
+        handle.write(b'"text": "whole"}\n')
+        until(lambda: [one["text"] for one in events_of(heard)] == ["whole"])
+
+
+def test_one_who_comes_late_is_told_what_was_left_out(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_module, "_READ_BYTES", 20_000)
+    log = begin(tmp_path / "one")
+    emit_steps(log, 1, 500)
+    served = serve(tmp_path)
+    with listening(served, f"/api/runs/{served.the_run()}/stream?after=0") as heard:
+        until(lambda: bool(events_of(heard)))
+        data = next(data for _, name, data in heard if name == "append")
+        assert data["dropped"] > 400
+        assert data["dropped"] + len(data["events"]) == 501
+        assert data["events"][-1]["step"] == 500
+
+
+def test_a_burst_comes_without_the_ranks_of_most_steps():
+    steps = [{"type": "step", "step": step, "ranks": [1], "loss": 1.0} for step in range(6)]
+    notice = {"type": "notice", "ranks": [3]}
+    bare = without_ranks([*steps, notice])
+    assert ["ranks" in one for one in bare] == [False] * 5 + [True, True]
+    assert without_ranks(steps[:2]) == steps[:2]
+
+
+def test_a_slow_viewer_loses_the_oldest_and_is_told_how_many():
+    async def scene() -> list[dict[str, Any]]:
+        viewer = Viewer()
+        body = b'[{"type":"notice","text":"%s"}]' % (b"x" * 100_000)
+        for number in range(100):
+            viewer.put("append", body, 1, number)
+            viewer.put("status", b'{"number":%d}' % number)
+        viewer.end()
+        return [one async for one in viewer.messages()]
+
+    said = b"".join(asyncio.run(scene())).decode()
+    assert len(said) < stream_module._QUEUE_BYTES + 200_000
+    data = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: ")]
+    appended = [one for one in data if "events" in one]
+    assert appended[0]["dropped"] + len(appended) == 100
+    assert [one["bytes"] for one in appended] == list(range(100 - len(appended), 100))
+    assert [one for one in data if "number" in one] == [{"number": 99}]  # of states only the newest
+
+
+def test_viewers_that_do_not_read_cost_bounded_memory_and_no_time(serve, tmp_path):
+    import psutil
+
+    log = begin(tmp_path / "one")
+    served = serve(tmp_path)
+    id = served.the_run()
+    request = f"GET /api/runs/{id}/stream HTTP/1.1\r\nHost: 127.0.0.1:{served.panel.port}\r\n\r\n".encode()
+    asleep = [socket.create_connection(("127.0.0.1", served.panel.port)) for _ in range(100)]
+    try:
+        for one in asleep:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.sendall(request)
+        with listening(served, f"/api/runs/{id}/stream") as heard:
+            until(lambda: bool(heard))
+            before = psutil.Process().memory_info().rss
+            for number in range(30):
+                log.notice("x" * 100_000 + str(number))
+                time.sleep(0.02)
+            until(lambda: len(events_of(heard)) + sum(data.get("dropped", 0) for _, _, data in list(heard)) == 30)
+            assert psutil.Process().memory_info().rss - before < 300 << 20
+    finally:
+        for one in asleep:
+            one.close()
+
+
+def test_a_source_rests_when_nobody_listens(serve, tmp_path, monkeypatch):
+    begin(tmp_path / "one").close()
+    served = serve(tmp_path)
+    id = served.the_run()
+    with listening(served, f"/api/runs/{id}/stream") as heard:
+        until(lambda: bool(heard))
+    source = served.panel.streams._of_runs[id]
+    until(lambda: not source.viewers and source._task.done())
+
+
+def test_a_deleted_run_ends_its_stream(serve, tmp_path):
+    finished(tmp_path / "one")
+    served = serve(tmp_path)
+    with listening(served, f"/api/runs/{served.the_run()}/stream") as heard:
+        until(lambda: bool(heard))
+        shutil.rmtree(tmp_path / "one")
+        until(lambda: heard[-1][1] == "gone")
+
+
+def test_a_log_begun_anew_is_told_from_its_start(serve, tmp_path):
+    finished(tmp_path / "one")
+    served = serve(tmp_path)
+    with listening(served, f"/api/runs/{served.the_run()}/stream") as heard:
+        until(lambda: bool(heard))
+        (tmp_path / "one/events.jsonl").unlink()
+        log = begin(tmp_path / "one")
+        emit_steps(log, 1, 2)
+        until(lambda: [one["type"] for one in events_of(heard)] == ["run_start", "step", "step"])
+
+
+def test_the_list_tells_what_changed_and_what_is_gone(serve, tmp_path):
+    finished(tmp_path / "one")
+    finished(tmp_path / "two")
+    served = serve(tmp_path)
+    gone = served.the_run("two")
+    with listening(served, "/api/stream") as heard:
+        until(lambda: len(heard) == 1)
+        assert [one["name"] for one in heard[0][2]["changed"]] in (["one", "two"], ["two", "one"])
+        log = begin(tmp_path / "three")
+        until(lambda: len(heard) == 2)
+        assert [one["name"] for one in heard[1][2]["changed"]] == ["three"]
+        shutil.rmtree(tmp_path / "two")
+        until(lambda: any(data["removed"] == [gone] for _, _, data in heard))
+        emit_steps(log, 1, 1)
+        until(lambda: heard[-1][2]["changed"] and heard[-1][2]["changed"][0]["step"] == 1)
+        with listening(served, "/api/stream") as late:  # who comes later is told everything
+            until(lambda: sorted(one["name"] for _, _, data in late for one in data["changed"]) == ["one", "three"])
+
+
+def test_reading_leaves_a_run_as_it_is(serve, tmp_path):
+    run = finished(tmp_path / "one")
+
+    def state(root: Path) -> dict[str, tuple[int, int]]:
+        return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(root.rglob("*"))}
+
+    before = state(run)
+    served = serve(tmp_path)
+    id = served.the_run()
+    for route in ("", "/series", "/ranks", "/traffic", "/log", "/config", "/report", "/csv"):
+        assert served.client.get(f"/api/runs/{id}{route}").status_code == 200
+    with listening(served, f"/api/runs/{id}/stream?after=0") as heard:
+        until(lambda: bool(events_of(heard)))
+    assert state(run) == before
+
+
+@pytest.mark.parametrize("after", ["-1", "x", "1e3"])
+def test_a_place_that_is_none_is_refused(serve, tmp_path, after):
+    finished(tmp_path / "one")
+    served = serve(tmp_path)
+    assert served.client.get(f"/api/runs/{served.the_run()}/stream?after={after}").status_code == 422

@@ -1,0 +1,163 @@
+"""The form is the schema; checks name line and key; an edit of the form is an edit of the text."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+import paceline.web
+from paceline import parallel, tasks
+from paceline.config.fields import KEYS, SECTIONS
+from paceline.config.load import load_text
+from paceline.web.form import PRESETS, SUGGESTED
+
+STATIC = Path(paceline.web.__file__).parent / "static"
+
+
+@pytest.fixture
+def panel(serve, tmp_path):
+    served = serve(tmp_path / "runs")
+
+    def ask(path: str, status: int = 200, **body: object) -> dict:
+        answer = served.client.post(path, json=body, headers=served.with_token)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    served.ask = ask
+    return served
+
+
+def test_every_key_has_a_field_in_one_group(panel):
+    found = panel.get("/api/schema")
+    keys = [key for group in found["groups"] for key in group["keys"]]
+    assert len(keys) == len(set(keys))
+    assert set(KEYS) - set(keys) == {"output_dir", "resume"}  # the panel's to set
+    assert set(found["fields"]) == set(KEYS)
+    assert all(one["help"] for one in found["fields"].values())
+    rate = found["fields"]["train_args.warmup_ratio"]
+    assert (rate["kind"], rate["minimum"], rate["maximum"]) == ("number", 0, 1)
+    assert found["fields"]["train_args.packing"]["choices"] == ["auto", "true", "false"]
+
+
+def test_what_is_suggested_is_there():
+    assert set(SUGGESTED["task"]) == set(tasks.BUILT_IN)
+    assert set(SUGGESTED["parallel.mode"]) == {"auto", *parallel.STRATEGIES}
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda one: one["id"])
+def test_a_preset_is_a_sound_config(preset):
+    loaded = load_text(preset["yaml"], "config")
+    assert [text for level, text in loaded.notices if level == "warning"] == []
+
+
+def test_a_sound_config_tells_what_it_sets(panel):
+    found = panel.ask("/api/check", yaml="model: m\ndataset: d\nlr: 1e-4\ntrain_args:\n  max_steps: 3\n")
+    assert (found["ok"], found["error"]) == (True, None)
+    assert found["values"]["train_args.learning_rate"] == {"value": 1e-4, "line": 3}
+    assert found["values"]["train_args.max_steps"] == {"value": 3, "line": 5}
+    assert any("lr" in one["text"] for one in found["notices"])
+
+
+def test_every_mistake_has_its_line_and_key(panel):
+    found = panel.ask("/api/check", yaml="model: m\ntrain_args:\n  max_stepz: 3\n  bf16: 7\n  max_length: 1\n")
+    assert not found["ok"]
+    assert [(one["line"], one["key"]) for one in found["errors"]] == [
+        (3, None), (4, "train_args.bf16"), (5, "train_args.max_length"), (None, None),
+    ]  # fmt: skip
+    assert "max_steps" in found["errors"][0]["fix"]
+    assert "dataset" in found["errors"][3]["what"]
+    assert found["error"] == found["errors"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("model: [a\n", 1), ("model: a\n\tdataset: b\n", 2), ("model: a\nmodel: b\n", 2), ("", None), ("- a\n", None),
+     ("model: !!python/object:os.system x\n", 1)],
+)  # fmt: skip
+def test_text_that_is_no_config_is_told(panel, text, line):
+    found = panel.ask("/api/check", yaml=text)
+    assert not found["ok"]
+    assert found["error"]["line"] == line
+    assert found["error"]["what"]
+
+
+def test_an_edit_keeps_the_comments(panel):
+    text = "model: m # mine\ndataset: d\n"
+    found = panel.ask("/api/yaml", yaml=text, values={"lora.rank": "16", "train_args.learning_rate": "1e-4"})
+    assert found == {"yaml": f"{text}lora:\n  rank: 16\ntrain_args:\n  learning_rate: 1e-4\n", "kept": True}
+    found = panel.ask("/api/yaml", yaml=found["yaml"], remove=["lora.rank", "train_args.learning_rate"])
+    assert found["yaml"] == text
+    assert "no key" in panel.ask("/api/yaml", 400, yaml=text, values={"nothing": 1})["error"]["what"]
+
+
+def test_nothing_starts_without_the_token(panel):
+    for path in ("check", "yaml", "plan", "steps", "start", "upload", "preview", "runs/0123456789ab/stop",
+                 "runs/0123456789ab/resume", "runs/0123456789ab/diff", "runs/0123456789ab/chat",
+                 "runs/0123456789ab/export"):  # fmt: skip
+        assert panel.client.post(f"/api/{path}", json={}).status_code == 401, path
+
+
+def test_a_plan_says_what_fits(panel):
+    found = panel.ask("/api/plan", yaml="model: builtin:qwen2-micro\ndataset: builtin:python-docs\nparallel: {device: cpu}\n")
+    assert found["chosen"] in [one["mode"] for one in found["modes"]]
+    assert found["max_steps"] is None
+    error = panel.ask("/api/plan", 400, yaml="model: m\ndataset: d\ntask: nothing\n")["error"]
+    assert "`task: nothing` is not known" in error["what"]
+    assert error["fix"]
+
+
+def test_a_newer_plan_ends_the_older(panel):
+    body = {"yaml": "model: builtin:qwen2-micro\ndataset: builtin:python-docs\nparallel: {device: cpu}\n"}
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{panel.client.base_url}/api/plan", json=body, headers=panel.with_token, timeout=60))
+
+    older = threading.Thread(target=ask)
+    older.start()
+    time.sleep(0.7)
+    newer = panel.client.post("/api/plan", json=body, headers=panel.with_token)
+    older.join()
+    assert newer.status_code == 200
+    assert answers[0].status_code == 400
+    assert "newer request" in answers[0].json()["error"]["what"]
+
+
+def test_the_steps_follow_from_the_data(panel):
+    text = "model: builtin:qwen2-micro\ndataset: builtin:python-docs#40\nparallel: {device: cpu, num_gpus: 1}\n"
+    found = panel.ask("/api/steps", yaml=f"{text}train_args: {{num_train_epochs: 2}}\n")
+    assert (found["derived"]["steps"], found["derived"]["global_batch_size"]) == (20, 4)
+
+
+def words_of(text: str) -> dict[str, set[str]]:
+    """The keys of a table of words, by language."""
+    parts = re.split(r"^const (en|zh) = \{", text, flags=re.MULTILINE)
+    return {
+        name: set(re.findall(r'"([\w.]+)":', body.split("\n};")[0]))
+        for name, body in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def test_every_word_is_there_in_both_languages():
+    words = words_of((STATIC / "i18n" / "start.js").read_text(encoding="utf-8"))
+    of_sections = {f"group.{name}" for name in SECTIONS if name != "lora"}  # a section's name is the key's
+    assert words["en"] - words["zh"] == of_sections
+    assert words["zh"] <= words["en"]
+    pages = "".join(path.read_text(encoding="utf-8") for path in (STATIC / "pages").glob("*.js") if path.name != "run.js")
+    used = set(re.findall(r'\bt\("((?:start|plan|data|chat|export|changes)\.[\w.]+)"', pages))
+    assert used - words["en"] == set()
+    assert {f"preset.{one['id']}" for one in PRESETS} <= words["en"]
+
+
+def test_every_key_is_explained_in_chinese_too():
+    text = (STATIC / "i18n" / "start_help.js").read_text(encoding="utf-8")
+    told = json.loads(re.search(r"export const help = (\{.*\});", text, re.DOTALL)[1].replace(",\n}", "\n}"))
+    assert set(KEYS) - set(told) == set()
+    assert set(SECTIONS) - set(told) == set()
+    assert set(told) <= set(KEYS) | set(SECTIONS)

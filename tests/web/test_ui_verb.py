@@ -1,0 +1,167 @@
+"""`paceline ui` as a person starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from event_logs import finished
+
+
+@contextmanager
+def ui(*words: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "paceline", "ui", *words, "--no-browser"]
+    with subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def stop(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[str, str]:
+    process.send_signal(number)
+    return process.communicate(timeout=20)
+
+
+def told(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def test_it_serves_until_ctrl_c_and_then_ends_well(tmp_path):
+    finished(tmp_path / "runs" / "one")
+    with ui("runs", "--port", "0", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        url = re.search(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{20,}", line)
+        assert url is not None, line
+        assert str(tmp_path / "runs") in line
+        assert "Ctrl-C" in process.stdout.readline()
+        page = httpx.get(url[0])
+        assert page.status_code == 200
+        assert "<script" in page.text
+        base = url[0].partition("?")[0]
+        assert httpx.get(f"{base}api/runs").json()["runs"][0]["name"] == "one"
+        with httpx.stream("GET", f"{base}api/stream") as open_stream:  # which must not hold up the end
+            assert open_stream.status_code == 200
+            _, err = stop(process)
+    assert process.returncode == 0
+    assert "runs go on" in err
+    assert "Traceback" not in err
+
+
+def test_json_is_one_line_with_link_token_and_folder(tmp_path):
+    with ui("--json", "--port=0", cwd=tmp_path) as process:
+        answer = told(process)
+        assert set(answer) == {"url", "token", "folder"}
+        assert answer["url"].endswith(f"?token={answer['token']}")
+        assert answer["folder"] == str(tmp_path / "output")  # the usual place, made where it is not there
+        out, err = stop(process)
+    assert out == ""
+    assert "made the folder output" in err
+
+
+def test_a_port_in_use_gives_the_next_one_and_says_so(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with ui(".", "--json", "--port", str(port), cwd=tmp_path) as process:
+            url = told(process)["url"]
+            _, err = stop(process)
+    own = int(re.search(r":(\d+)/", url)[1])
+    assert port < own <= port + 50
+    assert f"port {port} is in use; this is {own}" in err
+
+
+def test_an_open_address_says_what_that_means(tmp_path):
+    with ui(".", "--json", "--port", "0", "--host", "0.0.0.0", cwd=tmp_path) as process:
+        answer = told(process)
+        port = re.search(r":(\d+)/", answer["url"])[1]
+        assert httpx.get(f"http://127.0.0.1:{port}/api/runs").status_code == 401
+        with_token = {"X-Paceline-Token": answer["token"]}
+        assert httpx.get(f"http://127.0.0.1:{port}/api/runs", headers=with_token).status_code == 200
+        _, err = stop(process)
+    assert "everyone in this network" in err
+    assert "the token" in err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing"], "mkdir -p missing"),
+        (["file.txt"], "is no folder"),
+        ([".", "--port", "70000"], "0 (any that is free) to 65535"),
+        ([".", "--port", "many"], "--port many"),
+        ([".", "--host", "no.such.host.invalid"], "no.such.host.invalid"),
+        ([".", "--host", "192.0.2.1"], "no address of this machine"),
+        ([".", "other"], "paceline ui"),
+        ([".", "--prot", "80"], "paceline ui"),
+    ],
+)
+def test_bad_input_is_one_clear_error(tmp_path, words, said):
+    (tmp_path / "file.txt").touch()
+    with ui(*words, cwd=tmp_path) as process:
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_the_server_never_imports_what_trains(tmp_path):
+    finished(tmp_path / "one")
+    program = """
+import sys
+from pathlib import Path
+import paceline.web.serve
+from paceline.web.app import create_app
+from paceline.web.panel import Panel
+create_app(Panel(Path("."), 8765)).openapi()
+heavy = {"torch", "transformers", "peft", "datasets", "sklearn", "paceline.engine", "paceline.launch", "paceline.data"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_page_is_shipped_and_needs_no_network():
+    static = Path(__file__).parents[2] / "src/paceline/web/static"
+    index = (static / "index.html").read_text()
+    for link in re.findall(r'(?:src|href)="([^"]+)"', index):
+        assert (static / link).is_file(), link
+    assert not re.search(r"https?://", index)
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bstyle=|\bon\w+=", index)  # the policy allows none of these
+
+
+def test_files_of_the_page_are_revalidated_and_compressed(serve, tmp_path):
+    served = serve(tmp_path)
+    answer = served.client.get("/vendor/uPlot.esm.js", headers={"Accept-Encoding": "gzip"})
+    assert answer.headers["content-encoding"] == "gzip"
+    assert answer.headers["cache-control"] == "no-cache"
+    again = served.client.get("/vendor/uPlot.esm.js", headers={"If-None-Match": answer.headers["etag"]})
+    assert again.status_code == 304
+    assert served.client.get("/api/runs").headers["cache-control"] == "no-store"
+
+
+def test_a_killed_server_leaves_runs_alone(tmp_path):
+    run = finished(tmp_path / "one")
+    before = (run / "events.jsonl").read_bytes()
+    with ui(".", "--json", "--port", "0", cwd=tmp_path) as process:
+        url = told(process)["url"]
+        httpx.get(url.partition("?")[0] + "api/runs")
+        process.kill()
+        process.wait(20)
+    assert (run / "events.jsonl").read_bytes() == before
+    assert sorted(os.listdir(run)) == ["checkpoints", "config.yaml", "events.jsonl", "report.html", "report.json"]
