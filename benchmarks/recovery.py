@@ -185,7 +185,8 @@ def as_markdown(result: dict[str, Any]) -> str:
         lines.append(
             f"| `{one['mode']}` | {1000 * one['step_time_s']:.1f} ms | {100 * one['watchdog']:+.2f} % "
             f"({100 * one['watchdog_low']:+.2f} … {100 * one['watchdog_high']:+.2f}) | {100 * one['thread']:.2f} % "
-            f"| {1000 * one['check_s']:.1f} ms | {100 * one['check']:+.3f} % | {100 * one['cost']:+.2f} % | {'yes' if one['met'] else 'NO'} |"
+            f"| {1000 * one['check_s']:.1f} ms | {100 * one['check']:+.3f} % "
+            f"| {100 * one['cost']:+.2f} % | {'yes' if one['met'] else 'NO'} |"
         )
     lines += [
         "",

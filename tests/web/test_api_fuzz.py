@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import schemathesis
-from conftest import Served, serving
 from event_logs import begin, emit_steps, finished
 from hypothesis import HealthCheck, Phase, given, settings
+from panels import Served, serving
 
 #: Streams do not end, and what starts processes is tried where it can be waited for.
 _APART = r"/(stream|chat|start|stop|resume|export|plan|preview|upload)$"

@@ -56,3 +56,4 @@ def test_a_million_steps_open_at_once_and_are_read_in_bounded_memory(tmp_path: P
         finally:
             process.terminate()
             process.wait(20)
+            (tmp_path / "one/events.jsonl").unlink()  # gigabytes, which pytest would keep

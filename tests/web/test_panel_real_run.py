@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from commands import MICRO, start
-from conftest import until
+from panels import until
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from conftest import serving
 from event_logs import begin, finished
+from panels import serving
 
 from paceline.web.security import MAX_BODY_BYTES
 

@@ -7,8 +7,8 @@ import os
 
 import numpy as np
 import pytest
-from conftest import until
 from event_logs import begin, emit_steps, finished, step_fields, write_long
+from panels import until
 
 from paceline.core.events import effective_events, read_events
 from paceline.web import index as index_module

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Served, until
 from event_logs import begin, emit_steps, finished
+from panels import Served, until
 
 from paceline.web import stream as stream_module
 from paceline.web.stream import Viewer, without_ranks

@@ -155,7 +155,9 @@ def _places(root: yaml.MappingNode, key: str) -> list[_Place]:
         path = split_key(str(name.value))
         if len(path) == 1 and path[0] in SECTIONS and isinstance(value, yaml.MappingNode):
             inner = [(one, (path[0], *str(one[0].value).split("."))) for one in value.value]
-            found += [_Place(*one, value, place) for one, inner_path in inner if _means(inner_path) == key]
+            found += [
+                _Place(key_node, of_it, value, place) for (key_node, of_it), inner_path in inner if _means(inner_path) == key
+            ]
         elif _means(path) == key:
             found.append(place)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 from paceline.web.runs import run_id as id_of
 
 ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-features=SpareRendererForSitePerProcess"]
+if sys.platform.startswith("linux"):  # the tests' cache is a folder of their own; Playwright's browsers are in the user's
+    os.environ.setdefault("PLAYWRIGHT_BROWSERS_PATH", str(Path.home() / ".cache" / "ms-playwright"))
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 

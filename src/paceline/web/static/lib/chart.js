@@ -38,9 +38,10 @@ const MARK_LEVEL = { error: "--bad", warning: "--warn", info: "--line-strong" };
  * A line chart.
  *
  * `name`: what it shows. `height`: of the plot, in px. `x`: `{name, format(value)}`. `y`: `{format(value), min, log}`.
- * `series`: [{name, colour: "--s1", dash: [..], width, faint, points, format}]; `band: [i, j]` on one fills between series i and j.
+ * `series`: [{name, colour: "--s1", dash: [..], width, faint, points, format}]; `band: [i, j]` on one fills between two of them.
  * `zoomed(min, max)`: somebody chose that range of x (null, null: all of it). `sync`: charts of one key share their cursor.
- * Returns `{node, set(data, marks), legend(series), canvas(), end()}`; `data` as uPlot's: [x, y1, y2, …]; `marks`: [{x, level, type, text}].
+ * Returns `{node, set(data, marks), series(), canvas(), end()}`; `data` as uPlot's: [x, y1, y2, …];
+ * `marks`: [{x, level, type, text}].
  */
 export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync }) {
   const plot = h("div", { class: "plot" });
@@ -288,13 +289,6 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
       frame.setAttribute("aria-label", summary(name, x, y, series, data));
       if (chart) chart.setData(data);
       else if (plot.isConnected) build();
-    },
-    /** Other lines from now on; `set` follows. */
-    legend(next) {
-      series = next;
-      chart?.destroy();
-      chart = null;
-      drawLegend();
     },
     canvas: () => chart?.ctx.canvas ?? null,
     series: () => series,

@@ -101,10 +101,10 @@ export function ago(time_s, now_s = Date.now() / 1000) {
   return format.format(-Math.floor(past_s), "second");
 }
 
-/** The date and time, in this place's time. */
-export function time(time_s) {
+/** The date and time, in this place's time; `style` "short" without the seconds. */
+export function time(time_s, style = "medium") {
   if (!known(time_s)) return NONE;
-  return new Date(time_s * 1000).toLocaleString(locale(), { dateStyle: "medium", timeStyle: "medium" });
+  return new Date(time_s * 1000).toLocaleString(locale(), { dateStyle: "medium", timeStyle: style });
 }
 
 /** 14:03:25 */

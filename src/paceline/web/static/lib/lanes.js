@@ -66,7 +66,7 @@ function swatch(phase) {
 export function lanes() {
   const canvas = h("canvas", { class: "lanes", tabindex: 0, role: "application", "aria-roledescription": t("lanes.role") });
   const tip = h("div", { class: "chart-tip", hidden: true, "aria-hidden": "true" });
-  const mark = h("div", { class: "lane-mark", hidden: true }); // over the canvas: to point at a step must not draw all of them anew
+  const mark = h("div", { class: "lane-mark", hidden: true }); // over the canvas, which is not drawn anew for it
   const said = h("div", { class: "sr", role: "status", "aria-live": "polite" });
   const swatches = PHASES.map((phase) => ({ phase, ...swatch(phase) }));
   const legend = h(

@@ -76,7 +76,7 @@ export function hideBubble() {
   bubble = null;
 }
 
-// --- Figures --------------------------------------------------------------------------------------------------------------------
+// --- Figures ----------------------------------------------------------------------------------------------------
 
 /** A figure: its name (with a meaning), its value and what stands beside it. */
 export function figure(key, value, beside = null) {
@@ -133,7 +133,7 @@ export const row = (cells, columns) =>
     ),
   );
 
-// --- States that say what to do ----------------------------------------------------------------------------------------------------
+// --- States that say what to do --------------------------------------------------------------------------------
 
 /** Nothing there: why, and what to do. */
 export function emptyState(title, text, ...more) {

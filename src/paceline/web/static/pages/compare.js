@@ -1,16 +1,18 @@
 // Several runs side by side: curves, figures, what their configs differ in, and what a person notes on them.
 
-import { get, hasToken, put as send } from "../lib/api.js";
+import { get } from "../lib/api.js";
 import { AXES, axis, merged, xOf, xsOf } from "../lib/axis.js";
 import { COLOURS, DASHES, key, lineChart } from "../lib/chart.js";
 import { h, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { addWords, t } from "../lib/i18n.js";
 import { numbers, smooth } from "../lib/smooth.js";
-import { badge, card, choice, copy, download, emptyState, icon, row, table, termOf } from "../lib/ui.js";
+import { badge, card, choice, copy, download, emptyState, icon, termOf } from "../lib/ui.js";
 import { words } from "../i18n/watch.js";
-import { chartPng, curvesCsv } from "./compare/save.js";
+import { configCard } from "./compare/config.js";
 import { figureTable } from "./compare/figures.js";
+import { notesCard } from "./compare/notes.js";
+import { chartPng, curvesCsv } from "./compare/save.js";
 import { ask } from "./run/series.js";
 
 addWords(words);
@@ -27,7 +29,6 @@ const METRICS = {
 };
 const SERIES = Object.keys(METRICS).filter((name) => name !== "eval_loss");
 const RENEW_MS = 3000;
-const KEYS_SHOWN = 20;
 
 export async function show(root, params, ctx) {
   ctx.title(t("compare.title"));
@@ -329,98 +330,4 @@ function controls(state, redraw, ctx, { png, csv }) {
       link,
     ),
   );
-}
-
-function configCard(differences, runs, names) {
-  const title = t("compare.config");
-  if (!differences.length) return card(title, null, h("p", { class: "muted" }, t("compare.config.none")));
-  const heads = [{ head: t("compare.key") }, ...names.map((head) => ({ head }))];
-  const shown = (value) =>
-    value === null || value === undefined
-      ? h("span", { class: "muted" }, t("compare.absent"))
-      : h("code", {}, typeof value === "object" ? JSON.stringify(value) : String(value));
-  const rows = (some) =>
-    some.map(({ key: name, values }) => row([h("code", {}, name), ...runs.map((run) => shown(values[run.id]))], heads));
-  const place = h("div", {}, table(title, heads, rows(differences.slice(0, KEYS_SHOWN))));
-  const all = h(
-    "button",
-    {
-      type: "button",
-      on: {
-        click: () => {
-          put(place, table(title, heads, rows(differences)));
-          more.remove();
-          place.firstChild.focus();
-        },
-      },
-    },
-    t("compare.config.all", { n: differences.length }),
-  );
-  const more = h("div", { class: "card-foot" }, all);
-  return h(
-    "section",
-    { class: "card flush", id: "config-differences" },
-    h(
-      "div",
-      { class: "card-head" },
-      h("h2", {}, title),
-      h("span", { class: "muted small" }, t("compare.config.n", { n: differences.length })),
-    ),
-    place,
-    differences.length > KEYS_SHOWN ? more : null,
-  );
-}
-
-function notesCard(runs, names, ctx) {
-  const may = hasToken();
-  return h(
-    "section",
-    { class: "card" },
-    h("div", { class: "card-head" }, h("h2", {}, t("compare.notes"))),
-    may ? null : h("p", { class: "muted" }, t("compare.token")),
-    h(
-      "div",
-      { class: "notes" },
-      runs.map((run, at) => noteForm(run, names[at], may, ctx)),
-    ),
-  );
-}
-
-function noteForm(run, name, may, ctx) {
-  const note = h("textarea", {
-    rows: 1,
-    "aria-label": t("compare.note", { name }),
-    placeholder: t("runs.note"),
-    disabled: !may,
-    prop: { value: run.note ?? "" },
-  });
-  const tags = h("input", {
-    type: "text",
-    "aria-label": t("compare.tags", { name }),
-    placeholder: t("compare.tags.hint"),
-    disabled: !may,
-    prop: { value: (run.tags ?? []).join(", ") },
-  });
-  const button = h("button", { disabled: !may }, t("save"));
-  const said = h("span", { class: "small", role: "status" });
-  const form = h("form", {}, h("div", { class: "name" }, name), note, tags, h("div", {}, button, " ", said));
-  form.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    try {
-      const kept = await send(`api/runs/${run.id}/note`, {
-        note: note.value.trim(),
-        tags: tags.value
-          .split(/[,，]/)
-          .map((one) => one.trim())
-          .filter(Boolean),
-      });
-      Object.assign(run, kept);
-      tags.value = (kept?.tags ?? run.tags).join(", ");
-      put(said, icon("done"), " ", t("compare.saved"));
-    } catch (error) {
-      put(said, h("span", { class: "mark-error" }, icon("failed"), " ", error.what, error.fix ? ` – ${error.fix}` : ""));
-      ctx.announce(error.what);
-    }
-  });
-  return form;
 }

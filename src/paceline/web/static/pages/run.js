@@ -184,7 +184,7 @@ function drawHead(head, store, ctx) {
             format.duration(run.eta_s),
             run.wall_s === null || run.wall_s === undefined ? null : t("run.running", { wall: format.duration(run.wall_s) }),
           )
-        : figure("f.wall", format.duration(run.wall_s), run.started_at ? format.time(run.started_at) : null),
+        : figure("f.wall", format.duration(run.wall_s), run.started_at ? format.time(run.started_at, "short") : null),
       figure("f.loss", format.loss(run.loss), t("run.at_step", { step: format.count(run.step) })),
       figure(
         "f.eval_loss",
@@ -200,7 +200,7 @@ function drawHead(head, store, ctx) {
       figure(
         "f.heard",
         h("span", { class: staleness(run) }, format.ago(run.updated_at)),
-        running ? t("run.heard.live") : format.time(run.updated_at),
+        running ? t("run.heard.live") : format.time(run.updated_at, "short"),
       ),
       h("div", { class: "figure-wide" }, figure("f.strategy", run.strategy ?? format.NONE, inWords(run.strategy))),
     ),

@@ -79,7 +79,7 @@ function control(field, state) {
   const label = h("label", { for: id }, h("code", {}, name), field.required ? h("span", { class: "must" }, t("start.must")) : null);
   const about = h("p", { class: "muted small", id: helpId }, coded(help), field.kind === "text" || field.kind === "bool" ? null : h("span", { class: "takes" }, ` ${bounds(field)}`));
   const node = h("div", { class: `form-field kind-${field.kind}`, data: { key } },
-    field.kind === "bool" ? h("div", { class: "field-head" }, input, label, reset) : [h("div", { class: "field-head" }, label, reset), input], wrong, about);
+    field.kind === "bool" ? h("div", { class: "field-head" }, input, label, reset) : [h("div", { class: "field-head" }, label, reset), input], input.suggestions, wrong, about);
 
   function set(found, error) {
     const given = found !== undefined;
@@ -117,8 +117,7 @@ function widget(field, id, send) {
     placeholder: field.required ? "" : field.default === null ? "" : spelt(field.default),
     on: { input: (event) => send(event.target.value, EDIT_MS), change: (event) => send(event.target.value) },
   });
-  if (list) input.append(list);
-  return input;
+  return list ? Object.assign(input, { suggestions: list }) : input;
 }
 
 /** A value as one types it. */

@@ -1,0 +1,61 @@
+// What a person notes on runs. It is kept by the panel, never in a run.
+
+import { hasToken, put as send } from "../../lib/api.js";
+import { h, put } from "../../lib/dom.js";
+import { t } from "../../lib/i18n.js";
+import { icon } from "../../lib/ui.js";
+
+/** A note and tags for each of the runs. */
+export function notesCard(runs, names, ctx) {
+  const may = hasToken();
+  return h(
+    "section",
+    { class: "card" },
+    h("div", { class: "card-head" }, h("h2", {}, t("compare.notes"))),
+    may ? null : h("p", { class: "muted" }, t("compare.token")),
+    h(
+      "div",
+      { class: "notes" },
+      runs.map((run, at) => noteForm(run, names[at], may, ctx)),
+    ),
+  );
+}
+
+function noteForm(run, name, may, ctx) {
+  const note = h("textarea", {
+    rows: 1,
+    "aria-label": t("compare.note", { name }),
+    placeholder: t("runs.note"),
+    disabled: !may,
+    prop: { value: run.note ?? "" },
+  });
+  const tags = h("input", {
+    type: "text",
+    "aria-label": t("compare.tags", { name }),
+    placeholder: t("compare.tags.hint"),
+    disabled: !may,
+    prop: { value: (run.tags ?? []).join(", ") },
+  });
+  const button = h("button", { disabled: !may }, t("save"));
+  const said = h("span", { class: "small", role: "status" });
+  const form = h("form", {}, h("div", { class: "name" }, name), note, tags, h("div", {}, button, " ", said));
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    try {
+      const kept = await send(`api/runs/${run.id}/note`, {
+        note: note.value.trim(),
+        tags: tags.value
+          .split(/[,，]/)
+          .map((one) => one.trim())
+          .filter(Boolean),
+      });
+      Object.assign(run, kept);
+      tags.value = (kept?.tags ?? run.tags).join(", ");
+      put(said, icon("done"), " ", t("compare.saved"));
+    } catch (error) {
+      put(said, h("span", { class: "mark-error" }, icon("failed"), " ", error.what, error.fix ? ` – ${error.fix}` : ""));
+      ctx.announce(error.what);
+    }
+  });
+  return form;
+}

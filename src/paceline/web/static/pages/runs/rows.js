@@ -1,0 +1,126 @@
+// A row of the list of runs.
+
+import { h } from "../../lib/dom.js";
+import * as format from "../../lib/format.js";
+import { t } from "../../lib/i18n.js";
+import { badge, icon } from "../../lib/ui.js";
+
+/** The ids of the runs that are chosen to compare; they stay chosen while one looks at other pages. */
+export const chosen = new Set();
+
+/** The cells of a run. `drawPick()` is called where it is chosen or not any more. */
+export function cells(run, drawPick) {
+  const box = h("input", {
+    type: "checkbox",
+    "aria-label": t("runs.choose", { name: run.name }),
+    prop: { checked: chosen.has(run.id) },
+    on: {
+      change: (event) => {
+        chosen[event.target.checked ? "add" : "delete"](run.id);
+        drawPick();
+      },
+    },
+  });
+  const label = (key) => ({ "data-label": t(key) });
+  return [
+    h("td", { class: "pick" }, box),
+    h(
+      "th",
+      { scope: "row", class: "run-name" },
+      h("div", { class: "run-line" }, h("a", { href: `#/run/${run.id}` }, run.name || run.path), " ", badge(run.status)),
+      runMore(run),
+    ),
+    h("td", label("runs.progress"), progress(run)),
+    h("td", { class: "number", ...label("runs.loss") }, format.loss(run.loss)),
+    h("td", { class: "number", ...label("runs.eval_loss") }, format.loss(run.eval_loss)),
+    h("td", { class: "number", ...label("runs.rate") }, format.short(run.tokens_per_second)),
+    h(
+      "td",
+      label("runs.strategy"),
+      run.strategy ?? format.NONE,
+      " ",
+      run.world_size ? h("span", { class: "muted nowrap" }, `× ${run.world_size} ${run.device ?? ""}`) : null,
+    ),
+    h(
+      "td",
+      { ...label("runs.model"), class: "wrap" },
+      run.model ?? format.NONE,
+      run.task ? h("div", { class: "muted small" }, run.task) : null,
+    ),
+    h("td", label("runs.started"), when(run.started_at)),
+  ];
+}
+
+function runMore(run) {
+  const parts = [];
+  if (run.path && run.path !== run.name) parts.push(h("span", { class: "mono" }, run.path));
+  if (run.restarts) parts.push(t("runs.restarts", { n: run.restarts }));
+  const lines = [
+    parts.length
+      ? h(
+          "div",
+          { class: "muted small" },
+          parts.flatMap((one, at) => (at ? [" · ", one] : [one])),
+        )
+      : null,
+  ];
+  if (run.problem) lines.push(h("div", { class: "run-problem small" }, icon("warning"), " ", run.problem));
+  if (run.note) lines.push(h("div", { class: "muted small run-note" }, run.note));
+  if (run.tags?.length)
+    lines.push(
+      h(
+        "div",
+        { class: "run-tags" },
+        run.tags.map((one) => h("span", { class: "tag" }, one)),
+      ),
+    );
+  return h("div", { class: "run-more" }, lines);
+}
+
+/** A run's progress as a bar with its words. */
+export function progress(run) {
+  const share = run.steps ? Math.min(1, (run.step ?? 0) / run.steps) : null;
+  const words =
+    run.step === null || run.step === undefined
+      ? format.NONE
+      : run.steps
+        ? t("runs.step", { step: format.count(run.step), steps: format.count(run.steps) })
+        : t("runs.step.open", { step: format.count(run.step) });
+  return h(
+    "div",
+    { class: "run-progress" },
+    share === null
+      ? null
+      : h(
+          "div",
+          { class: "progress", "aria-hidden": "true" },
+          h("span", { class: run.status === "live" ? null : "is-done", style: { width: `${share * 100}%` } }),
+        ),
+    h(
+      "div",
+      { class: "small muted" },
+      words,
+      run.status === "live" && run.eta_s !== null && run.eta_s !== undefined
+        ? ` · ${t("runs.left", { left: format.duration(run.eta_s) })}`
+        : null,
+    ),
+  );
+}
+
+export function when(time_s) {
+  if (!time_s) return format.NONE;
+  return h(
+    "time",
+    { datetime: new Date(time_s * 1000).toISOString(), title: format.time(time_s), class: "nowrap", "data-at": time_s },
+    format.ago(time_s),
+  );
+}
+
+/** Puts `next` in the place of a cell; a link that has the focus stays. */
+export function replaceCell(old, next) {
+  if (old.contains(document.activeElement) && old.querySelector("a")) {
+    // Somebody is on this run's link: its text may change, the link itself stays.
+    old.querySelector("a").textContent = next.querySelector("a").textContent;
+    for (const kind of [".badge", ".run-more"]) old.querySelector(kind)?.replaceWith(next.querySelector(kind) ?? "");
+  } else old.replaceWith(next);
+}

@@ -1,0 +1,67 @@
+"""A panel on a port of its own, served as `paceline ui` serves it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+from paceline.web.app import create_app
+from paceline.web.panel import Panel
+from paceline.web.serve import PanelServer, bind
+
+
+@dataclass
+class Served:
+    """A running server. ``client`` has its address, and no token."""
+
+    panel: Panel
+    client: httpx.Client
+
+    def get(self, path: str, **more: object) -> dict:
+        answer = self.client.get(path, **more)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def the_run(self, name: str | None = None) -> str:
+        """The id of the only run, or of the one with this name."""
+        found = [one for one in self.get("/api/runs")["runs"] if name in (None, one["name"])]
+        assert len(found) == 1, found
+        return found[0]["id"]
+
+    @property
+    def with_token(self) -> dict[str, str]:
+        return {"X-Paceline-Token": self.panel.token}
+
+
+@contextlib.contextmanager
+def serving(folder: Path, host: str = "127.0.0.1") -> Iterator[Served]:
+    """A panel for ``folder``, as long as the block lasts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    bound = bind(host, 0)
+    panel = Panel(folder, bound.getsockname()[1], host)
+    config = uvicorn.Config(create_app(panel), log_level="warning", timeout_graceful_shutdown=3)
+    server = PanelServer(config, panel)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{panel.port}", timeout=60) as client:
+            yield Served(panel, client)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not end"
+
+
+def until(check: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait for it; fail where it does not come."""
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
