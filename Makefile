@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The stamp's name holds a checksum of what the installation follows from: touched files change nothing, edited ones do.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -s ' \t' '-')
 
-.PHONY: help setup demo test soak lint format bench bench-network clean
+.PHONY: help setup demo browser test soak lint format bench bench-network clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,7 +32,14 @@ demo: setup  ## Train the built-in model on two ranks, then ask it something
 	@echo "Asking the trained model: What does json.dumps do?"
 	$(BIN)/paceline generate output/demo "What does json.dumps do?"
 
-test: setup  ## Run the tests
+# The tests of the panel take the machine's Chromium, or else Playwright's own.
+browser: setup
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  command -v $$name >/dev/null && exit 0; done; \
+	$(BIN)/playwright install chromium || \
+	  echo "NO BROWSER: the tests in a real one are not run. To fix: install Chromium (on Debian: apt install chromium)." >&2
+
+test: browser  ## Run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 soak: setup  ## Run the long tests that `make test` leaves out

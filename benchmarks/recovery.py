@@ -119,12 +119,12 @@ def cost(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 ratios.append(median(pair[True]) / median(pair[False]) - 1)
     step_s = median(usual)
     check = max(0.0, median(checks)) / Recovery().check_replicas_steps / step_s
-    drawn = sorted(trimmed(random.Random(seed).choices(ratios, k=len(ratios))) for seed in range(2000))
+    low, high = interval(ratios)
     return {
         "step_time_s": step_s,
         "watchdog": trimmed(ratios),
-        "watchdog_low": drawn[100],
-        "watchdog_high": drawn[1899],
+        "watchdog_low": low,
+        "watchdog_high": high,
         "thread": median(one["thread"] for one in runs),
         "check_s": median(checks),
         "check": check,
@@ -139,6 +139,12 @@ def trimmed(values: list[float]) -> float:
     cut = len(values) // 5
     kept = sorted(values)[cut : len(values) - cut]
     return sum(kept) / len(kept)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Between these lie 90 % of the trimmed means of as many values drawn anew from these (a bootstrap)."""
+    drawn = sorted(trimmed(random.Random(seed).choices(values, k=len(values))) for seed in range(2000))
+    return drawn[100], drawn[1899]
 
 
 # -- how long a recovery takes --------------------------------------------------------------------------------------------
