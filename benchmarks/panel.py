@@ -4,7 +4,8 @@ python benchmarks/panel.py [--viewers N] [--steps N] [--modes ddp] [--json] [--o
 
 One viewer reads all that comes, as a page does; the others have asked for the run's stream and never read. Within one run the
 server and its viewers are stopped and let go on (SIGSTOP, SIGCONT) in turns, and the steps that lie wholly in a stretch with
-them are compared with those of the stretch without them beside it: two runs of the same work differ by more than what is looked for.
+them are compared with those of the stretch without them beside it: two runs of the same work differ by more than what is
+looked for.
 """
 
 from __future__ import annotations
