@@ -23,10 +23,12 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     "words",
     [
         ("parallel.mode=ddp", "parallel.num_gpus=2", *LORA),
-        ("parallel.mode=zero3", "parallel.num_gpus=2", *LORA),  # all ranks forward together
-        ("parallel.mode=diloco", "parallel.num_gpus=2", "local_sgd.steps=4"),  # at the mean of the workers
+        pytest.param(
+            ("parallel.mode=zero3", "parallel.num_gpus=2", *LORA), marks=pytest.mark.soak
+        ),  # all ranks forward together
+        pytest.param(("parallel.mode=diloco", "parallel.num_gpus=2", "local_sgd.steps=4"), marks=pytest.mark.soak),
     ],
-    ids=lambda words: words[0],
+    ids=["ddp", "zero3", "diloco"],
 )
 def test_the_training_is_the_same_with_samples(tmp_path: Path, words: tuple[str, ...]) -> None:
     for many in (0, 3):

@@ -104,7 +104,7 @@ def test_without_restarts_the_rank_is_named_and_the_same_command_goes_on(undistu
     assert report(folder)["restarts"] == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 143)])
 def test_stopped_by_a_signal_commits_and_goes_on(undisturbed, tmp_path, number, code):
     folder = tmp_path / "run"
     process = begin(folder)

@@ -192,6 +192,7 @@ def test_submitting_without_slurm(here: Path, refused: Write, monkeypatch: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_signal_to_every_process_of_a_run_is_one_stop(tmp_path: Path) -> None:
     """As Slurm sends it: to launcher, fork server, ranks and their loader processes."""
     folder = tmp_path / "run"

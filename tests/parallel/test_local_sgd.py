@@ -255,6 +255,7 @@ def test_brought_together_at_each_step_it_is_single(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_that_goes_on_in_the_middle_of_a_period(tmp_path):
     words = ["parallel.mode=local_sgd", "parallel.num_gpus=2", "local_sgd.steps=4", "local_sgd.overlap_steps=2"]
     words += ["train_args.max_steps=8", "train_args.logging_steps=3", "train_args.eval_steps=6", "split_dataset_ratio=0.1"]

@@ -45,7 +45,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
 }
 #: tried by each run of the tests; the rest by `make soak`
-ALWAYS = ["LoRA, bf16, recompute"]
+ALWAYS = ["LoRA"]
 
 
 def tried(switch: str, folder: Path) -> dict[str, tuple[str, str]]:

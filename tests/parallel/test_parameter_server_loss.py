@@ -132,6 +132,7 @@ def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_worker_killed_from_outside_leaves_a_bounded_run_going(tmp_path: Path) -> None:
     """Nobody waits for the dead one's clock, and the run ends with a whole model."""
     more = ["parameter_server.mode=bounded", "parameter_server.staleness=1"]
@@ -165,7 +166,7 @@ def test_a_worker_killed_from_outside_leaves_a_bounded_run_going(tmp_path: Path)
 @pytest.mark.parametrize(
     ("kills", "named"),
     [
-        (("4 by 1 at 5",), "rank 4, a server of the tables"),
+        pytest.param(("4 by 1 at 5",), "rank 4, a server of the tables", marks=pytest.mark.soak),
         (("0 at 3", "1 at 5", "2 at 7"), "rank 2, a worker"),
     ],
 )
@@ -181,7 +182,9 @@ def test_without_a_server_or_without_any_worker_the_run_ends(tmp_path: Path, kil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "role"), [(1, "a worker"), (3, "a server of the tables")])
+@pytest.mark.parametrize(
+    ("victim", "role"), [pytest.param(1, "a worker", marks=pytest.mark.soak), (3, "a server of the tables")]
+)
 def test_by_default_a_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path, victim: int, role: str) -> None:
     more = ["parallel.mode=parameter_server", f"task_args.pids={tmp_path}/pids"]
     kills = f'task_args.kills=["{victim} by 1 at 3"]'

@@ -41,6 +41,7 @@ def test_a_run_is_started_and_comes_to_its_end(serve, tmp_path):
     assert exported == {"path": str(run / "model"), "merged": False}
 
 
+@pytest.mark.soak
 def test_a_run_is_stopped_with_a_checkpoint_and_resumed(serve, tmp_path):
     served = serve(tmp_path)
     id = ask(served, "/api/start", yaml=MICRO % 4000, name="long")["id"]
