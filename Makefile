@@ -39,8 +39,9 @@ browser: setup
 	$(BIN)/playwright install chromium || \
 	  echo "NO BROWSER: the tests in a real one are not run. To fix: install Chromium (on Debian: apt install chromium)." >&2
 
+# Most of a test is waiting for processes that start: two run side by side, those marked `alone` by themselves.
 test: browser  ## Run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 soak: setup  ## Run the long tests that `make test` leaves out
 	$(BIN)/python -m pytest -m soak

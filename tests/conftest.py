@@ -8,9 +8,13 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from alone import turn
+from not_run import NOT_RUN, note
 from slurm_cluster import why_not
 
 # Before anything imports a library that looks at them. The cache is shared by the whole session, so that the built-in model,
@@ -36,7 +40,6 @@ _MAY_CHANGE = {
 # Helpers that multiprocessing keeps for the life of its parent. A fork server's workers are not exempt: their parent is it.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _GRACE_S = 5.0
-_NOT_RUN = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,13 +47,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ``soak`` ones only where -m asks for them."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
     left_out = {"gpu": not _accelerator(), "slurm": why_not() is not None, "soak": "soak" not in config.option.markexpr}
-    config.stash[_NOT_RUN] = {}
+    lines = {
+        "gpu": "No accelerator on this machine: {} test(s) marked gpu were not run.",
+        "slurm": f"NOT RUN: {{}} test(s) on a real Slurm: {why_not()}.",
+        "soak": "{} test(s) marked soak were not run; `make soak` runs them.",
+    }
     for marker, leave in left_out.items():
         found = [item for item in items if item.get_closest_marker(marker)] if leave else []
         if found:
             items[:] = [item for item in items if not item.get_closest_marker(marker)]
             config.hook.pytest_deselected(items=found)
-            config.stash[_NOT_RUN][marker] = len(found)
+            note(config, marker, lines[marker].format(len(found)))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["not_run"] = session.config.stash.get(NOT_RUN, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended."""
+    for kind, line in getattr(node, "workeroutput", {}).get("not_run", {}).items():
+        note(node.config, kind, line)
 
 
 def _accelerator() -> bool:
@@ -60,13 +79,9 @@ def _accelerator() -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    counts = config.stash.get(_NOT_RUN, {})
-    if counts.get("soak"):
-        terminalreporter.write_line(f"{counts['soak']} test(s) marked soak were not run; `make soak` runs them.")
-    if counts.get("slurm"):
-        terminalreporter.write_line(f"NOT RUN: {counts['slurm']} test(s) on a real Slurm: {why_not()}.")
-    if counts.get("gpu"):
-        terminalreporter.write_line(f"No accelerator on this machine: {counts['gpu']} test(s) marked gpu were not run.")
+    for line in config.stash.get(NOT_RUN, {}).values():
+        loud = line.startswith("NOT RUN")
+        terminalreporter.write_line(line, red=loud, bold=loud)
 
 
 def pytest_unconfigure() -> None:
@@ -74,7 +89,17 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_process_left() -> Iterator[None]:
+def a_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Some tests have the machine to themselves, where workers of pytest-xdist run side by side."""
+    folder = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        folder = folder.parent  # of all workers
+    with turn(Path(folder), alone=request.node.get_closest_marker("alone") is not None):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_process_left(a_turn: None) -> Iterator[None]:
     """Fail a test that leaves a process running: a child, or one further down whose parent is gone."""
     before = {process.pid for process in _processes()}
     yield

@@ -13,6 +13,8 @@ from paceline.launch.doctor import judge_network
 from paceline.world.group import World
 from paceline.world.link import Link
 
+pytestmark = pytest.mark.alone
+
 
 def _measured(world: World) -> tuple[Any, int]:
     before = world.traffic.total

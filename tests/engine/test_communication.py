@@ -23,6 +23,8 @@ from paceline.parallel.exchange import Spent
 from paceline.world.link import Link
 from paceline.world.mesh import Axes
 
+pytestmark = pytest.mark.alone
+
 FAST, SLOW = Link(1e-4, 1e9, 2), Link(0.01, 1e7, 2)
 BUCKETS = [20_000_000, 20_000_000]  # two ranks send each byte once
 

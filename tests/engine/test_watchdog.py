@@ -26,6 +26,8 @@ from paceline.engine.watchdog import Watchdog
 from paceline.world.group import World
 from paceline.world.pulse import PULSE
 
+pytestmark = pytest.mark.alone
+
 # -- a small loop of steps on real ranks -----------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from injector import EVERY
 from lab import note
 from test_hosts import THREADS, end, words
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.soak]
 
 CUT_S = 15.0  # longer than a host may be silent
 TIMES = 3

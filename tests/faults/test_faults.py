@@ -9,7 +9,7 @@ import pytest
 from commands import events
 from lab import MODES, SMALL, drive, task_words
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def test_kills_in_a_row_of_what_is_compressed(tmp_path: Path) -> None:

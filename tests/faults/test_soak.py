@@ -20,7 +20,7 @@ from test_full_disk import fill as fill_up
 
 from paceline.core.events import effective_steps, read_events
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.soak]
 
 KILLS = {"kill -9 of a rank": 50, "kill -9 of the launcher": 2, "kill -9 of the fork server": 2}  # for each mode
 EVALUATING = (

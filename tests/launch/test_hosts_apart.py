@@ -14,7 +14,7 @@ import pytest
 from commands import MICRO, digest, events, report, run, train, wait_for_step
 from ranks import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 THREADS = {"OMP_NUM_THREADS": "1"}
 SETTINGS = ("max_steps=16", "save_steps=4", "warmup_steps=3", "parallel.timeout_s=60")

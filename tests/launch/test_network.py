@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from commands import events, report, train
+
+pytestmark = pytest.mark.alone
 
 
 def test_a_compressed_run_says_whether_that_pays(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from commands import MICRO, digest, events, report, run
 from slow_task import SLOW
 from slurm_cluster import slurm_cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.slurm]
 
 # Loader processes, adapters with dropout, saves in the middle of an epoch.
 WORDS = (

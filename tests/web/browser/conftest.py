@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import event_logs
 import made_runs
 import pytest
+from not_run import note
 from panel_pages import ARGUMENTS, NAMES, Server, opened, serve, why_no_browser
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-_NOT_RUN = pytest.StashKey[int]()
 expect.set_options(timeout=20_000)  # a machine that is busy is slow, not wrong
 
 
@@ -22,12 +22,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if mine and why_no_browser() is not None:
         items[:] = [item for item in items if item not in mine]
         config.hook.pytest_deselected(items=mine)
-        config.stash[_NOT_RUN] = len(mine)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if count := config.stash.get(_NOT_RUN, 0):
-        terminalreporter.write_line(f"NOT RUN: {count} test(s) in a real browser: {why_no_browser()}.", red=True, bold=True)
+        note(config, "browser", f"NOT RUN: {len(mine)} test(s) in a real browser: {why_no_browser()}.")
 
 
 @pytest.fixture(scope="session")

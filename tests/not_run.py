@@ -1,0 +1,12 @@
+"""What was left out of a session, and why: said at its end, also where workers of pytest-xdist have found it."""
+
+from __future__ import annotations
+
+import pytest
+
+#: kind → the line that is said
+NOT_RUN = pytest.StashKey[dict[str, str]]()
+
+
+def note(config: pytest.Config, kind: str, line: str) -> None:
+    config.stash.setdefault(NOT_RUN, {})[kind] = line
