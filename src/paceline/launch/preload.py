@@ -40,7 +40,7 @@ def start_fork_server(config: Config) -> None:
     elif config.task == "classify":
         modules.append("paceline.tasks.classify")
     multiprocessing.set_forkserver_preload(modules)
-    _keep_its_files()
+    keep_server_files()
     # A Ctrl-C or a closed terminal reaches the whole process group, and Slurm's SIGTERM every process of a step. The server
     # inherits "ignore": it prints no traceback, lets the ranks save their checkpoint, and ends with the launcher.
     numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []) if in_main else []
@@ -63,8 +63,9 @@ def start_fork_server(config: Config) -> None:
             signal.signal(number, handler)
 
 
-def _keep_its_files() -> None:
-    """The server's socket lies in a folder that goes even where this process is killed: with the next run."""
+def keep_server_files() -> None:
+    """To be called before the fork server is started. Its socket lies in a folder that goes even where this process is killed:
+    with the next run."""
     if multiprocessing.current_process()._config.get("tempdir") is not None:  # type: ignore[attr-defined]
         return  # whoever calls this has used it before
     # The path of the server's socket may have 107 bytes, of which 55 are names below this folder.

@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.processes import end_with_parent
+from paceline.launch.preload import keep_server_files
 
 #: how long a collective may wait for another rank before the work has failed
 _TIMEOUT_S = 60.0
@@ -27,6 +28,7 @@ def warm_up(modules: Sequence[str] = ()) -> None:
 
     in_main = threading.current_thread() is threading.main_thread()
     bound = ["paceline.launch.bound"] if in_main else []  # it ends with the thread that starts it
+    keep_server_files()
     multiprocessing.set_forkserver_preload([*bound, "paceline.launch.explain.ranks", "torch.distributed", *modules])
     # A Ctrl-C in the terminal reaches every process: the command alone answers it, and ends the ranks.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
