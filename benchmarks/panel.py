@@ -29,7 +29,7 @@ from typing import Any
 import common
 from common import BenchmarkFailed, Work
 from recovery import PER_DEVICE, TOKENS, interval, trimmed
-from run import _machine, _say, write_results
+from run import _machine, _say, tell
 
 AT_MOST = 0.01  # of a step
 STRETCH_S = 2.5
@@ -67,12 +67,7 @@ def main() -> int:
         f"({common.WORLD_SIZE} CPU ranks × {PER_DEVICE}), all weights of {common.MODEL}, float32, every step logged",
         "modes": modes,
     }
-    text = as_markdown(result)
-    if args.output is not None:
-        for path in write_results(args.output, result, text):
-            _say(f"written: {path}")
-    print(json.dumps(result, indent=2) if args.json else text)
-    return 0
+    return tell(args, result, as_markdown(result))
 
 
 def _arguments() -> argparse.Namespace:

@@ -24,7 +24,7 @@ from typing import Any
 
 import common
 from common import BenchmarkFailed, Work
-from run import _machine, _say, write_results
+from run import _machine, _say, tell
 
 from paceline.config.schema_recovery import Recovery
 
@@ -58,12 +58,7 @@ def main() -> int:
         f"({common.WORLD_SIZE} CPU ranks × {PER_DEVICE}), all weights of {common.MODEL}, float32; {args.rounds} runs of each",
         "modes": modes,
     }
-    text = as_markdown(result)
-    if args.output is not None:
-        for path in write_results(args.output, result, text):
-            _say(f"written: {path}")
-    print(json.dumps(result, indent=2) if args.json else text)
-    return 0
+    return tell(args, result, as_markdown(result))
 
 
 def _arguments() -> argparse.Namespace:

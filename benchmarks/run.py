@@ -103,12 +103,7 @@ def main() -> int:
             _say(f"error: {error}")
             return 1
         found = summary(work, runs, args.rounds)
-    text = as_markdown(found)
-    if args.output is not None:
-        for path in write_results(args.output, found, text):
-            _say(f"written: {path}")
-    print(json.dumps(found, indent=2) if args.json else text)
-    return 0
+    return tell(args, found, as_markdown(found))
 
 
 def _on_sigterm(*_: object) -> None:
@@ -258,6 +253,15 @@ def as_markdown(found: dict[str, Any]) -> str:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "NO"
+
+
+def tell(args: argparse.Namespace, found: dict[str, Any], text: str) -> int:
+    """Write and print a result as ``--output`` and ``--json`` ask for; the exit code."""
+    if args.output is not None:
+        for path in write_results(args.output, found, text):
+            _say(f"written: {path}")
+    print(json.dumps(found, indent=2) if args.json else text)
+    return 0
 
 
 def write_results(path: Path, found: dict[str, Any], text: str) -> list[Path]:

@@ -6,7 +6,6 @@ python benchmarks/strategies.py [--rounds N] [--steps N] [--only ddp,zero3] [--j
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -17,7 +16,7 @@ from typing import Any
 
 import common
 from common import BenchmarkFailed, Measured, Work
-from run import _machine, _say, write_results
+from run import _machine, _say, tell
 
 #: mode → (settings of Paceline, the rival's mode)
 MODES: dict[str, tuple[dict[str, Any], str]] = {
@@ -65,12 +64,7 @@ def main() -> int:
             _say(f"error: {error}")
             return 1
         found = summary(work, runs, state, args.rounds)
-    text = as_markdown(found)
-    if args.output is not None:
-        for path in write_results(args.output, found, text):
-            _say(f"written: {path}")
-    print(json.dumps(found, indent=2) if args.json else text)
-    return 0
+    return tell(args, found, as_markdown(found))
 
 
 def _arguments() -> argparse.Namespace:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import pytest
 
 #: kind → the line that is said
@@ -10,3 +12,9 @@ NOT_RUN = pytest.StashKey[dict[str, str]]()
 
 def note(config: pytest.Config, kind: str, line: str) -> None:
     config.stash.setdefault(NOT_RUN, {})[kind] = line
+
+
+def skip_loudly(config: pytest.Config, kind: str, why: str) -> NoReturn:
+    """Skip a test for what this machine lacks."""
+    note(config, kind, f"NOT RUN: tests {why}.")
+    pytest.skip(why)

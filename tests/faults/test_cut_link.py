@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from commands import MICRO, digest, events, report, train, wait_for_step
 from injector import EVERY
 from lab import note
+from namespaces import two_hosts
 from test_hosts import THREADS, end, words
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.soak]
@@ -24,21 +24,12 @@ TIMES = 3
 
 
 @pytest.fixture
-def network() -> Iterator[Any]:
-    sys.path.insert(0, "benchmarks")
-    from netns import Link, Network, NetworkError
-
-    try:
-        with Network(2, Link(1e9)) as found:
-            yield found
-    except NetworkError as error:
-        warnings.warn(f"NOT CHECKED over a link that is cut: {error}", stacklevel=2)
-        yield None
+def network(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with two_hosts(request.config) as found:
+        yield found
 
 
 def test_a_host_that_is_cut_off_comes_back_and_the_run_ends_with_the_same_bits(tmp_path: Path, network: Any) -> None:
-    if network is None:
-        return
     settings = {"max_steps": 40 * (TIMES + 1), "save_steps": EVERY}
     train(tmp_path / "whole", *words(parallel__num_gpus=2, **settings), env={**os.environ, **THREADS})
     folder = tmp_path / "run"

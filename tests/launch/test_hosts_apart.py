@@ -6,31 +6,30 @@ import shlex
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
-import psutil
 import pytest
 from commands import MICRO, digest, events, report, run, train, wait_for_step
+from namespaces import two_hosts
+from not_run import skip_loudly
 from ranks import free_port
+from test_hosts import THREADS, end, rank_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-THREADS = {"OMP_NUM_THREADS": "1"}
 SETTINGS = ("max_steps=16", "save_steps=4", "warmup_steps=3", "parallel.timeout_s=60")
 LONG = ("max_steps=60", "warmup_steps=3", "parallel.timeout_s=60")
 
 
 @pytest.fixture
-def apart(tmp_path):
-    """(the head's disk, the other host's); None where this machine lets nobody mount."""
+def apart(request, tmp_path):
+    """(the head's disk, the other host's)."""
     disks = [tmp_path / "disk", tmp_path / "other"]
     for one in disks:
         one.mkdir()
     done = subprocess.run(["unshare", "-m", "mount", "--bind", *map(str, reversed(disks))], capture_output=True, text=True)
     if done.returncode:
-        warnings.warn(f"NOT CHECKED with hosts that share no folder: {done.stderr.strip()}", stacklevel=2)
-        return None
+        skip_loudly(request.config, "mounts", f"with hosts that share no folder: {done.stderr.strip()}")
     return disks
 
 
@@ -42,18 +41,6 @@ def host(disk, own, port, number, *words):
         command = ["unshare", "-m", "sh", "-c", f"mount --bind {own} {disk} && exec {shlex.join(command)}"]
     environment = {**os.environ, **THREADS, "PACELINE_HOST": "ab"[number]}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def end(process, expect=0):
-    _out, err = process.communicate(timeout=150)
-    assert process.returncode == expect, f"exit code {process.returncode}, expected {expect}\n{err[-3000:]}"
-    return err
-
-
-def rank_of(process):
-    """The one rank that this launcher has started."""
-    server = next(one for one in psutil.Process(process.pid).children() if "forkserver" in " ".join(one.cmdline()))
-    return server.children()[0]
 
 
 def undisturbed(tmp_path, *words):
@@ -77,8 +64,6 @@ def check_whole(disk, other, words, tmp_path):
 
 
 def test_a_rank_killed_on_each_host(apart, tmp_path):
-    if apart is None:
-        return
     disk, other = apart
     port = free_port()
     hosts = [host(disk, own, port, number, "parallel.mode=zero3") for number, own in enumerate(apart)]
@@ -108,8 +93,6 @@ def test_a_rank_killed_on_each_host(apart, tmp_path):
     ids=lambda words: "+".join(one.partition("=")[2] for one in words),
 )
 def test_a_host_that_is_replaced_by_one_with_an_empty_disk(apart, tmp_path, words):
-    if apart is None:
-        return
     disk = apart[0]
     fresh = tmp_path / "fresh"
     fresh.mkdir()
@@ -128,8 +111,6 @@ def test_a_host_that_is_replaced_by_one_with_an_empty_disk(apart, tmp_path, word
 
 @pytest.mark.soak
 def test_a_head_whose_launcher_dies_and_is_started_again(apart, tmp_path):
-    if apart is None:
-        return
     disk, other = apart
     port = free_port()
     hosts = [host(disk, own, port, number, "parallel.mode=zero3") for number, own in enumerate(apart)]
@@ -145,8 +126,6 @@ def test_a_head_whose_launcher_dies_and_is_started_again(apart, tmp_path):
 
 @pytest.mark.soak
 def test_a_run_that_is_stopped_goes_on_and_on_one_host_too(apart, tmp_path):
-    if apart is None:
-        return
     disk, _other = apart
     for stop in (True, False):
         port = free_port()
@@ -171,35 +150,26 @@ def test_a_run_is_not_begun_anew_where_it_took_part_only(tmp_path: Path):
 
 
 @pytest.mark.soak
-def test_a_host_that_is_cut_off_comes_back(apart, tmp_path):
+def test_a_host_that_is_cut_off_comes_back(request, apart, tmp_path):
     """Two network namespaces with a link between them, and a disk for each."""
-    if apart is None:
-        return
-    sys.path.insert(0, "benchmarks")
-    from netns import Link, Network, NetworkError
-
     disk, other = apart
     words = ("parallel.mode=zero3", "save_steps=2")
-    try:
-        with Network(2, Link(1e9)) as network:
-            place = ("parallel.num_gpus=1", "parallel.nnodes=2", f"parallel.head={network.addresses[0]}")
-            hosts = []
-            for number, name in enumerate(network.hosts):
-                command = [sys.executable, "-m", "paceline", "sft", *MICRO, f"output_dir={disk / 'run'}", *LONG, *place, *words]
-                if number == 1:
-                    command = ["unshare", "-m", "sh", "-c", f"mount --bind {other} {disk} && exec {shlex.join(command)}"]
-                environment = {**os.environ, **THREADS, "PACELINE_HOST": "ab"[number]}
-                settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-                hosts.append(subprocess.Popen(["ip", "netns", "exec", name, *command], env=environment, **settings))
-            wait_for_step(disk / "run", 6, hosts[0])
-            link = ["ip", "-n", network.switch, "link", "set", "p1"]
-            subprocess.run([*link, "down"], check=True)
-            time.sleep(15)
-            subprocess.run([*link, "up"], check=True)
-            said = [end(one) for one in hosts]
-    except NetworkError as error:
-        warnings.warn(f"NOT CHECKED over a link that is cut: {error}", stacklevel=2)
-        return
+    with two_hosts(request.config) as network:
+        place = ("parallel.num_gpus=1", "parallel.nnodes=2", f"parallel.head={network.addresses[0]}")
+        hosts = []
+        for number, name in enumerate(network.hosts):
+            command = [sys.executable, "-m", "paceline", "sft", *MICRO, f"output_dir={disk / 'run'}", *LONG, *place, *words]
+            if number == 1:
+                command = ["unshare", "-m", "sh", "-c", f"mount --bind {other} {disk} && exec {shlex.join(command)}"]
+            environment = {**os.environ, **THREADS, "PACELINE_HOST": "ab"[number]}
+            settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            hosts.append(subprocess.Popen(["ip", "netns", "exec", name, *command], env=environment, **settings))
+        wait_for_step(disk / "run", 6, hosts[0])
+        link = ["ip", "-n", network.switch, "link", "set", "p1"]
+        subprocess.run([*link, "down"], check=True)
+        time.sleep(15)
+        subprocess.run([*link, "up"], check=True)
+        said = [end(one) for one in hosts]
     assert "cut off from the head" in said[1]
     assert "fetched step-" in said[1]
     assert report(disk / "run")["status"] == "done"
