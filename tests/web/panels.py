@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import uvicorn
 
-from paceline.web.app import create_app
 from paceline.web.panel import Panel
 from paceline.web.serve import PanelServer, bind
 
@@ -46,8 +44,7 @@ def serving(folder: Path, host: str = "127.0.0.1") -> Iterator[Served]:
     folder.mkdir(parents=True, exist_ok=True)
     bound = bind(host, 0)
     panel = Panel(folder, bound.getsockname()[1], host)
-    config = uvicorn.Config(create_app(panel), log_level="warning", timeout_graceful_shutdown=3)
-    server = PanelServer(config, panel)
+    server = PanelServer(panel)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:

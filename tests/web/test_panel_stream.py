@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -10,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,9 @@ from event_logs import begin, emit_steps, finished
 from panels import Served, until
 
 from paceline.web import stream as stream_module
-from paceline.web.stream import Viewer, without_ranks
+from paceline.web import viewer as viewer_module
+from paceline.web.stream import without_ranks
+from paceline.web.viewer import Viewer
 
 
 @contextmanager
@@ -132,18 +132,13 @@ def test_a_burst_comes_without_the_ranks_of_most_steps():
 
 
 def test_a_slow_viewer_loses_the_oldest_and_is_told_how_many():
-    async def scene() -> list[dict[str, Any]]:
-        viewer = Viewer()
-        body = b'[{"type":"notice","text":"%s"}]' % (b"x" * 100_000)
-        for number in range(100):
-            viewer.put("append", body, 1, number)
-            viewer.put("status", b'{"number":%d}' % number)
-        viewer.end()
-        return [one async for one in viewer.messages()]
-
-    with ThreadPoolExecutor(1) as aside:  # a browser that other tests have open keeps a loop in this thread
-        said = b"".join(aside.submit(asyncio.run, scene()).result()).decode()
-    assert len(said) < stream_module._QUEUE_BYTES + 200_000
+    viewer = Viewer()
+    body = b'[{"type":"notice","text":"%s"}]' % (b"x" * 100_000)
+    for number in range(100):
+        viewer.put("append", body, 1, number)
+        viewer.put("status", b'{"number":%d}' % number)
+    said = b"".join(iter(viewer.take, b"")).decode()
+    assert len(said) < viewer_module._QUEUE_BYTES + 200_000
     data = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: ")]
     appended = [one for one in data if "events" in one]
     assert appended[0]["dropped"] + len(appended) == 100
@@ -169,6 +164,7 @@ def test_viewers_that_do_not_read_cost_bounded_memory_and_no_time(serve, tmp_pat
             for number in range(30):
                 log.notice("x" * 100_000 + str(number))
                 time.sleep(0.02)
+            assert len(served.panel.streams._of_runs[id].viewers) == 101  # one reader of the log for all of them
             until(lambda: len(events_of(heard)) + sum(data.get("dropped", 0) for _, _, data in list(heard)) == 30)
             assert psutil.Process().memory_info().rss - before < 300 << 20
     finally:

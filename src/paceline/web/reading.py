@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response
 
 from paceline.core.errors import ConfigError
 from paceline.core.events import Event
@@ -20,7 +21,7 @@ from paceline.web.lines import parse
 from paceline.web.machine import machine
 from paceline.web.panel import Panel, panel_of
 from paceline.web.runs import Run
-from paceline.web.stream import EventStream
+from paceline.web.viewer import EventStream
 
 router = APIRouter()
 #: A report is a page of its own with a script of its own: it gets no part in this one's origin, and reaches no server.
@@ -45,10 +46,10 @@ def runs(request: Request) -> Answer:
     return Answer({"folder": panel.shown_folder, "token_needed": True, "problem": panel.runs.problem, "runs": found})
 
 
-@router.get("/api/stream", response_class=StreamingResponse)
+@router.get("/api/stream", response_class=EventStream)
 async def list_stream(request: Request) -> Response:
     """Server-sent events ``runs``: ``{changed: [Summary], removed: [id]}``."""
-    return EventStream(panel_of(request).streams.of_list())
+    return EventStream(panel_of(request).streams.of_list)
 
 
 @router.get("/api/runs/{id}")
@@ -58,11 +59,11 @@ def run(request: Request, id: str) -> Answer:
     return Answer(detail(panel, panel.runs.get(id)))
 
 
-@router.get("/api/runs/{id}/stream", response_class=StreamingResponse)
+@router.get("/api/runs/{id}/stream", response_class=EventStream)
 async def run_stream(request: Request, id: str, after: int | None = Query(None, ge=0, le=1 << 53)) -> Response:
     """Server-sent events ``append``, ``status``, and ``gone`` where the run was deleted."""
     panel = panel_of(request)
-    return EventStream(panel.streams.of_run(panel.runs.get(id), after))
+    return EventStream(partial(panel.streams.of_run, panel.runs.get(id), after))
 
 
 @router.get("/api/runs/{id}/log")

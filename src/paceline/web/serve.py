@@ -18,6 +18,7 @@ from paceline.core.errors import EXIT_DONE, ConfigError, RunError
 from paceline.web.app import create_app
 from paceline.web.panel import Panel
 from paceline.web.security import is_loopback
+from paceline.web.viewer import LinkedProtocol
 
 PORT = 8765
 DEFAULT_FOLDER = Path("output")
@@ -49,10 +50,7 @@ def serve(folder: Path | None, port: int = PORT, host: str = "127.0.0.1", browse
     else:
         print(f"The panel for {panel.shown_folder}: {url}", flush=True)
         print("Ctrl-C ends it; runs go on.", flush=True)
-    config = uvicorn.Config(
-        create_app(panel), log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=3
-    )
-    server = PanelServer(config, panel)
+    server = PanelServer(panel)
     if browser and not as_json:
         _open(url)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn passes the signal on once it has ended
@@ -64,8 +62,13 @@ def serve(folder: Path | None, port: int = PORT, host: str = "127.0.0.1", browse
 class PanelServer(uvicorn.Server):
     """Ends its streams first: they would be waited for."""
 
-    def __init__(self, config: uvicorn.Config, panel: Panel) -> None:
-        super().__init__(config)
+    def __init__(self, panel: Panel) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(panel), http=LinkedProtocol, ws="none", log_level="warning", access_log=False, server_header=False,
+                timeout_graceful_shutdown=3,
+            )
+        )  # fmt: skip
         self.panel = panel
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

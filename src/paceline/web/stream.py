@@ -1,4 +1,4 @@
-"""Server-sent events: one reader of a run's log for all who watch it, and a bounded queue for each of them."""
+"""Server-sent events: one reader of a run's log for all who watch it, another of the list."""
 
 from __future__ import annotations
 
@@ -6,96 +6,23 @@ import asyncio
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-from starlette.responses import StreamingResponse
-
 from paceline.core.events import Event
-from paceline.web.answers import NotFound, encode
+from paceline.web.answers import encode
 from paceline.web.files import open_inside, stat_inside
 from paceline.web.lines import parse
 from paceline.web.runs import Run, Runs
+from paceline.web.viewer import Viewer
 
 _TICK_S, _CROWD_TICK_S = 0.2, 0.7  # at most five times a second; with more than so many viewers less often:
 _CROWD = 10
 _STATUS_S = 1.0  # a summary at most once a second
 _READ_BYTES = 1 << 20  # of new lines in one tick, and of what was before a viewer came
-_QUEUE_BYTES = 2 << 20  # of a viewer that is slow
 _MANY = 4  # so many step events in one message come without their ranks
-_BEAT_S = 15.0
-_PIECE_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 20
-
-
-class Viewer:
-    """Messages on their way to one browser. Where it is too slow the oldest events are left out, and counted."""
-
-    def __init__(self) -> None:
-        self._queue: deque[tuple[str, bytes, int, int]] = deque()
-        self._bytes = 0
-        self._dropped = 0
-        self._there = asyncio.Event()
-        self.ended = False
-
-    def put(self, name: str, body: bytes, num_events: int = 0, end: int = 0) -> None:
-        """``body``: JSON; of an ``append`` the list of its events, which end at byte ``end`` of the log."""
-        if name != "append":  # only the newest state matters
-            for one in [one for one in self._queue if one[0] == name and name == "status"]:
-                self._queue.remove(one)
-                self._bytes -= len(one[1])
-        self._queue.append((name, body, num_events, end))
-        self._bytes += len(body)
-        while self._bytes > _QUEUE_BYTES and len(self._queue) > 1:
-            name, body, count, _ = self._queue.popleft()
-            self._bytes -= len(body)
-            self._dropped += count
-        self._there.set()
-
-    def drop(self, count: int) -> None:
-        """So many events were left out on their way here."""
-        self._dropped += count
-
-    def end(self) -> None:
-        self.ended = True
-        self._there.set()
-
-    def _next(self) -> bytes:
-        """All that waits, in one piece, up to a size: a write costs more than what is written."""
-        said: list[bytes] = []
-        while self._queue and sum(map(len, said)) < _PIECE_BYTES:
-            name, body, _, end = self._queue.popleft()
-            self._bytes -= len(body)
-            if name == "append":
-                body = b'{"events":%s,"bytes":%d,"dropped":%d}' % (body, end, self._dropped)
-                self._dropped = 0
-            said.append(b"event: %s\ndata: %s\n\n" % (name.encode(), body))
-        return b"".join(said)
-
-    async def messages(self) -> AsyncIterator[bytes]:
-        """As the wire has them, until the end."""
-        yield b"retry: 1000\n\n"
-        while True:
-            try:
-                await asyncio.wait_for(self._there.wait(), _BEAT_S)
-            except TimeoutError:
-                yield b": still there\n\n"
-                continue
-            self._there.clear()
-            while self._queue:
-                yield self._next()
-            if self.ended:
-                return
-
-
-class EventStream(StreamingResponse):
-    """The answer that carries a viewer's messages."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, messages: AsyncIterator[bytes]) -> None:
-        super().__init__(messages, headers={"x-accel-buffering": "no"})
 
 
 class _Source:
@@ -103,14 +30,17 @@ class _Source:
 
     def __init__(self) -> None:
         self.viewers: set[Viewer] = set()
+        self.coming: set[Viewer] = set()  # who are told what was before they came
         self._task: asyncio.Task[None] | None = None
 
     def join(self, viewer: Viewer) -> None:
+        self.coming.discard(viewer)
         self.viewers.add(viewer)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
     def leave(self, viewer: Viewer) -> None:
+        self.coming.discard(viewer)
         self.viewers.discard(viewer)
 
     def tell(self, name: str, body: bytes, num_events: int = 0, end: int = 0) -> None:
@@ -123,6 +53,8 @@ class _Source:
     async def _run(self) -> None:
         while self.viewers:
             await self._tick()
+            for viewer in self.viewers:
+                viewer.flush()
             # Writing to a hundred browsers costs a core some milliseconds, which may be one that trains.
             await asyncio.sleep(_TICK_S if len(self.viewers) <= _CROWD else _CROWD_TICK_S)
 
@@ -142,34 +74,30 @@ class RunSource(_Source):
         self._status_at = -float("inf")
 
     async def _tick(self) -> None:
-        events, end, skipped = await asyncio.to_thread(self._read)
+        events, end, skipped, status = await asyncio.to_thread(self._look)
         if skipped:
             for viewer in self.viewers:
                 viewer.drop(skipped)
         if events or skipped:
             self.tell("append", encode(without_ranks(events)), len(events), end)
         self.position = end
-        turned = any(event["type"] in ("run_end", "run_start") for event in events)
-        if turned or time.monotonic() - self._status_at > _STATUS_S:
-            self._status_at = time.monotonic()
-            await self._status()
-
-    async def _status(self) -> None:
-        try:
-            body = encode(await asyncio.to_thread(self._summary))
-        except NotFound:
+        if status is None:
             self.tell("gone", b"{}")
             for viewer in list(self.viewers):
                 viewer.end()
-            return
-        if body != self._said:
-            self._said = body
-            self.tell("status", body)
+        elif status != self._said:
+            self._said = status
+            self.tell("status", status)
 
-    def _summary(self) -> dict[str, Any]:
-        if not os.path.isdir(self.run.root):
-            raise NotFound("the run was deleted")
-        return self.run.summary()
+    def _look(self) -> tuple[list[Event], int, int, bytes | None]:
+        """What there is that is new, and where the run stands; None where it was deleted."""
+        events, end, skipped = self._read()
+        status = self._said
+        turned = any(event["type"] in ("run_end", "run_start") for event in events)
+        if status is None or turned or time.monotonic() - self._status_at > _STATUS_S:
+            self._status_at = time.monotonic()
+            status = encode(self.run.summary()) if os.path.isdir(self.run.root) else None
+        return events, end, skipped, status
 
     def hello(self, viewer: Viewer) -> None:
         if self._said is not None:
@@ -263,43 +191,57 @@ class Streams:
         self._of_runs: dict[str, RunSource] = {}
         self._list: ListSource | None = None
         self._viewers: set[Viewer] = set()
+        self._finding = asyncio.Lock()
         self._closed = False
 
-    async def of_list(self) -> AsyncIterator[bytes]:
+    @asynccontextmanager
+    async def of_list(self, viewer: Viewer) -> AsyncIterator[None]:
         """Messages ``runs``."""
         if self._list is None:
             self._list = ListSource(self.runs)
-        async for message in self._serve(self._list, Viewer()):
-            yield message
+        async with self._serve(self._list, viewer):
+            yield
 
-    async def of_run(self, run: Run, after: int | None) -> AsyncIterator[bytes]:
+    @asynccontextmanager
+    async def of_run(self, run: Run, after: int | None, viewer: Viewer) -> AsyncIterator[None]:
         """Messages ``append``, ``status`` and ``gone``. ``after``: a byte of the log, from which on events are wanted."""
-        source = self._of_runs.get(run.id)
-        if source is None or source.run is not run or not source.viewers:
-            found = stat_inside(run.events)
-            size = found.st_size if found is not None else 0
-            size = min(size, await asyncio.to_thread(_line_end, run, size))
-            source = self._of_runs[run.id] = RunSource(run, size)
-        viewer, begin = Viewer(), source.position if after is None else after
-        while begin < source.position:  # and what came while the past was read
-            events, end, skipped = await asyncio.to_thread(read_events, run, begin, source.position)
-            viewer.drop(skipped)
-            viewer.put("append", encode(without_ranks(events)), len(events), end)
-            if end <= begin:
-                break
-            begin = end
-        async for message in self._serve(source, viewer):
-            yield message
+        source = await self._source(run, viewer)
+        begin = source.position if after is None else after
+        try:
+            while begin < source.position:  # and what came while the past was read
+                events, end, skipped = await asyncio.to_thread(read_events, run, begin, source.position)
+                viewer.drop(skipped)
+                viewer.put("append", encode(without_ranks(events)), len(events), end)
+                if end <= begin:
+                    break
+                begin = end
+            async with self._serve(source, viewer):
+                yield
+        finally:
+            source.leave(viewer)
 
-    async def _serve(self, source: _Source, viewer: Viewer) -> AsyncIterator[bytes]:
+    async def _source(self, run: Run, viewer: Viewer) -> RunSource:
+        """The one that all who watch a run share, also those who come at once."""
+        async with self._finding:
+            source = self._of_runs.get(run.id)
+            if source is None or source.run is not run or not (source.viewers or source.coming):
+                found = stat_inside(run.events)
+                size = found.st_size if found is not None else 0
+                size = min(size, await asyncio.to_thread(_line_end, run, size))
+                source = self._of_runs[run.id] = RunSource(run, size)
+            source.coming.add(viewer)
+            return source
+
+    @asynccontextmanager
+    async def _serve(self, source: _Source, viewer: Viewer) -> AsyncIterator[None]:
         source.hello(viewer)
         source.join(viewer)
+        viewer.flush()
         self._viewers.add(viewer)
         if self._closed:
             viewer.end()
         try:
-            async for message in viewer.messages():
-                yield message
+            yield
         finally:
             source.leave(viewer)
             self._viewers.discard(viewer)
