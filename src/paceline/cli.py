@@ -165,7 +165,8 @@ def _watch(tokens: list[str], _: float) -> int:
 
 
 def _ui(tokens: list[str], _: float) -> int:
-    from paceline.web.serve import PORT, check_port, serve
+    from paceline.web.binding import PORT, check_port
+    from paceline.web.serve import serve
 
     flags, tokens = _take_flags(tokens, "no-browser", "json", "debug")
     values, tokens = _take_values(tokens, {"port": check_port, "host": str})

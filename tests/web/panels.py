@@ -11,8 +11,9 @@ from pathlib import Path
 
 import httpx
 
+from paceline.web.binding import bind
 from paceline.web.panel import Panel
-from paceline.web.serve import PanelServer, bind
+from paceline.web.server import PanelServer
 
 
 @dataclass

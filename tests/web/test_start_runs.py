@@ -18,7 +18,7 @@ from starts import MICRO, ask, events, until_status, until_step
 
 from paceline.core.life import host_name
 from paceline.web import launching
-from paceline.web.launching import START, check_name, started_from, stop
+from paceline.web.launching import START, Launches, check_name, started_from, stop
 
 
 def test_a_run_is_started_and_comes_to_its_end(serve, tmp_path):
@@ -136,14 +136,14 @@ def test_a_process_that_only_has_the_number_of_a_run_is_never_told_to_stop(tmp_p
         for locked in (False, True):
             handle = launching.lock_run(launching.RunDir(run), 0.0) if locked else None
             with pytest.raises(launching.ConfigError, match="not going on"):
-                stop(run, None)
+                stop(run, Launches(tmp_path))
             if handle is not None:
                 handle.close()
         (run / "events.jsonl").unlink()
         started = {"pid": other.pid, "host": host_name(), "cwd": str(tmp_path), "time": time.time() - 3600}
         launching.write_json_atomic(run / START, started)
         with pytest.raises(launching.ConfigError, match="is gone"):
-            stop(run, None)
+            stop(run, Launches(tmp_path))
         assert other.poll() is None
     finally:
         other.send_signal(signal.SIGKILL)
@@ -156,7 +156,7 @@ def test_a_run_of_another_host_is_left_alone(tmp_path):
     path = tmp_path / "one" / "events.jsonl"
     path.write_text(path.read_text().replace(f'"host": "{host_name()}"', '"host": "elsewhere"'))
     with pytest.raises(launching.ConfigError, match="elsewhere"):
-        stop(tmp_path / "one", None)
+        stop(tmp_path / "one", Launches(tmp_path))
 
 
 def test_relative_paths_count_from_where_the_run_was_started(tmp_path):

@@ -125,7 +125,7 @@ def test_the_server_never_imports_what_trains(tmp_path):
     program = """
 import sys
 from pathlib import Path
-import paceline.web.serve
+import paceline.web.server
 from paceline.web.app import create_app
 from paceline.web.panel import Panel
 create_app(Panel(Path("."), 8765)).openapi()

@@ -30,6 +30,10 @@ class RunDir:
         return self.root / "events.jsonl"
 
     @property
+    def heartbeats(self) -> Path:
+        return self.root / "heartbeats.json"
+
+    @property
     def report(self) -> Path:
         return self.root / "report.json"
 

@@ -21,8 +21,10 @@ import torch.distributed as dist
 from paceline.config.schema_recovery import Recovery
 from paceline.core.errors import FaultError, MismatchError, PacelineError
 from paceline.core.events import EventLog
+from paceline.core.run_dir import RunDir
 from paceline.engine.beats import UNKNOWN_KIND, Beats, Peer, period_s, reads
 from paceline.engine.hangs import Hang, Seen, find_hangs
+from paceline.engine.heartbeats import Heartbeats
 from paceline.engine.mismatch import find_mismatch
 from paceline.engine.stop import StopFlag
 from paceline.engine.stragglers import Busy, Straggler, StragglerJudge
@@ -53,6 +55,7 @@ class Watchdog:
 
     def __init__(self, settings: Recovery, timeout_s: float, world: World, stop: StopFlag, folder: Path | None = None) -> None:
         self.settings, self.world, self.stop, self.folder = settings, world, stop, folder
+        self.heartbeats: Heartbeats | None = None
         self.timeout_s = settings.hang_timeout_s or timeout_s
         self.events: EventLog | None = None
         self.host = host_name()
@@ -83,12 +86,16 @@ class Watchdog:
                 try:
                     with contextlib.suppress(RuntimeError, OSError):  # the store has gone, and with it whoever would read it
                         self._beats.publish()
+                    if self.heartbeats is not None:
+                        self.heartbeats.close()
                 finally:
                     self._lock.release()
 
     def watch(self, strategy: Strategy, events: EventLog) -> None:
         """From here on the rank trains. ``events``: written by the rank that speaks."""
         self.world, self.events = strategy.world, events
+        if self.folder is not None and events.path is not None:
+            self.heartbeats = Heartbeats(RunDir(self.folder).heartbeats)
         if self._beats is not None:
             # Stages of a pipeline have different work; all other ranks that train have the same.
             stage = self.world.coordinates.get("pipeline", 0) if strategy.works else None
@@ -135,7 +142,10 @@ class Watchdog:
         if any(one.is_gone for one in peers):
             self._judge_gone([one.rank for one in peers])
         now = time.perf_counter()
-        self._judge_hangs([one.seen(now) for one in peers])
+        seen = [one.seen(now) for one in peers]
+        if self.heartbeats is not None:
+            self.heartbeats.tell(seen)
+        self._judge_hangs(seen)
         if self.world.is_first:
             self._judge_stragglers(peers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -9,12 +10,12 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.staticfiles import StaticFiles
 
 from paceline.web import chat_api, datasets_api, ranks, reading, series, start_api, starting
 from paceline.web.answers import Answer, add_handlers
 from paceline.web.panel import Panel
 from paceline.web.security import Guard
+from paceline.web.shipped import Shipped
 
 STATIC = Path(__file__).parent / "static"
 
@@ -24,6 +25,7 @@ def create_app(panel: Panel) -> FastAPI:
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
+        threading.Timer(0.05, panel.runs.summaries).start()  # while the browser starts
         yield
         await starting.close(app)
         panel.close()
@@ -36,7 +38,7 @@ def create_app(panel: Panel) -> FastAPI:
     add_handlers(app)
     for routes in (reading, series, ranks, start_api, datasets_api, chat_api):
         app.include_router(routes.router)
-    app.mount("/", StaticFiles(directory=STATIC, html=True))
+    app.mount("/", Shipped(STATIC))
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)
     app.add_middleware(Guard, host=panel.host, port=panel.port, token=panel.token)
     return app

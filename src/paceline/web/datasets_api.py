@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from paceline.web.answers import problem
-from paceline.web.files import stat_inside
-from paceline.web.runs import is_run, shown
+from paceline.web.files import shown, stat_inside
+from paceline.web.runs import is_run
 from paceline.web.starting import Starting
 from paceline.web.uploading import SUFFIXES, TooLarge, take_upload
 

@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 from typing import IO, Any
 
+from paceline.core.wording import clean
+
 
 def open_inside(path: Path) -> IO[bytes] | None:
     """A regular file for reading; None where there is none, where it is a link or where its folder is reached through one."""
@@ -64,3 +66,8 @@ def tail_inside(path: Path, size_bytes: int = 1 << 18) -> bytes | None:
         begin = max(0, os.fstat(handle.fileno()).st_size - size_bytes)
         read = os.pread(handle.fileno(), size_bytes, begin)
     return read[read.find(b"\n") + 1 :] if begin else read
+
+
+def shown(name: str) -> str:
+    """A file's name as text, whatever bytes it is made of."""
+    return clean(os.fsencode(name).decode("utf-8", errors="replace"))

@@ -81,6 +81,7 @@ class Launches:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.asked: dict[Path, int] = {}  # to stop: a run, and its process at that time
         self._by_folder: dict[Path, Launched] = {}
 
     def find(self, run: Path) -> Launched | None:
@@ -209,7 +210,7 @@ def started_from(run: Path, otherwise: Path) -> Path:
     return otherwise
 
 
-def stop(run: Path, launched: Launched | None, now: bool = False) -> int:
+def stop(run: Path, launches: Launches, now: bool = False) -> int:
     """Ask a run to stop: it finishes its step and writes a checkpoint. ``now``: a second time, which ends it at once.
 
     Returns:
@@ -218,12 +219,14 @@ def stop(run: Path, launched: Launched | None, now: bool = False) -> int:
     Raises:
         ConfigError: it is not going on, or not on this host, or what has its number is another process.
     """
+    launched = launches.find(run)
     pid, before = _launcher(run, launched)
     with _handle(pid) as handle:
         if not (pid_alive(pid, before) and _is_python(pid)):
             raise ConfigError(f"{run.name} is not going on: its process {pid} is gone", fix="resume it")
-        if launched is not None and launched.stopping and not now:
+        if launches.asked.get(run) == pid and not now:  # a second signal would end it at once
             raise ConfigError(f"{run.name} is stopping already", fix="wait for its checkpoint, or end it at once")
+        launches.asked[run] = pid
         if launched is not None:
             launched.stopping = True
         try:

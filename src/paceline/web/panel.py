@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fastapi import Request
 
-from paceline.web.runs import Runs, shown
+from paceline.web.files import shown
+from paceline.web.runs import Runs
 from paceline.web.stream import Streams
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from fastapi import APIRouter, Query, Request
 
 from paceline.core.events import Event
-from paceline.core.wording import finite, short_duration
+from paceline.core.wording import clean, finite, short_duration
 from paceline.web.answers import Answer
-from paceline.web.files import open_inside
+from paceline.web.files import json_inside, open_inside
 from paceline.web.lines import lines_at, parse
 from paceline.web.panel import Panel, panel_of
 from paceline.web.runs import Run
@@ -57,6 +57,22 @@ def ranks(
         "devices": next((event["devices"] for event in reversed(found) if isinstance(event.get("devices"), list)), None),
         "lines": lines,
         "lines_read": len(found),
+    })  # fmt: skip
+
+
+@router.get("/api/runs/{id}/heartbeats")
+def heartbeats(request: Request, id: str) -> Answer:
+    """Where each rank was when the run last told, every two seconds; none where it does not (one rank, or no watchdog)."""
+    told = json_inside(panel_of(request).runs.get(id).run_dir.heartbeats) or {}
+    rows = told.get("ranks")
+    known = [one for one in (rows if isinstance(rows, list) else []) if isinstance(one, dict) and type(one.get("rank")) is int]
+    figures, words = ("rank", "pid", "step", "heard_at", "moved_at"), ("host", "phase", "waits_for", "state")
+    return Answer({
+        "time": finite(told.get("time")),
+        "ranks": [
+            {**{name: finite(one.get(name)) for name in figures}, **{name: _words(one.get(name)) for name in words}}
+            for one in known[:_MAX_RANKS]
+        ],
     })  # fmt: skip
 
 
@@ -207,6 +223,10 @@ def _compression(config: dict[str, Any], report: dict[str, Any]) -> dict[str, An
     if method in (None, "none"):
         return None
     return {"method": method, "ratio": finite(_dict(report.get("communication")).get("ratio_sent"))}
+
+
+def _words(value: Any) -> str | None:
+    return clean(value)[:200] if isinstance(value, str) else None
 
 
 def _dict(value: Any) -> dict[str, Any]:

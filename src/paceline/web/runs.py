@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.run_dir import RunDir
-from paceline.core.wording import clean
 from paceline.web.answers import NotFound
-from paceline.web.files import stat_inside
+from paceline.web.files import shown, stat_inside
 from paceline.web.index import Indexer, RunIndex
 from paceline.web.launching import START
 from paceline.web.notes import Notes
@@ -55,11 +54,6 @@ class Run:
 def run_id(relative: str) -> str:
     """Of a run's path below the served folder: 12 hexadecimal digits."""
     return hashlib.sha256(os.fsencode(relative)).hexdigest()[:12]
-
-
-def shown(name: str) -> str:
-    """A file's name as text, whatever bytes it is made of."""
-    return clean(os.fsencode(name).decode("utf-8", errors="replace"))
 
 
 class Runs:

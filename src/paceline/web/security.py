@@ -18,6 +18,7 @@ from urllib.parse import parse_qs
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.web.answers import problem
+from paceline.web.binding import is_loopback
 
 TOKEN_HEADER = "x-paceline-token"
 CSP = (
@@ -37,14 +38,6 @@ _WILDCARD = {"0.0.0.0", "::", ""}
 #: Of a request's body; an upload has a limit of its own.
 MAX_BODY_BYTES = 8 << 20
 _UPLOAD = "/api/upload"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to ``host``."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 class Guard:

@@ -8,16 +8,9 @@ from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
-from paceline.config.changes import changes_training
-from paceline.config.edit import edit_yaml
-from paceline.config.entries import FILE, Walk, meaning_of
-from paceline.config.fields import KEYS
-from paceline.config.load import ConfigMistakes, Loaded, diff_configs, load_config, load_text
-from paceline.config.reader import Document, parse_yaml
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError
 from paceline.core.run_dir import RunDir
 from paceline.web.files import read_inside
-from paceline.web.form import PRESETS, form
 from paceline.web.launching import CONFIG, Launched, check_name, is_locked, stop
 from paceline.web.runs import Runs
 from paceline.web.starting import Starting, run_folder
@@ -26,7 +19,6 @@ router = APIRouter()
 
 Id = Annotated[str, Path(pattern=r"^[0-9a-f]{12}$")]
 Yaml = Annotated[str, Field(max_length=1 << 20, description="A config's text.")]
-_NAME = "config"  # what the typed text is called in messages
 
 
 class Text(BaseModel):
@@ -61,84 +53,35 @@ class Stop(BaseModel):
     now: bool = False
 
 
+def _configs() -> Any:
+    """What knows configs takes a fifth of the server's start: it is loaded for the first page that starts runs."""
+    from paceline.web import configs
+
+    return configs
+
+
 @router.get("/api/schema")
 def schema() -> dict[str, Any]:
     """The config's JSON schema, and the form's fields and groups that follow from it."""
-    return form()
+    return dict(_configs().form())
 
 
 @router.get("/api/presets")
 def presets() -> dict[str, Any]:
     """Configs for the common jobs, as text."""
-    return {"presets": PRESETS}
+    return {"presets": _configs().PRESETS}
 
 
 @router.post("/api/check")
 def check(body: Text) -> dict[str, Any]:
     """What is wrong with a config, with the line and the key of each mistake; and what its keys come to."""
-    try:
-        loaded = load_text(body.yaml, _NAME)
-    except ConfigError as error:
-        found = _errors(error, body.yaml)
-        return {"ok": False, "error": found[0], "errors": found, "notices": [], "values": _written(body.yaml, None)}
-    return {
-        "ok": True,
-        "error": None,
-        "errors": [],
-        "notices": [{"level": level, "text": text} for level, text in loaded.notices],
-        "values": _written(body.yaml, loaded),
-    }
-
-
-def _errors(error: ConfigError, text: str) -> list[dict[str, Any]]:
-    if isinstance(error, ConfigMistakes):
-        return [
-            {"what": one.what, "allowed": one.allowed, "fix": one.fix, "key": one.key, "line": one.line}
-            for one in error.mistakes
-        ]
-    what = error.what.removeprefix(f"{_NAME} ").removeprefix("is ")
-    line = None
-    if what.startswith("line "):
-        digits = what.removeprefix("line ").split(",")[0].split(":")[0]
-        line = int(digits) if digits.isdigit() else None
-    what = "the config is empty" if not text.strip() else what
-    return [{"what": what, "allowed": error.allowed, "fix": error.fix, "key": None, "line": line}]
-
-
-def _written(text: str, loaded: Loaded | None) -> dict[str, dict[str, Any]]:
-    """The native keys that the text sets, each with its value and line."""
-    try:
-        document = parse_yaml(text, _NAME)
-    except ConfigError:
-        return {}
-    found: dict[str, dict[str, Any]] = {}
-    for key, value, line in _entries(document):
-        if loaded is not None:
-            value = loaded.config
-            for part in key.split("."):
-                value = getattr(value, part)
-            value = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-        found[key] = {"value": value, "line": line}
-    return found
-
-
-def _entries(document: Document) -> list[tuple[str, Any, int | None]]:
-    walk = Walk(FILE, document.lines)
-    walk.tree(document.value if isinstance(document.value, dict) else {})
-    out = []
-    for entry in walk.entries:
-        meaning = meaning_of(entry)
-        target = meaning.target or (meaning.alias.target if meaning.alias else None) or ""
-        key = next((one for one in (target, target.rpartition(".")[0], target.split(".")[0]) if one in KEYS), None)
-        if key is not None:
-            out.append((key, entry.value, entry.line))
-    return out
+    return _configs().check(body.yaml)
 
 
 @router.post("/api/yaml")
 def yaml(body: Edit) -> dict[str, Any]:
     """A form's edit put into the text. ``kept``: the rest of the text is as it was, comments and all."""
-    text, kept = edit_yaml(body.yaml, body.values, body.remove)
+    text, kept = _configs().edit_yaml(body.yaml, body.values, body.remove)
     return {"yaml": text, "kept": kept}
 
 
@@ -146,7 +89,7 @@ def yaml(body: Edit) -> dict[str, Any]:
 async def plan(body: Text, request: Request) -> dict[str, Any]:
     """What the run would take under every mode: ``paceline plan --json``. A newer request ends an older one."""
     found, notes = await Starting.of(request).verbs.run("plan", ["plan", "CONFIG"], body.yaml)
-    args = load_text(body.yaml, _NAME).config.train_args
+    args = _configs().load(body.yaml).config.train_args
     return {**found, "max_steps": args.max_steps, "said": notes}
 
 
@@ -165,8 +108,8 @@ async def start(body: Start, request: Request) -> dict[str, Any]:
     (``shows: false``); then :func:`launch` says more."""
     starting = Starting.of(request)
     check_name(starting.folder, body.name)
-    text, _ = edit_yaml(body.yaml, {"output_dir": f"./{body.name}"})
-    load_text(text, _NAME)
+    text, _ = _configs().edit_yaml(body.yaml, {"output_dir": f"./{body.name}"})
+    _configs().load(text)
     one = starting.launches.start(body.name, text)
     return await _told(starting, request.app.state.panel.runs, one)
 
@@ -191,8 +134,7 @@ def launch(id: Id, request: Request) -> dict[str, Any]:
 @router.post("/api/runs/{id}/stop")
 def stop_run(id: Id, body: Stop, request: Request) -> dict[str, Any]:
     """Ask a run to stop, with a checkpoint."""
-    run = run_folder(request, id)
-    return {"pid": stop(run, Starting.of(request).launches.find(run), body.now)}
+    return {"pid": stop(run_folder(request, id), Starting.of(request).launches, body.now)}
 
 
 @router.get("/api/runs/{id}/resume")
@@ -210,17 +152,7 @@ def resumable(id: Id, request: Request) -> dict[str, Any]:
 def diff(id: Id, body: Text, request: Request) -> dict[str, Any]:
     """Where a config differs from the run's own. ``needs_allow``: the change alters the numbers of the training."""
     run = run_folder(request, id)
-    text, _ = edit_yaml(body.yaml, {"output_dir": str(run), "resume": "auto"})
-    new = load_text(text, _NAME).config
-    try:
-        old = load_config(RunDir(run).config, {"output_dir": str(run), "resume": "auto"}).config
-    except PacelineError as error:
-        raise ConfigError(f"the run's own config cannot be read: {error.what}", fix="start a new run") from error
-    changes = [
-        {"key": key, "old": before, "new": after, "needs_allow": changes_training(key, before, after)}
-        for key, before, after in diff_configs(old, new)
-    ]
-    return {"changes": changes}
+    return {"changes": _configs().differences(run, body.yaml)}
 
 
 @router.post("/api/runs/{id}/resume")
@@ -228,7 +160,7 @@ async def resume(id: Id, body: Resume, request: Request) -> dict[str, Any]:
     """Go on with a run, as :func:`start`."""
     starting, run = Starting.of(request), run_folder(request, id)
     if body.yaml is not None:
-        load_text(body.yaml, _NAME)
+        _configs().load(body.yaml)
     return await _told(
         starting, request.app.state.panel.runs, starting.launches.resume(run, body.yaml, body.allow_config_change)
     )

@@ -99,6 +99,7 @@ async function makeStore(id) {
     id,
     run: await get(`api/runs/${id}`),
     isGone: false,
+    isStopping: false,
     bytes: null,
     end: () => {},
     on: (name, listener) => {
@@ -135,6 +136,7 @@ async function makeStore(id) {
     status(summary) {
       const ended = store.run.status !== summary.status;
       Object.assign(store.run, summary);
+      if (!["live", "waiting"].includes(summary.status)) store.isStopping = false;
       if (ended) store.renew().catch(() => {}); // with its end came a report
       tell("change");
     },
@@ -222,38 +224,46 @@ function actions(store, running, ctx) {
   const { run } = store;
   const link = (id, name, href) => h("a", { class: "button", id, href }, icon(name), t(`run.${id}`));
   const all = [];
-  if (running)
-    all.push(
-      h("button", { type: "button", id: "stop", on: { click: () => stop(store, ctx) } }, icon("stopped"), t("run.stop")),
-    );
+  if (running) all.push(stopButton(store, ctx));
   else if (run.has?.config) all.push(link("resume", "play", `#/new?resume=${store.id}`));
   if (run.has?.model) all.push(link("chat", "chat", `#/run/${store.id}/chat`));
   return all;
 }
 
-async function stop(store, ctx) {
+function stopButton(store, ctx) {
+  const now = store.isStopping; // asked once already: the next is for those who will not wait
+  const click = () => stop(store, ctx, now);
+  return h("button", { type: "button", id: "stop", on: { click } }, icon("stopped"), t(now ? "run.end_now" : "run.stop"));
+}
+
+async function stop(store, ctx, now) {
+  const name = now ? "run.end_now" : "run.stop";
   const dialog = h(
     "dialog",
     { class: "dialog", "aria-labelledby": "stop-title" },
-    h("h2", { id: "stop-title" }, t("run.stop.ask", { name: store.run.name })),
-    h("p", {}, t("run.stop.what")),
+    h("h2", { id: "stop-title" }, t(`${name}.ask`, { name: store.run.name })),
+    h("p", {}, t(`${name}.what`)),
     h(
       "form",
       { method: "dialog", class: "toolbar" },
       h("button", { value: "no" }, t("cancel")),
-      h("button", { value: "yes", class: "main", id: "stop-yes" }, t("run.stop")),
+      h("button", { value: "yes", class: "main", id: "stop-yes" }, t(name)),
     ),
   );
   document.body.append(dialog);
   dialog.showModal();
   await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
   dialog.remove();
-  if (dialog.returnValue !== "yes") return document.getElementById("stop")?.focus();
+  document.getElementById("stop")?.focus();
+  if (dialog.returnValue !== "yes") return;
   try {
-    await post(`api/runs/${store.id}/stop`, {});
-    ctx.announce(t("run.stop.sent"));
+    await post(`api/runs/${store.id}/stop`, { now });
+    store.isStopping = true;
+    ctx.announce(t(`${name}.sent`));
+    store.renew().catch(() => {});
   } catch (error) {
+    if (error.status === 400) store.isStopping = true; // it was asked before, perhaps from another page
+    await store.renew().catch(() => {});
     document.querySelector(".run-head")?.append(errorState(error));
   }
-  return undefined;
 }

@@ -3,12 +3,14 @@
 import { get } from "../../lib/api.js";
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";
-import { t } from "../../lib/i18n.js";
+import { has, t } from "../../lib/i18n.js";
 import { lanes, PHASES } from "../../lib/lanes.js";
 import { card, choice, icon, row, table, termOf } from "../../lib/ui.js";
 import { notRecorded } from "./missing.js";
 
 const RENEW_MS = 1500;
+const BEAT_MS = 2000;
+const STILL_S = 10; // without a sign of progress, from which on a rank is worth a word
 
 export async function show(root, store) {
   let answer = await get(`api/runs/${store.id}/ranks?points=200`);
@@ -27,6 +29,7 @@ export async function show(root, store) {
   }
   let share = true;
   let devices = byRank(answer.devices);
+  let beats = new Map();
   const picture = lanes();
   const slowest = h("div", { "aria-live": "polite" });
   const figures = h("div", {});
@@ -69,9 +72,26 @@ export async function show(root, store) {
     );
     put(note, hasPhases(answer) ? null : t("ranks.old"));
     note.hidden = hasPhases(answer);
-    put(figures, rankTable(answer, store.run, devices));
+    drawTable();
+  }
+  function drawTable() {
+    if (figures.contains(document.activeElement)) return; // somebody reads it: the next turn draws
+    put(figures, rankTable(answer, store.run, devices, beats));
   }
   draw();
+
+  // Where each rank is just now does not wait for a step: of a run that hangs there is none.
+  async function listen() {
+    if (document.hidden || !["live", "lost"].includes(store.run.status)) return;
+    try {
+      beats = byRank((await get(`api/runs/${store.id}/heartbeats`)).ranks);
+      drawTable();
+    } catch {
+      // The banner says that the server is gone.
+    }
+  }
+  listen();
+  const beating = setInterval(listen, BEAT_MS);
 
   let timer = null;
   let wanted = false;
@@ -98,6 +118,7 @@ export async function show(root, store) {
   ];
   return () => {
     clearTimeout(timer);
+    clearInterval(beating);
     offs.forEach((off) => off());
     picture.end();
   };
@@ -112,11 +133,23 @@ function mean(values) {
   return known.length ? known.reduce((one, two) => one + two, 0) / known.length : null;
 }
 
-function rankTable(answer, run, devices) {
+/** What a rank does, and since when without a sign of progress. */
+function doing(beat) {
+  if (!beat) return format.NONE;
+  const still_s = Date.now() / 1000 - beat.moved_at;
+  const what = [has(`phase.${beat.phase}`) ? t(`phase.${beat.phase}`) : beat.phase, beat.step ? t("ranks.in_step", { step: format.count(beat.step) }) : null];
+  if (beat.waits_for) what.push(t("ranks.waits", { what: beat.waits_for }));
+  const text = what.filter(Boolean).join(", ");
+  if (still_s < STILL_S || beat.phase === "ended") return text;
+  return h("span", { class: "stale" }, icon("warning"), text, " · ", t("ranks.still", { since: format.duration(still_s) }));
+}
+
+function rankTable(answer, run, devices, beats) {
   const busy = devices.size > 0 || answer.ranks.some((rank) => rank.utilisation !== undefined && rank.utilisation !== null);
   const heads = [
     { head: t("ranks.rank") },
     { head: t("ranks.where") },
+    ...(beats.size ? [{ head: termOf("ranks.now") }] : []),
     ...PHASES.map(({ name }) => ({ head: termOf(`phase.${name}`), number: true })),
     { head: termOf("m.memory_bytes"), number: true },
     ...(busy ? [{ head: termOf("ranks.gpu"), number: true }] : []),
@@ -124,7 +157,7 @@ function rankTable(answer, run, devices) {
   ];
   const rows = answer.ranks.map((rank) => {
     const gpu = devices.get(rank.rank) ?? rank;
-    const heard = rank.heartbeat_at ?? rank.seen_at ?? run.updated_at;
+    const beat = beats.get(rank.rank);
     return row(
       [
         h(
@@ -134,6 +167,7 @@ function rankTable(answer, run, devices) {
           rank.rank === answer.slowest?.rank ? h("span", { class: "tag" }, t("ranks.slow")) : null,
         ),
         [rank.host, rank.device].filter((one) => one !== null && one !== undefined).join(" · ") || format.NONE,
+        ...(beats.size ? [doing(beat)] : []),
         ...PHASES.map(({ name }) => format.duration(mean(rank[`${name}_s`]))),
         format.bytes(newest(rank.memory_bytes)),
         ...(busy
@@ -147,7 +181,7 @@ function rankTable(answer, run, devices) {
                 .join(" · "),
             ]
           : []),
-        format.ago(heard),
+        format.ago(beat?.heard_at ?? run.updated_at),
       ],
       heads,
     );

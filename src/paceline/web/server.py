@@ -1,0 +1,28 @@
+"""The server itself: uvicorn with the panel's application."""
+
+from __future__ import annotations
+
+import socket
+
+import uvicorn
+
+from paceline.web.app import create_app
+from paceline.web.panel import Panel
+from paceline.web.viewer import LinkedProtocol
+
+
+class PanelServer(uvicorn.Server):
+    """Ends its streams first: they would be waited for."""
+
+    def __init__(self, panel: Panel) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(panel), http=LinkedProtocol, ws="none", log_level="warning", access_log=False, server_header=False,
+                timeout_graceful_shutdown=3,
+            )
+        )  # fmt: skip
+        self.panel = panel
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.panel.streams.close()
+        await super().shutdown(sockets)
