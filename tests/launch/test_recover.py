@@ -135,6 +135,9 @@ def test_a_second_signal_ends_at_once(tmp_path):
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert all_gone(everyone) == []
+    assert events(folder, "run_end")[-1]["status"] == "stopped"
+    assert "at once" in events(folder, "run_end")[-1]["reason"]
+    assert not (folder / "heartbeats.json").exists()
 
 
 def test_a_killed_launcher_leaves_nothing_and_a_broken_checkpoint_is_passed_over(undisturbed, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ class StopFlag:
         self._alone = True
         #: Ends this process at once with a fault, from any thread, where the main one stands still: (text, ranks to blame).
         self.fail: Callable[[str, Sequence[int]], None] = _end_by_fault
+        #: Told of a second signal, just before the end.
+        self.on_haste: Callable[[int], None] = lambda number: None
 
     @property
     def wanted(self) -> bool:
@@ -43,6 +46,8 @@ class StopFlag:
         if self.signal is None:
             self.signal, self._first_at = number, now
         elif self._alone and now - self._first_at > _SAME_SIGNAL_S:
+            with contextlib.suppress(Exception):  # nothing holds up who is in haste
+                self.on_haste(number)
             os._exit(128 + number)
 
 

@@ -146,19 +146,24 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
         return Result(EXIT_DONE, resolved={**resolved, "axes": asdict(layout.axes), "device": devices.type})
     if plan.finished is not None:
         return _result({"status": "finished", "report": plan.finished}, options, config, say)
+    from paceline.launch.recover import Recovery
+
+    recovery = Recovery(config, job.resume_from, say)
     if outer is not None:
         from paceline.engine.stop import StopFlag
         from paceline.launch.worker import run_guarded
 
         stop = StopFlag()
         stop.install(sigint=True)
+        if outer.rank == 0:
+            stop.on_haste = recovery.cut
         outcome = run_guarded(job, outer, stop)
     else:
         from paceline.launch.local import LocalRun
-        from paceline.launch.recover import Recovery
 
-        follow = Recovery(config, job.resume_from, say).follow
-        outcome = LocalRun(replace(job, launcher=os.getpid()), layout.num_processes, follow=follow).run()
+        ranks = LocalRun(replace(job, launcher=os.getpid()), layout.num_processes, follow=recovery.follow)
+        ranks.signals.on_haste = recovery.cut
+        outcome = ranks.run()
     return _result(outcome, options, config, say)
 
 

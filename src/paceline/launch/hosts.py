@@ -108,6 +108,7 @@ class HostsRun:
         self._store = open_store(self.meeting.port, self.meeting.address)
         self._store.set("born", json.dumps(uuid.uuid4().hex))
         recovery = Recovery(self.config, None, self.say)
+        self.signals.on_haste = recovery.cut
         parallel = self.config.parallel
         self.head = Head(
             Board(self.meeting.address, self.meeting.port),

@@ -74,6 +74,7 @@ class Signals:
     def __init__(self, on_stop: Callable[[], str]) -> None:
         self.number: int | None = None
         self.on_stop = on_stop
+        self.on_haste: Callable[[int], None] = lambda number: None  # told once the ranks are gone
         self._ranks: RankProcesses | None = None
         self._before: dict[int, Any] = {}
 
@@ -103,7 +104,9 @@ class Signals:
             if number == getattr(signal, "SIGHUP", None):
                 return  # a closed terminal sends it twice, by the kernel and by the shell; nobody asks for haste
             if self._ranks is not None:
-                self._ranks.kill()
+                self._ranks.kill(wait_s=2.0)
+            with contextlib.suppress(Exception):  # nothing holds up who is in haste
+                self.on_haste(number)
             os._exit(stop_code(self.number))
         self.number = number
         name = signal.Signals(number).name

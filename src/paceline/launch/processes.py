@@ -104,11 +104,16 @@ class RankProcesses:
         for pid in self.pids().values():
             _send(pid, signal.SIGTERM)
 
-    def kill(self) -> None:
-        for rank, one in self.processes.items():
-            if one.pid is not None and one.is_alive():
-                self._killed.add(rank)
-                _send(one.pid, signal.SIGKILL)
+    def kill(self, wait_s: float = 0.0) -> None:
+        """``wait_s``: for so long at most, until they are gone."""
+        living = {rank: one for rank, one in self.processes.items() if one.pid is not None and one.is_alive()}
+        for rank, one in living.items():
+            self._killed.add(rank)
+            _send(one.pid, signal.SIGKILL)
+        deadline, left = time.monotonic() + wait_s, [one.sentinel for one in living.values()]
+        while left and (seconds := deadline - time.monotonic()) > 0:
+            gone = multiprocessing.connection.wait(left, timeout=seconds)
+            left = [one for one in left if one not in gone]
 
     # -- what became of them --------------------------------------------------------------------------------------------------
     def pids(self) -> dict[int, int]:

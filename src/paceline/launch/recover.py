@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,7 +59,7 @@ class Recovery:
             told = {**outcome, "text": outcome["text"] + why_not}
             if outcome.get("fault") is not False:
                 told["text"] += _AGAIN
-            self._end(told, made)
+            self._end("failed", told["text"], made)
             return None, told
         self._restarts += 1
         self._last_text = _kind(outcome)
@@ -114,12 +115,19 @@ class Recovery:
     def _events(self) -> list[Event]:
         return [one for one in tail_events(self.run_dir.events) if one["time"] >= self._begun]
 
-    def _end(self, outcome: dict[str, Any], made: int | None) -> None:
-        """The ranks are gone: their log gets its end from here, where they had begun one."""
-        if any(one["time"] >= self._started for one in tail_events(self.run_dir.events)):
+    def cut(self, number: int) -> None:
+        """A second signal has ended the ranks at once."""
+        name = signal.Signals(number).name
+        self._end("stopped", f"a second {name} ended it at once, without a checkpoint", self._last_step())
+
+    def _end(self, status: str, reason: str, made: int | None) -> None:
+        """The ranks are gone: their log gets its end from here, where they had begun one and not ended it."""
+        told = [one for one in tail_events(self.run_dir.events) if one["time"] >= self._started]
+        if told and told[-1]["type"] != "run_end":
             log = EventLog(self.run_dir.events)
-            log.emit("run_end", status="failed", step=made, reason=outcome["text"][:2000])
+            log.emit("run_end", status=status, step=made, reason=reason[:2000])
             log.close()
+        self.run_dir.heartbeats.unlink(missing_ok=True)
 
 
 def _kind(outcome: dict[str, Any]) -> str:

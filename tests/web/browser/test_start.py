@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from panel_pages import Server, opened, serve
 from playwright.sync_api import Browser, Page, expect
@@ -110,6 +113,10 @@ def test_a_run_is_started_watched_to_its_end_and_asked(form, panel):
     expect(form.locator(".turn").last.locator("p")).to_have_text("Stopped.")
     expect(form.locator("#send")).to_be_enabled()
 
+    form.locator("#export").click()
+    expect(form.locator(".command code").last).to_have_text(str(run / "exported"), timeout=LONG_MS)
+    assert (run / "exported" / "model.safetensors").is_file()
+
 
 def test_a_run_is_stopped_and_resumed_with_a_change(form, panel):
     field(form, "train_args.max_steps").fill("5000")
@@ -137,6 +144,29 @@ def test_a_run_is_stopped_and_resumed_with_a_change(form, panel):
     expect(form.locator(".run-head .badge-done")).to_be_visible(timeout=LONG_MS)
     assert events(run, "resume")[-1]["step"] == reached
     assert events(run, "run_end")[-1]["step"] == reached + 2
+
+
+def test_a_rank_that_stands_still_is_seen_and_the_run_ended_at_once(form, panel):
+    form.fill("#yaml", MICRO % 5000)
+    expect(form.locator("#verdict .good")).to_be_visible()
+    form.fill("#run-name", "stuck")
+    form.locator("#start").click()
+    expect(form.locator("[data-key='f.progress']")).to_contain_text(re.compile(r"step [1-9]"), timeout=LONG_MS)
+    form.get_by_role("link", name="Ranks", exact=True).click()
+    now = form.get_by_role("region", name="Ranks").locator("tbody tr")
+    expect(now.nth(1)).to_contain_text(re.compile(r"step [1-9]"))
+    run = panel.folder / "stuck"
+    pid = json.loads((run / "heartbeats.json").read_text())["ranks"][1]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    expect(now.nth(1)).to_contain_text("its process is stopped", timeout=LONG_MS)
+    expect(now.nth(1)).to_contain_text("no progress for", timeout=LONG_MS)
+    expect(now.nth(0)).to_contain_text("waits for", timeout=LONG_MS)
+    for word in ("Stop", "End at once"):
+        expect(form.locator("#stop")).to_have_text(word)
+        form.locator("#stop").click()
+        form.locator("#stop-yes").click()
+    expect(form.locator(".run-head .badge-stopped")).to_be_visible(timeout=LONG_MS)
+    assert not psutil.pid_exists(pid)
 
 
 def test_what_the_command_refuses_stands_in_the_page(form, panel):

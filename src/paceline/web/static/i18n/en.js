@@ -96,4 +96,8 @@ export const en = {
   "machine.gpu": "GPU {index}: {name}",
   "machine.utilisation": "{value} busy",
   "machine.utilisation.is": "The share of the last second in which the GPU computed something.",
+
+  "export.title": "Use it elsewhere", "export.is": "The whole model in one folder, with the adapters added to the weights, as plain transformers loads it.",
+  "export.do": "Export the merged model", "export.going": "Writing the merged model…", "export.done": "Written to:", "export.whole": "There are no adapters: the model is whole already, in:",
+  "export.report": "The report of this run",
 };

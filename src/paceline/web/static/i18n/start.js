@@ -93,9 +93,6 @@ const en = {
   "chat.system": "System message", "chat.system.hint": "none", "chat.system.is": "Put before the chat.",
   "chat.most": "Most new tokens", "chat.most.is": "An answer ends after so many tokens, if not before.",
   "chat.heat": "Temperature", "chat.heat.is": "0 takes the likeliest token each time; about 0.7 varies.",
-  "export.title": "Use it elsewhere", "export.is": "The whole model in one folder, with the adapters added to the weights, as plain transformers loads it.",
-  "export.do": "Export the merged model", "export.going": "Writing the merged model…", "export.done": "Written to:", "export.whole": "There are no adapters: the model is whole already, in:",
-  "export.report": "The report of this run",
 };
 
 const zh = {
@@ -189,9 +186,6 @@ const zh = {
   "chat.system": "系统消息", "chat.system.hint": "无", "chat.system.is": "置于对话之前。",
   "chat.most": "最多新 token 数", "chat.most.is": "回答最多生成这么多 token。",
   "chat.heat": "温度", "chat.heat.is": "0 表示每次取概率最大的 token;约 0.7 会有变化。",
-  "export.title": "用到别处", "export.is": "整个模型放在一个文件夹中,适配器已并入权重,可直接用 transformers 加载。",
-  "export.do": "导出合并后的模型", "export.going": "正在写入合并后的模型…", "export.done": "已写入:", "export.whole": "没有适配器:模型本身就是完整的,位于:",
-  "export.report": "本次训练的报告",
 };
 
 export const words = { en, zh };

@@ -84,6 +84,7 @@ export const en = {
   "ranks.heard": "Heartbeat", "ranks.heard.is": "When the rank was last heard of. Where ranks give no heartbeats (one rank, or the watchdog is off) the newest event speaks for all: every rank has a part in every step.",
   "ranks.now": "Just now", "ranks.now.is": "What the rank is at, as it said of itself a moment ago; where it stands still, for how long.",
   "ranks.still": "no progress for {since}", "ranks.in_step": "step {step}", "ranks.waits": "waits for {what}",
+  "ranks.state.T": "its process is stopped", "ranks.state.gone": "its process is gone", "ranks.state.D": "its process waits for a disk or a device",
   "phase.starting": "starting", "phase.loading": "loading", "phase.saving": "saving", "phase.evaluation": "evaluation", "phase.logging": "between steps", "phase.ended": "ended",
 
   "predicted": "predicted", "measured": "measured",
@@ -142,7 +143,6 @@ export const en = {
   "checkpoints.when": "Written", "checkpoints.size": "Size", "checkpoints.size.is": "Of all its files together.", "checkpoints.wall": "Took", "checkpoints.wall.is": "From its beginning until it was safe on disk; most of it in the background.",
   "checkpoints.blocked": "Held up", "checkpoints.blocked.is": "How long training stood still for it.", "checkpoints.state": "State", "checkpoints.whole": "whole", "checkpoints.removed": "removed (save_total_limit)",
   "checkpoints.terminal": "In a terminal", "checkpoints.terminal.text": "What it holds, tensor by tensor:",
-  "export": "Export the model", "export.works": "The model is being written as one folder; this may take a while.", "export.done": "Written to {path}. It loads with plain transformers.",
 
   "compare.title": "Compare", "compare.few": "Nothing to compare", "compare.few.text": "Choose two or more runs in the list; the link that leads here names them.",
   "compare.missing": "Not there any more: {ids}", "compare.metric": "Figure", "compare.curves": "Curves", "compare.none": "None of these runs has recorded this.",

@@ -84,6 +84,7 @@ export const zh = {
   "ranks.heard": "心跳", "ranks.heard.is": "最近一次收到该 rank 消息的时间。没有心跳时(只有一个 rank,或看门狗关闭),以最新事件代表全部:每步都有所有 rank 参与。",
   "ranks.now": "此刻", "ranks.now.is": "该 rank 刚才自报的状态;若停住,则显示已停多久。",
   "ranks.still": "{since} 无进展", "ranks.in_step": "第 {step} 步", "ranks.waits": "等待 {what}",
+  "ranks.state.T": "进程已被暂停", "ranks.state.gone": "进程已不存在", "ranks.state.D": "进程在等待磁盘或设备",
   "phase.starting": "启动", "phase.loading": "加载", "phase.saving": "保存", "phase.evaluation": "评估", "phase.logging": "两步之间", "phase.ended": "已结束",
 
   "predicted": "预测", "measured": "实测",
@@ -142,7 +143,6 @@ export const zh = {
   "checkpoints.when": "写入时间", "checkpoints.size": "大小", "checkpoints.size.is": "所有文件合计。", "checkpoints.wall": "用时", "checkpoints.wall.is": "从开始到安全落盘;大部分在后台进行。",
   "checkpoints.blocked": "阻塞", "checkpoints.blocked.is": "训练为此停顿的时间。", "checkpoints.state": "状态", "checkpoints.whole": "完整", "checkpoints.removed": "已删除(save_total_limit)",
   "checkpoints.terminal": "在终端中", "checkpoints.terminal.text": "逐个张量查看内容:",
-  "export": "导出模型", "export.works": "正在把模型写成一个目录,可能需要一些时间。", "export.done": "已写入 {path},可直接用 transformers 加载。",
 
   "compare.title": "比较", "compare.few": "没有可比较的内容", "compare.few.text": "请在列表中选择两个或更多训练;通向本页的链接会包含它们。",
   "compare.missing": "已不存在:{ids}", "compare.metric": "指标", "compare.curves": "曲线", "compare.none": "这些训练都没有记录该指标。",

@@ -96,4 +96,8 @@ export const zh = {
   "machine.gpu": "GPU {index}:{name}",
   "machine.utilisation": "占用 {value}",
   "machine.utilisation.is": "最近一秒内 GPU 在计算的时间占比。",
+
+  "export.title": "用到别处", "export.is": "整个模型放在一个文件夹中,适配器已并入权重,可直接用 transformers 加载。",
+  "export.do": "导出合并后的模型", "export.going": "正在写入合并后的模型…", "export.done": "已写入:", "export.whole": "没有适配器:模型本身就是完整的,位于:",
+  "export.report": "本次训练的报告",
 };

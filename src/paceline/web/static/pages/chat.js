@@ -1,11 +1,12 @@
 // Chat with the trained model, beside its base; the model as one folder; the report.
 
-import { get, post, stream } from "../lib/api.js";
+import { get, stream } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { addWords, t } from "../lib/i18n.js";
-import { announce, choice, command, errorState, icon } from "../lib/ui.js";
+import { announce, choice, errorState, icon } from "../lib/ui.js";
 import { words } from "../i18n/start.js";
+import { exportModel } from "./export.js";
 
 addWords(words);
 
@@ -148,19 +149,7 @@ function makeTurn(text, sides) {
 
 /** What else there is after a run: the whole model in one folder, and the report. */
 function after(id, run) {
-  const said = h("div", { "aria-live": "polite" });
-  const button = h("button", { type: "button", id: "export", on: { click: async () => {
-    button.disabled = true;
-    put(said, h("p", { class: "muted" }, t("export.going")));
-    try {
-      const { path, merged } = await post(`api/runs/${id}/export`, {});
-      put(said, h("p", { class: "good" }, icon("done"), t(merged ? "export.done" : "export.whole")), command(path));
-    } catch (error) {
-      put(said, errorState(error));
-    } finally {
-      button.disabled = false;
-    }
-  } } }, icon("save"), t("export.do"));
+  const { button, said } = exportModel(id);
   return h("section", { class: "card" }, h("h2", {}, t("export.title")), h("p", { class: "muted small" }, t("export.is")), button, said,
     run.report ? h("p", {}, h("a", { href: `#/run/${id}/report` }, t("export.report"))) : null);
 }

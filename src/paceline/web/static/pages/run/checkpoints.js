@@ -1,17 +1,17 @@
 // A run's checkpoints, and the model to take away.
 
-import { post } from "../../lib/api.js";
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";
 import { t } from "../../lib/i18n.js";
-import { command, emptyState, errorState, icon, row, table, termOf } from "../../lib/ui.js";
+import { command, emptyState, icon, row, table, termOf } from "../../lib/ui.js";
+import { exportModel } from "../export.js";
 
 export async function show(root, store) {
-  const said = h("div", { "aria-live": "polite" });
+  const { button, said } = exportModel(store.id);
   let key = "";
   function draw() {
     const all = store.run.checkpoints ?? [];
-    const now = JSON.stringify(all) + store.run.status;
+    const now = JSON.stringify(all) + store.run.status + store.run.has?.model;
     if (now === key) return;
     key = now;
     if (!all.length) return void put(root, emptyState(t("checkpoints.none"), t("checkpoints.none.text")));
@@ -47,7 +47,7 @@ export async function show(root, store) {
       h(
         "section",
         { class: "card flush" },
-        h("div", { class: "card-head" }, h("h2", {}, t("tab.checkpoints")), exportButton()),
+        h("div", { class: "card-head" }, h("h2", {}, t("tab.checkpoints")), store.run.has?.model ? button : null),
         table(t("tab.checkpoints"), heads, rows),
       ),
       said,
@@ -62,30 +62,6 @@ export async function show(root, store) {
     return undefined;
   }
 
-  function exportButton() {
-    const button = h("button", { type: "button", id: "export", on: { click: run } }, icon("save"), t("export"));
-    async function run() {
-      button.disabled = true;
-      put(said, h("p", { class: "callout" }, t("export.works")));
-      try {
-        const answer = await post(`api/runs/${store.id}/export`, {});
-        put(
-          said,
-          h(
-            "div",
-            { class: "callout" },
-            icon("done"),
-            h("div", {}, t("export.done", { path: answer?.path ?? answer?.output ?? "" })),
-          ),
-        );
-      } catch (error) {
-        put(said, errorState(error));
-      }
-      button.disabled = false;
-      button.focus();
-    }
-    return button;
-  }
   draw();
   return store.on("change", draw);
 }

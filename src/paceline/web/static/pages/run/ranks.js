@@ -133,14 +133,17 @@ function mean(values) {
   return known.length ? known.reduce((one, two) => one + two, 0) / known.length : null;
 }
 
+const STATES = { T: "T", t: "T", D: "D", Z: "gone", X: "gone", gone: "gone" };
+
 /** What a rank does, and since when without a sign of progress. */
 function doing(beat) {
   if (!beat) return format.NONE;
   const still_s = Date.now() / 1000 - beat.moved_at;
   const what = [has(`phase.${beat.phase}`) ? t(`phase.${beat.phase}`) : beat.phase, beat.step ? t("ranks.in_step", { step: format.count(beat.step) }) : null];
-  if (beat.waits_for) what.push(t("ranks.waits", { what: beat.waits_for }));
+  if (beat.state in STATES) what.push(t(`ranks.state.${STATES[beat.state]}`));
+  else if (beat.waits_for) what.push(t("ranks.waits", { what: beat.waits_for }));
   const text = what.filter(Boolean).join(", ");
-  if (still_s < STILL_S || beat.phase === "ended") return text;
+  if (beat.phase === "ended" || (still_s < STILL_S && !(beat.state in STATES))) return text;
   return h("span", { class: "stale" }, icon("warning"), text, " · ", t("ranks.still", { since: format.duration(still_s) }));
 }
 

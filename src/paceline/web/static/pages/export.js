@@ -1,0 +1,25 @@
+// The trained model as one folder, to take elsewhere.
+
+import { post } from "../lib/api.js";
+import { h, put } from "../lib/dom.js";
+import { t } from "../lib/i18n.js";
+import { command, errorState, icon } from "../lib/ui.js";
+
+/** A button that writes it, and the place where it is said how that went: `{button, said}`. */
+export function exportModel(id) {
+  const said = h("div", { "aria-live": "polite" });
+  const button = h("button", { type: "button", id: "export", on: { click } }, icon("save"), t("export.do"));
+  async function click() {
+    button.disabled = true;
+    put(said, h("p", { class: "muted" }, t("export.going")));
+    try {
+      const { path, merged } = await post(`api/runs/${id}/export`, {});
+      put(said, h("p", { class: "good" }, icon("done"), t(merged ? "export.done" : "export.whole")), command(path));
+    } catch (error) {
+      put(said, errorState(error));
+    }
+    button.disabled = false;
+    button.focus();
+  }
+  return { button, said };
+}
