@@ -101,7 +101,11 @@ def _cards(report: dict[str, Any], start: Event) -> list[dict[str, str]]:
         _card("Training loss", wording.loss(get("final_train_loss")), f"from {wording.loss(get('first_train_loss'))}"),
         _card("Evaluation loss", wording.loss(get("final_eval_loss")), metrics or "at the last evaluation"),
         _card("Throughput", wording.short_count(speed), unit),
-        _card("First step", wording.duration(get("time_to_first_step_s")), "after the command"),
+        _card(
+            "First step",
+            wording.duration(get("time_to_first_step_s")),
+            "after the newest start" if get("restarts") else "after the command",
+        ),
         _card("Wall time", wording.duration(get("wall_s"))),
         _card("Peak memory", wording.size(wording.fullest(get("peak_memory_bytes"))), "of the fullest rank"),
         _card("Steps", wording.count(get("steps")), f"{epochs:.3g} epochs" if epochs is not None else ""),

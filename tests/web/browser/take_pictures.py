@@ -10,14 +10,16 @@ from pathlib import Path
 
 from panel_pages import ARGUMENTS, NAMES, opened, run_id, serve
 from PIL import Image
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 OUTPUT = Path(__file__).parents[3] / "docs" / "images" / "panel"
 WAYS = {
     "light": {"viewport": {"width": 1280, "height": 860}},
     "dark": {"viewport": {"width": 1280, "height": 860}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 780}},
+    "zh": {"viewport": {"width": 1280, "height": 860}, "locale": "zh-CN"},
 }
+IN_CHINESE = ("runs", "run-overview", "new")
 TABS = ("overview", "ranks", "traffic", "memory", "world", "samples", "log", "config", "checkpoints", "report")
 COLOURS = 96  # of a picture's palette: pages of text and lines need no more
 
@@ -39,9 +41,15 @@ def pages(folder: Path) -> dict[str, str]:
 def take(browser: Browser, url: str, place: str, way: str, path: Path) -> None:
     with opened(browser, url, **WAYS[way]) as page:
         page.goto(f"{url.partition('?')[0]}#{place}")
-        page.wait_for_load_state("networkidle") if place == "/new" else page.wait_for_timeout(2500)
+        page.wait_for_timeout(2500)
+        if place == "/new":
+            expect(page.locator("#plan-verdict")).not_to_be_empty(timeout=60_000)
         if place.endswith("/chat"):
-            page.get_by_role("textbox").last.fill("What does json.dumps do?")
+            page.locator(".choice label").last.click()  # both models
+            page.fill("#chat-most", "24")
+            page.fill("#question", "What does json.dumps do?")
+            page.keyboard.press("Enter")
+            expect(page.locator(".answer-base p")).to_contain_text("tokens/s", timeout=60_000)
         page.screenshot(path=path)
     Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
 
@@ -57,19 +65,26 @@ def main(folder: Path) -> None:
             browser = playwright.chromium.launch(executable_path=own, args=ARGUMENTS)
             for name, place in pages(folder).items():
                 for way in WAYS:
+                    if way == "zh" and name not in IN_CHINESE:
+                        continue
                     take(browser, server.url, place, way, OUTPUT / f"{name}-{way}.png")
             browser.close()
     finally:
         server.stop()
     rows = [
         f"| {name} | "
-        + " | ".join(f'<img src="images/panel/{name}-{way}.png" width="{150 if way == "phone" else 380}">' for way in WAYS)
+        + " | ".join(_image(name, way) for way in WAYS if way != "zh")
         + " |"
         for name in pages(folder)
     ]
     text = ["# Pictures of the panel", "", "Of real runs; taken by `tests/web/browser/take_pictures.py`.", ""]
-    text += ["| page | light | dark | phone |", "| --- | --- | --- | --- |", *rows]
+    text += ["| page | light | dark | phone |", "| --- | --- | --- | --- |", *rows, "", "In Chinese:", ""]
+    text += [_image(name, "zh") for name in IN_CHINESE]
     (OUTPUT.parents[1] / "panel-pictures.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def _image(name: str, way: str) -> str:
+    return f'<img src="images/panel/{name}-{way}.png" alt="{name}, {way}" width="{150 if way == "phone" else 380}">'
 
 
 if __name__ == "__main__":

@@ -154,6 +154,6 @@ export const en = {
   "c.status": "Status", "c.final_train_loss": "Training loss", "c.final_eval_loss": "Evaluation loss", "c.tokens_per_second": "Tokens/s", "c.steps": "Steps", "c.train_tokens": "Tokens",
   "c.wall_s": "Wall time", "c.time_to_first_step_s": "First step after", "c.peak_memory_bytes": "Peak memory", "c.traffic_bytes_per_step": "Traffic a step", "c.restarts": "Restarts", "c.world_size": "Ranks", "c.strategy": "Strategy",
   "c.final_train_loss.is": "The training loss of the last step. Lower is better.", "c.final_eval_loss.is": "The loss of the last evaluation. Lower is better.", "c.tokens_per_second.is": "Over the whole run, its first step left out.",
-  "c.train_tokens.is": "Tokens trained on, padding not counted.", "c.wall_s.is": "From the command to the end.", "c.time_to_first_step_s.is": "From the command to the end of the first step.", "c.peak_memory_bytes.is": "Of the fullest rank's process.",
+  "c.train_tokens.is": "Tokens trained on, padding not counted.", "c.wall_s.is": "From the command to the end.", "c.time_to_first_step_s.is": "From the command to the end of the first step; not compared for runs that were started again.", "c.peak_memory_bytes.is": "Of the fullest rank's process.",
   "c.traffic_bytes_per_step.is": "Measured, of the busiest rank.", "c.restarts.is": "How often it went on from a checkpoint after a fault.",
 };

@@ -154,6 +154,6 @@ export const zh = {
   "c.status": "状态", "c.final_train_loss": "训练损失", "c.final_eval_loss": "评估损失", "c.tokens_per_second": "token/秒", "c.steps": "步数", "c.train_tokens": "token 数",
   "c.wall_s": "总用时", "c.time_to_first_step_s": "首步用时", "c.peak_memory_bytes": "峰值内存", "c.traffic_bytes_per_step": "每步通信量", "c.restarts": "重启", "c.world_size": "rank 数", "c.strategy": "策略",
   "c.final_train_loss.is": "最后一步的训练损失。越低越好。", "c.final_eval_loss.is": "最后一次评估的损失。越低越好。", "c.tokens_per_second.is": "整个训练的平均值,不含第一步。",
-  "c.train_tokens.is": "训练过的 token 数,不计填充。", "c.wall_s.is": "从下达命令到结束。", "c.time_to_first_step_s.is": "从下达命令到第一步完成。", "c.peak_memory_bytes.is": "占用最多的 rank 进程。",
+  "c.train_tokens.is": "训练过的 token 数,不计填充。", "c.wall_s.is": "从下达命令到结束。", "c.time_to_first_step_s.is": "从下达命令到第一步完成;重启过的训练不参与比较。", "c.peak_memory_bytes.is": "占用最多的 rank 进程。",
   "c.traffic_bytes_per_step.is": "实测,最忙的 rank。", "c.restarts.is": "故障后从检查点继续的次数。",
 };

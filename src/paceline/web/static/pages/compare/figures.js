@@ -25,7 +25,7 @@ const FIGURES = [
     better: 1,
   },
   { name: "wall_s", of: (run) => run.report?.wall_s ?? run.wall_s, show: format.duration, better: -1 },
-  { name: "time_to_first_step_s", of: (run) => run.report?.time_to_first_step_s, show: format.duration, better: -1 },
+  { name: "time_to_first_step_s", of: (run) => (run.restarts ? null : run.report?.time_to_first_step_s), show: format.duration, better: -1 },
   { name: "peak_memory_bytes", of: (run) => largest(run.report?.peak_memory_bytes), show: format.bytes, better: -1 },
   { name: "traffic_bytes_per_step", of: (run) => run.report?.traffic_bytes_per_step?.measured, show: format.bytes, better: -1 },
   { name: "restarts", of: (run) => run.report?.restarts ?? run.restarts, show: format.count, better: 0 },
