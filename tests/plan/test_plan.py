@@ -74,6 +74,16 @@ def test_the_verb_prints_what_the_function_gives(capsys: pytest.CaptureFixture[s
     assert same == found
 
 
+def test_a_layout_that_cannot_be_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"model={MICRO}", "dataset=none.jsonl", "parallel.mode=pipeline", "parallel.tensor=4", "--world-size", "2"]
+    assert main(words) == 0
+    assert "the config's own: `parallel.mode: pipeline` has no axis for `parallel.tensor: 4`" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["configured"] is None
+    assert "has no axis" in found["misfit"]["what"]
+
+
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["task=classify", "model=builtin:small-cnn", "dataset=builtin:digits", "parallel.device=cpu"]
     words.append("per_device_train_batch_size=64")

@@ -150,7 +150,7 @@ def test_every_word_is_there_in_both_languages():
     assert words["en"] - words["zh"] == of_sections
     assert words["zh"] <= words["en"]
     pages = "".join(path.read_text(encoding="utf-8") for path in (STATIC / "pages").glob("*.js") if path.name != "run.js")
-    used = set(re.findall(r'\bt\("((?:start|plan|data|chat|export|changes)\.[\w.]+)"', pages))
+    used = set(re.findall(r'\bt\("((?:start|plan|data|chat|changes)\.[\w.]+)"', pages))
     assert used - words["en"] == set()
     assert {f"preset.{one['id']}" for one in PRESETS} <= words["en"]
 

@@ -14,7 +14,7 @@ from paceline.plan.choose import Choice, choose, here
 from paceline.plan.described import Described, describe
 from paceline.plan.estimate import Mode
 from paceline.plan.hardware import Machine, find_device, named_machine, parse_size
-from paceline.plan.layouts import configured
+from paceline.plan.layouts import configured, misfit
 from paceline.plan.workload import Batch, micro_batch
 from paceline.tasks import load_task
 
@@ -49,13 +49,18 @@ class Plan:
         found = (one for one in self.choice.modes if one.layout == wanted and one.settings.get("deepspeed_stage") == stage)
         return next(found, None)
 
+    @property
+    def misfit(self) -> ConfigError | None:
+        """Why the layout that the config names cannot be."""
+        return misfit(self.config, self.machine.count)
+
     def notes(self) -> list[str]:
         """What the figures rest on, one sentence each."""
         return [self.batch.text(), *self.machine.notes, *self.described.notes]
 
     def as_dict(self) -> dict[str, Any]:
         """The value that ``--json`` prints."""
-        taken, named = self.choice.taken, self.configured
+        taken, named, wrong = self.choice.taken, self.configured, self.misfit
         return {
             "world_size": self.machine.count,
             "device_memory_bytes": self.machine.memory_bytes,
@@ -64,6 +69,7 @@ class Plan:
             "chosen": None if taken is None else taken.name,
             "why": self.choice.why,
             "configured": None if named is None else named.name,
+            "misfit": None if wrong is None else {"what": wrong.what, "allowed": wrong.allowed, "fix": wrong.fix},
             "device": self.machine.name,
             "tokens_per_micro_batch": self.batch.positions if self.batch.has_tokens else None,
             "notes": self.notes(),

@@ -35,13 +35,20 @@ def candidates(config: Config, num_devices: int) -> list[Layout]:
 
 
 def configured(config: Config, num_devices: int) -> Layout | None:
-    """The layout that the config itself names; None under ``auto``, and where its sizes do not fit that many devices."""
-    if mode_of(config.parallel) == "auto":
+    """The layout that the config itself names; None under ``auto``, and where it cannot be: :func:`misfit` tells why."""
+    if mode_of(config.parallel) == "auto" or misfit(config, num_devices) is not None:
         return None
+    return layout(config.parallel, num_devices)
+
+
+def misfit(config: Config, num_devices: int) -> ConfigError | None:
+    """Why the config's own mode and sizes do not go together, or not with that many devices."""
     try:
-        return layout(config.parallel, num_devices)
-    except ConfigError:
-        return None
+        if mode_of(config.parallel) != "auto":
+            layout(config.parallel, num_devices)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _hybrids(num_devices: int) -> Iterator[Axes]:

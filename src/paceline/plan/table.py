@@ -45,6 +45,8 @@ def show(plan: Plan, stream: TextIO | None = None) -> None:
     console.print(Text("\nestimates:", style="bold"))
     for note in plan.notes():
         console.print(Text(f"  {note}"))
+    if plan.misfit is not None:
+        console.print(Text(f"\nthe config's own: {plan.misfit}", style="bold red"))
     console.print(Text("\nauto: " + plan.choice.why, style="bold green" if plan.choice.taken else "bold red"))
 
 

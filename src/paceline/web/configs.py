@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from paceline.web.form import PRESETS, form
 
 __all__ = ["PRESETS", "check", "differences", "edit_yaml", "form", "load"]
 
+_PLACE = re.compile(r"line (\d+)(?:, column \d+)?: ")
 NAME = "config"  # what the typed text is called in messages
 
 
@@ -54,11 +56,12 @@ def _errors(error: ConfigError, text: str) -> list[dict[str, Any]]:
             for one in error.mistakes
         ]
     what = error.what.removeprefix(f"{NAME} ").removeprefix("is ")
-    line = None
-    if what.startswith("line "):
-        digits = what.removeprefix("line ").split(",")[0].split(":")[0]
-        line = int(digits) if digits.isdigit() else None
-    what = "the config is empty" if not text.strip() else what
+    place = _PLACE.match(what)
+    if not text.strip():
+        what = "the config is empty"
+    elif place:  # the page has a place of its own for it
+        what = what[place.end() :]
+    line = int(place[1]) if place else None
     return [{"what": what, "allowed": error.allowed, "fix": error.fix, "key": None, "line": line}]
 
 

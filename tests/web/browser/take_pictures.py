@@ -71,12 +71,7 @@ def main(folder: Path) -> None:
             browser.close()
     finally:
         server.stop()
-    rows = [
-        f"| {name} | "
-        + " | ".join(_image(name, way) for way in WAYS if way != "zh")
-        + " |"
-        for name in pages(folder)
-    ]
+    rows = [f"| {name} | " + " | ".join(_image(name, way) for way in WAYS if way != "zh") + " |" for name in pages(folder)]
     text = ["# Pictures of the panel", "", "Of real runs; taken by `tests/web/browser/take_pictures.py`.", ""]
     text += ["| page | light | dark | phone |", "| --- | --- | --- | --- |", *rows, "", "In Chinese:", ""]
     text += [_image(name, "zh") for name in IN_CHINESE]

@@ -95,7 +95,7 @@ async function route({ again = false } = {}) {
     if (mine !== turn) return void down?.();
     shown = { page, down, key };
   } catch (error) {
-    console.error(error);
+    if (error.name !== "ApiError") console.error(error); // what the server answers is said on the page
     if (mine === turn)
       put(
         root,

@@ -130,6 +130,7 @@ export const en = {
   "strategy.diloco": "Ranks train on their own; an outer optimizer joins them from time to time.", "strategy.parameter_server": "Servers hold the large tables; workers ask for their rows.",
   "strategy.own": "A strategy of your own.",
 
+  "samples.none": "The model writes some at each evaluation: that takes validation data (`val_dataset`, `split_dataset_ratio`) and `evaluation.samples` of at least 1. They appear here by themselves.",
   "samples.of": "Evaluation at", "samples.before": "Earlier", "samples.after": "Later", "samples.nth": "Sample {nth}",
   "samples.prompt": "Prompt", "samples.text": "The model", "samples.reference": "The data's answer", "samples.empty": "(nothing)",
   "log.label": "Log", "log.search": "Search the log", "log.level": "Which lines", "log.all": "All", "log.warnings": "Warnings and errors",

@@ -130,6 +130,7 @@ export const zh = {
   "strategy.diloco": "各 rank 独立训练,由外层优化器定期汇合。", "strategy.parameter_server": "服务器保存大表,工作进程按行请求。",
   "strategy.own": "自定义策略。",
 
+  "samples.none": "模型在每次评估时生成样例:需要有验证数据(`val_dataset` 或 `split_dataset_ratio`),且 `evaluation.samples` 至少为 1。生成后会自动显示在这里。",
   "samples.of": "评估于", "samples.before": "更早", "samples.after": "更晚", "samples.nth": "样例 {nth}",
   "samples.prompt": "提示", "samples.text": "模型", "samples.reference": "数据中的答案", "samples.empty": "(空)",
   "log.label": "日志", "log.search": "搜索日志", "log.level": "显示哪些行", "log.all": "全部", "log.warnings": "警告和错误",

@@ -31,6 +31,7 @@ export async function show(root, params, ctx) {
   const tabs = h("div", {});
   const body = h("div", { class: "stack", id: "tab" });
   put(root, head, tabs, body);
+  put(body, h("p", { class: "muted" }, t("loading")));
   const store = await makeStore(params.id, ctx);
   let tab = null;
   let turn = 0;

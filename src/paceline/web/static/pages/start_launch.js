@@ -11,6 +11,12 @@ const ASK_MS = 1000;
 export function launchCard(state, ctx, { resume, changes, kept, presets }) {
   let ended = false;
   let going = false;
+  let taken = new Set(); // names of runs; of what else lies in the folder the server tells
+  if (!resume)
+    get("api/runs").then(({ runs }) => {
+      taken = new Set(runs.map((run) => run.path));
+      draw();
+    }, () => {});
   const said = h("div", { "aria-live": "polite" });
   const nameWrong = h("p", { class: "bad small", id: "name-wrong" });
   const name = h("input", {
@@ -30,8 +36,9 @@ export function launchCard(state, ctx, { resume, changes, kept, presets }) {
   if (changes) changes.onChange = draw;
 
   function draw() {
-    const named = resume || NAME.test(name.value);
-    put(nameWrong, named ? "" : t("start.name.wrong"));
+    const isTaken = taken.has(name.value);
+    const named = resume || (NAME.test(name.value) && !isTaken);
+    put(nameWrong, named ? "" : t(isTaken ? "start.name.taken" : "start.name.wrong"));
     name.setAttribute("aria-invalid", String(!named));
     const sound = state.found?.ok;
     const allowed = !changes || changes.ready();

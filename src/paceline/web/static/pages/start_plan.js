@@ -59,6 +59,15 @@ export function planCard(state) {
     const name = plan.configured ?? plan.chosen;
     const mode = plan.modes.find((one) => one.mode === name);
     const steps = derived?.derived.steps ?? plan.max_steps;
+    const wrong = plan.misfit;
+    if (wrong) {
+      put(body, h("p", { class: "verdict-line bad", id: "plan-verdict" }, icon("failed"), t("plan.misfit")),
+        h("p", {}, coded(wrong.what)),
+        wrong.allowed ? h("p", { class: "small" }, coded(t("error.allowed", { allowed: wrong.allowed }))) : null,
+        wrong.fix ? h("p", { class: "small" }, coded(t("error.fix", { fix: wrong.fix }))) : null,
+        table(plan, plan.chosen));
+      return;
+    }
     put(body,
       mode
         ? h("p", { class: `verdict-line ${mode.fits ? "good" : "bad"}`, id: "plan-verdict", data: { mode: name } }, icon(mode.fits ? "done" : "failed"),

@@ -3,13 +3,13 @@
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";
 import { t } from "../../lib/i18n.js";
-import { notRecorded } from "./missing.js";
+import { emptyState } from "../../lib/ui.js";
 
 export async function show(root, store) {
   let at = null; // the evaluation that is shown: null is the newest
   function draw() {
     const all = store.run.samples ?? [];
-    if (!all.length) return void put(root, notRecorded("missing.samples", store.run));
+    if (!all.length) return void put(root, emptyState(t("missing", { what: t("missing.samples") }), t("samples.none")));
     const focused = document.activeElement?.id;
     const index = at ?? all.length - 1;
     const one = all[index];
