@@ -3,6 +3,7 @@ spread over the steps asked for, so that a million steps of many ranks cost no m
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,6 +24,8 @@ router = APIRouter()
 #: Where a rank's step goes, as the event names it; ``other_s`` is the rest.
 PHASES = ("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", "other_s")
 _WORK = tuple(name for name in PHASES if name != "communication_s")  # `other_s` is, on an accelerator, mostly its work
+_OLDER = {"data_s": "data_wait_s", "communication_s": "comm_wait_s"}
+_READ = (*PHASES, "memory_bytes", *_OLDER.values())
 _LINES = 1200  # read for one answer, whatever the number of buckets
 _VALUES = 60_000  # ranks × lines: of a large world fewer lines are read
 _SLOWER = 0.05  # of a step, from which on a rank is worth a word
@@ -43,7 +46,7 @@ def ranks(
     lines, found = _steps(panel, run, start, end, 2 * points)
     buckets = _groups(found, points)
     numbers = sorted({rank for event in found for rank in _by_rank(event)})[:_MAX_RANKS]
-    table = {name: _table(buckets, numbers, name) for name in (*PHASES, "memory_bytes")}
+    table = _tables(buckets, numbers)
     places = _places(run)
     return Answer({
         "step": [bucket[-1]["step"] for bucket in buckets],
@@ -175,31 +178,51 @@ def _by_rank(event: Event) -> dict[int, dict[str, Any]]:
     return {one["rank"]: one for one in rows if isinstance(one, dict) and type(one.get("rank")) is int}
 
 
-def _table(buckets: list[list[Event]], numbers: Sequence[int], name: str) -> dict[int, list[float | None]]:
-    """Means of a part of the step: by rank, one a bucket."""
-    found: dict[int, list[float | None]] = {rank: [] for rank in numbers}
-    for bucket in buckets:
-        told = [(event, _by_rank(event)) for event in bucket]
-        for rank in numbers:
-            found[rank].append(_mean([_figure(event, by_rank.get(rank) or {}, rank, name) for event, by_rank in told]))
-    return found
+def _tables(buckets: list[list[Event]], numbers: Sequence[int]) -> dict[str, dict[int, list[float | None]]]:
+    """Means of each part of the step, and of memory: name → rank → one a bucket."""
+    events = [event for bucket in buckets for event in bucket]
+    place = {rank: at for at, rank in enumerate(numbers)}
+    cube = np.full((len(_READ), len(events), len(numbers)), np.nan)
+    for at, event in enumerate(events):
+        for rank, row in _by_rank(event).items():
+            if rank in place:
+                cube[:, at, place[rank]] = [_number(row.get(name)) for name in _READ]
+    found = dict(zip(_READ, cube, strict=True))
+    for name, older in _OLDER.items():  # logs that do not tell the parts
+        found[name] = np.where(np.isnan(found[name]), found[older], found[name])
+    step_s = np.array([_number(event.get("step_time_s")) for event in events])
+    rest = step_s[:, None] - sum(found[name] for name in PHASES[:-1])
+    found["other_s"] = np.where(np.isnan(found["other_s"]), np.maximum(rest, 0.0), found["other_s"])
+    found["memory_bytes"] = np.where(np.isnan(found["memory_bytes"]), _memory(events, numbers), found["memory_bytes"])
+    return {name: _means(found[name], buckets, numbers) for name in (*PHASES, "memory_bytes")}
 
 
-def _figure(event: Event, own: dict[str, Any], rank: int, name: str) -> float | None:
-    figure = finite(own.get(name))
-    if figure is not None:
-        return figure
-    if name == "memory_bytes":
-        memory = event.get("memory_bytes")
-        return finite(memory[rank]) if isinstance(memory, list) and 0 <= rank < len(memory) else None
-    older = {"data_s": "data_wait_s", "communication_s": "comm_wait_s"}.get(name)  # logs that do not tell the parts
-    if older is not None:
-        return finite(own.get(older))
-    if name == "other_s":
-        parts = [_figure(event, own, rank, part) for part in PHASES[:-1]]
-        step_s = finite(event.get("step_time_s"))
-        return None if step_s is None or None in parts else max(0.0, step_s - sum(part or 0.0 for part in parts))
-    return None
+def _memory(events: list[Event], numbers: Sequence[int]) -> np.ndarray:
+    """Of each rank, as older logs tell it: events × ranks."""
+    told = [event.get("memory_bytes") for event in events]
+    rows = [one if isinstance(one, list) else [] for one in told]
+    return np.array([[_number(row[rank]) if 0 <= rank < len(row) else np.nan for rank in numbers] for row in rows]).reshape(
+        len(events), len(numbers)
+    )
+
+
+def _means(values: np.ndarray, buckets: list[list[Event]], numbers: Sequence[int]) -> dict[int, list[float | None]]:
+    """Of events × ranks, by rank; None where a bucket has none."""
+    if not buckets:
+        return {rank: [] for rank in numbers}
+    begins = np.cumsum([0, *map(len, buckets[:-1])])
+    known = np.add.reduceat((~np.isnan(values)).astype(np.int64), begins, axis=0)
+    sums = np.add.reduceat(np.nan_to_num(values), begins, axis=0)
+    means = np.round(sums / np.maximum(known, 1), 7)
+    rows = np.where(known > 0, means.astype(object), None).T.tolist()
+    return dict(zip(numbers, rows, strict=True))
+
+
+def _number(value: Any) -> float:
+    if type(value) is float or type(value) is int:  # most; a log may hold anything
+        return value if math.isfinite(value) else math.nan
+    found = finite(value)
+    return math.nan if found is None else found
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -107,7 +107,7 @@ export async function show(root, store) {
   }
   function later() {
     wanted = timer !== null;
-    timer ??= setTimeout(renew, RENEW_MS);
+    timer ??= setTimeout(renew, RENEW_MS * Math.max(1, answer.ranks.length / 16)); // large worlds cost the server more
   }
   const offs = [
     store.on("append", (events) => {
