@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from paceline.config.load import load_config
 from paceline.core.errors import ConfigError
+from paceline.data.images import _digits_table
 from paceline.data.preview import MOST_TOKENS, preview
 from paceline.data.token_dataset import TokenDataset
 from paceline.data.tokenize import prepare_tokens
+from paceline.tasks import load_task
 
 
 def config_of(dataset: object, **more: object):
@@ -73,9 +78,9 @@ def test_a_document_is_cut_into_samples_and_loses_nothing(tmp_path):
     assert row["hidden_tokens"] == max(0, row["num_tokens"] - MOST_TOKENS)
 
 
-def test_a_task_without_tokens_is_refused():
-    with pytest.raises(ConfigError, match="no tokens to show"):
-        preview(config_of("builtin:digits", task="classify"))
+def test_a_task_of_ones_own_is_refused():
+    with pytest.raises(ConfigError, match="known to that task alone"):
+        preview(config_of("rows.csv", task="./examples/my_task.py:Task"))
     with pytest.raises(ConfigError, match="out of range"):
         preview(config_of("builtin:python-docs"), rows=0)
 
@@ -89,3 +94,38 @@ def test_the_verb_prints_one_json_value():
     assert np.all([row["num_tokens"] > 0 for row in found["rows"]])
     told = subprocess.run([*command, "dataset=nothing.jsonl", "--rows", "2"], capture_output=True, text=True)
     assert (told.returncode, told.stdout) == (2, "")
+
+
+def test_images_are_shown_as_the_model_takes_them(tmp_path):
+    config = config_of("builtin:digits", model="builtin:small-cnn", task="classify")
+    found = preview(config, rows=6)["rows"]
+    assert len(found) == 6
+    assert len({row["label"] for row in found}) > 1
+    pixels, digits = _digits_table()
+    for row in found:
+        number = int(row["place"].split()[1])
+        assert row["label"] == str(digits[number])
+        assert row["shape"] == [1, 8, 8]
+        image = Image.open(io.BytesIO(base64.b64decode(row["image"].partition(",")[2])))
+        assert np.array_equal(np.asarray(image), (pixels[number][0] * 255).round())
+    for name, colour in (("cat", (200, 0, 0)), ("dog", (0, 0, 200))):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (40, 20), colour).save(tmp_path / name / "one.png")
+    rows = preview(config_of(tmp_path, model="builtin:small-cnn", task="classify", **{"classify.image_size": 16}))["rows"]
+    assert [(row["place"], row["label"], row["shape"]) for row in rows] == [
+        ("cat/one.png", "cat", [3, 16, 16]),
+        ("dog/one.png", "dog", [3, 16, 16]),
+    ]
+
+
+def test_rows_of_a_click_log_are_those_that_are_trained_on():
+    config = config_of("builtin:clicks#2000", model="builtin:dlrm", task="recommend")
+    found = preview(config, rows=3)["rows"]
+    task = load_task(config)
+    task.prepared = task.prepare()
+    log = task.build_datasets()[0]
+    batch = task.collate([log[0], log[1], log[2]])
+    assert [float(row["label"]) for row in found] == batch["label"].tolist()
+    first = {one["name"]: one["value"] for one in found[0]["fields"]}
+    assert first[log.names[0]] == f"{int(batch['ids'][0][0])} of {log.tables[0]:,}"
+    assert [float(one["value"]) for one in found[0]["fields"][:4]] == pytest.approx(batch["dense"][0].tolist(), rel=1e-3)

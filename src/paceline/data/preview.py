@@ -12,6 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.chat import ChatTemplate
 from paceline.data.encode import Encoded, Encoder
 from paceline.data.formats import Converter, Malformed
+from paceline.data.preview_samples import preview_clicks, preview_images, samples_as_text
 from paceline.data.sources import OpenSource, open_source
 from paceline.data.tokenize import template_text
 from paceline.data.tokenizer import LoadedTokenizer, find_tokenizer, load_tokenizer
@@ -20,6 +21,7 @@ from paceline.models.builtin import resolve_model
 MOST_ROWS = 100
 #: Of a longer row only so many tokens are shown; its counts are of the whole.
 MOST_TOKENS = 4096
+_WITHOUT_TOKENS = {"classify": preview_images, "recommend": preview_clicks}
 
 
 def preview(config: Config, rows: int = 5) -> dict[str, Any]:
@@ -28,17 +30,20 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
     Returns:
         ``{task, max_length, overlong, rows: [Row], notices}``. A row: ``source, place, format, reason`` (why it is left out, or
         None), ``segments`` [{text, label, cut}] (label: its tokens carry loss; cut: they are not trained on), ``num_tokens,
-        label_tokens, cut_tokens, hidden_tokens`` (not shown here), ``parts`` (samples that a document becomes).
+        label_tokens, cut_tokens, hidden_tokens`` (not shown here), ``parts`` (samples that a document becomes). For `classify`
+        and `recommend` as :func:`~paceline.data.preview_samples.preview_images` and ``preview_clicks`` say.
 
     Raises:
-        ConfigError: a task whose samples have no tokens; whatever can be wrong with the data.
+        ConfigError: a task of the user's own; whatever can be wrong with the data.
     """
     if not 1 <= rows <= MOST_ROWS:
         raise ConfigError(f"`--rows {rows}` is out of range", allowed=f"1 to {MOST_ROWS}")
+    if config.task in _WITHOUT_TOKENS:
+        return _WITHOUT_TOKENS[config.task](config, rows)
     if config.task not in ("sft", "pretrain"):
         raise ConfigError(
-            f"the samples of `task: {config.task}` have no tokens to show",
-            allowed="a look at the rows of `task: sft` and `task: pretrain`",
+            f"what the samples of `task: {config.task}` look like is known to that task alone",
+            allowed="a look at the samples of `task: sft`, `pretrain`, `classify` and `recommend`",
             fix="open the data in a program of its own kind; `paceline sft CONFIG --dry-run` checks that it can be read",
         )
     tokenizer = load_tokenizer(
@@ -120,6 +125,8 @@ def _shown(one: Encoded, tokenizer: LoadedTokenizer, config: Config) -> dict[str
 
 def as_text(found: dict[str, Any]) -> str:
     """For a terminal: the label tokens stand in 【】, what is cut in ⟦⟧."""
+    if found["task"] in _WITHOUT_TOKENS:
+        return samples_as_text(found)
     lines = []
     for number, row in enumerate(found["rows"], 1):
         counts = f"{row['num_tokens']:,} tokens, {row['label_tokens']:,} with loss, {row['cut_tokens']:,} cut"

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Query, Request
@@ -30,15 +30,17 @@ _LINES = 1200  # read for one answer, whatever the number of buckets
 _VALUES = 60_000  # ranks × lines: of a large world fewer lines are read
 _SLOWER = 0.05  # of a step, from which on a rank is worth a word
 _MAX_RANKS = 4096
+Step = Annotated[int | None, Query(ge=0, le=1 << 53)]
+Points = Annotated[int, Query(ge=1, le=2000)]
 
 
 @router.get("/api/runs/{id}/ranks")
 def ranks(
     request: Request,
     id: str,
-    start: int | None = Query(None, ge=0, le=1 << 53),
-    end: int | None = Query(None, ge=0, le=1 << 53),
-    points: int = Query(200, ge=1, le=2000),
+    start: Step = None,
+    end: Step = None,
+    points: Points = 200,
 ) -> Answer:
     """The parts of a step, of each rank, in at most ``points`` buckets; ``lines_read`` of ``lines`` were looked at for it."""
     panel = panel_of(request)
@@ -83,9 +85,9 @@ def heartbeats(request: Request, id: str) -> Answer:
 def traffic(
     request: Request,
     id: str,
-    start: int | None = Query(None, ge=0, le=1 << 53),
-    end: int | None = Query(None, ge=0, le=1 << 53),
-    points: int = Query(200, ge=1, le=2000),
+    start: Step = None,
+    end: Step = None,
+    points: Points = 200,
 ) -> Answer:
     """Bytes a step of the busiest rank, by collective; what was predicted beside what was measured."""
     panel = panel_of(request)

@@ -80,6 +80,12 @@ def test_data_is_uploaded_and_looked_at(form, panel):
     form.locator("#choose-data").click()
     form.locator(".data-item", has_text="builtin:python-docs").click()
     expect(field(form, "dataset")).to_have_value("builtin:python-docs")
+    form.locator('[data-preset="classify"]').click()
+    expect(field(form, "dataset")).to_have_value("builtin:digits")
+    expect(form.locator("#start")).to_be_enabled()
+    form.locator("#look").click()
+    expect(form.locator(".pictures img")).to_have_count(5, timeout=LONG_MS)
+    assert form.locator(".pictures img").evaluate_all("all => all.every((one) => one.complete && one.naturalWidth > 0)")
 
 
 def test_a_run_is_started_watched_to_its_end_and_asked(form, panel):

@@ -3,11 +3,12 @@
 import { get } from "../lib/api.js";
 import { AXES, axis, merged, xOf, xsOf } from "../lib/axis.js";
 import { COLOURS, DASHES, key, lineChart } from "../lib/chart.js";
+import { axisChoice, smoothField } from "../lib/controls.js";
 import { h, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { addWords, t } from "../lib/i18n.js";
 import { numbers, smooth } from "../lib/smooth.js";
-import { badge, card, choice, copy, download, emptyState, icon, termOf } from "../lib/ui.js";
+import { badge, card, copy, download, emptyState, icon, termOf } from "../lib/ui.js";
 import { words } from "../i18n/watch.js";
 import { configCard } from "./compare/config.js";
 import { figureTable } from "./compare/figures.js";
@@ -245,22 +246,6 @@ function head(runs, names, missing, look, ids) {
 }
 
 function controls(state, redraw, ctx, { png, csv }) {
-  const shown = h("output", {}, state.weight.toFixed(2));
-  const slider = h("input", {
-    type: "range",
-    id: "smooth",
-    min: 0,
-    max: 0.99,
-    step: 0.01,
-    prop: { value: state.weight },
-    on: {
-      input: (event) => {
-        state.weight = Number(event.target.value);
-        shown.textContent = state.weight.toFixed(2);
-        redraw();
-      },
-    },
-  });
   const metric = h(
     "select",
     {
@@ -293,16 +278,14 @@ function controls(state, redraw, ctx, { png, csv }) {
     "div",
     { class: "toolbar" },
     h("label", { class: "field" }, t("compare.metric"), metric),
-    choice(
-      t("x"),
-      AXES.map((one) => [one, t(`x.${one}`)]),
-      state.x,
-      (one) => {
-        state.x = one;
-        redraw();
-      },
-    ),
-    h("div", { class: "field" }, termOf("smooth"), h("label", { class: "sr", for: "smooth" }, t("smooth")), slider, shown),
+    axisChoice(state.x, (one) => {
+      state.x = one;
+      redraw();
+    }),
+    smoothField(state.weight, (weight) => {
+      state.weight = weight;
+      redraw();
+    }),
     h(
       "div",
       { class: "end toolbar" },

@@ -95,7 +95,9 @@ export function datasetTools(state) {
   return { node };
 }
 
-function drawRows({ rows, max_length: most, overlong, notices }) {
+function drawRows(found) {
+  const { rows, max_length: most, overlong, notices } = found;
+  if (found.task === "classify" || found.task === "recommend") return drawSamples(found);
   return [
     h("p", { class: "legend small" }, h("mark", { class: "label" }, t("data.label")), t("data.label.is"), " · ", h("span", { class: "plain" }, t("data.plain")), " · ", h("del", { class: "cut" }, t("data.cut")), t("data.cut.is", { most: format.count(most) })),
     h("ol", { class: "rows" }, rows.map((one) => h("li", {},
@@ -106,6 +108,23 @@ function drawRows({ rows, max_length: most, overlong, notices }) {
       one.reason ? h("p", { class: "bad small" }, icon("failed"), t("data.dropped", { reason: one.reason }), one.reason.startsWith("longer") ? ` ${t("data.dropped.long", { overlong })}` : "") : null,
       h("div", { class: "row-text", tabindex: 0, role: "group", "aria-label": place(one.place) }, one.segments.map(segment)),
       one.hidden_tokens ? h("p", { class: "muted small" }, t("data.hidden", { n: format.count(one.hidden_tokens) })) : null))),
+    notices.length ? h("ul", { class: "muted small" }, notices.map(([, text]) => h("li", {}, coded(text)))) : null,
+  ];
+}
+
+/** Images as the model takes them; rows of a click log. */
+function drawSamples({ task, rows, notices }) {
+  const label = (one) => h("mark", { class: "label" }, t("data.sample.label", { label: one.label }));
+  const body =
+    task === "classify"
+      ? h("ul", { class: "pictures" }, rows.map((one) => h("li", {},
+          h("img", { src: one.image, alt: t("data.sample.image", { label: one.label }) }), label(one), h("span", { class: "muted small" }, `${one.place} · ${one.shape.join(" × ")}`))))
+      : h("ol", { class: "rows" }, rows.map((one) => h("li", {},
+          h("div", { class: "row-head small" }, h("span", { class: "muted" }, one.place), label(one)),
+          h("dl", { class: "facts" }, one.fields.map((field) => h("div", {}, h("dt", { class: "mono" }, field.name), h("dd", {}, field.value)))))));
+  return [
+    h("p", { class: "legend small" }, t(task === "classify" ? "data.sample.images" : "data.sample.clicks")),
+    body,
     notices.length ? h("ul", { class: "muted small" }, notices.map(([, text]) => h("li", {}, coded(text)))) : null,
   ];
 }

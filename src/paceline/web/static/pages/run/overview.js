@@ -2,11 +2,12 @@
 
 import { axis, merged, stepOf, xOf, xsOf } from "../../lib/axis.js";
 import { lineChart } from "../../lib/chart.js";
+import { axisChoice, smoothField } from "../../lib/controls.js";
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";
 import { t } from "../../lib/i18n.js";
 import { numbers, smooth } from "../../lib/smooth.js";
-import { choice, emptyState, card, icon, row, table, termOf } from "../../lib/ui.js";
+import { emptyState, card, icon, row, table, termOf } from "../../lib/ui.js";
 import { ask, lengthen } from "./series.js";
 
 const SMALL = [
@@ -225,21 +226,6 @@ export function inFrames(draw) {
 }
 
 function toolbar(state, { axisChanged, smoothChanged, zoom }) {
-  const shown = h("output", { class: "number" }, state.weight.toFixed(2));
-  const slider = h("input", {
-    type: "range",
-    id: "smooth",
-    min: 0,
-    max: 0.99,
-    step: 0.01,
-    prop: { value: state.weight },
-    on: {
-      input: (event) => {
-        shown.textContent = Number(event.target.value).toFixed(2);
-        smoothChanged(Number(event.target.value));
-      },
-    },
-  });
   const number = (id, label) =>
     h("input", {
       type: "number",
@@ -274,13 +260,8 @@ function toolbar(state, { axisChanged, smoothChanged, zoom }) {
   const node = h(
     "div",
     { class: "toolbar" },
-    choice(
-      t("x"),
-      ["step", "tokens", "time"].map((one) => [one, t(`x.${one}`)]),
-      state.x,
-      axisChanged,
-    ),
-    h("div", { class: "field" }, termOf("smooth"), h("label", { class: "sr", for: "smooth" }, t("smooth")), slider, shown),
+    axisChoice(state.x, axisChanged),
+    smoothField(state.weight, smoothChanged),
     h("div", { class: "field end" }, t("zoom.steps"), from, "–", to, whole),
   );
   return {

@@ -1,5 +1,6 @@
 // The world of a run as a picture: hosts, devices, the mesh's axes, and who talks to whom.
 
+import { key } from "../../lib/chart.js";
 import { h, put, svg } from "../../lib/dom.js";
 import { t } from "../../lib/i18n.js";
 import { card, choice, row, table, termOf } from "../../lib/ui.js";
@@ -184,19 +185,7 @@ const legend = (used) =>
       h(
         "li",
         {},
-        svg(
-          "svg",
-          { class: "key", viewBox: "0 0 22 8", "aria-hidden": "true" },
-          svg("line", {
-            x1: 0,
-            x2: 22,
-            y1: 4,
-            y2: 4,
-            "stroke-width": 2,
-            "stroke-dasharray": look(axis)[1],
-            style: { stroke: `var(${look(axis)[0]})` },
-          }),
-        ),
+        key({ colour: look(axis)[0], dash: look(axis)[1]?.split(" ") ?? [], width: 2 }),
         t(`axis.${axis}`),
       ),
     ),
