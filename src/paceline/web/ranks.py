@@ -216,8 +216,9 @@ def _means(values: np.ndarray, buckets: list[list[Event]], numbers: Sequence[int
     known = np.add.reduceat((~np.isnan(values)).astype(np.int64), begins, axis=0)
     sums = np.add.reduceat(np.nan_to_num(values), begins, axis=0)
     means = np.round(sums / np.maximum(known, 1), 7)
-    rows = np.where(known > 0, means.astype(object), None).T.tolist()
-    return dict(zip(numbers, rows, strict=True))
+    shown = means.astype(object)
+    shown[known == 0] = None
+    return dict(zip(numbers, shown.T.tolist(), strict=True))
 
 
 def _number(value: Any) -> float:

@@ -75,7 +75,7 @@ def presets() -> dict[str, Any]:
 @router.post("/api/check")
 def check(body: Text) -> dict[str, Any]:
     """What is wrong with a config, with the line and the key of each mistake; and what its keys come to."""
-    return _configs().check(body.yaml)
+    return dict(_configs().check(body.yaml))
 
 
 @router.post("/api/yaml")
