@@ -41,7 +41,7 @@ browser: setup
 
 # Most of a test is waiting for processes that start: two run side by side, those marked `alone` by themselves.
 test: browser  ## Run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: setup  ## Run the long tests that `make test` leaves out
 	$(BIN)/python -m pytest -m soak

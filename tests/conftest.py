@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,6 @@ _GRACE_S = 5.0
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Quick tests first. Without an accelerator the ``gpu`` ones are not run, without Slurm's programs the ``slurm`` ones;
     ``soak`` ones only where -m asks for them."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
     left_out = {"gpu": not _accelerator(), "slurm": why_not() is not None, "soak": "soak" not in config.option.markexpr}
     lines = {
         "gpu": "No accelerator on this machine: {} test(s) marked gpu were not run.",
@@ -58,6 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if not item.get_closest_marker(marker)]
             config.hook.pytest_deselected(items=found)
             note(config, marker, lines[marker].format(len(found)))
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    # Files with much to do before those with little: where two workers take files in turn, they end at about the same time.
+    items.sort(key=lambda item: slow[item.path] if item.get_closest_marker("slow") else math.inf, reverse=True)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
