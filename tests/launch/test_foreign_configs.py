@@ -29,7 +29,9 @@ def test_there_is_one_of_each_tool() -> None:
     assert {one.stem for one in CONFIGS.glob("*.yaml")} == set(SAID)
 
 
-@pytest.mark.parametrize("name", sorted(SAID))
+@pytest.mark.parametrize(
+    "name", [name if name == "axolotl_lora" else pytest.param(name, marks=pytest.mark.soak) for name in sorted(SAID)]
+)
 def test_it_trains(tmp_path: Path, name: str) -> None:
     rows = [{"instruction": f"Add {n} and {n}.", "input": "", "output": f"It is {2 * n}."} for n in range(120)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))

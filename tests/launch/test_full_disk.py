@@ -33,6 +33,7 @@ def fill(ballast: Path, leave_bytes: int) -> None:
                     raise
 
 
+@pytest.mark.soak
 def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None:
     with disk(tmp_path / "small", "size=12m") as mounted:
         if not mounted:

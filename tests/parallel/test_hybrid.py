@@ -89,7 +89,7 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
 
 LAYOUTS = [
     (Axes(tensor=2), {}, {}, False),
-    (Axes(tensor=2), {"sequence_parallel": True}, {"gradient_checkpointing": True}, False),
+    pytest.param(Axes(tensor=2), {"sequence_parallel": True}, {"gradient_checkpointing": True}, False, marks=pytest.mark.soak),
     pytest.param(Axes(tensor=2), {}, {"gradient_checkpointing": True}, True, marks=pytest.mark.soak),
     pytest.param(Axes(shard=2, tensor=2), {}, {}, False, marks=pytest.mark.soak),
     (Axes(data=2, tensor=2), {"sequence_parallel": True}, {}, True),

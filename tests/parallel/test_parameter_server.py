@@ -231,6 +231,7 @@ def test_what_cannot_be_served_is_refused(keys, words):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_without_waiting_ends_with_a_whole_model(tmp_path: Path):
     words = [
         "model=builtin:dlrm", "task=recommend", "dataset=builtin:clicks#2000", "split_dataset_ratio=0.2",

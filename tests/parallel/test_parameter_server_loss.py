@@ -94,6 +94,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_path: Path) -> None:
     """Rank 0, which writes the log and leads the checkpoints, dies in step 6; rank 2 in the middle of the last evaluation."""
     done = run(
