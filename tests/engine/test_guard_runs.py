@@ -92,6 +92,7 @@ def test_a_step_is_skipped_and_its_rank_named(tmp_path, parallel):
     assert all(not torch.equal(one, after[name]) for name, one in later.items() if name.startswith("model/"))
 
 
+@pytest.mark.soak
 def test_too_many_in_a_row_end_the_run_at_its_last_good_weights(tmp_path):
     folder = tmp_path / "run"
     bad = only_in(range(6, 10))

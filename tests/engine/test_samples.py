@@ -65,6 +65,7 @@ def test_answers_are_those_of_transformers_own_decoding(tmp_path: Path) -> None:
         assert one["text"] == tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+@pytest.mark.soak
 def test_text_without_answers_is_continued(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(

@@ -111,6 +111,7 @@ def test_every_strategy_on_three_replicas(
     assert eval_losses(tmp_path / "run")[-1] == pytest.approx(eval_losses(whole)[-1], rel=1e-5)
 
 
+@pytest.mark.soak
 def test_a_save_whenever_it_is_due(tmp_path: Path) -> None:
     """So short a time that each step is saved, each once, in the foreground; and with a long one none but the last."""
     words = ("parallel.num_gpus=2", "max_steps=5", "save_steps=0", "train_args.save_total_limit=null")

@@ -94,6 +94,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
         assert checkpoint.find(folder).name == "step-00000080"
 
 
+@pytest.mark.soak
 def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
     with disk(tmp_path / "small", "size=12m") as mounted:
         if not mounted:

@@ -133,6 +133,7 @@ def test_hosts_that_would_not_train_the_same_are_refused_with_the_difference(tmp
     assert not other.exists()
 
 
+@pytest.mark.soak
 def test_a_head_that_does_not_answer_and_a_host_that_does_not_come(tmp_path):
     more = {"parallel__timeout_s": 10}
     processes = [host(tmp_path / "a", free_port(), 1, **more), host(tmp_path / "b", free_port(), 0, **more)]

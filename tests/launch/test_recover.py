@@ -88,6 +88,7 @@ def test_killed_ranks_are_replaced_and_the_run_ends_with_the_same_bits(undisturb
     assert said.count("All ranks go back to the checkpoint of step") == 2
 
 
+@pytest.mark.soak
 def test_without_restarts_the_rank_is_named_and_the_same_command_goes_on(undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = start(*MICRO, f"output_dir={folder}", *WORDS, "recovery.max_restarts=0")

@@ -77,6 +77,7 @@ def test_the_loss_is_the_same_for_every_number_of_ranks(full, tmp_path, ranks, a
     assert mine["count"] == other["count"]
 
 
+@pytest.mark.soak
 def test_padded_rows_give_the_same_losses(full, tmp_path):
     folder, _ = full
     words = ["split_dataset_ratio=0.1", "gradient_accumulation_steps=2", "max_steps=10", "learning_rate=3e-3"]
@@ -164,6 +165,7 @@ def test_json_gives_the_report_alone_on_standard_output(tmp_path):
     assert report(tmp_path / "run")["strategy"] == "single"
 
 
+@pytest.mark.soak
 def test_float16_with_loss_scaling(tmp_path):
     train(tmp_path / "run", "max_steps=4", "fp16=true", "learning_rate=1e-3", "report_to=tensorboard")
     found = losses(tmp_path / "run")

@@ -113,6 +113,7 @@ def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, t
     assert max(one[2] for one in found) == pytest.approx(cost.traffic_per_step, rel=0.02)
 
 
+@pytest.mark.soak
 def test_bf16_stays_near_one_rank():
     train_args = {"bf16": True}
     alone = run_ranks(train, 1, Axes(), {}, train_args)[0]

@@ -171,6 +171,7 @@ def test_a_worker_killed_from_outside_leaves_a_bounded_run_going(tmp_path: Path)
         (("0 at 3", "1 at 5", "2 at 7"), "rank 2, a worker"),
     ],
 )
+@pytest.mark.soak
 def test_without_a_server_or_without_any_worker_the_run_ends(tmp_path: Path, kills: tuple[str, ...], named: str) -> None:
     done = run(tmp_path, "run", "Killer", *served(tmp_path, *kills))
     said = done.stderr.replace("\n", " ")

@@ -25,7 +25,9 @@ def create_app(panel: Panel) -> FastAPI:
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
-        threading.Timer(0.05, panel.runs.summaries).start()  # while the browser starts
+        first_look = threading.Timer(0.05, panel.runs.summaries)  # while the browser starts
+        first_look.daemon = True
+        first_look.start()
         yield
         await starting.close(app)
         panel.close()

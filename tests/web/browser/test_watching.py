@@ -59,6 +59,7 @@ def test_the_list_is_searched_filtered_and_sorted(page: Page) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_real_run_is_watched_to_its_end(page: Page, server: Server) -> None:
     folder = server.folder / "real"
     command = [sys.executable, "-m", "paceline", "sft", *TRAIN, f"output_dir={folder}"]
