@@ -322,3 +322,21 @@ def test_many_runs_are_read_once(serve, tmp_path, monkeypatch):
     emit_steps(log, 1, 1)
     assert len(served.get("/api/runs")["runs"]) == 60
     assert opened == [tmp_path / "run-7/events.jsonl"]
+
+
+def test_heartbeats_are_given_as_far_as_they_make_sense(serve, tmp_path):
+    run = finished(tmp_path / "one")
+    served = serve(tmp_path)
+    path = f"/api/runs/{served.the_run()}/heartbeats"
+    assert served.get(path) == {"time": None, "ranks": []}
+    known = {"rank": 1, "host": "a\x1b[2J", "pid": 7, "phase": "backward", "step": 3, "heard_at": 5.5, "moved_at": float("nan")}
+    rows = [known, {"rank": "2"}, 3, {"rank": 4, "phase": ["x"], "step": "many"}]
+    (run / "heartbeats.json").write_text(json.dumps({"time": 6, "ranks": rows}))
+    told = served.get(path)
+    assert [one["rank"] for one in told["ranks"]] == [1, 4]
+    assert (told["ranks"][0]["phase"], told["ranks"][0]["heard_at"], told["ranks"][0]["moved_at"]) == ("backward", 5.5, None)
+    assert "\x1b" not in told["ranks"][0]["host"]
+    assert (told["ranks"][1]["phase"], told["ranks"][1]["step"]) == (None, None)
+    for text in ("", "[1]", '{"ranks": 5}', '{"time": 1, "ranks": [{"ra'):
+        (run / "heartbeats.json").write_text(text)
+        assert served.get(path)["ranks"] == []
