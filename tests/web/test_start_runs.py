@@ -48,7 +48,7 @@ def test_a_run_is_stopped_with_a_checkpoint_and_resumed(serve, tmp_path):
     until_step(served, id, 2)
     pid = ask(served, f"/api/runs/{id}/stop")["pid"]
     assert psutil.pid_exists(pid)
-    assert "stopping already" in ask(served, f"/api/runs/{id}/stop", 400)["error"]["what"]
+    assert "stopping already" in ask(served, f"/api/runs/{id}/stop", 409)["error"]["what"]
     until_status(served, id, "stopped")
     run = tmp_path / "long"
     stopped_at = events(run, "run_end")[-1]["step"]

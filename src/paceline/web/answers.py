@@ -18,6 +18,13 @@ class NotFound(ConfigError):
     """There is no such run or file (404)."""
 
 
+class Conflict(ConfigError):
+    """It was asked for already (409)."""
+
+
+_STATUS: dict[type, int] = {NotFound: 404, Conflict: 409}
+
+
 class Answer(JSONResponse):
     """JSON without NaN and the infinities (they are null), and without a character that UTF-8 has not."""
 
@@ -56,7 +63,7 @@ def add_handlers(app: FastAPI) -> None:
 
 async def _paceline(_: Request, error: Exception) -> Response:
     assert isinstance(error, PacelineError)
-    return problem(404 if isinstance(error, NotFound) else 400, error.what, error.allowed, error.fix)
+    return problem(_STATUS.get(type(error), 400), error.what, error.allowed, error.fix)
 
 
 async def _invalid(_: Request, error: Exception) -> Response:

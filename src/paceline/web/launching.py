@@ -23,6 +23,7 @@ from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.life import host_name, pid_alive
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.core.wording import finite
+from paceline.web.answers import Conflict
 from paceline.web.files import json_inside, read_inside, stat_inside
 from paceline.web.verbs import error_of
 
@@ -218,6 +219,7 @@ def stop(run: Path, launches: Launches, now: bool = False) -> int:
 
     Raises:
         ConfigError: it is not going on, or not on this host, or what has its number is another process.
+        Conflict: it was asked already.
     """
     launched = launches.find(run)
     pid, before = _launcher(run, launched)
@@ -225,7 +227,7 @@ def stop(run: Path, launches: Launches, now: bool = False) -> int:
         if not (pid_alive(pid, before) and _is_python(pid)):
             raise ConfigError(f"{run.name} is not going on: its process {pid} is gone", fix="resume it")
         if launches.asked.get(run) == pid and not now:  # a second signal would end it at once
-            raise ConfigError(f"{run.name} is stopping already", fix="wait for its checkpoint, or end it at once")
+            raise Conflict(f"{run.name} is stopping already", fix="wait for its checkpoint, or end it at once")
         launches.asked[run] = pid
         if launched is not None:
             launched.stopping = True

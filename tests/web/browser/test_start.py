@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from panel_pages import Server, opened, serve
+from panel_pages import Server, opened, run_id, serve
 from playwright.sync_api import Browser, Page, expect
 from starts import MICRO, events
 
@@ -171,6 +171,11 @@ def test_a_rank_that_stands_still_is_seen_and_the_run_ended_at_once(form, panel)
         expect(form.locator("#stop")).to_have_text(word)
         form.locator("#stop").click()
         form.locator("#stop-yes").click()
+        if word == "Stop":  # asked again by another page it is refused: a second signal would end it
+            expect(form.locator("#stop")).to_have_text("End at once")
+            address, _, token = panel.url.partition("?token=")
+            again = f"{address}api/runs/{run_id(panel.folder, 'stuck')}/stop"
+            assert form.request.post(again, data={}, headers={"X-Paceline-Token": token}).status == 409
     expect(form.locator(".run-head .badge-stopped")).to_be_visible(timeout=LONG_MS)
     assert not psutil.pid_exists(pid)
 

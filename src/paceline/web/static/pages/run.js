@@ -263,7 +263,7 @@ async function stop(store, ctx, now) {
     ctx.announce(t(`${name}.sent`));
     store.renew().catch(() => {});
   } catch (error) {
-    if (error.status === 400) store.isStopping = true; // it was asked before, perhaps from another page
+    if (error.status === 409) store.isStopping = true; // it was asked before, perhaps from another page
     await store.renew().catch(() => {});
     document.querySelector(".run-head")?.append(errorState(error));
   }
