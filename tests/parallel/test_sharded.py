@@ -5,7 +5,7 @@ import torch
 from ranks import run_ranks
 from states import assemble
 from torch import nn
-from training import Adapted, Net, Plain, largest_difference, train
+from training import WORDS, Adapted, Net, Plain, largest_difference, train
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -49,7 +49,7 @@ def two_ranks(world, source):
     found["held"] = [
         train(world, mode, axes, steps=2, net=net, bf16=low)
         for mode in ("zero2", "zero3")
-        for net, low in ((Plain, False), (Plain, True), (Adapted, True), (SingleUse, False))
+        for net, low in ((Plain, False), (Plain, True), (Adapted, False), (Adapted, True), (SingleUse, False))
     ]
     return found
 
@@ -110,6 +110,19 @@ def test_state_and_traffic_are_what_the_cost_says(two, four):
         assert max(one["state"] for one in ranks) == pytest.approx(cost.state, rel=0.02)
         assert max(sum(one["traffic"].values()) for one in ranks) == pytest.approx(cost.traffic_per_step, rel=0.02)
         assert all(one["state_after_evaluation"] == one["state"] for one in ranks)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_frozen_weights_are_sent_by_zero3_only(low, two):
+    """The formulas of docs/strategies.md with A = 2 micro-batches on N = 2 ranks, against what was measured."""
+    trained, frozen = 3 * 2 * 48 * 2, 2 * 48 * WORDS + 3 * 49 * 48
+    size = 2 if low else 4
+    expected = {"zero2": (1 + 2) * size * trained / 2, "zero3": 3 * 2 * size * trained / 2 + 2 * 2 * size * frozen / 2}
+    state = {"zero2": (size + 16 / 2) * trained + size * frozen, "zero3": 16 / 2 * trained + 4 / 2 * frozen}
+    for offset, mode in ((0, "zero2"), (5, "zero3")):
+        result = two[0]["held"][offset + (3 if low else 2)]
+        assert sum(result["traffic"].values()) == pytest.approx(expected[mode], rel=0.02)
+        assert result["state"] == pytest.approx(state[mode], rel=0.02)
 
 
 def test_a_quarter_of_the_state_on_four_ranks(four):

@@ -109,17 +109,20 @@ class ZeRO3(Strategy):
         """Per trained parameter, N shards, Adam: stage 3 16/N bytes (4 weights, 4 gradients, 8 moments: Rajbhandari et al.,
         2020, section 5.3, figure 1), the weights gathered for the moment counted with the activations; stage 2 besides the
         gathered weights, 2 bytes in mixed precision or 4 (section 5.2; the paper's 2 + 14/N has gradients in the low
-        precision, FSDP2 keeps float32).
+        precision, FSDP2 keeps float32). A frozen parameter is whole on every rank in stage 2, and sharded in stage 3.
 
-        Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N; weights are gathered once a step in stage 2, in forward and
-        backward of each micro-batch in stage 3 (section 7.2). Over D replicas of the shards an all-reduce of a shard's
-        gradients once a step. Padding of each parameter's cut is counted."""
-        weights = gathered = gradients = state = reduced = 0
+        Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N; trained weights are gathered once a step in stage 2, and all
+        weights in forward and backward of each micro-batch in stage 3 (section 7.2). Over D replicas of the shards an
+        all-reduce of a shard's gradients once a step. Padding of each parameter's cut is counted."""
+        weights = whole = gathered = gradients = state = reduced = 0
         normed = batch_norm_names(shape)
         backward = _reached_by_backward(shape)
         num_shards, gathers = axes.shard, 0
         for one in shape.parameters:
             each = low_bytes_of(one, shape.low_bytes, normed)
+            if not one.trainable and not cls.reshard_after_forward:
+                whole += one.numel * (each if one.shape else one.element_bytes)
+                continue
             cut, padded = _cut(one, num_shards)
             weights += cut * one.element_bytes
             gathered += padded * each if one.shape else 0
@@ -139,7 +142,7 @@ class ZeRO3(Strategy):
             **statistics_traffic(shape, axes.replicas),
         }
         on_host = config.parallel.offload == "all"
-        stays = 0 if cls.reshard_after_forward else gathered
+        stays = whole + (0 if cls.reshard_after_forward else gathered)
         passing = _largest_gathered(shape, num_shards, normed) if cls.reshard_after_forward else 0
         return Cost(
             parameters=(0 if on_host else weights) + stays + shape.buffer_bytes,

@@ -20,6 +20,7 @@ from paceline.parallel.base import persistent_buffers
 from paceline.parallel.buckets import squared_norm_of
 from paceline.parallel.parts import Part, local_tensor, storage_bytes
 from paceline.parallel.replicated import changing_buffers
+from paceline.parallel.zero import batch_norm_parameters
 from paceline.world.group import World
 
 _MESSAGE_BYTES = 64 << 20
@@ -67,6 +68,9 @@ class Sharding:
     Modules are cut block by block, so a block must be run by every rank of the line, or by none, in each forward. A block
     that runs twice in a forward is right, but gathered and reduced twice: more traffic than a cost can know.
 
+    Frozen parameters are never reduced. In stage 2 every rank keeps them whole, as their weights would stay gathered anyway,
+    so they are not sent at all after the start; in stage 3 they are sharded and gathered like the others.
+
     Args:
         model: on the CPU or the rank's device; changed in place, one block at a time on the device. The first rank's values
             win.
@@ -102,9 +106,13 @@ class Sharding:
         self.changing_buffers = changing_buffers(model) if self.replicas.size > 1 else []
         self._persistent = list(persistent_buffers(model))
         self._shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
-        self._whole = {one for one in model.parameters() if one.dim() == 0}
+        norm_parameters = batch_norm_parameters(model)
+        #: Parameters that FSDP does not manage: scalars, and in stage 2 frozen ones.
+        self._whole = {one for one in model.parameters() if one.dim() == 0 or (self.keeps_weights and not one.requires_grad)}
         for one in self._whole:  # FSDP moves what it manages
-            one.data = one.data.to(world.device)
+            # FSDP would gather a float32 weight in the low precision; one that every rank keeps is held in it.
+            low = low_dtype is not None and one.dtype == torch.float32 and one.dim() > 0 and one not in norm_parameters
+            one.data = one.data.to(world.device, dtype=low_dtype if low else None)
         self.units = self._cut(low_dtype, offload, blocks)
         self._to_shards = {name: one for name, one in model.named_parameters() if one not in self._whole}
         self.pieces = [self._piece(name, one) for name, one in model.named_parameters() if one.requires_grad]
@@ -126,7 +134,7 @@ class Sharding:
         if self._whole:
             arguments["ignored_params"] = self._whole
         found: list[FSDPModule] = []
-        for module in [*_separate(self.model, wanted), self.model]:
+        for module in [*_separate(self.model, wanted, self._whole), self.model]:
             fully_shard(module, mp_policy=own if module in norms else low, **arguments)
             assert isinstance(module, FSDPModule)
             # The sum over ranks, as exact as it comes: the loss is divided by the global count already.
@@ -273,8 +281,9 @@ def _callable(block: nn.Module) -> Iterable[nn.Module]:
         yield block
 
 
-def _separate(model: nn.Module, wanted: list[nn.Module]) -> list[nn.Module]:
-    """Those of the modules that have parameters, all of them their own: not used elsewhere in the model."""
+def _separate(model: nn.Module, wanted: list[nn.Module], whole: Container[nn.Parameter]) -> list[nn.Module]:
+    """Return the modules that have parameters to shard, none of which is used elsewhere in the model. Parameters in
+    ``whole`` are not sharded."""
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for one in module.parameters(recurse=False):
@@ -282,7 +291,7 @@ def _separate(model: nn.Module, wanted: list[nn.Module]) -> list[nn.Module]:
     found: list[nn.Module] = []
     for module in wanted:
         inside = set(module.modules())
-        parameters = list(module.parameters())
+        parameters = [one for one in module.parameters() if one not in whole]
         own = bool(parameters) and all(owners[one] <= inside for one in parameters)
         if own and module is not model and module not in found:
             found.append(module)
