@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from paceline.cli import main
 from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -232,6 +233,34 @@ dist.destroy_process_group()
         "it is a FSDPModule",
         "it is a FullyShardedDataParallel",
     ]
+
+
+def test_methods_that_paceline_does_not_call_are_reported() -> None:
+    hooks = "    def configure_optimizers(self):\n        pass\n    def train_dataloader(self):\n        pass\n"
+    helpers = "    def colate(self, samples):\n        pass\n    def helper(self):\n        pass\n"
+    write(GOOD.replace("class NotATask", hooks + helpers + "\nclass NotATask"))
+    notices = load("./my_line.py:Line").prepare().notices
+    assert [level for level, _ in notices] == ["warning"] * 3
+    texts = " ".join(text for _, text in notices)
+    assert "Line defines configure_optimizers, which Paceline does not call" in texts
+    assert "Line defines train_dataloader, which Paceline does not call" in texts
+    assert "Did you mean collate?" in texts
+    assert "helper" not in texts
+
+
+def test_a_loss_that_depends_on_the_micro_batch_is_reported() -> None:
+    write(GOOD.replace("    def build_datasets", "    additive = False\n    def build_datasets"))
+    ((level, text),) = load("./my_line.py:Line").prepare().notices
+    assert (level, "depends on the micro-batch size" in text) == ("warning", True)
+
+
+@pytest.mark.slow
+def test_a_mean_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    write(GOOD.replace(', reduction="sum"', ""))
+    words = ["model=mine", "dataset=mine", "task=./my_line.py:Line", "max_steps=2", "parallel.device=cpu", "output_dir=out"]
+    assert main(["sft", *words]) == 2
+    assert "Line.loss returns the mean over the batch" in capsys.readouterr().err
+    assert not Path("out").exists()
 
 
 def test_the_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:

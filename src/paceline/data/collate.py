@@ -6,7 +6,7 @@ names these positions and the rest of the logits are never computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,3 +64,16 @@ def collate_padded(samples: Sequence[dict[str, np.ndarray]], pad_token_id: int) 
         "num_labels": int((targets != -100).sum()),
         "num_tokens": int(attention.sum()),
     }
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply ``change`` to each tensor in nested dicts, lists, tuples and named tuples; leave other values as they are."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.processes import end_by_parent_alone, end_with_parent
+from paceline.data.collate import map_tensors
 from paceline.data.order import SampleOrder, split_by_length, split_even
 from paceline.world.seeds import seed_everything
 
@@ -30,20 +31,8 @@ class MicroBatch:
     samples: int
 
     def to(self, device: torch.device) -> MicroBatch:
-        data = _map_tensors(self.data, lambda one: one.to(device, non_blocking=True))
+        data = map_tensors(self.data, lambda one: one.to(device, non_blocking=True))
         return MicroBatch(data, self.weight, self.samples)
-
-
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(item, change) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(item, change) for item in value)
-    return value
 
 
 class _KeyedDataset(Dataset):  # type: ignore[type-arg]

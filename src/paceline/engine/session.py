@@ -41,7 +41,7 @@ from paceline.models.outline import Probe, outline
 from paceline.models.shape import ModelShape
 from paceline.parallel import Layout, make_strategy
 from paceline.parallel.base import Strategy
-from paceline.tasks import load_task
+from paceline.tasks import is_user_task, load_task
 from paceline.tasks.base import Prepared, Task
 from paceline.tasks.user import guard_model
 from paceline.world.env import RankEnv
@@ -184,6 +184,8 @@ def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None =
         model.to(world.device)  # else a model that no single device holds stays on the CPU until it is cut
     notices = task.setup(model)
     datasets = task.build_datasets()
+    if is_user_task(job.config) and job.resume_from is None and world.is_first:
+        notices += _check_loss(task, model, datasets[0], job.config)
     probe = _probe(task, datasets[0]) if job.layout.axes.pipeline > 1 else None
     shape, matrices = outline(model, job.config, probe), matrices_of(model)
     frozen = frozen_digest(model)
@@ -194,6 +196,12 @@ def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None =
 def _probe(task: Task, dataset: Any) -> Probe:
     """The task's loss on one sample: what its blocks hand on is what pipeline stages send."""
     return Probe(lambda model: task.loss(model, task.collate([dataset[0]])), rows=1)
+
+
+def _check_loss(task: Task, model: nn.Module, dataset: Any, config: Config) -> list[tuple[str, str]]:
+    from paceline.tasks.additivity import check_additive  # built-in tasks start without it
+
+    return check_additive(task, model, dataset, config.train_args.seed)
 
 
 def _build_model(task: Task, config: Config) -> nn.Module:

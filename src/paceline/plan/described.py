@@ -151,12 +151,6 @@ def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[
 
 
 def _to_meta(batch: Any) -> Any:
-    import torch
+    from paceline.data.collate import map_tensors
 
-    if isinstance(batch, torch.Tensor):
-        return batch.to("meta")
-    if isinstance(batch, dict):
-        return {key: _to_meta(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(_to_meta(one) for one in batch)
-    return batch
+    return map_tensors(batch, lambda tensor: tensor.to("meta"))

@@ -19,6 +19,12 @@ BUILT_IN = {
 }
 
 
+def is_user_task(config: Config) -> bool:
+    """Whether ``config.task`` names a class of the user, in a file or a module."""
+    name = config.task.strip()
+    return name not in BUILT_IN and (":" in name or name.endswith(".py"))
+
+
 def load_task(config: Config) -> Task:
     """The task that ``config.task`` names: a built-in one, ``./file.py:Class`` or ``package.module:Class``.
 
@@ -38,7 +44,7 @@ def load_task(config: Config) -> Task:
         from paceline.tasks.recommend import RecommendTask
 
         return RecommendTask(config)
-    if ":" in name or name.endswith(".py"):
+    if is_user_task(config):
         from paceline.tasks.user import load_user_task
 
         return load_user_task(config)

@@ -90,6 +90,9 @@ class Task:
     unit = "samples"
     #: peak learning rate where the config gives none
     default_learning_rate = 1e-3
+    #: False: the loss compares samples of a micro-batch with each other (a contrastive loss), so that its value on a batch is
+    #: not the sum of its values on the parts. The result of training then depends on the micro-batch size.
+    additive = True
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -1,0 +1,226 @@
+"""Check that a user's loss is a sum over samples, as the trainer assumes, before the first step of a run.
+
+The trainer adds the losses of all micro-batches and divides them by the global count. A loss that is already a mean is divided
+twice, which trains with a fraction of the gradient and prints a plausible curve.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.core.errors import ConfigError
+from paceline.data.collate import map_tensors
+from paceline.world.seeds import seed_everything
+
+if TYPE_CHECKING:
+    from paceline.tasks.base import Task
+
+_MAX_SAMPLES = 6
+#: Draws over which a loss that uses random numbers is averaged, and how far such an average may be from its expectation.
+_NUM_DRAWS = 8
+_STOCHASTIC_TOLERANCE = 0.2
+
+Notice = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A quantity on a batch and on the two parts of it, with the counts of the parts."""
+
+    whole: float
+    parts: tuple[float, float]
+    counts: tuple[int, int]
+
+    @property
+    def is_zero(self) -> bool:
+        return max(abs(self.whole), *map(abs, self.parts)) < 1e-12
+
+    def is_sum(self, tolerance: float) -> bool:
+        return _is_close(self.whole, sum(self.parts), tolerance)
+
+    def is_mean(self, tolerance: float) -> bool:
+        weighted = sum(part * count for part, count in zip(self.parts, self.counts, strict=True)) / max(1, sum(self.counts))
+        return _is_close(self.whole, weighted, tolerance)
+
+
+def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> list[Notice]:
+    """Compare the task's loss on a few real samples with its losses on two parts of them.
+
+    The model is in eval mode meanwhile. Its buffers and modes, and all random states, are as before when this returns.
+
+    Args:
+        model: the model before a strategy has placed it.
+        dataset: the training dataset, with at least one sample.
+        seed: the run's seed.
+
+    Returns:
+        (level, text) notices, where the loss could not be checked.
+
+    Raises:
+        ConfigError: the loss is a mean, or is not additive in another way; or ``evaluate`` returns a mean.
+    """
+    if not task.additive or len(dataset) == 0 or any(param.is_meta for param in model.parameters()):
+        return []
+    with _unchanged(model):
+        samples = _draw_samples(dataset, seed)
+        try:
+            notices = _check_quantity(task, model, samples, seed, "loss", lambda batch: {"loss": task.loss(model, batch)})
+            if _overrides_evaluate(task):
+                notices += _check_quantity(
+                    task, model, samples, seed, "evaluate", lambda batch: _sums(task, task.evaluate(model, batch))
+                )
+        except ConfigError:
+            raise
+        except Exception as error:  # such as a detection model, which has no loss in eval mode
+            first_line = (str(error).strip().splitlines() or [""])[0][:200]
+            text = f"the loss was not checked to be a sum, because it failed in eval mode: {type(error).__name__}: {first_line}"
+            return [("warning", text)]
+    return notices
+
+
+def _check_quantity(
+    task: Task,
+    model: nn.Module,
+    samples: Sequence[Any],
+    seed: int,
+    method: str,
+    compute: Callable[[Any], dict[str, torch.Tensor]],
+) -> list[Notice]:
+    cut = len(samples) - max(1, len(samples) // 3)  # parts of unequal size tell a weighted mean from a plain one
+    batches = [_collate(task, model, part, seed) for part in (samples, samples[:cut], samples[cut:])]
+    counts = (task.count(batches[1]), task.count(batches[2]))
+    first, second = (_evaluate(compute, batches[0], seed, draw) for draw in (0, 1))
+    tolerance = _tolerance(model)
+    notices: list[Notice] = []
+    for name in first:
+        is_stochastic = not _is_close(first[name], second[name], 1e-6)
+        draws = range(_NUM_DRAWS) if is_stochastic else range(1)
+        whole, left, right = (_average(compute, batch, name, seed, draws) for batch in batches)
+        split = _Split(whole, (left, right), counts)
+        name_in_text = f"{type(task).__name__}.{method}" + (f" ({name})" if method == "evaluate" else "")
+        if split.is_zero or not all(map(np.isfinite, (whole, left, right))):
+            notices.append(("info", f"{name_in_text} was not checked to be a sum: it is {whole:g} on the first samples"))
+        elif is_stochastic:
+            if split.is_mean(_STOCHASTIC_TOLERANCE) and not split.is_sum(_STOCHASTIC_TOLERANCE):
+                raise _is_a_mean(name_in_text, method, split)
+            notices.append(("info", f"{name_in_text} draws random numbers, so it was only roughly checked to be a sum"))
+        elif split.is_sum(tolerance):
+            continue
+        elif split.is_mean(tolerance):
+            raise _is_a_mean(name_in_text, method, split)
+        elif method == "loss":
+            raise _is_not_additive(name_in_text, split)
+    return notices
+
+
+def _is_a_mean(name: str, method: str, split: _Split) -> ConfigError:
+    remedy = 'reduction="sum"' if method == "loss" else "the sum over the batch, such as `(output - target).abs().sum()`"
+    effect = ", and the gradient would shrink with the batch size" if method == "loss" else ""
+    return ConfigError(
+        f"{name} returns the mean over the batch: {_figures(split)}. Paceline divides by the global count itself, so a mean "
+        f"would be divided twice{effect}",
+        allowed="the sum over the batch",
+        fix=f"return {remedy} instead of the mean, or multiply the result by self.count(batch)",
+    )
+
+
+def _is_not_additive(name: str, split: _Split) -> ConfigError:
+    return ConfigError(
+        f"{name} is not additive: {_figures(split)}. The result of training would depend on the micro-batch size and on the "
+        "number of ranks",
+        allowed="a loss whose value on a batch is the sum of its values on the parts of the batch",
+        fix="multiply a term that does not depend on the samples (such as a weight penalty) by self.count(batch); if the loss "
+        "compares samples of a micro-batch with each other (such as a contrastive loss), set `additive = False` in the class",
+    )
+
+
+def _figures(split: _Split) -> str:
+    left, right = split.parts
+    size = " + ".join(map(str, split.counts))
+    return f"{split.whole:.6g} on a batch (count {size}), {left:.6g} and {right:.6g} on its two parts"
+
+
+def _draw_samples(dataset: Any, seed: int) -> list[Any]:
+    """Up to six samples spread over the dataset; a single one twice, for the parts must not be empty."""
+    num_samples = min(len(dataset), _MAX_SAMPLES)
+    seed_everything(seed, "additivity")
+    samples = [dataset[position * len(dataset) // num_samples] for position in range(num_samples)]
+    return samples if len(samples) > 1 else samples * 2
+
+
+def _collate(task: Task, model: nn.Module, samples: Sequence[Any], seed: int) -> Any:
+    seed_everything(seed, "additivity")
+    device = next(model.parameters()).device
+    return map_tensors(task.collate(samples), lambda tensor: tensor.to(device))
+
+
+def _evaluate(compute: Callable[[Any], dict[str, torch.Tensor]], batch: Any, seed: int, draw: int) -> dict[str, float]:
+    seed_everything(seed, "additivity", draw)
+    copied = map_tensors(batch, lambda tensor: tensor.clone())  # a loss may change its batch in place
+    with torch.enable_grad():  # a loss may take gradients itself
+        return {name: float(value.detach()) for name, value in compute(copied).items()}
+
+
+def _average(
+    compute: Callable[[Any], dict[str, torch.Tensor]], batch: Any, name: str, seed: int, draws: Sequence[int]
+) -> float:
+    return float(np.mean([_evaluate(compute, batch, seed, draw)[name] for draw in draws]))
+
+
+def _sums(task: Task, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in results.items() if name not in task.gathers}
+
+
+def _overrides_evaluate(task: Task) -> bool:
+    from paceline.tasks.base import Task
+
+    return type(task).evaluate is not Task.evaluate
+
+
+def _tolerance(model: nn.Module) -> float:
+    has_16_bit = any(param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters())
+    return 3e-2 if has_16_bit else 1e-3
+
+
+def _is_close(value: float, expected: float, tolerance: float) -> bool:
+    return abs(value - expected) <= tolerance * max(abs(value), abs(expected))
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; then modes, buffers, gradients and all random states as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    states = _random_states()
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for restore, state in states:
+            restore(state)
+
+
+def _random_states() -> list[tuple[Callable[[Any], object], Any]]:
+    """The random states that :func:`seed_everything` sets, each with the function that restores it."""
+    states: list[tuple[Callable[[Any], object], Any]] = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if torch.accelerator.is_available():
+        device_module = torch.get_device_module(torch.accelerator.current_accelerator())
+        states.append((device_module.set_rng_state, device_module.get_rng_state()))
+    return states

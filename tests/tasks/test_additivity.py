@@ -1,0 +1,168 @@
+"""A user's loss must be a sum over samples; a mean, or a loss that compares samples, is found before the first step."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.tasks.additivity import check_additive
+
+NUM_SAMPLES = 40
+
+
+class Regression(paceline.Task):
+    def build_datasets(self) -> tuple[Any, Any]:
+        x = torch.linspace(-3, 3, NUM_SAMPLES).unsqueeze(1)
+        return TensorDataset(x, x.sin()), None
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return functional.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+
+class MeanLoss(Regression):
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return functional.mse_loss(model(batch[0]), batch[1])
+
+
+class MeanOverTokens(Regression):
+    """The count is not the number of samples, and the mean is over it."""
+
+    def count(self, batch: Any) -> int:
+        return int((batch[0] > -1).sum())
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        errors = (model(batch[0]) - batch[1]).square() * (batch[0] > -1)
+        return errors.sum() / self.count(batch)
+
+
+class MeanOfNoisyErrors(Regression):
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        noise = torch.randn_like(batch[0])
+        return functional.mse_loss(model(batch[0] + noise), noise)
+
+
+class SumOfNoisyErrors(Regression):
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        noise = torch.randn_like(batch[0])
+        return functional.mse_loss(model(batch[0] + noise), noise, reduction="sum")
+
+
+class MeanInEvaluation(Regression):
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.loss(model, batch), "error": (model(batch[0]) - batch[1]).abs().mean()}
+
+
+class Contrastive(Regression):
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        output = model(batch[0])
+        return functional.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="sum")
+
+
+class DeclaredContrastive(Contrastive):
+    additive = False
+
+
+class WithPenalty(Regression):
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return super().loss(model, batch) + sum(param.square().sum() for param in model.parameters())
+
+
+class NoLossInEvalMode(Regression):
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        if not model.training:
+            raise ValueError("this model has a loss in training mode only")
+        return super().loss(model, batch)
+
+
+class InPlace(Regression):
+    """Changes its batch, draws from every generator, and takes gradients itself."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        _ = random.random() + np.random.rand() + torch.rand(())
+        x = batch[0].requires_grad_()
+        slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+        batch[1].mul_(2)
+        return slope.square().sum() + (model(x) - batch[1]).square().sum()
+
+
+def check(kind: type[paceline.Task], num_samples: int = NUM_SAMPLES) -> list[tuple[str, str]]:
+    task = kind(Config.model_validate({"model": "mine", "dataset": "mine", "task": "./mine.py:Mine"}))
+    torch.manual_seed(0)
+    dataset = torch.utils.data.Subset(task.build_datasets()[0], range(num_samples))
+    return check_additive(task, task.build_model(), dataset, seed=42)
+
+
+@pytest.mark.parametrize("kind", [MeanLoss, MeanOverTokens, MeanOfNoisyErrors])
+@pytest.mark.parametrize("num_samples", [2, 3, NUM_SAMPLES])
+def test_a_mean_is_refused_with_the_fix(kind: type[paceline.Task], num_samples: int) -> None:
+    if kind is MeanOverTokens:
+        num_samples = NUM_SAMPLES  # of the first two and three samples none counts
+    with pytest.raises(ConfigError, match=f"{kind.__name__}.loss returns the mean over the batch") as caught:
+        check(kind, num_samples)
+    assert caught.value.fix is not None
+    assert 'reduction="sum"' in caught.value.fix
+
+
+def test_a_mean_over_a_single_sample_dataset_is_refused() -> None:
+    with pytest.raises(ConfigError, match="returns the mean"):
+        check(MeanLoss, 1)
+
+
+def test_a_mean_in_evaluate_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"MeanInEvaluation.evaluate \(error\) returns the mean"):
+        check(MeanInEvaluation)
+
+
+@pytest.mark.parametrize("kind", [Contrastive, WithPenalty])
+def test_another_loss_that_is_not_additive_is_refused(kind: type[paceline.Task]) -> None:
+    with pytest.raises(ConfigError, match="is not additive") as caught:
+        check(kind)
+    assert "additive = False" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, NUM_SAMPLES])
+@pytest.mark.parametrize("kind", [Regression, DeclaredContrastive, InPlace])
+def test_a_sum_passes_without_a_notice(kind: type[paceline.Task], num_samples: int) -> None:
+    assert check(kind, num_samples) == []
+
+
+def test_a_sum_with_random_numbers_passes_with_a_notice() -> None:
+    ((level, text),) = check(SumOfNoisyErrors)
+    assert (level, "random numbers" in text) == ("info", True)
+
+
+def test_a_loss_that_fails_in_eval_mode_is_reported() -> None:
+    ((level, text),) = check(NoLossInEvalMode)
+    assert level == "warning"
+    assert "this model has a loss in training mode only" in text
+
+
+def test_nothing_is_changed_by_the_check() -> None:
+    task = InPlace(Config.model_validate({"model": "mine", "dataset": "mine", "task": "./mine.py:Mine"}))
+    model, dataset = task.build_model(), task.build_datasets()[0]
+    model[2].eval()  # a mode that the user has set
+    before = copy.deepcopy(model.state_dict())
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    targets = dataset.tensors[1].clone()
+    assert check_additive(task, model, dataset, seed=42) == []
+    assert [module.training for module in model] == [True, True, False, True]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    assert torch.equal(dataset.tensors[1], targets)
+    assert all(param.grad is None for param in model.parameters())
