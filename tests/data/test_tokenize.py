@@ -323,8 +323,29 @@ def test_split_is_fixed_by_the_seed_alone(tmp_path: Path) -> None:
     assert first.label_tokens == int(train_set(first).label_counts.sum())
     assert prepare(data, split_dataset_ratio=0.001).num_eval == 1
     assert prepare(data, split_dataset_ratio=0.999).num_train == 1
-    assert "nothing to train on" in fails(save(tmp_path / "b.jsonl", CHATS[:1]), split_dataset_ratio=0.5)
     assert len(split_indices(1000, 0.05, 7)[1]) == 50
+
+
+@pytest.mark.parametrize(
+    ("rows", "ratio", "held_out", "level", "texts"),
+    [
+        (1, 0.05, 0, "warning", ("no validation", "1 sample ")),
+        (2, 0.05, 1, "warning", ("1 of 2 samples", "50%", "at least one")),
+        (8, 0.05, 1, "warning", ("1 of 8 samples", "12%", "0.05")),
+        (12, 0.05, 1, "info", ("1 of 12 samples", "8.3%", "rounded up")),
+        (12, 0.25, 3, "info", ("3 of 12 samples held out",)),
+    ],
+)
+def test_a_split_that_is_not_its_ratio_is_reported(
+    tmp_path: Path, rows: int, ratio: float, held_out: int, level: str, texts: tuple[str, ...]
+) -> None:
+    tokens = prepare(save(tmp_path / "a.jsonl", CHATS[:rows]), split_dataset_ratio=ratio)
+    assert (tokens.num_train, tokens.num_eval) == (rows - held_out, held_out)
+    assert (tokens.eval_folder is None) == (held_out == 0)
+    about = [notice for notice in tokens.notices if "validation" in notice[1]]
+    assert len(about) == 1
+    assert about[0][0] == level
+    assert all(text in about[0][1] for text in texts), about
 
 
 def test_validation_file(tmp_path: Path) -> None:

@@ -240,19 +240,10 @@ def test_every_sample_too_long(here: Path, refused: Refused) -> None:
     one_line(refused("max_length=8", "overlong=drop"), "every sample", "too long", "max_length", "truncate")
 
 
-def test_a_batch_larger_than_the_data(refused: Refused) -> None:
-    text = refused("per_device_train_batch_size=8", "gradient_accumulation_steps=2")
-    one_line(text, "32 samples", "8 a micro-batch", "8 training samples", "lower")
-
-
-def test_more_ranks_than_samples(here: Path, refused: Refused) -> None:
-    save(here / "two.jsonl", PAIRS[:2])
-    one_line(refused("dataset=two.jsonl", "parallel.num_gpus=3"), "3 ranks", "2 training samples", "parallel.num_gpus")
-
-
-def test_nothing_left_to_train_on(here: Path, refused: Refused) -> None:
+def test_workers_that_train_separately_and_have_no_sample(here: Path, refused: Refused) -> None:
     save(here / "one.jsonl", PAIRS[:1])
-    one_line(refused("dataset=one.jsonl", "split_dataset_ratio=0.5"), "split_dataset_ratio")
+    words = ("dataset=one.jsonl", "parallel.mode=local_sgd", "local_sgd.steps=1", "local_sgd.warmup_steps=0", "max_steps=4")
+    one_line(refused(*words, "parallel.num_gpus=2"), "local_sgd", "2 workers", "1 training sample", "ddp")
 
 
 # -- the output folder ----------------------------------------------------------------------------------------------------

@@ -75,8 +75,9 @@ def prepare_tokens(config: Config, task: TextTask) -> PreparedTokens:
     if config.split_dataset_ratio > 0:
         train_indices, eval_indices = split_indices(len(lengths), config.split_dataset_ratio, config.train_args.seed)
         lengths, labels = lengths[train_indices], labels[train_indices]
-        text = f"validation: {len(eval_indices):,} of {train.samples:,} samples held out (split_dataset_ratio)"
-        notices.append(("info", text))
+        notices.append(split_notice(len(eval_indices), train.samples, config.split_dataset_ratio))
+        if not len(eval_indices):
+            eval_indices = None
     return PreparedTokens(
         train_folder=train.folder,
         train_indices=train_indices,
@@ -109,19 +110,26 @@ def cached_lengths(config: Config, task: TextTask) -> tuple[np.ndarray, np.ndarr
 
 
 def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(training, validation) indices, each sorted: a share ``ratio``, at least one sample, held out by ``seed`` alone.
+    """Split samples into (training, validation) indices, each sorted, by ``seed`` alone.
 
-    Raises:
-        ConfigError: fewer than two samples.
+    The share ``ratio`` is held out, at least one sample. At least one sample is left for training, so nothing is held out of
+    a single sample. :func:`split_notice` reports the result.
     """
-    if num_samples < 2:
-        raise ConfigError(
-            f"`split_dataset_ratio: {ratio}` of {counted(num_samples, 'sample')} leaves nothing to train on",
-            fix="give more data, or set `split_dataset_ratio: 0`",
-        )
     held_out = min(max(1, round(num_samples * ratio)), num_samples - 1)
     order = np.random.default_rng([seed, 0x5B117]).permutation(num_samples)
     return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def split_notice(held_out: int, total: int, ratio: float, noun: str = "sample") -> Notice:
+    """Return what to report about a split: a warning if it is not the share that ``split_dataset_ratio`` names."""
+    if held_out == 0:
+        return "warning", f"no validation: `split_dataset_ratio: {ratio:g}` of {counted(total, noun)} leaves none to hold out"
+    text = f"validation: {held_out:,} of {counted(total, noun)} held out (split_dataset_ratio: {ratio:g})"
+    if held_out > total * ratio + 0.5:
+        return "warning", f"{text}. That is {held_out / total:.0%}: a validation split has at least one {noun}"
+    if held_out > total * ratio:
+        text += f", {held_out / total:.1%}: rounded up to a whole {noun}"
+    return "info", text
 
 
 class _Entry:

@@ -132,11 +132,13 @@ def plan_run(
         replicas=layout.axes.replicas,
         global_batch_size=global_batch_size,
     )
-    check_sizes(derived, prepared.num_train)
+    about_sizes = check_sizes(derived, prepared.num_train, layout.strategy)
     shared = sharing_text(config, derived)
     if shared is not None:
-        say("info", shared)
-        notices.append(("info", shared))
+        about_sizes.append(("info", shared))
+    for level, text in about_sizes:
+        say(level, text)
+    notices += about_sizes
     strategy_class(layout.strategy).check_length(config, derived.steps)
     _check_schedule(config)
     finished = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.config.changes import OTHER_TRAINING
 from paceline.config.resolve import Derived
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -20,14 +21,28 @@ def sharing_text(config: Config, derived: Derived) -> str | None:
     return f"{replicas}: {batch} of the global batch as {each}" if each else None
 
 
-def check_sizes(derived: Derived, samples: int) -> None:
-    """Raise ConfigError where ``samples`` for training are too few, or there are more replicas than a global batch feeds."""
+def check_sizes(derived: Derived, samples: int, mode: str) -> list[tuple[str, str]]:
+    """Check that every replica can get part of the run's global batch.
+
+    Args:
+        mode: the strategy's name.
+        samples: training samples. Fewer than a global batch, or than replicas, are enough: the missing rows are padded with
+            zero weight, so the loss and the gradient are those of the samples alone.
+
+    Returns:
+        Notices as (level, text).
+
+    Raises:
+        ConfigError: no sample to train on; more replicas than samples in the global batch of a resumed run, or than samples at
+            all in a mode whose replicas train separately.
+    """
     if samples == 0:
         raise ConfigError("the dataset holds no sample to train on", fix="check `dataset` and `max_length`")
-    if derived.replicas > samples:
+    if derived.replicas > samples and mode in OTHER_TRAINING:
         raise ConfigError(
-            f"{derived.replicas} ranks are more than the {counted(samples, 'training sample')}",
-            fix=f"set `parallel.num_gpus` to at most {samples}, or give more data",
+            f"`parallel.mode: {mode}` trains each worker on its own samples, and {derived.replicas} workers are more than the "
+            f"{counted(samples, 'training sample')}",
+            fix=f"set `parallel.num_gpus` to at most {samples}, use `parallel.mode: ddp`, or add data",
         )
     if derived.replicas > derived.global_batch_size:
         most = derived.global_batch_size * (derived.world_size // derived.replicas)
@@ -37,10 +52,21 @@ def check_sizes(derived: Derived, samples: int) -> None:
             fix=f"set `parallel.num_gpus` to at most {most}, or split the model over the ranks (`parallel.tensor`, "
             "`parallel.pipeline`), or set another `output_dir` for a new run",
         )
-    if derived.global_batch_size > samples:
-        raise ConfigError(
-            f"the global batch of {counted(derived.global_batch_size, 'sample')} ({derived.micro_batch_size} a micro-batch × "
-            f"{derived.gradient_accumulation_steps} accumulation × {counted(derived.replicas, 'replica')}) is larger than the "
-            f"data: {counted(samples, 'training sample')}",
-            fix="lower `per_device_train_batch_size` or `gradient_accumulation_steps`, or give more data",
+    if derived.global_batch_size <= samples:
+        return []
+    text = (
+        f"the global batch of {counted(derived.global_batch_size, 'sample')} ({derived.micro_batch_size} per micro-batch × "
+        f"{derived.gradient_accumulation_steps} accumulation × {counted(derived.replicas, 'replica')}) is larger than the "
+        f"dataset: each step trains on {_all_of(samples)}, and the missing rows are padded with zero weight"
+    )
+    if derived.replicas > samples:
+        idle = derived.replicas - samples
+        text += (
+            f". {counted(idle, 'replica')} of {derived.replicas} {'gets' if idle == 1 else 'get'} padding only; "
+            f"{counted(samples, 'replica')} would train on the same samples"
         )
+    return [("warning", text)]
+
+
+def _all_of(samples: int) -> str:
+    return "the only training sample" if samples == 1 else f"all {samples:,} training samples"

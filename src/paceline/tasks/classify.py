@@ -64,7 +64,7 @@ class ClassifyTask(Task):
         """
         from paceline.data.cache import key_of
         from paceline.data.images import DIGITS, open_images
-        from paceline.data.tokenize import split_indices
+        from paceline.data.tokenize import split_indices, split_notice
 
         seed, notices = self.config.train_args.seed, _ignored(self.config)
         found = open_images(self.config.sources()[0].path, seed)
@@ -84,8 +84,8 @@ class ClassifyTask(Task):
             evaluation = self._validation(found, seed, notices)
         elif self.config.split_dataset_ratio > 0:
             keep, held_out = split_indices(len(found), self.config.split_dataset_ratio, seed)
-            train, evaluation = found.take(keep), found.take(held_out)
-            notices.append(("info", f"validation: {len(held_out):,} of {len(found):,} images held out (split_dataset_ratio)"))
+            train, evaluation = found.take(keep), found.take(held_out) if len(held_out) else None
+            notices.append(split_notice(len(held_out), len(found), self.config.split_dataset_ratio, "image"))
         return Prepared(
             num_train=len(train),
             num_eval=0 if evaluation is None else len(evaluation),

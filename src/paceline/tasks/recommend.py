@@ -102,6 +102,7 @@ class RecommendTask(Task):
         """
         from paceline.data.cache import key_of
         from paceline.data.clicks import stored_meta, take_count
+        from paceline.data.tokenize import split_notice
 
         config = self.config
         name, take = take_count(config.sources()[0].path)
@@ -122,11 +123,14 @@ class RecommendTask(Task):
         meta = stored_meta(train)
         kept = len(rows) + (len(held_out) if held_out is not None and validation is None else 0)
         taken = meta["read"] if take is None else kept + sum(meta["dropped"].values())
+        notices = _ignored(config) + _about(name, rows, held_out, meta)
+        if validation is None and config.split_dataset_ratio > 0:
+            notices.append(split_notice(kept - len(rows), kept, config.split_dataset_ratio, "row"))
         return Prepared(
             num_train=len(rows),
             num_eval=0 if held_out is None else len(held_out),
             counts=DataCounts(read=taken, kept=kept, dropped=dict(meta["dropped"])),
-            notices=_ignored(config) + _about(name, rows, held_out, meta),
+            notices=notices,
             fingerprint=key_of([train.name, take, config.split_dataset_ratio, config.train_args.seed]),
             handle=handle,
         )
@@ -270,7 +274,7 @@ def _split(handle: _Handle) -> tuple[ClickLog, ClickLog | None]:
         held_out = some(open_stored(handle.evaluation), handle.take_evaluation)
     elif handle.split > 0:
         keep, out = split_indices(len(rows), handle.split, handle.seed)
-        rows, held_out = rows.take(keep), rows.take(out)
+        rows, held_out = rows.take(keep), rows.take(out) if len(out) else None
     if handle.mean is None:
         return rows, held_out
     scaled = {"mean": handle.mean, "std": handle.std}
