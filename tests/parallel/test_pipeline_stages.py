@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import combinations, pairwise
+
 import pytest
 
 from paceline.core.errors import ConfigError
@@ -48,6 +51,47 @@ def test_names_tell_what_registration_does_not() -> None:
     assert found.regions == {"d.embed_tokens": "before", "d.final_layer_norm": "after", "d.scale": "after"}
     assert found.stages["d.layers.1.mask"] == (1,)
     assert found.stages["d.rotary.inv_freq"] == (0, 1)
+
+
+def best_loads_by_exhaustion(costs: list[int], num_stages: int, before: int, after: int) -> tuple[int, int]:
+    """(largest, sum of squares) of the best division, found by trying every set of cuts."""
+    results = []
+    for cuts in combinations(range(1, len(costs)), num_stages - 1):
+        bounds = [0, *cuts, len(costs)]
+        loads = [sum(costs[first:end]) for first, end in pairwise(bounds)]
+        if all(loads):
+            loads[0] += before
+            loads[-1] += after
+            results.append((max(loads), sum(load * load for load in loads)))
+    return min(results)
+
+
+def test_the_division_is_the_best_of_all() -> None:
+    chance = random.Random(0)
+    for _ in range(300):
+        costs = [chance.choice([0, 1, 2, 5, 5, 13]) for _ in range(chance.randint(2, 9))]
+        with_parameters = sum(cost > 0 for cost in costs)
+        if not with_parameters:
+            continue
+        num_stages = chance.randint(1, with_parameters)
+        before, after = chance.choice([0, 4, 30]), chance.choice([0, 4, 30])
+        sizes = {"embed.w": before, **{f"h.{number}.w": cost for number, cost in enumerate(costs)}, "norm.w": after}
+        result = divide(sizes, [f"h.{number}" for number in range(len(costs))], num_stages)
+        loads = [sum(costs[first:end]) for first, end in result.blocks]
+        assert all(loads)
+        loads[0] += before
+        loads[-1] += after
+        assert (max(loads), sum(load * load for load in loads)) == best_loads_by_exhaustion(costs, num_stages, before, after)
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(80, 64), (126, 120), (80, 79)])
+def test_many_stages_are_divided_without_searching_dead_ends(layers: int, stages: int) -> None:
+    """A search that meets the infeasible divisions again and again does not end for these."""
+    result = divide(sizes_of(layers, 856, 1050, 1050), blocks_of(layers), stages)
+    assert result.num_stages == stages
+    counts = [beyond - first for first, beyond in result.blocks]
+    assert sum(counts) == layers
+    assert set(counts) <= {1, 2}
 
 
 def test_no_stage_is_left_without_parameters() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,12 @@ class ModelShape:
     aliases: Mapping[str, str] = field(default_factory=dict)
     block_output_elements: tuple[float, ...] = ()
 
+    @cached_property
+    def memo(self) -> dict[object, Any]:
+        """Results derived from this shape, by key. A plan for many ranks asks for the same ones in every mode.
+        A copy made by ``dataclasses.replace`` starts empty."""
+        return {}
+
     @property
     def trained(self) -> list[TensorShape]:
         return [one for one in self.parameters if one.trainable]
@@ -64,10 +72,10 @@ class ModelShape:
         return total_bytes(self.buffers)
 
 
-def modules_around(name: str) -> list[str]:
+@lru_cache(maxsize=1 << 16)
+def modules_around(name: str) -> tuple[str, ...]:
     """The dotted names of the modules that hold what is called ``name``, the outermost first: ``a.b.weight`` → a, a.b."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
+    return tuple(name[:at] for at, letter in enumerate(name) if letter == ".")
 
 
 def total_bytes(shapes: Iterable[TensorShape]) -> int:

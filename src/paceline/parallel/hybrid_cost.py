@@ -13,6 +13,7 @@ from paceline.models.tensor_plan import COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT,
 from paceline.parallel.buckets import lay_out
 from paceline.parallel.communication import communication_cost
 from paceline.parallel.cost import Cost, Workload
+from paceline.parallel.pipeline_cost import PipelineCost, pipeline_cost
 from paceline.parallel.zero import statistics_traffic, step_count_bytes
 from paceline.world.mesh import Axes
 from paceline.world.volume import all_reduce_bytes, scatter_bytes
@@ -40,22 +41,11 @@ class _Stage:
 def _stages(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> list[_Stage]:
     if axes.pipeline == 1:
         return [_Stage(shape, activations=work.activation_bytes)]
-    from paceline.parallel.pipeline_cost import pipeline_cost
-
     settings = config.parallel
     line = pipeline_cost(shape, axes.pipeline, settings.pipeline_chunks, settings.pipeline_schedule, work, axes.tensor)
     copies = Counter(name for names in line.parameters for name in names)
     found = []
-    for rank in range(axes.pipeline):
-        mine, buffers = set(line.parameters[rank]), set(line.buffers[rank])
-        modules = {module for name in mine for module in modules_around(name)}
-        held = replace(
-            shape,
-            parameters=tuple(one for one in shape.parameters if one.name in mine),
-            buffers=tuple(one for one in shape.buffers if one.name in buffers),
-            tensor_plan={name: style for name, style in shape.tensor_plan.items() if name in modules},
-            aliases={alias: first for alias, first in shape.aliases.items() if first in mine},
-        )
+    for rank, held in enumerate(_stage_shapes(shape, line)):
         # Gradients of tied weights are sent as each rank holds them: a shard.
         tied = sum(one.size_bytes * (copies[one.name] - 1) for one in held.trained)
         sends = line.send_bytes[rank] - tied + tied // axes.shard
@@ -63,10 +53,40 @@ def _stages(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> li
     return found
 
 
+def _stage_shapes(shape: ModelShape, line: PipelineCost) -> list[ModelShape]:
+    """What each rank of the pipeline holds, as a shape; computed once per shape and division."""
+    key = ("stage shapes", line.parameters, line.buffers)
+    if key not in shape.memo:
+        parameters = {one.name: one for one in shape.parameters}
+        buffers = {one.name: one for one in shape.buffers}
+        held = []
+        for names, buffer_names in zip(line.parameters, line.buffers, strict=True):
+            mine = set(names)
+            modules = {module for name in names for module in modules_around(name)}
+            part = replace(
+                shape,
+                parameters=tuple(parameters[name] for name in names),
+                buffers=tuple(buffers[name] for name in buffer_names),
+                tensor_plan={name: style for name, style in shape.tensor_plan.items() if name in modules},
+                aliases={alias: first for alias, first in shape.aliases.items() if first in mine},
+            )
+            held.append(part)
+        shape.memo[key] = held
+    return shape.memo[key]  # type: ignore[no-any-return]
+
+
+def _tensor_cut(shape: ModelShape, size: int) -> ModelShape:
+    """The part of ``shape`` that each of ``size`` tensor-parallel ranks holds; computed once per shape."""
+    if size == 1:
+        return shape
+    key = ("tensor cut", size)
+    if key not in shape.memo:
+        shape.memo[key] = replace(shape, parameters=tuple(_part(one, shape.tensor_plan, size) for one in shape.parameters))
+    return shape.memo[key]  # type: ignore[no-any-return]
+
+
 def _stage_cost(stage: _Stage, whole: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-    cut = replace(
-        stage.shape, parameters=tuple(_part(one, stage.shape.tensor_plan, axes.tensor) for one in stage.shape.parameters)
-    )
+    cut = _tensor_cut(stage.shape, axes.tensor)
     base = _sharded(cut, axes, work, config) if axes.shard > 1 else _replicated(cut, axes, config)
     traffic = dict(base.traffic)
     within = _tensor_traffic(stage.shape, whole, cut, axes, work, config) if axes.tensor > 1 else {}
@@ -120,7 +140,10 @@ def _tensor_traffic(
     for the end of a block."""
     # transformers lets the embeddings' output require a gradient where adapters meet activation checkpointing.
     adapted = config.train_args.gradient_checkpointing and any(".lora_A." in one.name for one in whole.parameters)
-    layers = _layers(stage, whole, adapted)
+    key = ("layers", adapted)
+    if key not in stage.memo:
+        stage.memo[key] = _layers(stage, whole, adapted)
+    layers = stage.memo[key]
     size, recomputed = axes.tensor, config.train_args.gradient_checkpointing
     sequence = config.parallel.sequence_parallel
     element = stage.low_bytes or (stage.parameters[0].element_bytes if stage.parameters else 4)
@@ -155,9 +178,7 @@ def _tensor_traffic(
         if layer.gathered:
             kind = layer.kind == COLUMN_GATHERED
             add("all_gather", tokens * layer.gathered * (again if kind else layer.reached))
-    dims, blocks = {one.name: len(one.shape) for one in stage.parameters}, set(stage.blocks)
-    partial = [one for one in cut.trained if _is_partial(one.name, dims[one.name], stage.tensor_plan, blocks, sequence)]
-    summed = sum(one.size_bytes // max(1, axes.shard) for one in partial)
+    summed = sum(one.size_bytes // max(1, axes.shard) for one in _partial(stage, cut, sequence))
     traffic["all_reduce"] += all_reduce_bytes(summed, size)
     if sequence and stage.blocks:
         hidden = whole.block_output_elements[0] if whole.block_output_elements else 0.0
@@ -240,6 +261,17 @@ def _last_rows(shape: ModelShape) -> set[str]:
         if block is not None and kind in (ROW, ROW_SPLIT):
             last[block] = name
     return set(last.values())
+
+
+def _partial(stage: ModelShape, cut: ModelShape, sequence: bool) -> list[TensorShape]:
+    """Trained parameters of which each tensor-parallel rank computes a part of the gradient; computed once per shape."""
+    key = ("partial", sequence)
+    if key not in cut.memo:
+        dims, blocks = {one.name: len(one.shape) for one in stage.parameters}, set(stage.blocks)
+        cut.memo[key] = [
+            one for one in cut.trained if _is_partial(one.name, dims[one.name], stage.tensor_plan, blocks, sequence)
+        ]
+    return cut.memo[key]  # type: ignore[no-any-return]
 
 
 def _is_partial(name: str, dims: int, plan: Mapping[str, str], blocks: Container[str], sequence: bool) -> bool:

@@ -54,20 +54,13 @@ def pipeline_cost(
         ConfigError: fewer layers than stages.
     """
     num_stages = num_ranks * num_chunks(schedule, chunks)
-    sizes = {one.name: one.numel for one in shape.parameters}
-    division = divide(sizes, shape.blocks, num_stages, shape.aliases, [one.name for one in shape.buffers])
-
-    def held(names: list[str]) -> tuple[tuple[str, ...], ...]:
-        return tuple(
-            tuple(name for name in names if any(rank_of_stage(stage, num_ranks) == rank for stage in division.stages[name]))
-            for rank in range(num_ranks)
-        )
-
+    division, parameters, buffers = _holdings(shape, num_ranks, num_stages)
+    within_pair = _within_pair(shape) if tensor_ranks > 1 else set()
     element_bytes = shape.parameters[0].element_bytes if shape.parameters else 4
     send = [0] * num_ranks
     for stage, (_, beyond) in enumerate(division.blocks[:-1]):  # forward to the next stage, and the gradient back
         elements = shape.block_output_elements[beyond - 1] if shape.block_output_elements else 0.0
-        parts = tensor_ranks if _within_pair(shape, beyond) else 1
+        parts = tensor_ranks if beyond in within_pair else 1
         boundary = round(work.micro_batches * work.positions * elements * element_bytes / parts)
         send[rank_of_stage(stage, num_ranks)] += boundary
         send[rank_of_stage(stage + 1, num_ranks)] += boundary
@@ -83,19 +76,51 @@ def pipeline_cost(
         activations[rank] += in_flight[rank] * sum(per_block[first:beyond])
     return PipelineCost(
         division=division,
-        parameters=held([one.name for one in shape.parameters]),
-        buffers=held([one.name for one in shape.buffers]),
+        parameters=parameters,
+        buffers=buffers,
         send_bytes=tuple(send),
         in_flight=in_flight,
         activation_bytes=tuple(activations),
     )
 
 
-def _within_pair(shape: ModelShape, beyond: int) -> bool:
-    """Whether the last cut layer of the first ``beyond`` blocks is a column layer, whose row layer comes later."""
-    before = set(shape.blocks[:beyond])
-    styles = [style for name, style in shape.tensor_plan.items() if any(one in before for one in (*modules_around(name), name))]
-    return bool(styles) and styles[-1] == COLUMN
+Names = tuple[tuple[str, ...], ...]
+
+
+def _holdings(shape: ModelShape, num_ranks: int, num_stages: int) -> tuple[Division, Names, Names]:
+    """The stages, and for each rank the names of its parameters and of its buffers; computed once per shape."""
+    key = ("pipeline holdings", num_ranks, num_stages)
+    if key not in shape.memo:
+        sizes = {one.name: one.numel for one in shape.parameters}
+        division = divide(sizes, shape.blocks, num_stages, shape.aliases, [one.name for one in shape.buffers])
+
+        def held(names: list[str]) -> Names:
+            by_rank: list[list[str]] = [[] for _ in range(num_ranks)]
+            for name in names:
+                for rank in sorted({rank_of_stage(stage, num_ranks) for stage in division.stages[name]}):
+                    by_rank[rank].append(name)
+            return tuple(tuple(names) for names in by_rank)
+
+        parameters, buffers = held([one.name for one in shape.parameters]), held([one.name for one in shape.buffers])
+        shape.memo[key] = (division, parameters, buffers)
+    return shape.memo[key]  # type: ignore[no-any-return]
+
+
+def _within_pair(shape: ModelShape) -> set[int]:
+    """Each number of leading blocks whose last cut layer is a column layer, so that its row layer is in a later block."""
+    block_index = {name: index for index, name in enumerate(shape.blocks)}
+    last_style: dict[int, tuple[int, str]] = {}  # block → (place in the plan, style) of its last cut layer
+    for place, (name, style) in enumerate(shape.tensor_plan.items()):
+        for module in (*modules_around(name), name):
+            if module in block_index:
+                last_style[block_index[module]] = (place, style)
+    latest = (-1, "")
+    found = set()
+    for block in range(len(shape.blocks)):
+        latest = max(latest, last_style.get(block, latest))
+        if latest[1] == COLUMN:
+            found.add(block + 1)
+    return found
 
 
 def _in_flight(schedule: str, rank: int, num_ranks: int, num_stages: int, micro_batches: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from itertools import accumulate
 from typing import Any
 
 from paceline.core.errors import ConfigError
@@ -118,38 +118,52 @@ def _region(unit: str, met_block: bool) -> str:
 
 
 def _balance(costs: tuple[int, ...], num_stages: int, before: int, after: int) -> list[tuple[int, int]]:
-    """Contiguous ranges of blocks with the least maximum (and then the least sum of squares) of a stage's cost."""
-    sums = [0]
-    for one in costs:
-        sums.append(sums[-1] + one)
+    """Contiguous ranges of blocks with the least maximum (and then the least sum of squares) of a stage's cost.
 
-    @cache
-    def best(stage: int, first: int) -> tuple[int, int, tuple[int, ...]]:
-        """(largest, sum of squares, ends) for stages ``stage`` and on, from block ``first`` on."""
+    A dynamic program from the last stage to the first. A cut is considered only if it leaves a block with parameters to each of
+    the later stages, so each of the num_stages × blocks states is solved once, and none is infeasible. The caller has checked
+    that there are at least ``num_stages`` blocks with parameters.
+    """
+    num_blocks = len(costs)
+    sums = [0, *accumulate(costs)]
+    non_empty_from = [0] * (num_blocks + 1)  # blocks with parameters at or after a block
+    for block in reversed(range(num_blocks)):
+        non_empty_from[block] = non_empty_from[block + 1] + (costs[block] > 0)
+
+    def solve(stage: int, first: int) -> tuple[int, int, int]:
+        """(largest, sum of squares, end of this stage) for this and the later stages, if this one starts at block ``first``."""
         extra = before if stage == 0 else 0
         if stage == num_stages - 1:
             cost = sums[-1] - sums[first] + extra + after
-            return cost, cost * cost, (len(costs),)
-        found = None
-        for end in range(first + 1, len(costs)):
-            if sums[end] == sums[first] or sums[end] == sums[-1]:
+            return cost, cost * cost, num_blocks
+        best: tuple[int, int, int] | None = None
+        for end in range(first + 1, num_blocks):
+            if non_empty_from[end] < num_stages - 1 - stage:
+                break
+            if sums[end] == sums[first]:
                 continue  # a stage without parameters
             cost = sums[end] - sums[first] + extra
-            if found is not None and cost > found[0]:
+            if best is not None and cost > best[0]:
                 break
-            try:
-                largest, squares, ends = best(stage + 1, end)
-            except ValueError:
-                continue
-            candidate = (max(cost, largest), cost * cost + squares, (end, *ends))
-            if found is None or candidate[:2] <= found[:2]:  # of equals the later cut: an activation stays with its layer
-                found = candidate
-        if found is None:
-            raise ValueError("nothing left for the stages behind")
-        return found
+            largest, squares, _ = later[end]
+            candidate = (max(cost, largest), cost * cost + squares, end)
+            if best is None or candidate[:2] <= best[:2]:  # of equals the later cut: an activation stays with its layer
+                best = candidate
+        assert best is not None
+        return best
 
-    ends = best(0, 0)[2]
-    return list(zip((0, *ends[:-1]), ends, strict=True))
+    later: dict[int, tuple[int, int, int]] = {}  # solutions of the next stage, by its first block
+    ends_by_stage: list[dict[int, int]] = []
+    for stage in reversed(range(num_stages)):
+        starts = [0] if stage == 0 else range(stage, num_blocks)
+        later = {first: solve(stage, first) for first in starts if non_empty_from[first] >= num_stages - stage}
+        ends_by_stage.insert(0, {first: solution[2] for first, solution in later.items()})
+    ranges = []
+    first = 0
+    for ends in ends_by_stage:
+        ranges.append((first, ends[first]))
+        first = ends[first]
+    return ranges
 
 
 def rank_of_stage(stage: int, num_ranks: int) -> int:

@@ -197,6 +197,9 @@ def _block_of(name: str, blocks: Container[str]) -> str:
 
 def _blocks_by_parameter(shape: ModelShape) -> dict[str, str]:
     """Parameter → block that is gathered with it. A block that shares a parameter with the rest goes with the root."""
+    key = "blocks by parameter"
+    if key in shape.memo:
+        return shape.memo[key]  # type: ignore[no-any-return]
     blocks = frozenset(shape.blocks)
     found = {one.name: _block_of(one.name, blocks) for one in shape.parameters}
     shared = {
@@ -205,7 +208,8 @@ def _blocks_by_parameter(shape: ModelShape) -> dict[str, str]:
         for block in (_block_of(alias, blocks), found[first])
         if _block_of(alias, blocks) != found[first]
     }
-    return {name: "" if block in shared else block for name, block in found.items()}
+    shape.memo[key] = {name: "" if block in shared else block for name, block in found.items()}
+    return shape.memo[key]  # type: ignore[no-any-return]
 
 
 def _reached_by_backward(shape: ModelShape) -> set[str]:
