@@ -27,8 +27,8 @@ ALIASES: dict[str, Alias] = {
     # -- task
     "stage": Alias("task", "l", v.task, "`sft`, or `pt` as `pretrain`; preference training is refused"),
     "task_type": Alias("task", "st", v.causal_only, "`causal_lm`; others are refused"),
-    "rlhf_type": Alias("task", "s", v.preference, "refused: preference training is not there"),
-    "rl": Alias("task", "a", v.preference, "refused: preference training is not there"),
+    "rlhf_type": Alias("task", "s", v.preference, "refused: Paceline has no preference training"),
+    "rl": Alias("task", "a", v.preference, "refused: Paceline has no preference training"),
     # -- data
     "datasets": Alias("dataset", "at", train_sources, "each `{path, type, split, name, ...}` as `{path, format, ...}`"),
     "dataset_name": Alias("dataset", "t", train_sources),
@@ -150,6 +150,7 @@ ALIASES: dict[str, Alias] = {
         f"{_T}train_on_inputs", "t", c.inverse(f"{_T}train_on_inputs", weak_when=False), "with the opposite sense"
     ),
     "loss_scale": Alias(f"{_T}train_on_inputs", "s", v.loss_scale, "`all` as true, `default` as false"),
+    "loss_type": Alias("", "st", v.supervised_loss, "`nll` as it is here; `dft` is not available; other losses are refused"),
     # -- set nothing; what is said depends on the value
     "env": Alias("", "t", v.variables, "named as ignored: environment variables are not set from a config"),
     "ENV": Alias("", "s", v.variables, "named as ignored: environment variables are not set from a config"),

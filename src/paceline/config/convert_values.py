@@ -69,7 +69,28 @@ def task(value: Any) -> Out:
 def causal_only(value: Any) -> Out:
     if str(value).lower() in ("causal_lm", "tasktype.causal_lm"):
         return info("causal language models are what `task: sft` and `task: pretrain` train")
-    raise Refused(f"`{value}` is not a task of Paceline; it trains causal language models", "use task: sft or task: pretrain")
+    raise Refused(
+        f"`{value}` is not a task of Paceline; it trains causal language models (`causal_lm`)",
+        "use the tool this config was written for, or task: sft with a supervised dataset",
+    )
+
+
+_NEGATIVE_LOG_LIKELIHOOD = ("nll", "chunked_nll", "cross_entropy", "causal_lm", "forcausallm")
+
+
+def supervised_loss(value: Any) -> Out:
+    """TRL's and ms-swift's `loss_type`. The losses of preference training are recognized before, in ``methods``."""
+    if is_off(value):
+        return Out()
+    name = str(value).lower()
+    if name in _NEGATIVE_LOG_LIKELIHOOD:
+        return info("the loss is the negative log-likelihood of the answers' tokens")
+    if name == "dft":
+        return warning("dynamic fine-tuning is not available; the loss is the negative log-likelihood of the answers' tokens")
+    raise Refused(
+        f"`{value}` is not a loss that Paceline trains language models with; it has the negative log-likelihood (`nll`)",
+        "remove the key to train with the negative log-likelihood, or use the tool this config was written for",
+    )
 
 
 def preference(value: Any) -> Out:

@@ -18,6 +18,7 @@ from paceline.config.aliases_table import ALIASES, SECTION_ALIASES, SHARED, SHAR
 from paceline.config.entries import short
 from paceline.config.fields import KEYS, SECTIONS, describe
 from paceline.config.ignored_table import IGNORED, IGNORED_PREFIXES
+from paceline.config.methods_table import METHOD_KEYS, METHODS
 from paceline.config.schema import Config, DatasetSource
 
 _INTRO = """# The config
@@ -71,6 +72,7 @@ def markdown() -> str:
     parts.append(_mapped())
     parts.append(_values())
     parts.append(_ignored())
+    parts.append(_refused())
     return "\n".join(parts)
 
 
@@ -143,6 +145,20 @@ def _ignored() -> str:
             by_reason.setdefault(("by value", alias.meaning), []).append(key)
     rows = [[", ".join(f"`{key}`" for key in sorted(keys)), level, reason] for (level, reason), keys in by_reason.items()]
     return "### Named as ignored\n\n" + _table(["keys", "level", "why"], rows)
+
+
+def _refused() -> str:
+    by_methods: dict[tuple[str, ...], list[str]] = {}
+    for key, (_, methods) in METHOD_KEYS.items():
+        by_methods.setdefault(methods, []).append(key)
+    rows = [[", ".join(f"`{key}`" for key in sorted(keys)), ", ".join(methods)] for methods, keys in by_methods.items()]
+    words = (
+        "Paceline does not have these training methods. A config that names one (`stage: dpo`, `rl: kto`, `rlhf_type: grpo`, "
+        "`reward_model: true`), or that has a key that only their trainers read, is refused with exit code 2. In a config that "
+        "names its task (`task: sft`, `stage: sft`), such a key is a warning."
+    )
+    methods = "\n".join(f"- `{name}`: {text}" for name, text in METHODS.items())
+    return f"### Refused: other training methods\n\n{words}\n\n{methods}\n\n" + _table(["keys", "read by trainers of"], rows)
 
 
 def main(arguments: Sequence[str]) -> int:

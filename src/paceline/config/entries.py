@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.config.aliases import Alias, Ignored, alias_of, all_foreign, ignored_of
 from paceline.config.fields import FREE, KEYS, SECTIONS, SOURCE_KEYS
+from paceline.config.methods import method_setting, methods_of
 from paceline.config.reader import KeyPath, kind_of
 from paceline.core.errors import nearest
 
@@ -61,13 +62,17 @@ class Problem:
 
 @dataclass
 class Meaning:
-    """What a key is: native (``target``), an alias, ignored, or none of them."""
+    """What a key is: native (``target``), an alias, ignored, or none of them.
+
+    ``methods``: the training methods that Paceline does not have and that the key asks for.
+    """
 
     entry: Entry
     target: str | None = None
     alias: Alias | None = None
     ignored: Ignored | None = None
     moved: bool = False
+    methods: tuple[str, ...] = ()
 
     @property
     def tools(self) -> str:
@@ -130,15 +135,21 @@ def _plain(value: Any) -> Any:
 def meaning_of(entry: Entry) -> Meaning:
     """What an entry's key is. Paceline's own keys come first; those of train_args may stand at the top level, and those of
     the top level under train_args."""
+    methods = methods_of(entry.name, entry.value) if _may_be_foreign(entry) else ()
     target = _native(entry)
     if target is not None:
-        return Meaning(entry, target=target, moved=not entry.key.startswith(target))
+        return Meaning(entry, target=target, moved=not entry.key.startswith(target), methods=methods)
     if len(entry.path) <= (2 if entry.section else 1):
         alias = alias_of(entry.section, entry.name)
         if alias is not None:
-            return Meaning(entry, alias=alias)
-        return Meaning(entry, ignored=ignored_of(entry.name))
+            return Meaning(entry, alias=alias, methods=methods)
+        return Meaning(entry, ignored=ignored_of(entry.name) or method_setting(entry.name), methods=methods)
     return Meaning(entry)
+
+
+def _may_be_foreign(entry: Entry) -> bool:
+    """Keys of other tools are taken at the top level and under `train_args`."""
+    return len(entry.path) == 1 or (len(entry.path) == 2 and entry.section == "train_args")
 
 
 def _native(entry: Entry) -> str | None:

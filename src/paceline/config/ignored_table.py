@@ -248,8 +248,8 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "slat": "neftune_noise_alpha label_smoothing_factor",
         "l": "use_dft_loss use_eaft_loss use_asft_loss moe_aux_loss_coef",
         "s": "enable_dft_loss router_aux_loss_coef",
-        "t": "loss_type use_weighted_loss",
-        "a": "diffusion orpo_alpha noisy_embedding_alpha",
+        "t": "use_weighted_loss",
+        "a": "noisy_embedding_alpha",
     }),
     ("info",
      "the loss is normalised by the number of label tokens of the global batch, over ranks and "
@@ -313,16 +313,6 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "sl": "max_new_tokens temperature top_k top_p num_beams repetition_penalty",
         "s": "stream stop_words logprobs top_logprobs",
         "l": "do_sample length_penalty skip_special_tokens",
-    }),
-    ("info", "it concerns preference training, which is not there", {
-        "l": "pref_beta pref_ftx pref_loss pref_bco_weight dpo_label_smoothing kto_chosen_weight "
-             "kto_rejected_weight simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target "
-             "ppo_whiten_rewards ref_model ref_model_adapters ref_model_quantization_bit reward_model_adapters "
-             "reward_model_quantization_bit reward_model_type ld_alpha",
-        "la": "reward_model",
-        "a": "rpo_alpha cpo_alpha kto_desirable_weight kto_undesirable_weight rl_beta trl vllm dpo_use_weighting "
-             "dpo_use_logits_to_keep process_reward_model max_prompt_len",
-        "st": "beta max_prompt_length max_completion_length",
     }),
     ("info", "memory is torch's to manage", {
         "t": "torch_empty_cache_steps activation_offloading",

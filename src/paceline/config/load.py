@@ -17,6 +17,7 @@ from paceline.config.aliases import tool_scores
 from paceline.config.entries import FILE, OVERRIDE, Entry, Problem, Walk, meaning_of, split_key
 from paceline.config.explain import explain, strict_problems
 from paceline.config.merge import RESET, Merge
+from paceline.config.methods_refusal import hints_of, refusal
 from paceline.config.overrides import parse_tokens, split_cli
 from paceline.config.reader import Document, Dumper, as_config, parse_yaml, read_config_file
 from paceline.config.schema import Config, Parallel
@@ -84,12 +85,15 @@ def _load(document: Document | None, file: Path | None, overrides: Sequence[str]
         walks.append(walk)
     walks.append(_overrides(overrides))
     meanings = [meaning_of(entry) for walk in walks for entry in walk.entries]
-    foreign = [one for one in meanings if one.alias or one.ignored]
+    foreign = [one for one in meanings if one.alias or one.ignored or one.methods]
     merge = Merge(bool(foreign), tool_scores(one.tools for one in foreign))
     merge.problems.extend(problem for walk in walks for problem in walk.problems)
     for meaning in meanings:
         merge.take(meaning)
     merge.settle_precedence()
+    asking = merge.missing_methods()
+    if asking:  # nothing else in such a config is worth a mistake of its own
+        raise _error([refusal(asking, hints_of((one.entry for one in meanings), file))], file)
     settled = settle(merge)
     config = _validate(merge, file)
     notices = [*merge.notices(), *settled, *_summary(merge)]

@@ -9,6 +9,7 @@ from paceline.config.aliases import tool_names
 from paceline.config.convert import Out, Refused, is_off
 from paceline.config.entries import FILE, OVERRIDE, Entry, Meaning, Problem, short, unknown
 from paceline.config.fields import FREE, KEYS, takes_none
+from paceline.config.methods import DATA_KEYS, named_method
 
 #: the value of a key that an override empties: the default
 RESET: Any = object()
@@ -47,10 +48,16 @@ class Merge:
         self.moved: list[Entry] = []
         self.empty: list[Entry] = []
         self.winners: dict[str, Assigned] = {}
+        self.methods: list[Meaning] = []
+        self.overridden: list[Problem] = []
 
     # -- one entry --------------------------------------------------------------------------------------------------------
     def take(self, meaning: Meaning) -> None:
         entry = meaning.entry
+        if meaning.methods:
+            self.methods.append(meaning)
+        if meaning.methods and entry.name not in DATA_KEYS:
+            return
         if meaning.target is not None:
             self._native(meaning, meaning.target)
         elif meaning.alias is None and meaning.ignored is None:
@@ -130,7 +137,8 @@ class Merge:
                 self._check_agreement(
                     target, [one for one in several if one.entry.layer == layer_number and not one.weak], layer
                 )
-        self.problems = [one for one in self.problems if not self._overridden(one)]
+        self.overridden = [one for one in self.problems if self._overridden(one)]
+        self.problems = [one for one in self.problems if one not in self.overridden]
 
     def _check_agreement(self, target: str, several: list[Assigned], winning: int) -> None:
         if not several or several[0].entry.layer < winning:
@@ -148,6 +156,24 @@ class Merge:
         winner = self.winners.get(problem.target) if problem.target else None
         return problem.entry is not None and winner is not None and winner.entry.layer > problem.entry.layer
 
+    def missing_methods(self) -> list[Meaning]:
+        """The keys that ask for a training method that Paceline does not have; to be called once precedence is settled.
+
+        A config that names its task may keep settings of another method, which then have no effect. A key that names its
+        method (`rl: dpo`) gives way to a task on the command line only.
+        """
+        task = self.winners.get("task")
+        asking = []
+        for meaning in self.methods:
+            entry = meaning.entry
+            is_named = named_method(entry.name, entry.value) is not None
+            if task is None or task.value is RESET or (is_named and task.entry.layer <= entry.layer):
+                asking.append(meaning)
+            elif entry.name not in DATA_KEYS:
+                words = f"it is a setting of another training method ({', '.join(meaning.methods)}) than {task.entry.shown()}"
+                self.lines.append(Line(meaning, [], (("warning", words),)))
+        return asking
+
     def layer_of(self, target: str) -> int | None:
         winner = self.winners.get(target)
         return None if winner is None else winner.entry.layer
@@ -161,6 +187,8 @@ class Merge:
         """One line for each foreign key, in the order written."""
         order = sorted(self.lines, key=lambda line: (line.meaning.entry.layer, line.meaning.entry.line or 0))
         out = [self._words(line) for line in order]
+        given_way = [(problem.entry, self.winners[problem.target]) for problem in self.overridden if problem.target]
+        out += [("info", f"{entry.shown()} gives way to {winner.entry.shown()}") for entry, winner in given_way if entry]
         return [one for one in out if one is not None]
 
     def _words(self, line: Line) -> tuple[str, str] | None:
