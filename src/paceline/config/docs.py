@@ -157,8 +157,8 @@ def _refused() -> str:
         "`reward_model: true`), or that has a key that only their trainers read, is refused with exit code 2. In a config that "
         "names its task (`task: sft`, `stage: sft`), such a key is a warning."
     )
-    methods = "\n".join(f"- `{name}`: {text}" for name, text in METHODS.items())
-    return f"### Refused: other training methods\n\n{words}\n\n{methods}\n\n" + _table(["keys", "read by trainers of"], rows)
+    listed = "\n".join(f"- `{name}`: {text}" for name, text in METHODS.items())
+    return f"### Refused: other training methods\n\n{words}\n\n{listed}\n\n" + _table(["keys", "read by trainers of"], rows)
 
 
 def main(arguments: Sequence[str]) -> int:
