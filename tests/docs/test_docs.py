@@ -78,6 +78,12 @@ def test_configs_load(page: Path, tmp_path: Path) -> None:
         assert warnings == []
 
 
+def test_the_architecture_page_names_every_verb() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listing = text[text.index("**Verbs.**") :].split("A config is", 1)[0]
+    assert set(re.findall(r"`(\w+)`", listing)) == set(_VERBS)
+
+
 def test_python_blocks_compile() -> None:
     for page in PAGES:
         for text in blocks(page, "python"):
