@@ -19,7 +19,7 @@ from paceline.models.blocks import find_blocks
 from paceline.models.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.pipeline import Pipeline, divide_model
-from paceline.parallel.pipeline_check import output_forms
+from paceline.parallel.pipeline_check import check_blocks
 from paceline.parallel.pipeline_cost import pipeline_cost
 from paceline.parallel.pipeline_cut import Cut
 from paceline.world.env import RankEnv
@@ -284,7 +284,7 @@ def test_models_that_are_no_chain_of_blocks_are_refused() -> None:
 
 def cut_in_two(model: nn.Module) -> Cut:
     blocks = find_blocks(model)
-    return Cut(model, blocks, output_forms(model, blocks), divide_model(model, blocks, 2), [0, 1])
+    return Cut(model, blocks, check_blocks(model, blocks)[0], divide_model(model, blocks, 2), [0, 1])
 
 
 def test_what_passes_beside_the_blocks_shows_in_the_first_step() -> None:

@@ -187,6 +187,7 @@ def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None =
     if is_user_task(job.config) and job.resume_from is None and world.is_first:
         notices += _check_loss(task, model, datasets[0], job.config)
     probe = _probe(task, datasets[0]) if job.layout.axes.pipeline > 1 else None
+    strategy.probe = None if probe is None else probe.run
     shape, matrices = outline(model, job.config, probe), matrices_of(model)
     frozen = frozen_digest(model)
     placed = strategy.place(model)

@@ -15,6 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.models.blocks import find_blocks
 from paceline.models.shape import ModelShape, TensorShape
 from paceline.models.tensor_plan import find_tensor_plan
+from paceline.models.trace import trace_model
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,20 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
         tensor_plan=_tensor_plan(model, config),
         aliases=aliases,
         block_output_elements=_block_outputs(model, probe),
+        phases=_phases(model, probe),
     )
+
+
+def _phases(model: nn.Module, probe: Probe | None) -> dict[str, tuple[str, ...]] | None:
+    """When parameters outside the blocks are used. Traced for a pipeline, and on the meta device, where it costs little; there
+    some models cannot run their blocks, and what was not used before the first block counts as used after the last."""
+    on_meta = any(one.device.type == "meta" for one in model.parameters())
+    if probe is None and not on_meta:
+        return None
+    found = trace_model(model, None if probe is None else probe.run)
+    if found is None or (found.error is not None and not (on_meta and found.reached_blocks)):
+        return None
+    return {name: tuple(sorted(phases)) for name, phases in found.phases.items()}
 
 
 def _tensor_plan(model: nn.Module, config: Config) -> dict[str, str]:

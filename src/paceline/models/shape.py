@@ -42,6 +42,7 @@ class ModelShape:
         tensor_plan: dotted module name → how tensor parallelism cuts it ("colwise", "rowwise", …).
         aliases: further name → first name, of weights used under several names.
         block_output_elements: elements that each block hands to the next, for each token (or sample); empty where not known.
+        phases: parameter outside the blocks → when a traced forward uses it ("before" or "after" the blocks); None without one.
     """
 
     parameters: tuple[TensorShape, ...]
@@ -52,6 +53,7 @@ class ModelShape:
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     block_output_elements: tuple[float, ...] = ()
+    phases: Mapping[str, tuple[str, ...]] | None = None
 
     @cached_property
     def memo(self) -> dict[object, Any]:

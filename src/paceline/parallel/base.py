@@ -55,6 +55,8 @@ class Strategy(ABC):
     trains_apart = False
     skips_itself = False  # in `update`, where the gradient is not finite
     optimizer: torch.optim.Optimizer
+    #: A forward of the task over one sample, set before :meth:`place` where the order of the model's modules matters.
+    probe: Callable[[nn.Module], object] | None = None
 
     def __init__(self, config: Config, world: World) -> None:
         self.config = config

@@ -69,7 +69,7 @@ class Hybrid(SummedInBuckets):
         if axes.pipeline > 1:
             from paceline.parallel.pipeline import Pipeline
 
-            self.pipeline = Pipeline(model, self.world.line("pipeline"), self.config)
+            self.pipeline = Pipeline(model, self.world.line("pipeline"), self.config, self.probe)
             model = self.pipeline.model
             self.notices += self.pipeline.notices
         if plan is not None:

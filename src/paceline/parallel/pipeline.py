@@ -15,8 +15,9 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.models.blocks import find_blocks
+from paceline.models.trace import Trace
 from paceline.parallel.base import MicroStep
-from paceline.parallel.pipeline_check import output_forms
+from paceline.parallel.pipeline_check import check_blocks
 from paceline.parallel.pipeline_cut import Cut, drop, unfit
 from paceline.parallel.pipeline_schedule import Hidden, Stage, legal_schedule, make_schedule
 from paceline.parallel.pipeline_stages import Division, divide, num_chunks, rank_of_stage
@@ -35,23 +36,24 @@ class Pipeline:
         model: whole, with the same values on every rank of the line; it is cut in place: what other ranks hold becomes None.
         line: the ranks of the pipeline, in the order of the stages.
         config: its ``parallel.pipeline_schedule`` and ``parallel.pipeline_chunks`` count.
+        run: a forward of the task, which shows the order of the modules of a model whose inputs are not known.
 
     Raises:
         ConfigError: the model has too few blocks, or cannot run as a pipeline.
     """
 
-    def __init__(self, model: nn.Module, line: World, config: Config) -> None:
+    def __init__(self, model: nn.Module, line: World, config: Config, run: Callable[[nn.Module], object] | None = None) -> None:
         self.model, self.line, self.config = model, line, config
         #: (level, text) for the person; grows where a step cannot run as asked for
         self.notices: list[tuple[str, str]] = []
         #: called before each backward with (stage, True where it is the last of the step for this stage)
         self.before_backward: Callable[[int, bool], None] = lambda stage, last: None
         blocks = find_blocks(model)
-        forms = output_forms(model, blocks)
+        forms, trace = check_blocks(model, blocks, run)
         settings = config.parallel
         self.schedule = settings.pipeline_schedule
         num_stages = line.size * num_chunks(self.schedule, settings.pipeline_chunks)
-        self.division = divide_model(model, blocks, num_stages)
+        self.division = divide_model(model, blocks, num_stages, trace)
         self.mine = [stage for stage in range(num_stages) if rank_of_stage(stage, line.size) == line.rank]
         self.cut = Cut(model, blocks, forms, self.division, self.mine)
         self._shared = self._find_shared()  # while all are there
@@ -248,7 +250,9 @@ class Pipeline:
         return tensor
 
 
-def divide_model(model: nn.Module, blocks: list[tuple[str, nn.Module]], num_stages: int) -> Division:
+def divide_model(
+    model: nn.Module, blocks: list[tuple[str, nn.Module]], num_stages: int, trace: Trace | None = None
+) -> Division:
     """The stages of a model that is still whole."""
     first: dict[int, str] = {}
     sizes: dict[str, int] = {}
@@ -260,4 +264,4 @@ def divide_model(model: nn.Module, blocks: list[tuple[str, nn.Module]], num_stag
             first[id(one)] = name
             sizes[name] = one.numel()
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    return divide(sizes, [name for name, _ in blocks], num_stages, aliases, buffers)
+    return divide(sizes, [name for name, _ in blocks], num_stages, aliases, buffers, trace.phases if trace else None)

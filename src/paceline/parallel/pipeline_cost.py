@@ -92,7 +92,7 @@ def _holdings(shape: ModelShape, num_ranks: int, num_stages: int) -> tuple[Divis
     key = ("pipeline holdings", num_ranks, num_stages)
     if key not in shape.memo:
         sizes = {one.name: one.numel for one in shape.parameters}
-        division = divide(sizes, shape.blocks, num_stages, shape.aliases, [one.name for one in shape.buffers])
+        division = divide(sizes, shape.blocks, num_stages, shape.aliases, [one.name for one in shape.buffers], shape.phases)
 
         def held(names: list[str]) -> Names:
             by_rank: list[list[str]] = [[] for _ in range(num_ranks)]

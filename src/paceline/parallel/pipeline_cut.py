@@ -62,8 +62,8 @@ class Cut:
             block.forward = partial(self._block, number, block.forward)
             block.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
         for name, region in division.regions.items():
-            if region == "before" and any(stage > 0 for stage in mine):
-                self._stand_in(name, any(stage == 0 for stage in mine))
+            if region in ("before", "both") and any(stage > 0 for stage in mine):
+                self._stand_in(name, region == "both" or any(stage == 0 for stage in mine))
 
     # -- patching -----------------------------------------------------------------------------------------------------------
     def _stand_in(self, name: str, holds_first: bool) -> None:
@@ -80,7 +80,7 @@ class Cut:
             setattr(parent, leaf, stand_in(module))
 
     def _before(self, original: Callable[..., Any], ghost: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not self._active or self._first == 0:
+        if not self._active or self._first == 0 or self._position > 0:  # used again after the blocks
             return original(*args, **kwargs)
         device = next((one.device for one in _tensors((args, kwargs))), torch.device("cpu"))
         with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.words import counted
 
-#: Modules registered before the blocks and used after them, and the reverse: order of registration alone would misplace them.
+#: For models of which no forward can be traced. Modules registered before the blocks and used after them, and the reverse:
+#: order of registration alone would misplace them.
 _AFTER = re.compile(r"^(final_|ln_f|norm|.*_norm$|head|lm_head|score|classifier|project_out|proj_out|output)")
 _BEFORE = re.compile(r"(embed|wte|wpe|position|shared)")
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -24,7 +25,7 @@ class Division:
     Args:
         blocks: for each stage, the range [first, beyond) of blocks that it runs.
         stages: parameter or buffer → the stages that hold it, in order; the first of them owns it. All names of a tied weight.
-        regions: module outside the blocks ("model.norm") → "before" or "after" the blocks; those with parameters alone.
+        regions: module with parameters outside the blocks ("model.norm") → "before" or "after" the blocks, or "both".
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -42,9 +43,10 @@ def divide(
     num_stages: int,
     aliases: Mapping[str, str] | None = None,
     buffers: Iterable[str] = (),
+    phases: Mapping[str, Collection[str]] | None = None,
 ) -> Division:
-    """Deal the blocks to ``num_stages`` contiguous stages so that the largest has as few elements as can be; what stands before
-    the blocks (embeddings) counts to the first stage, what stands after them (norm, head) to the last.
+    """Deal the blocks to ``num_stages`` contiguous stages so that the largest has as few elements as can be; what is used
+    before the blocks (embeddings) counts to the first stage, what is used after them (norm, head) to the last.
 
     Elements stand for both memory (state is a fixed number of bytes an element) and compute (2 FLOPs an element and token).
 
@@ -53,6 +55,8 @@ def divide(
         blocks: dotted names, in the order in which they run.
         aliases: further name → first name.
         buffers: their names.
+        phases: parameter outside the blocks → when a traced forward used it ("before", "after"). Without it, names and the
+            order of registration decide.
 
     Raises:
         ConfigError: fewer blocks with parameters than stages.
@@ -65,6 +69,7 @@ def divide(
     regions: dict[str, str] = {}
     where: dict[str, int | str] = {}  # number of the block, or the region
     met_block = False
+    traced = _traced_regions(phases or {}, container)
     for name in [*sizes, *aliases]:
         unit = _unit(name, container)
         found: int | str
@@ -72,10 +77,14 @@ def divide(
             met_block, found = True, place[unit]
             costs[place[unit]] += sizes.get(name, 0)
         else:
-            found = regions.setdefault(unit, _region(unit, met_block))
-            outer[found] += sizes.get(
-                name, sizes.get(aliases.get(name, ""), 0)
-            )  # a tied weight is held, and computed with, twice
+            if phases is None:
+                regions.setdefault(unit, _region(unit, met_block))
+            else:  # a module that the forward did not use stays with the last stage
+                regions.setdefault(unit, traced.get(unit, "after"))
+            found = regions[unit]
+            for region in ("before", "after") if found == "both" else (found,):
+                # A tied weight is held, and computed with, twice.
+                outer[region] += sizes.get(name, sizes.get(aliases.get(name, ""), 0))
         where[name] = found
     with_parameters = sum(cost > 0 for cost in costs)
     if num_stages > with_parameters:
@@ -83,19 +92,19 @@ def divide(
     ranges = _balance(tuple(costs), num_stages, outer["before"], outer["after"])
     stage_of_block = [stage for stage, (first, beyond) in enumerate(ranges) for _ in range(first, beyond)]
 
-    def stage_of(found: int | str) -> int:
+    def stages_of(found: int | str) -> tuple[int, ...]:
         if isinstance(found, int):
-            return stage_of_block[found]
-        return 0 if found == "before" else num_stages - 1
+            return (stage_of_block[found],)
+        return {"before": (0,), "after": (num_stages - 1,), "both": (0, num_stages - 1)}[found]
 
     held: dict[str, set[int]] = {}
     for name, found in where.items():
-        held.setdefault(aliases.get(name, name), set()).add(stage_of(found))
+        held.setdefault(aliases.get(name, name), set()).update(stages_of(found))
     stages = {name: tuple(sorted(held[aliases.get(name, name)])) for name in where}
     for name in buffers:
         unit = _unit(name, container)
         if unit in place or unit in regions:
-            stages[name] = (stage_of(place[unit] if unit in place else regions[unit]),)
+            stages[name] = tuple(sorted(set(stages_of(place[unit] if unit in place else regions[unit]))))
         else:
             stages[name] = tuple(range(num_stages))  # rotary frequencies and their like: every stage computes them
     return Division(tuple(ranges), stages, regions)
@@ -108,6 +117,13 @@ def _unit(name: str, container: list[str]) -> str:
     while common < min(len(parts), len(container)) and parts[common] == container[common]:
         common += 1
     return ".".join(parts[: common + 1])
+
+
+def _traced_regions(phases: Mapping[str, Collection[str]], container: list[str]) -> dict[str, str]:
+    seen: dict[str, set[str]] = {}
+    for name, found in phases.items():
+        seen.setdefault(_unit(name, container), set()).update(one for one in found if one in ("before", "after"))
+    return {unit: "both" if len(found) == 2 else next(iter(found)) for unit, found in seen.items() if found}
 
 
 def _region(unit: str, met_block: bool) -> str:

@@ -1,0 +1,315 @@
+"""Tiny random models of many families, and the equivalent of `paceline verify` for them on one pair of long-lived ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    "vocab_size": 8192,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
+FFN = {"intermediate_size": 48}
+KV = {"num_key_value_heads": 2}
+LLAMA: dict[str, Any] = {**SIZES, **FFN, **KV}
+EXPERTS = {
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+}
+MLA = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+SSM = {"state_size": 4, "conv_kernel": 4, "expand": 2, "time_step_rank": 4}
+GPT2 = {"vocab_size": 8192, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128}
+
+#: name → (model_type, config)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA),
+    "mistral": ("mistral", {**LLAMA, "sliding_window": 16}),
+    "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("qwen2", LLAMA),
+    "qwen2_moe": ("qwen2_moe", {**LLAMA, **EXPERTS, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 1}),
+    "qwen3": ("qwen3", {**LLAMA, "head_dim": 8}),
+    "qwen3_moe": ("qwen3_moe", {**LLAMA, **EXPERTS, "head_dim": 8, "mlp_only_layers": [1]}),
+    "gemma": ("gemma", {**LLAMA, "head_dim": 8, "num_key_value_heads": 1}),
+    "gemma2": ("gemma2", {**LLAMA, "head_dim": 8}),
+    "gemma3_text": ("gemma3_text", {**LLAMA, "head_dim": 8}),
+    "phi": ("phi", {**LLAMA, "num_key_value_heads": 4}),
+    "phi3": ("phi3", LLAMA),
+    "gpt2": ("gpt2", GPT2),
+    "gpt_bigcode": ("gpt_bigcode", {**GPT2, "multi_query": True}),
+    "gpt_neo": (
+        "gpt_neo",
+        {**SIZES, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 16},
+    ),
+    "gpt_neox": ("gpt_neox", {**SIZES, **FFN}),
+    "gptj": ("gptj", {**GPT2, "rotary_dim": 4}),
+    "opt": ("opt", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt_350m": ("opt", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "bloom": ("bloom", {**SIZES, "n_layer": 2, "n_head": 4}),
+    "falcon_7b": ("falcon", {**SIZES, "multi_query": True, "parallel_attn": True}),
+    "falcon_40b": ("falcon", {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_rw": ("falcon", {**SIZES, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}),
+    "mpt": ("mpt", {"vocab_size": 8192, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "expansion_ratio": 4}),
+    "olmo": ("olmo", LLAMA),
+    "olmo2": ("olmo2", LLAMA),
+    "olmoe": ("olmoe", {**LLAMA, **EXPERTS}),
+    "glm": ("glm", {**LLAMA, "head_dim": 8, "attention_bias": True}),
+    "glm4": ("glm4", {**LLAMA, "head_dim": 8, "attention_bias": True}),
+    "starcoder2": ("starcoder2", LLAMA),
+    "stablelm": ("stablelm", LLAMA),
+    "cohere": ("cohere", LLAMA),
+    "cohere2": ("cohere2", {**LLAMA, "sliding_window": 16}),
+    "granite": ("granite", LLAMA),
+    "granitemoe": ("granitemoe", {**LLAMA, **EXPERTS}),
+    "deepseek_v2": ("deepseek_v2", {**LLAMA, **EXPERTS, **MLA, "n_shared_experts": 1, "head_dim": 4, "topk_method": "greedy"}),
+    "deepseek_v3": ("deepseek_v3", {**LLAMA, **EXPERTS, **MLA, "n_shared_experts": 1}),
+    "lfm2": ("lfm2", {**LLAMA, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "smollm3": ("smollm3", LLAMA),
+    "exaone4": ("exaone4", {**LLAMA, "sliding_window": 16}),
+    "ernie4_5": ("ernie4_5", {**LLAMA, "head_dim": 8}),
+    "nemotron": ("nemotron", {**LLAMA, "head_dim": 8}),
+    "persimmon": ("persimmon", {**SIZES, **FFN}),
+    "codegen": ("codegen", {**GPT2, "rotary_dim": 4}),
+    "mamba": ("mamba", {**SIZES, **SSM}),
+    "mamba2": ("mamba2", {**SIZES, **SSM, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16}),
+    "falcon_mamba": ("falcon_mamba", {**SIZES, **SSM}),
+    "bamba": (
+        "bamba",
+        {
+            **LLAMA,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 4,
+            "mamba_chunk_size": 16,
+            "attn_layer_indices": [1],
+            "mamba_n_groups": 1,
+        },
+    ),
+    "jamba": (
+        "jamba",
+        {
+            **LLAMA,
+            **EXPERTS,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "gpt_oss": ("gpt_oss", {**LLAMA, **EXPERTS, "head_dim": 8, "sliding_window": 16}),
+    "minimax": ("minimax", {**LLAMA, **EXPERTS, "head_dim": 8, "layer_types": ["full_attention", "full_attention"]}),
+    "dbrx": (
+        "dbrx",
+        {
+            "vocab_size": 8192,
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 128,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+        },
+    ),
+    "helium": ("helium", {**LLAMA, "head_dim": 8}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {**LLAMA, "head_dim": 8}),
+    "seed_oss": ("seed_oss", {**LLAMA, "head_dim": 8}),
+    "apertus": ("apertus", LLAMA),
+    "arcee": ("arcee", LLAMA),
+    "biogpt": ("biogpt", {**SIZES, **FFN}),
+    "xglm": (
+        "xglm",
+        {
+            "vocab_size": 8192,
+            "d_model": 32,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "ffn_dim": 48,
+            "max_position_embeddings": 128,
+        },
+    ),
+    "openai-gpt": ("openai-gpt", GPT2),
+    "zamba2": ("zamba2", {}),
+    "bitnet": ("bitnet", LLAMA),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **LLAMA,
+            **EXPERTS,
+            "head_dim": 8,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "shared_expert_intermediate_size": 24,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {**LLAMA, **EXPERTS, "moe_num_experts": 4, "moe_k": 2, "head_dim": 8, "moe_num_shared_experts": 1},
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {**LLAMA, **EXPERTS, "head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    ),
+    "llama4_text": (
+        "llama4_text",
+        {
+            **LLAMA,
+            **EXPERTS,
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 16,
+        },
+    ),
+    "phimoe": ("phimoe", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {**LLAMA, "head_dim": 8, "lru_width": 32, "attention_window_size": 16, "block_types": ["recurrent", "attention"]},
+    ),
+    "rwkv": (
+        "rwkv",
+        {
+            "vocab_size": 8192,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "attention_hidden_size": 32,
+            "intermediate_size": 48,
+            "context_length": 128,
+        },
+    ),
+}
+
+
+def make_model(name: str, folder: Path) -> Path:
+    """A folder with a tiny model of the family, of random weights, and the built-in tokenizer."""
+    import shutil
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from paceline.models.builtin import builtin_tokenizer
+
+    kind, numbers = FAMILIES[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**TOKENS, **numbers})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for one in model.parameters():  # zeros and ones hide what is left out or taken twice
+            one.add_(torch.randn_like(one) * 0.02)
+    target = folder / name
+    model.save_pretrained(str(target))
+    for file in builtin_tokenizer().glob("tokenizer*"):
+        shutil.copyfile(file, target / file.name)
+    return target
+
+
+def make_trials(name: str, folder: Path, modes: list[str], steps: int, **settings: Any) -> tuple[list[Any], dict[str, str]]:
+    """The trials of a family, the reference first, and the reasons of modes that are refused before anything starts."""
+    from paceline.config.load import Loaded
+    from paceline.config.schema import Config
+    from paceline.launch import verify
+
+    args = {"per_device_train_batch_size": 2, "max_length": 48, **settings.pop("train_args", {})}
+    config = verify._calm(
+        Config(
+            model=str(folder / name),
+            dataset="builtin:python-docs#48",
+            parallel={"device": "cpu", "num_gpus": 2},
+            train_args=args,
+            output_dir=str(folder / "out" / name),
+            **settings,
+        ),
+        steps,
+    )
+    devices = verify._devices(config, 2)
+    refused: dict[str, str] = {}
+    found = []
+    from paceline.core.errors import ConfigError
+    from paceline.launch.verify_modes import make_mode
+
+    for mode in ["single", *modes]:
+        made = make_mode(mode, config, 2)
+        try:
+            verify._check_mode(made, config)
+            found.append(made)
+        except ConfigError as error:
+            refused[mode] = error.paragraph()
+    base = verify._base_job(Loaded(config, [], None), devices, folder / "out")
+    return [verify._trial(number, mode, config, base) for number, mode in enumerate(found)], refused
+
+
+def run_trials(world: Any, named: dict[str, list[Any]], steps: int, folder: str) -> dict[str, dict[str, Any]]:
+    """On each rank: every family's trials, one after another. What fails is noted; the next goes on."""
+    from paceline.engine.certify import Certification, _one_trial
+    from paceline.engine.stop import StopFlag
+
+    table: dict[str, dict[str, Any]] = {}
+    for name, trials in named.items():
+        own = Path(folder) / "figures" / name
+        own.mkdir(parents=True, exist_ok=True)
+        certification = Certification(trials, steps, len(trials), str(own))
+        table[name] = {}
+        for trial in trials:
+            start = time.monotonic()
+            try:
+                found = _one_trial(certification, trial, world, StopFlag())
+            except Exception as error:
+                found = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            found["seconds"] = time.monotonic() - start
+            table[name][trial.name] = found
+            if world.is_first:
+                with (Path(folder) / "log.jsonl").open("a") as log:
+                    log.write(json.dumps({"family": name, "mode": trial.name, **found}, default=str) + "\n")
+            world.gather_objects(found["status"])
+    return table
+
+
+def judged(table: list[dict[str, dict[str, Any]]], trials: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:
+    """{family: {mode: verdict}} from the tables of both ranks."""
+    from paceline.engine.certificate import bounds_for, combine, judge, not_run
+
+    out: dict[str, dict[str, Any]] = {}
+    for name, own in trials.items():
+        bounds = bounds_for(own[0].job.config, "cpu")
+        ranks = {one.name: [rank[name][one.name] for rank in table] for one in own}
+        found = {}
+        for mode, both in ranks.items():
+            failed = [one for one in both if one["status"] == "failed"]
+            found[mode] = failed[0] if failed else combine(both, bounds.floor)
+        out[name] = {}
+        for mode, one in found.items():
+            if one["status"] == "done" and found["single"]["status"] == "done":
+                out[name][mode] = judge(mode, "", one, found["single"], found.get("ddp"), bounds).as_dict()
+            else:
+                out[name][mode] = not_run(
+                    mode, "", None if one["status"] == "refused" else False, one.get("reason", "?")
+                ).as_dict()
+    return out
+
+
+__all__ = ["FAMILIES", "judged", "make_model", "make_trials", "replace", "run_trials"]
