@@ -96,7 +96,7 @@ def test_an_override_wins_over_another_spelling(load: Load) -> None:
 def test_an_override_ends_what_would_beat_it(load: Load) -> None:
     args = load(BASE + "max_steps: 9\nwarmup_steps: 3\nfp16: true", ["num_train_epochs=2", "warmup_ratio=0.1", "bf16=true"])
     train = args.config.train_args
-    assert (train.max_steps, train.warmup_steps, train.fp16, train.bf16) == (None, None, False, True)
+    assert (train.max_steps, train.warmup_steps, train.precision) == (None, None, "bf16-mixed")
     assert sum("gives way" in text for _, text in args.notices) == 3
     assert load(BASE + "split_dataset_ratio: 0.1", ["val_dataset=v"]).config.split_dataset_ratio == 0
 
@@ -128,7 +128,7 @@ def test_free_mappings_and_sources_are_merged(load: Load) -> None:
         (BASE + "lora:\n  rank: true\n", ["line 4", "true/false", "a whole number"]),
         (BASE + "max_length: 1.5\n", ["line 3", "`max_length: 1.5`", "a whole number of at least 8"]),
         (BASE + "seed: five\n", ["line 3", "`seed: five`", "a whole number"]),
-        (BASE + "bf16: 1\n", ["line 3", "true or false"]),
+        (BASE + "packing: 1\n", ["line 3", "true or false"]),
         (BASE + "learning_rate: .inf\n", ["line 3", "not a finite number"]),
         (BASE + "learning_rate: .nan\n", ["line 3", "not a finite number"]),
         (BASE + "weight_decay: [1]\n", ["line 3", "weight_decay: [1]", "a number of at least 0"]),
@@ -223,6 +223,7 @@ def test_split_cli(tmp_path: Path) -> None:
     assert split_cli([f"--config={file}", "--lora-r=3"]) == (path, ["lora_r=3"])
     assert split_cli(["model=m", "dataset=d"]) == (None, ["model=m", "dataset=d"])
     assert split_cli(["--bf16", file, "--max-steps", "-1"]) == (path, ["bf16=true", "max_steps=-1"])
+    assert split_cli(["--train_args.bf16", "auto", file]) == (path, ["train_args.bf16=auto"])
     assert split_cli(["--use_peft", "--dataset", "a", "b#5", file]) == (path, ["use_peft=true", 'dataset=["a", "b#5"]'])
     assert load_config(*split_cli([file, "--dataset", "a", "b#5"])).config.dataset == ["a", "b#5"]
 
@@ -264,7 +265,7 @@ def _random_config(rng: random.Random) -> Config:
             "train_args": {
                 "learning_rate": rng.choice([None, 1e-8, rng.random()]),
                 "adam_epsilon": 10 ** -rng.uniform(1, 300),
-                "bf16": rng.random() > 0.5,
+                "precision": rng.choice(["auto", "bf16-mixed", "fp16-mixed", "32"]),
                 "save_total_limit": rng.choice([None, 2]),
                 "max_steps": rng.choice([None, 5]),
                 "warmup_steps": rng.choice([None, 0, 5]),

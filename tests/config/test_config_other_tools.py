@@ -102,7 +102,7 @@ def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
         ("do_train: false", "warning", "trains"),
         ("dataset_shuffle: false", "warning", "shuffle"),
         ("dataset_shuffle: true", "info", "shuffle"),
-        ("bf16: auto", "info", "bf16: true"),
+        ("bf16: auto", "info", "train_args.precision: auto"),
         ("model_revision: v2", "warning", "download"),
         ("streaming: true", "info", "not streamed"),
         ("gradient_checkpointing: unsloth", "info", "recomputed"),

@@ -39,7 +39,7 @@ def changed(before: str, after: str) -> tuple[list[str], list[str]]:
         ({"dataset": "[x, y]"}, ["dataset:", "  - a.jsonl   # first", "  - b.jsonl"], ["dataset: [x, y]"]),
         ({"task": "pretrain"}, [], ["task: pretrain"]),
         ({"parallel.mode": "ddp"}, [], ["parallel:", "  mode: ddp"]),
-        ({"train_args.bf16": True}, [], ["  bf16: true"]),
+        ({"train_args.precision": "bf16-mixed"}, [], ["  precision: bf16-mixed"]),
         ({"train_args.packing": "false"}, [], ["  packing: false"]),
         ({"system": "a: b # c"}, [], ["system: 'a: b # c'"]),
         ({"model": "7"}, ["model: builtin:qwen2-tiny  # the small one"], ["model: '7'  # the small one"]),

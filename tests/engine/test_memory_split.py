@@ -40,7 +40,7 @@ def _measured(world: World, mode: str, more: dict[str, Any]) -> tuple[dict[str, 
     strategy.build_optimizer(lambda named: build_optimizer(config.train_args, 1e-3, named, matrices))
     batch = torch.arange(ROWS) % WORDS
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16, enabled=config.train_args.bf16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=config.train_args.precision == "bf16-mixed"):
             strategy.backward(lambda _, module: functional.cross_entropy(module(batch).float(), batch), 1)
         strategy.clip(1.0)
         strategy.update(lambda optimizer: (optimizer.step(), True)[1])
@@ -56,7 +56,7 @@ def _measured(world: World, mode: str, more: dict[str, Any]) -> tuple[dict[str, 
         ("ddp", {}),
         ("ddp", {"compression": {"method": "powersgd", "rank": 2}}),  # what waits to be sent is with the optimizer
         ("zero1", {}),
-        ("zero1", {"train_args": {"bf16": True}}),  # float32 master weights are with the parameters
+        ("zero1", {"train_args": {"precision": "bf16-mixed"}}),  # float32 master weights are with the parameters
         ("zero2", {}),  # gathered weights are with the parameters
         ("zero3", {}),
         ("diloco", {}),  # the outer parameters are with the optimizer

@@ -25,7 +25,7 @@ LENGTHS, LABELS = (150, 106), 130
 
 
 def build(config: Config) -> Any:
-    low = torch.bfloat16 if config.train_args.bf16 and config.lora.enable else torch.float32
+    low = torch.bfloat16 if config.train_args.precision == "bf16-mixed" and config.lora.enable else torch.float32
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDTHS), dtype=low)
     if config.lora.enable:
         model = _add_adapters(model, config, "m")
@@ -40,7 +40,7 @@ def forward(model: Any, config: Config) -> torch.Tensor:
     ids = torch.arange(tokens).remainder(2048).unsqueeze(0)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
     inputs = {"input_ids": ids, "position_ids": positions, "segment_lengths": LENGTHS, "use_cache": False}
-    with torch.autocast("cpu", torch.bfloat16) if config.train_args.bf16 else nullcontext():
+    with torch.autocast("cpu", torch.bfloat16) if config.train_args.precision == "bf16-mixed" else nullcontext():
         logits = model(**inputs, logits_to_keep=torch.arange(LABELS)).logits
         return functional.cross_entropy(logits.flatten(0, 1).float(), torch.zeros(LABELS).long(), reduction="sum")
 
@@ -71,7 +71,7 @@ def test_what_autograd_keeps(lora: bool, bf16: bool, again: bool) -> None:
         model="m",
         dataset="d",
         lora={"enable": lora, "dropout": 0.05},
-        train_args={"bf16": bf16, "gradient_checkpointing": again},
+        train_args={"precision": "bf16-mixed" if bf16 else "32", "gradient_checkpointing": again},
     )
     dims = dims_of(WIDTHS)
     assert dims is not None

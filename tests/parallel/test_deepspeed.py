@@ -57,7 +57,11 @@ class Run:
             model="m",
             dataset="d",
             parallel={"mode": "deepspeed", "deepspeed_stage": stage or 1, **parallel},
-            train_args={"bf16": bf16, "weight_decay": 0.1, "gradient_accumulation_steps": MICRO_BATCHES // world.size},
+            train_args={
+                "precision": "bf16-mixed" if bf16 else "32",
+                "weight_decay": 0.1,
+                "gradient_accumulation_steps": MICRO_BATCHES // world.size,
+            },
         )
         torch.manual_seed(world.rank)  # rank 0's weights must win
         model = Net(statistics)
@@ -246,7 +250,7 @@ def test_one_that_does_not_load_is_a_rank_s_error_with_its_reason(tmp_path):
 
 def test_running_statistics_in_bf16_are_refused():
     world = World(RankEnv(), torch.device("cpu"))
-    config = Config(model="m", dataset="d", parallel={"mode": "deepspeed"}, train_args={"bf16": True})
+    config = Config(model="m", dataset="d", parallel={"mode": "deepspeed"}, train_args={"precision": "bf16-mixed"})
     with pytest.raises(ConfigError, match="BatchNorm1d"):
         DeepSpeed(config, world).place(Net(statistics=True))
 
@@ -254,7 +258,7 @@ def test_running_statistics_in_bf16_are_refused():
 @pytest.mark.parametrize(
     ("parallel", "rest", "says"),
     [
-        ({}, {"train_args": {"fp16": True}}, "train_args.bf16: true"),
+        ({}, {"train_args": {"precision": "fp16-mixed"}}, "train_args.precision: bf16-mixed"),
         ({}, {"train_args": {"optim": "adafactor"}}, "train_args.optim: adamw"),
         ({"deepspeed_stage": 3}, {"evaluation": {"where": "rank0"}}, "evaluation.where"),
         ({"offload": "optimizer", "device": "cpu"}, {}, "needs an accelerator"),

@@ -47,7 +47,7 @@ def test_a_file_that_agrees_is_honoured(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(given))
     settings = {
-        "bf16": True,
+        "precision": "bf16-mixed",
         "gradient_accumulation_steps": 3,
         "max_grad_norm": 0.5,
         "learning_rate": 1e-3,
@@ -76,8 +76,8 @@ def test_a_file_that_agrees_is_honoured(tmp_path):
         ({"train_batch_size": 7}, "train_args.per_device_train_batch_size"),
         ({"gradient_accumulation_steps": 2}, "train_args.gradient_accumulation_steps"),
         ({"gradient_clipping": 0.3}, "train_args.max_grad_norm"),
-        ({"bf16": {"enabled": True}}, "train_args.bf16"),
-        ({"fp16": {"enabled": True}}, "train_args.fp16"),
+        ({"bf16": {"enabled": True}}, "train_args.precision"),
+        ({"fp16": {"enabled": True}}, "train_args.precision"),
         ({"bf16": {"enabled": False}, "fp16": {"loss_scale": 128}}, "fp16.loss_scale"),
         ({"optimizer": {"type": "Lamb"}}, "train_args.optim"),
         ({"optimizer": {"params": {"lr": 0.5}}}, "train_args.learning_rate"),
@@ -125,7 +125,7 @@ def test_the_stages_of_a_large_model_cost_what_the_paper_says():
     """ZeRO's own figures (7.5 B parameters, 64 ranks) for the optimizer's share, 12/N bytes a parameter, and the weights'."""
     shape = ModelShape(tuple(TensorShape(f"w{one}", (7_500_000, 100), 4, True) for one in range(10)), low_bytes=2)
     costs = {
-        stage: deepspeed_cost(shape, Axes(data=64), Workload(1), configured(None, stage=stage, bf16=True))
+        stage: deepspeed_cost(shape, Axes(data=64), Workload(1), configured(None, stage=stage, precision="bf16-mixed"))
         for stage in (1, 2, 3)
     }
     for cost in costs.values():

@@ -69,7 +69,11 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
             torch.manual_seed(100 * step + number)
             ids = torch.randint(0, 96, (1, TOKENS))
             places = torch.cat([torch.arange(9), torch.arange(5)]).unsqueeze(0)
-            with torch.autocast("cpu", torch.bfloat16) if config.train_args.bf16 else contextlib.nullcontext():
+            with (
+                torch.autocast("cpu", torch.bfloat16)
+                if config.train_args.precision == "bf16-mixed"
+                else contextlib.nullcontext()
+            ):
                 logits = module(input_ids=ids, position_ids=places, use_cache=False).logits[0, :-1]
             loss = functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum") / (MICRO * TOKENS)
             seen.append(loss.detach())
@@ -115,7 +119,7 @@ def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, t
 
 @pytest.mark.soak
 def test_bf16_stays_near_one_rank():
-    train_args = {"bf16": True}
+    train_args = {"precision": "bf16-mixed"}
     alone = run_ranks(train, 1, Axes(), {}, train_args)[0]
     found = run_ranks(train, 2, Axes(tensor=2), {}, train_args)
     torch.testing.assert_close(found[0][0], alone[0], rtol=1e-2, atol=0)

@@ -29,11 +29,14 @@ MICRO: dict[str, Any] = {
 SWITCHES: dict[str, dict[str, Any]] = {
     "full, packed": {},
     "LoRA": {"lora": {"enable": True, "rank": 4}},
-    "bf16": {"train_args": {"bf16": True}},
-    "fp16": {"train_args": {"fp16": True}},
+    "bf16": {"train_args": {"precision": "bf16-mixed"}},
+    "fp16": {"train_args": {"precision": "fp16-mixed"}},
     "recompute": {"train_args": {"gradient_checkpointing": True}},
     "padded": {"train_args": {"packing": False}},
-    "LoRA, bf16, recompute": {"lora": {"enable": True}, "train_args": {"bf16": True, "gradient_checkpointing": True}},
+    "LoRA, bf16, recompute": {
+        "lora": {"enable": True},
+        "train_args": {"precision": "bf16-mixed", "gradient_checkpointing": True},
+    },
     "`adafactor`": {"train_args": {"optim": "adafactor"}},
     "`classify`": {
         "model": "builtin:mlp",

@@ -176,7 +176,7 @@ def test_cut_along_the_dimension_that_wastes_least():
 @pytest.mark.parametrize(("strategy", "gigabytes", "volume"), [(ZeRO2, 16.6, 2), (ZeRO3, 1.9, 3)])
 def test_formulas_of_the_paper(strategy, gigabytes, volume):
     """7.5 B parameters on 64 ranks, mixed precision Adam (Rajbhandari et al., 2020, figure 1 and section 7)."""
-    config = Config(model="m", dataset="d", train_args={"bf16": True})
+    config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})
     shape = ModelShape((TensorShape("w", (7_500_000, 1000), 4, True),), low_bytes=2)
     cost = strategy.cost(shape, Axes(shard=64), Workload(), config)
     assert cost.state / 1e9 == pytest.approx(gigabytes, rel=0.02)

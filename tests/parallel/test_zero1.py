@@ -135,7 +135,7 @@ def test_float16_with_a_scaler_and_a_rank_without_elements():
 def test_formula_of_the_paper():
     """7.5 B parameters on 64 ranks, mixed precision Adam (Rajbhandari et al., 2020, figure 1): 31.4 GB a rank, 2Ψ of
     traffic."""
-    config = Config(model="m", dataset="d", train_args={"bf16": True})
+    config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})
     shape = ModelShape((TensorShape("w", (7_500_000_000,), 4, True),), low_bytes=2)
     cost = ShardedOptimizer.cost(shape, Axes(data=64), Workload(), config)
     assert cost.state / 1e9 == pytest.approx(31.4, rel=0.005)

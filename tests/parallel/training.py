@@ -102,7 +102,11 @@ def train(
         model="m",
         dataset="d",
         parallel={"mode": mode, "bucket_cap_mb": 0.004},
-        train_args={"weight_decay": 0.1, "bf16": bf16, "gradient_accumulation_steps": micro_batches},
+        train_args={
+            "weight_decay": 0.1,
+            "precision": "bf16-mixed" if bf16 else "32",
+            "gradient_accumulation_steps": micro_batches,
+        },
     )
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(world.rank)

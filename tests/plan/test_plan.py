@@ -170,7 +170,12 @@ def test_auto_takes_the_plainest_where_there_is_room() -> None:
 
 
 def test_the_bound_is_above_the_plan(tmp_path: Path) -> None:
-    for keys in ({}, {"lora": {"enable": True}}, {"train_args": {"bf16": True}}, {"lora": {"enable": True, "dropout": 0.0}}):
+    for keys in (
+        {},
+        {"lora": {"enable": True}},
+        {"train_args": {"precision": "bf16-mixed"}},
+        {"lora": {"enable": True, "dropout": 0.0}},
+    ):
         given = config(model=wide(tmp_path), dataset="none", **keys)
         found = paceline.plan(given.model_dump(), world_size=2, device="T4")
         bound = at_most(given)

@@ -37,7 +37,7 @@ def zero_cost(mode: str, ranks: int, **parallel: object) -> Cost:
     """Cost of the ZeRO paper's model: 7.5 billion parameters, mixed-precision Adam."""
     blocks = tuple(TensorShape(f"blocks.{number}.weight", (7500 * 1000, 100), 4, True) for number in range(10))
     shape = ModelShape(blocks, optimizer_bytes_per_element=8, low_bytes=2)
-    config = Config(model="m", dataset="d", parallel={"mode": mode, **parallel}, train_args={"bf16": True})
+    config = Config(model="m", dataset="d", parallel={"mode": mode, **parallel}, train_args={"precision": "bf16-mixed"})
     axes = Axes(shard=ranks) if mode in ("zero2", "zero3") else Axes(data=ranks)
     return strategy_class(mode).cost(shape, axes, Workload(), config)
 
@@ -84,7 +84,7 @@ def test_a_plan_for_llama_2_70b_without_weights_or_data(tmp_path: Path) -> None:
     config = Config(
         model=folder_with(tmp_path, LLAMA),
         dataset="none.jsonl",
-        train_args={"bf16": True, "gradient_checkpointing": True, "per_device_train_batch_size": 1},
+        train_args={"precision": "bf16-mixed", "gradient_checkpointing": True, "per_device_train_batch_size": 1},
     )
     plan = make_plan(config, world_size=64, device="H100-SXM")
     found = plan.as_dict()

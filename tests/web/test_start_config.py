@@ -65,10 +65,10 @@ def test_a_sound_config_tells_what_it_sets(panel):
 
 
 def test_every_mistake_has_its_line_and_key(panel):
-    found = panel.ask("/api/check", yaml="model: m\ntrain_args:\n  max_stepz: 3\n  bf16: 7\n  max_length: 1\n")
+    found = panel.ask("/api/check", yaml="model: m\ntrain_args:\n  max_stepz: 3\n  precision: 7\n  max_length: 1\n")
     assert not found["ok"]
     assert [(one["line"], one["key"]) for one in found["errors"]] == [
-        (3, None), (4, "train_args.bf16"), (5, "train_args.max_length"), (None, None),
+        (3, None), (4, "train_args.precision"), (5, "train_args.max_length"), (None, None),
     ]  # fmt: skip
     assert "max_steps" in found["errors"][0]["fix"]
     assert "dataset" in found["errors"][3]["what"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from paceline.config import convert as c
+from paceline.config import convert_precision as p
 from paceline.config import convert_values as v
 from paceline.config.aliases import Alias
 from paceline.config.sources import eval_sources, mixture, mixture_by_share, pretraining_sources, train_sources
 
 _T = "train_args."
+_MIXED = "`bf16` as `bf16-mixed`, `fp16` as `fp16-mixed`, `no` as `32`"
+_DTYPE = "`bfloat16` as `bf16-mixed`, `float16` as `fp16-mixed`, `auto`; `float32` as `32` if no other key sets it"
 _PREFERENCE = ("dpo", "kto", "ppo", "grpo", "orpo", "rm", "rlhf", "gkd", "cpo", "simpo", "reward", "pt", "instruct")
 _SHUFFLED = "the order of samples is a shuffle fixed by the seed"
 _CHAT = "`task: sft` uses the chat template; for plain text use `task: pretrain`"
@@ -107,12 +110,15 @@ ALIASES: dict[str, Alias] = {
     "adapter_name_or_path": Alias("lora.adapter", "lt", v.adapter_path),
     "adapters": Alias("lora.adapter", "s", v.adapter_path),
     # -- precision and memory
-    "torch_dtype": Alias(f"{_T}bf16", "slt", v.dtype, "`bfloat16` as bf16, `float16` as fp16, `float32` as neither"),
-    "dtype": Alias(f"{_T}bf16", "st", v.dtype, "`bfloat16` as bf16, `float16` as fp16, `float32` as neither"),
-    "model_dtype": Alias(f"{_T}bf16", "t", v.dtype, "`bfloat16` as bf16, `float16` as fp16, `float32` as neither"),
-    "bfloat16": Alias(f"{_T}bf16", "a", c.flag(f"{_T}bf16")),
-    "float16": Alias(f"{_T}fp16", "a", c.flag(f"{_T}fp16")),
-    "pure_bf16": Alias(f"{_T}bf16", "l", c.flag(f"{_T}bf16"), "mixed precision, weights that are trained in float32"),
+    "bf16": Alias(f"{_T}precision", "", p.bf16, "true as `bf16-mixed`, `auto`, false alone as `32`"),
+    "fp16": Alias(f"{_T}precision", "", p.fp16, "true as `fp16-mixed`, `auto`; false alone sets nothing"),
+    "torch_dtype": Alias(f"{_T}precision", "slt", p.dtype, _DTYPE),
+    "dtype": Alias(f"{_T}precision", "st", p.dtype, _DTYPE),
+    "model_dtype": Alias(f"{_T}precision", "t", p.dtype, _DTYPE),
+    "bfloat16": Alias(f"{_T}precision", "a", p.bf16, "as `bf16`"),
+    "float16": Alias(f"{_T}precision", "a", p.fp16, "as `fp16`"),
+    "pure_bf16": Alias(f"{_T}precision", "l", p.bf16, "true as `bf16-mixed`: trained weights stay float32"),
+    "mixed_precision": Alias(f"{_T}precision", "t", p.mixed_precision, _MIXED),
     "activation_checkpointing": Alias(f"{_T}gradient_checkpointing", "t", v.checkpointing),
     "disable_gradient_checkpointing": Alias(
         f"{_T}gradient_checkpointing", "l", c.inverse(f"{_T}gradient_checkpointing", weak_when=False), "with the opposite sense"
@@ -177,8 +183,7 @@ SHARED: dict[str, Alias] = {
     "task": Alias("task", "s", lambda value: v.task(value) if str(value).lower() in _PREFERENCE else c.Out({"task": value})),
     "split_dataset_ratio": Alias("split_dataset_ratio", "s", v.ratio),
     "report_to": Alias("report_to", "slt", v.report_to),
-    f"{_T}bf16": Alias(f"{_T}bf16", "a", v.bf16),
-    f"{_T}fp16": Alias(f"{_T}fp16", "a", c.flag(f"{_T}fp16")),
+    f"{_T}precision": Alias(f"{_T}precision", "", p.precision),
     f"{_T}gradient_checkpointing": Alias(f"{_T}gradient_checkpointing", "sat", v.checkpointing),
     f"{_T}optim": Alias(f"{_T}optim", "slt", v.optim),
     f"{_T}lr_scheduler_type": Alias(f"{_T}lr_scheduler_type", "slt", v.scheduler),

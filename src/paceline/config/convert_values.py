@@ -100,26 +100,6 @@ def preference(value: Any) -> Out:
 # -- precision and device ---------------------------------------------------------------------------------------------------
 
 
-def dtype(value: Any) -> Out:
-    name = str(value).lower().removeprefix("torch.")
-    if name in ("bfloat16", "bf16"):
-        return Out({"train_args.bf16": True})
-    if name in ("float16", "fp16", "half"):
-        return Out({"train_args.fp16": True, "train_args.bf16": False})
-    if name in ("float32", "fp32", "float"):
-        return Out(weak={"train_args.bf16": False, "train_args.fp16": False})
-    if name == "auto":
-        return info("the precision of training is set by bf16 and fp16; trained weights are kept in float32")
-    raise Refused(f"`{value}` is not a precision", "use bfloat16, float16 or float32")
-
-
-def bf16(value: Any) -> Out:
-    if value == "auto":
-        words = "so that the numbers do not depend on the device; say `bf16: true` where it has it"
-        return Out(weak={"train_args.bf16": False}, says=(("info", words),))
-    return Out({"train_args.bf16": as_bool(value)})
-
-
 def quantised(value: Any) -> Out:
     return Out() if is_off(value) or as_bool(value) is False else warning(_QUANTISED)
 

@@ -85,7 +85,7 @@ def _load(document: Document | None, file: Path | None, overrides: Sequence[str]
         walks.append(walk)
     walks.append(_overrides(overrides))
     meanings = [meaning_of(entry) for walk in walks for entry in walk.entries]
-    foreign = [one for one in meanings if one.alias or one.ignored or one.methods]
+    foreign = [one for one in meanings if one.ignored or one.methods or (one.alias and one.alias.tools)]
     merge = Merge(bool(foreign), tool_scores(one.tools for one in foreign))
     merge.problems.extend(problem for walk in walks for problem in walk.problems)
     for meaning in meanings:

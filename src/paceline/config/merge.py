@@ -103,7 +103,8 @@ class Merge:
         wanted = [Assigned(key, value, entry) for key, value in out.sets.items()]
         wanted += [Assigned(key, value, entry, weak=True) for key, value in out.weak.items()]
         made = [part for one in wanted for part in self._assign(one)]
-        as_written = meaning.target is not None and not out.says and out.sets == {target: entry.value}
+        values = {key: short(value) for key, value in out.sets.items()}
+        as_written = meaning.target is not None and not out.says and values == {target: short(entry.value)}
         if not as_written:
             self.lines.append(Line(meaning, made, out.says))
 
@@ -137,7 +138,11 @@ class Merge:
                 self._check_agreement(
                     target, [one for one in several if one.entry.layer == layer_number and not one.weak], layer
                 )
-        self.overridden = [one for one in self.problems if self._overridden(one)]
+        self.drop_overridden_problems()
+
+    def drop_overridden_problems(self) -> None:
+        """Move the problems of keys that an override sets anew from ``problems`` to ``overridden``."""
+        self.overridden += [one for one in self.problems if self._overridden(one)]
         self.problems = [one for one in self.problems if one not in self.overridden]
 
     def _check_agreement(self, target: str, several: list[Assigned], winning: int) -> None:

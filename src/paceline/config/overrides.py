@@ -14,7 +14,7 @@ from paceline.config.reader import missing_file, parse_value
 from paceline.core.errors import ConfigError
 
 _PAIR = re.compile(r"^(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)
-_WORDS = {"true", "false", "yes", "no", "on", "off"}
+_WORDS = {"true", "false", "yes", "no", "on", "off", "auto", "0", "1"}
 _FLAGS = {
     "use_dora",
     "push_to_hub",
@@ -24,6 +24,11 @@ _FLAGS = {
     "overwrite_output_dir",
     "overwrite_cache",
     "load_in_4bit",
+    "bf16",
+    "fp16",
+    "bfloat16",
+    "float16",
+    "pure_bf16",
 }
 
 
@@ -132,16 +137,15 @@ def _known(key: str) -> bool:
 
 def _is_flag(key: str) -> bool:
     target = _target(key)
-    if key in _FLAGS or not target:
-        return key in _FLAGS or key.startswith(("use_", "do_", "load_in_", "save_only_", "disable_"))
+    name = key.removeprefix("train_args.")
+    if name in _FLAGS or not target:
+        return name in _FLAGS or key.startswith(("use_", "do_", "load_in_", "save_only_", "disable_"))
     last = key.rpartition(".")[2]
     return takes(KEYS[target], bool) and last not in (
         "finetuning_type",
         "tuner_type",
         "train_type",
         "sft_type",
-        "torch_dtype",
-        "dtype",
     )
 
 

@@ -170,10 +170,12 @@ class TrainArgs(Section):
     adam_epsilon: float = Field(1e-8, gt=0, description="Adam's epsilon.")
     momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of `sgd` and `rmsprop`.")
     max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this global norm; 0 turns it off.")
-    bf16: bool = Field(
-        False, description="bfloat16 mixed precision: autocast over float32 trained weights; frozen weights are kept in bf16."
+    precision: Literal["auto", "bf16-mixed", "fp16-mixed", "32"] = Field(
+        "auto",
+        description="`bf16-mixed`, `fp16-mixed`: autocast over float32 trained weights, with frozen weights held in that type; "
+        "float16 with dynamic loss scaling. `32`: float32. `auto`: `bf16-mixed` on accelerators that support bfloat16, "
+        "`fp16-mixed` on those that do not (V100, T4), `32` on a CPU.",
     )
-    fp16: bool = Field(False, description="float16 mixed precision with dynamic loss scaling.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in backward instead of keeping them.")
     max_length: int = Field(1024, ge=8, description="Most tokens of a sample.")
     overlong: Literal["truncate", "drop"] = Field(
@@ -208,11 +210,19 @@ class TrainArgs(Section):
     def _zero_keeps_all(cls, value: object) -> object:
         return None if value == 0 else value
 
-    @model_validator(mode="after")
-    def _one_precision(self) -> TrainArgs:
-        if self.bf16 and self.fp16:
-            raise ValueError("bf16 and fp16 are both on; choose one")
-        return self
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _number_is_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @property
+    def mixed_dtype(self) -> Literal["bfloat16", "float16"] | None:
+        """The type that matrix products are computed in under mixed precision; None in float32.
+
+        ``auto`` counts as float32: it is replaced as soon as the devices are known (:mod:`paceline.world.precision`).
+        """
+        names: dict[str, Literal["bfloat16", "float16"]] = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
+        return names.get(self.precision)
 
 
 class Evaluation(Section):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.config.convert import Refused
+from paceline.config.convert_precision import settle_precision
 from paceline.config.entries import OVERRIDE, Problem, short
 from paceline.config.merge import RESET, Assigned, Merge
 from paceline.config.sources import in_folder, limit, with_fields
@@ -28,6 +29,7 @@ def settle(merge: Merge) -> Notices:
             for line in merge.lines:
                 if any(one is winner for one in line.assigned):
                     line.settled.append((level, words))
+    settle_precision(merge)
     _exclusive(merge, notices)
     _warmup(merge, notices)
     _lora(merge, notices)
@@ -162,8 +164,6 @@ _T = "train_args."
 _EXCLUSIVE: list[tuple[str, str, Callable[[Any], bool]]] = [
     (f"{_T}warmup_ratio", f"{_T}warmup_steps", lambda value: True),
     (f"{_T}num_train_epochs", f"{_T}max_steps", lambda value: True),
-    (f"{_T}bf16", f"{_T}fp16", bool),
-    (f"{_T}fp16", f"{_T}bf16", bool),
     ("val_dataset", "split_dataset_ratio", lambda value: value is not None),
     ("split_dataset_ratio", "val_dataset", bool),
 ]

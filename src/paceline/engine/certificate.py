@@ -43,7 +43,7 @@ def bounds_for(config: Config, device_type: str) -> Bounds:
     2^-12, at other places in each strategy; a small tensor is then measured by the size of the others, see
     :func:`weight_difference`."""
     args = config.train_args
-    if args.bf16 or args.fp16:
+    if args.mixed_dtype:
         return Bounds(loss=2e-2, weights=5e-2, family=None, floor=1.0)
     if device_type == "cpu":
         return Bounds(loss=1e-5, weights=1e-3, family=1e-6)

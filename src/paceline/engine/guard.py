@@ -156,8 +156,9 @@ class Guard:
             "them. The state with its last good weights is saved",
             allowed=f"fewer than `recovery.max_skipped_steps: {self.settings.max_skipped_steps}`",
             fix="look at the samples of these steps and at what the task computes (a division by zero, the logarithm of zero, "
-            "an empty target); lower `learning_rate`; with float16, take `bf16: true`. The same command goes on behind these "
-            "steps (with --allow-config-change under another config); `resume=RUN/checkpoints/step-…` goes further back",
+            "an empty target); lower `learning_rate`; under `precision: fp16-mixed`, set `bf16-mixed` or `32`. The same "
+            "command goes on behind these steps (with --allow-config-change under another config); "
+            "`resume=RUN/checkpoints/step-…` goes further back",
         )
 
     # -- kept with a checkpoint ----------------------------------------------------------------------------------------------

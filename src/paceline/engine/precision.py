@@ -25,9 +25,9 @@ class Precision:
     def __init__(self, args: TrainArgs, world: World) -> None:
         self.world = world
         device = world.device
-        self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        self.dtype = None if args.mixed_dtype is None else getattr(torch, args.mixed_dtype)
         self.device = device
-        self.scaler = torch.amp.GradScaler(device.type) if args.fp16 else None
+        self.scaler = torch.amp.GradScaler(device.type) if args.mixed_dtype == "float16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.dtype is None:

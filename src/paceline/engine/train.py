@@ -223,7 +223,8 @@ def log_step(session: Session, grad_norm: torch.Tensor, learning_rate: float) ->
     if figures["loss"] != figures["loss"] and not session.said_nan:
         session.said_nan = True
         session.events.notice(
-            f"step {session.step}: the loss is not a number; lower the learning rate or use bf16", level="warning"
+            f"step {session.step}: the loss is not a number; lower the learning rate or set `precision: bf16-mixed`",
+            level="warning",
         )
 
 

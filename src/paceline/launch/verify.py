@@ -290,7 +290,7 @@ def _certificate(
         "modes": listed,
         "steps": steps,
         "device": devices.type,
-        "precision": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
+        "precision": args.mixed_dtype or "float32",
         "optim": args.optim,
         "global_batch_size": base.derived.global_batch_size,
         "bounds": asdict(bounds),

@@ -113,7 +113,7 @@ def _describe(error: BaseException, job: Any) -> str:
         return (
             f"Out of memory: {first} To fix: lower `per_device_train_batch_size` (now {args.per_device_train_batch_size}) and "
             f"raise `gradient_accumulation_steps` by the same factor (the result stays the same), lower `max_length` (now "
-            f"{args.max_length}), or set `gradient_checkpointing: true`, `bf16: true` or `lora.enable: true`."
+            f"{args.max_length}), or set `gradient_checkpointing: true`, `precision: bf16-mixed` or `lora.enable: true`."
         )
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -167,7 +167,7 @@ def language_activations(
             sample.
     """
     args = config.train_args
-    low = 2 if args.bf16 or args.fp16 else _FLOAT32
+    low = 2 if args.mixed_dtype else _FLOAT32
     frozen = config.lora.enable
     # Autocast leaves the sums of the residual stream in float32; frozen weights in low precision make them low too.
     stream = low if frozen else _FLOAT32

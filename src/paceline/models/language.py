@@ -45,7 +45,7 @@ def load_language_model(config: Config) -> nn.Module:
         if Path(config.model).expanduser().exists()
         else resolve_model(config.model)
     )
-    low = torch.bfloat16 if config.train_args.bf16 else torch.float16 if config.train_args.fp16 else torch.float32
+    low = getattr(torch, config.train_args.mixed_dtype or "float32")
     dtype = low if config.lora.enable else torch.float32
     try:
         model_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)

@@ -32,7 +32,7 @@ def language_model_on_meta(config: Config) -> nn.Module:
     args = config.train_args
     path = Path(config.model).expanduser()
     name = str(path) if path.exists() else resolve_model(config.model)
-    low = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    low = getattr(torch, args.mixed_dtype or "float32")
     with _quiet():
         try:
             found = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)

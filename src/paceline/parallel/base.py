@@ -89,8 +89,8 @@ class Strategy(ABC):
     @property
     def low_dtype(self) -> torch.dtype | None:
         """bfloat16 or float16 under mixed precision, else None."""
-        args = self.config.train_args
-        return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        name = self.config.train_args.mixed_dtype
+        return None if name is None else getattr(torch, name)
 
     @property
     def replica(self) -> int:

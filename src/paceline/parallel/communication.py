@@ -69,11 +69,11 @@ def check_communication(config: Config, name: str, sums_buckets: bool, axes: Axe
 
 def _check_training(config: Config, what: str) -> None:
     args, settings = config.train_args, config.compression
-    if args.fp16 and settings.chain[0] not in _STATELESS:
+    if args.mixed_dtype == "float16" and settings.chain[0] not in _STATELESS:
         raise ConfigError(
-            f"{what} with `train_args.fp16: true`: an overflow, which the loss scale provokes, would stay in what is kept back",
-            allowed=f"with fp16: {', '.join(_STATELESS)}",
-            fix="set `train_args.bf16: true` instead",
+            f"{what} with `train_args.precision: fp16-mixed`: an overflow would stay in what is kept back",
+            allowed=f"with fp16-mixed: {', '.join(_STATELESS)}",
+            fix="set `train_args.precision: bf16-mixed` instead",
         )
     sparse = settings.chain[0] in ("topk", "randomk")
     adam = args.optim in ("adam", "adamw")

@@ -68,11 +68,11 @@ class DeepSpeed(Strategy):
     def check_settings(config: Config, axes: Axes) -> None:
         """As :meth:`check`, whether DeepSpeed is there or not: a plan may be for another machine."""
         parallel, args = config.parallel, config.train_args
-        if args.fp16:
+        if args.mixed_dtype == "float16":
             raise ConfigError(
-                "`train_args.fp16` with `parallel.mode: deepspeed`: both would scale the loss",
-                allowed="float32 or bf16 with deepspeed",
-                fix="set `train_args.bf16: true`, or `parallel.mode: zero2`",
+                "`train_args.precision: fp16-mixed` with `parallel.mode: deepspeed`: both would scale the loss",
+                allowed="`32` or `bf16-mixed` with deepspeed",
+                fix="set `train_args.precision: bf16-mixed`, or `parallel.mode: zero2`",
             )
         if args.optim not in _ELEMENTWISE:
             raise ConfigError(
@@ -272,10 +272,10 @@ def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
     if low_dtype is not None and norms:
         kind = type(norms[0]).__name__
         raise ConfigError(
-            f"`train_args.bf16` with `parallel.mode: deepspeed`, and the model has {kind}: DeepSpeed makes its weights "
-            "bfloat16, beside float32 running statistics, and it cannot compute with both",
+            f"mixed precision with `parallel.mode: deepspeed`, and the model has {kind}: DeepSpeed makes its weights "
+            "half precision, beside float32 running statistics, and it cannot compute with both",
             allowed="models without running statistics, or float32",
-            fix="set `parallel.mode: ddp`, or `train_args.bf16: false`",
+            fix="set `parallel.mode: ddp`, or `train_args.precision: 32`",
         )
 
 

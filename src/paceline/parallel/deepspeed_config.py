@@ -33,7 +33,7 @@ HONOURED_ZERO: dict[str, type] = {
 _CHECKPOINT = "checkpoints are Paceline's own and load under every strategy"
 _PRINTS = "what is shown and reported is Paceline's business"
 _SUM = "gradients are summed and divided by the global count of the loss, nothing else is exact"
-_DTYPES = "the types follow from `train_args.bf16`"
+_DTYPES = "the types follow from `train_args.precision`"
 _FEATURE = "Paceline does not drive this feature of DeepSpeed"
 REFUSED: dict[str, str] = {
     "activation_checkpointing": "set `train_args.gradient_checkpointing`",
@@ -131,7 +131,7 @@ def _key_problems(key: str, value: Any, config: Config, num_ranks: int) -> list[
     if key in owned:
         return _agrees(key, value, *owned[key])
     if key in ("bf16", "bfloat16", "fp16"):
-        return _precision_problems(key, value, args.fp16 if key == "fp16" else args.bf16)
+        return _precision_problems(key, value, args.mixed_dtype == ("float16" if key == "fp16" else "bfloat16"))
     if key == "optimizer":
         return _optimizer_problems(value, args)
     if key == "zero_optimization":
@@ -160,8 +160,7 @@ def _precision_problems(key: str, value: Any, wanted: bool) -> list[str]:
     found = []
     for sub, one in value.items():
         if sub == "enabled":
-            ours = "train_args.fp16" if key == "fp16" else "train_args.bf16"
-            found += [] if one == "auto" else _agrees(f"{key}.enabled", one, ours, wanted)
+            found += [] if one == "auto" else _agrees(f"{key}.enabled", one, "train_args.precision", wanted)
         elif value.get("enabled") is not False and one != "auto":
             found.append(f"{key}.{sub}: {_DTYPES}")
     return found
@@ -261,8 +260,8 @@ def engine_config(config: Config, trained_elements: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "gradient_clipping": args.max_grad_norm,
-        "bf16": {"enabled": args.bf16},
+        "bf16": {"enabled": args.mixed_dtype == "bfloat16"},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero_section(config, trained_elements, 2 if args.bf16 else 0),
+        "zero_optimization": zero_section(config, trained_elements, 2 if args.mixed_dtype else 0),
     }

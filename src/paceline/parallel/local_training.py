@@ -74,12 +74,12 @@ class LocalTraining(Strategy):
     @classmethod
     def check(cls, config: Config, axes: Axes) -> None:
         settings, args = config.local_sgd, config.train_args
-        if args.fp16:
+        if args.mixed_dtype == "float16":
             raise ConfigError(
-                f"`fp16: true` with `mode: {cls.name}`: its loss scale is agreed on by all ranks at each step, which is what "
-                "this mode is there to avoid",
+                f"`precision: fp16-mixed` with `mode: {cls.name}`: its loss scale is agreed on by all "
+                "ranks at each step, which is what this mode is there to avoid",
                 allowed="bf16, or float32",
-                fix="set `bf16: true` instead",
+                fix="set `precision: bf16-mixed` instead",
             )
         if settings.workers is not None:
             num_workers(settings, RankEnv(world_size=axes.data, local_world_size=axes.data))

@@ -13,7 +13,7 @@ def check_config(config: Config) -> None:
     args = config.train_args
     wrong = {
         "train_args.weight_decay": args.weight_decay > 0 and "rows that no batch has are not touched",
-        "train_args.fp16": args.fp16 and "there is no loss scale on the servers",
+        "train_args.precision": args.mixed_dtype == "float16" and "there is no loss scale on the servers",
         "train_args.gradient_checkpointing": args.gradient_checkpointing and "rows would be pulled twice",
     }
     for key, reason in wrong.items():

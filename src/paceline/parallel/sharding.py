@@ -261,7 +261,7 @@ def _check_dtypes(model: nn.Module) -> None:
         names = ", ".join(sorted(str(one).removeprefix("torch.") for one in kinds))
         raise ConfigError(
             f"{type(model).__name__} trains parameters of several types ({names}), and sharding packs them together",
-            allowed="one type, best float32: `bf16: true` casts for the computation",
+            allowed="one type, best float32: `precision: bf16-mixed` casts for the computation",
             fix="cast the model with .float(), or set `parallel.mode: zero1` or `ddp`",
         )
 

@@ -92,7 +92,7 @@ def plan(
         world_size: devices, one rank each; by default those of this machine.
         device_memory: of one device, in bytes or as text with a unit (``"24GB"``).
         device: a kind of device by name (``"A100-80GB"``) instead of this machine's.
-        overrides: further keys of the config; dotted ones as ``**{"train_args.bf16": True}``.
+        overrides: further keys of the config; dotted ones as ``**{"train_args.precision": "bf16-mixed"}``.
 
     Raises:
         ConfigError: the config, the model or an argument is wrong.
@@ -118,7 +118,7 @@ def make_plan(
 
 def _machine(config: Config, world_size: int | None, memory: int | None, device: str | None) -> Machine:
     args = config.train_args
-    low = args.bf16 or args.fp16
+    low = args.mixed_dtype is not None
     wanted = config.parallel.num_gpus
     if device is not None or memory is not None:
         count = world_size or (wanted if wanted != "auto" else 1)

@@ -87,16 +87,16 @@ def nothing_fits(config: Config, described: Described, batch: Batch, machine: Ma
     stage = nearest.settings.get("deepspeed_stage")
     changes, added = config, []
     cures = []
-    for key, value in (("gradient_checkpointing", True), ("bf16", True), ("per_device_train_batch_size", 1)):
+    for key, value in (("gradient_checkpointing", True), ("precision", "bf16-mixed"), ("per_device_train_batch_size", 1)):
         args = changes.train_args
-        if getattr(args, key) == value or (key == "bf16" and args.fp16):
+        if getattr(args, key) == value or (key == "precision" and args.mixed_dtype):
             continue
         update = {key: value}
         if key == "per_device_train_batch_size":
             update["gradient_accumulation_steps"] = args.gradient_accumulation_steps * args.per_device_train_batch_size
         changes = changes.model_copy(update={"train_args": args.model_copy(update=update)})
         added += [f"{name}={str(one).lower() if isinstance(one, bool) else one}" for name, one in update.items()]
-        low = 2 if changes.train_args.bf16 or changes.train_args.fp16 else 0
+        low = 2 if changes.train_args.mixed_dtype else 0
         other = replace(described, shape=replace(described.shape, low_bytes=low))
         share = changes.train_args.per_device_train_batch_size / args.per_device_train_batch_size
         batch = replace(batch, positions=batch.positions * share, fullest=batch.fullest * share)
@@ -152,7 +152,7 @@ def pick(
         return plain, f"{plain.strategy}: what the model takes is not known before it is built"
     args = config.train_args
     batch = micro_batch(config)
-    machine = here(num_devices, is_cpu, args.bf16 or args.fp16, memory)
+    machine = here(num_devices, is_cpu, args.mixed_dtype is not None, memory)
     found = choose(config, described, batch, machine)
     if found.taken is not None:
         return found.taken.layout, found.why

@@ -46,14 +46,14 @@ def _language(config: Config) -> int | None:
 
 def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
     args, lora = config.train_args, config.lora
-    each = 4 + 4 + optimizer_bytes_per_element(args) + (2 if args.bf16 or args.fp16 else 0)
+    each = 4 + 4 + optimizer_bytes_per_element(args) + (2 if args.mixed_dtype else 0)
     if not lora.enable:
         return parameters * each
     widths = 4 * dims.hidden + 2 * dims.queries + 2 * dims.keys  # of the four projections of attention, inputs and outputs
     widths += 3 * (dims.hidden + dims.feed_forward) * dims.experts
     adapters = lora.rank * widths * dims.layers
     saved = len(lora.modules_to_save) * dims.vocabulary * dims.hidden
-    return parameters * (2 if args.bf16 or args.fp16 else 4) + (adapters + saved) * each
+    return parameters * (2 if args.mixed_dtype else 4) + (adapters + saved) * each
 
 
 def _classifier(config: Config) -> int:

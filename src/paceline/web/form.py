@@ -15,7 +15,7 @@ COMMON: dict[str, tuple[str, ...]] = {
     "training": (
         "train_args.learning_rate", "train_args.num_train_epochs", "train_args.max_steps",
         "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps", "train_args.warmup_ratio",
-        "train_args.bf16", "train_args.gradient_checkpointing", "train_args.save_steps", "train_args.eval_steps",
+        "train_args.precision", "train_args.gradient_checkpointing", "train_args.save_steps", "train_args.eval_steps",
         "train_args.seed",
     ),
     "lora": ("lora.enable", "lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules"),
@@ -66,7 +66,6 @@ train_args:
   per_device_train_batch_size: 4
   gradient_accumulation_steps: 4
   warmup_ratio: 0.05
-  bf16: true
 """,
     },
     {
@@ -81,7 +80,6 @@ train_args:
   per_device_train_batch_size: 2
   gradient_accumulation_steps: 8
   warmup_ratio: 0.05
-  bf16: true
   gradient_checkpointing: true
 """,
     },

@@ -1,0 +1,128 @@
+"""Every spelling of the precision setting, and what several of them in one config come to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.config.load import Loaded, load_config, load_text, to_yaml
+from paceline.config.schema import TrainArgs
+from paceline.core.errors import ConfigError
+
+BASE = "model: m\ndataset: d\n"
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Loaded:
+    path = tmp_path / "mine.yaml"
+    path.write_text(BASE + text)
+    return load_config(path, list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "auto"),
+        ("precision: 32", "32"),
+        ("precision: '32'", "32"),
+        ("train_args: {precision: 16}", "fp16-mixed"),
+        ("precision: bf16", "bf16-mixed"),
+        ("precision: 16-mixed", "fp16-mixed"),
+        ("precision: 32-true", "32"),
+        ("precision: bfloat16", "bf16-mixed"),
+        ("bf16: true", "bf16-mixed"),
+        ("bf16: yes", "bf16-mixed"),
+        ("bf16: 1", "bf16-mixed"),
+        ("bf16: auto", "auto"),
+        ("bf16: false", "32"),
+        ("fp16: true", "fp16-mixed"),
+        ("fp16: auto", "auto"),
+        ("fp16: false", "auto"),
+        ("fp16: 0", "auto"),
+        ("bf16: false\nfp16: true", "fp16-mixed"),
+        ("bf16: false\nfp16: false", "32"),
+        ("bf16: true\nfp16: false", "bf16-mixed"),
+        ("bf16: auto\nfp16: true", "fp16-mixed"),
+        ("bf16: auto\nfp16:", "auto"),
+        ("bfloat16: true", "bf16-mixed"),
+        ("pure_bf16: true", "bf16-mixed"),
+        ("torch_dtype: auto", "auto"),
+        ("dtype: auto\nbf16: true", "bf16-mixed"),
+        ("torch_dtype: torch.bfloat16", "bf16-mixed"),
+        ("torch_dtype: bfloat16\nbf16: false", "bf16-mixed"),
+        ("dtype: float32", "32"),
+        ("dtype: float32\nbf16: auto", "auto"),
+        ("mixed_precision: bf16", "bf16-mixed"),
+        ("mixed_precision: fp16", "fp16-mixed"),
+        ("mixed_precision: no", "32"),
+        ("mixed_precision: 'no'\nbf16: true", "bf16-mixed"),
+    ],
+)
+def test_spellings(tmp_path: Path, text: str, expected: str) -> None:
+    assert load(tmp_path, text).config.train_args.precision == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "expected"),
+    [
+        ("bf16: true", "precision=32", "32"),
+        ("bf16: true", "bf16=false", "32"),
+        ("bf16: true", "fp16=true", "fp16-mixed"),
+        ("bf16: true", "fp16=false", "bf16-mixed"),
+        ("fp16: true", "fp16=false", "auto"),
+        ("fp16: true", "bf16=false", "fp16-mixed"),
+        ("precision: bf16-mixed", "bf16=false", "32"),
+        ("precision: fp16-mixed", "bf16=auto", "auto"),
+        ("precision: fp16-mixed", "precision=null", "auto"),
+        ("bf16: true", "precision=null", "auto"),
+        ("bf16: 7", "bf16=true", "bf16-mixed"),
+        ("bf16: true\nfp16: true", "precision=32", "32"),
+    ],
+)
+def test_the_command_line_prevails(tmp_path: Path, text: str, override: str, expected: str) -> None:
+    assert load(tmp_path, text, override).config.train_args.precision == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("bf16: true\nfp16: true", ["line 3", "line 4", "disagree", "choose one"]),
+        ("precision: 32\nbf16: true", ["disagree", "train_args.precision"]),
+        ("precision: bf16-mixed\nbf16: false", ["disagree"]),
+        ("mixed_precision: fp16\nbf16: true", ["disagree"]),
+        ("precision: bf16-true", ["bf16-true", "not supported", "bf16-mixed"]),
+        ("precision: 7", ["line 3", "`bf16-mixed`"]),
+        ("mixed_precision: fp8", ["fp8", "no, fp16 or bf16"]),
+        ("bf16: 7", ["true, false or auto"]),
+        ("torch_dtype: int8", ["int8", "bfloat16"]),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text)
+    for part in parts:
+        assert part in error.value.paragraph()
+
+
+def test_each_spelling_is_reported_once_and_a_native_one_is_not_another_tool(tmp_path: Path) -> None:
+    assert load(tmp_path, "bf16: true\nfp16: false").notices == [
+        ("info", "`bf16: true` is read as `train_args.precision: bf16-mixed`")
+    ]
+    assert load(tmp_path, "precision: 32").notices == []
+    lines = [text for _, text in load(tmp_path, "torch_dtype: float32\nbf16: true").notices]
+    assert any("`torch_dtype: float32`" in line and "gives way to `bf16: true`" in line for line in lines)
+    changed = [text for _, text in load(tmp_path, "fp16: true", "fp16=false").notices]
+    assert changed == ["`fp16: true` gives way to the command line: `fp16=false`"]
+
+
+@pytest.mark.parametrize("value", ["auto", "bf16-mixed", "fp16-mixed", "32"])
+def test_a_written_config_loads_again(value: str) -> None:
+    config = load_text(BASE + f"precision: {value}", "a.yaml").config
+    again = load_text(to_yaml(config), "b.yaml")
+    assert again.config == config
+    assert again.notices == []
+    assert config.train_args.mixed_dtype == {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}.get(value)
+
+
+def test_a_number_in_python() -> None:
+    assert TrainArgs(precision=32).precision == "32"  # type: ignore[arg-type]
