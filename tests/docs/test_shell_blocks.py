@@ -1,7 +1,7 @@
 """Every shell block of the README and of the first guide runs as printed.
 
-A block that needs a network, a GPU or a cluster starts with a comment that says so (``# Needs a network: …``). It runs here on a
-stand-in: a Hugging Face cache that holds a tiny model under the name of the real one.
+A block that needs a network, a GPU or a cluster starts with a comment that says so (``# Needs a network: …``). It runs here
+on a stand-in: a Hugging Face cache that holds a tiny model under the name of the real one.
 """
 
 from __future__ import annotations
