@@ -12,8 +12,9 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.plan.choose import Choice, choose, here
 from paceline.plan.described import Described, describe
+from paceline.plan.devices import find_device
 from paceline.plan.estimate import Mode
-from paceline.plan.hardware import Machine, find_device, named_machine, parse_size
+from paceline.plan.hardware import Machine, named_machine, parse_size
 from paceline.plan.layouts import configured, misfit
 from paceline.plan.workload import Batch, micro_batch
 from paceline.tasks import load_task
@@ -117,15 +118,14 @@ def make_plan(
 
 
 def _machine(config: Config, world_size: int | None, memory: int | None, device: str | None) -> Machine:
-    args = config.train_args
-    low = args.mixed_dtype is not None
+    dtype = config.train_args.mixed_dtype
     wanted = config.parallel.num_gpus
     if device is not None or memory is not None:
         count = world_size or (wanted if wanted != "auto" else 1)
-        named = None if device is None else find_device(device)
-        if named is None and config.parallel.device == "cpu":
-            return here(count, True, low, memory)
-        return named_machine(named, memory, count, low)
+        if device is None and config.parallel.device == "cpu":
+            return here(count, True, dtype, memory)
+        named, notice = (None, "") if device is None else find_device(device, memory)
+        return named_machine(named, memory, count, dtype, (notice,) if notice else ())
     from paceline.world.device import choose_devices
 
     settings = config.parallel if world_size is None else config.parallel.model_copy(update={"num_gpus": "auto"})
@@ -138,7 +138,7 @@ def _machine(config: Config, world_size: int | None, memory: int | None, device:
             fix="to plan for a machine that is not this one, name its devices: `--world-size 8 --device A100-80GB`",
         ) from error
     count = world_size or found.count
-    machine = here(count, found.type == "cpu", low)
+    machine = here(count, found.type == "cpu", dtype)
     if found.type != "cpu" and count > found.count:
         machine = replace(machine, notes=(*machine.notes, f"this machine has {found.count} of the {count} devices planned for"))
     return machine

@@ -12,8 +12,9 @@ from paceline.core.words import counted
 from paceline.doctor import profile
 from paceline.parallel import OTHER_TRAINING, Layout, layout
 from paceline.plan.described import Described, describe
+from paceline.plan.devices import recognize
 from paceline.plan.estimate import Mode, estimate
-from paceline.plan.hardware import Machine, cpu_machine, named_machine, recognise
+from paceline.plan.hardware import Machine, cpu_machine, named_machine, unknown_machine
 from paceline.plan.layouts import PLAIN, candidates
 from paceline.plan.quick import at_most
 from paceline.plan.workload import Batch, micro_batch
@@ -150,9 +151,8 @@ def pick(
         if config.task in ("sft", "pretrain", "classify"):
             raise
         return plain, f"{plain.strategy}: what the model takes is not known before it is built"
-    args = config.train_args
     batch = micro_batch(config)
-    machine = here(num_devices, is_cpu, args.mixed_dtype is not None, memory)
+    machine = here(num_devices, is_cpu, config.train_args.mixed_dtype, memory)
     found = choose(config, described, batch, machine)
     if found.taken is not None:
         return found.taken.layout, found.why
@@ -174,17 +174,30 @@ def _tight(config: Config, found: Choice, batch: Batch, machine: Machine) -> tup
     return nearest.layout, f"{nearest.name}, which takes the least, and it may not be enough: it {nearest.reason}"
 
 
-def here(num_devices: int, is_cpu: bool, low_precision: bool, memory_bytes: int | None = None) -> Machine:
-    """This machine's devices, so many of them."""
+def here(num_devices: int, is_cpu: bool, dtype: str | None, memory_bytes: int | None = None) -> Machine:
+    """``num_devices`` of this machine's devices. ``dtype``: see :func:`named_machine`.
+
+    Raises:
+        ConfigError: an accelerator does not report its memory.
+    """
     if is_cpu:
-        return _with_profile(cpu_machine(num_devices, low_precision, memory_bytes=memory_bytes), "cpu")
+        return _with_profile(cpu_machine(num_devices, dtype, memory_bytes=memory_bytes), "cpu")
     from paceline.world.device import accelerators
 
     kind, names = accelerators()
     memory = memory_bytes or _device_memory()
-    known = recognise(names[0], memory) if names else None
-    machine = named_machine(known, memory, num_devices, low_precision)
-    return _with_profile(replace(machine, name=names[0] if names else machine.name), kind or "cpu")
+    name = names[0] if names else (kind or "accelerator")
+    if not memory:
+        raise ConfigError(
+            f"the memory of {name} is not known: the device does not report it",
+            fix="give it: `--device-memory 24GB`, and its kind if it is in the table: `--device NAME`",
+        )
+    known = recognize(name, memory)
+    if known is None:
+        machine = unknown_machine(name, memory, num_devices)
+    else:
+        machine = replace(named_machine(known, memory, num_devices, dtype), name=name)
+    return _with_profile(machine, kind or "cpu")
 
 
 def _with_profile(machine: Machine, device_type: str) -> Machine:

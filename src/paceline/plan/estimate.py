@@ -31,8 +31,8 @@ class Mode:
         name: as a person says it: ``zero3``, ``data 2 × tensor 2``, ``deepspeed stage 1``.
         settings: the keys of the section ``parallel`` that ask for it.
         weight_copies: bytes of low-precision copies of float32 weights, which autocast keeps from forward to backward.
-        per_second: samples a second over all ranks, estimated; with ``step_time_s`` None where the device's speed plays no
-            part.
+        step_time_s: estimated; None if the device's rates are not known.
+        per_second: samples a second over all ranks, estimated; if ``step_time_s`` is None, it only serves to rank modes.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Mode:
             "settings": self.settings,
             "traffic_bytes": None if cost is None else dict(cost.traffic),
             "global_batch_size": self.global_batch_size or None,
-            "samples_per_second": self.per_second or None,
+            "samples_per_second": self.per_second if self.step_time_s else None,
         }
 
 
@@ -101,7 +101,8 @@ def estimate(
     replicas = layout.axes.replicas
     step_s = step_time(layout, config, work, cost, machine, micro_batch_flops(config, described, batch))
     samples = replicas * work.micro_batches * config.train_args.per_device_train_batch_size
-    mode = Mode(name, layout, settings, True, "", cost, copies, step_s, samples / step_s, samples)
+    shown_step_s = step_s if machine.rates_known else None
+    mode = Mode(name, layout, settings, True, "", cost, copies, shown_step_s, samples / step_s, samples)
     usable = USABLE * machine.memory_bytes
     if mode.total <= usable:
         return replace(mode, reason=f"{mode.total / machine.memory_bytes:.0%} of the memory")

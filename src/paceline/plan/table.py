@@ -93,8 +93,8 @@ def _row(plan: Plan, mode: Mode) -> list[str]:
         mark + (mode.name if len(mode.name) <= _MODE_WIDTH else mode.name.replace(" × ", "×").replace("pipeline", "pipe")),
         *(_short(size) for size in sizes),
         ("≤" if cost.traffic_is_bound else "") + _short(cost.traffic_per_step),
-        _seconds(mode.step_time_s or 0.0),
-        short_count(mode.per_second),
+        "?" if mode.step_time_s is None else _seconds(mode.step_time_s),
+        "?" if mode.step_time_s is None else short_count(mode.per_second),
         verdict,
     ]
 
