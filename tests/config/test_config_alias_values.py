@@ -63,6 +63,21 @@ def get(loaded: Loaded, key: str) -> Any:
         ("num_train_epochs: 2", "train_args.num_train_epochs", 2),
         ("max_steps: -1", "train_args.max_steps", None),
         ("val_size: 0.1", "split_dataset_ratio", 0.1),
+        ("val_size: 100", "split_dataset_ratio", 100),
+        ("val_set_size: 100.0", "split_dataset_ratio", 100),
+        ("test_split_size: 2000", "split_dataset_ratio", 2000),
+        ("save_total_limit: -1", "train_args.save_total_limit", None),
+        ("save_steps: 0.25", "train_args.save_steps", 0.25),
+        ("eval_steps: 0.1", "train_args.eval_steps", 0.1),
+        ("logging_steps: 0.5", "train_args.logging_steps", 0.5),
+        ("saves_per_epoch: 2\nnum_epochs: 5", "train_args.save_steps", 0.1),
+        ("saves_per_epoch: 1\nnum_epochs: 1", "train_args.save_steps", 0),
+        ("saves_per_epoch: 4\nmax_steps: 10\nnum_epochs: 1", "train_args.save_steps", 0.25),
+        ("saves_per_epoch: 0", "train_args.save_steps", 500),
+        ("evals_per_epoch: 4\nnum_epochs: 1", "train_args.eval_steps", 0.25),
+        ("evals_per_epoch: 1\nnum_epochs: 4", "train_args.eval_steps", 0),
+        ("save_strategy: epoch\nnum_train_epochs: 4", "train_args.save_steps", 0.25),
+        ("save_strategy: epoch\nnum_train_epochs: 2\nsave_steps: 50", "train_args.save_steps", 0.5),
         ("val_set_size: 0.1", "split_dataset_ratio", 0.1),
         ("val_set_size: 0", "split_dataset_ratio", 0),
         ("lr_scheduler: cosine", "train_args.lr_scheduler_type", "cosine"),
@@ -132,7 +147,18 @@ def test_values(load: Load, text: str, key: str, value: Any) -> None:
         found = [one.model_dump(exclude_defaults=True) for one in found]
     assert found == value
     if not text.startswith(
-        ("max_length", "per_device", "num_train", "save_total", "max_steps", "report_to: none", "lora: {adapter")
+        (
+            "max_length",
+            "per_device",
+            "num_train",
+            "save_total",
+            "max_steps",
+            "report_to: none",
+            "lora: {adapter",
+            "save_steps",
+            "eval_steps",
+            "logging_steps",
+        )
     ):
         assert loaded.notices, "nothing is read under another name in silence"
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.config.load import Loaded
+from paceline.config.load import Loaded, split_cli
+from paceline.core.errors import ConfigError
 
 Load = Callable[..., Loaded]
 
@@ -82,3 +84,98 @@ def test_an_override_of_the_data_leaves_its_split_behind(load: Load) -> None:
     assert load(text).config.sources(validation=True)[0].split == "t"
     config = load(text, ["dataset=./local.jsonl"]).config
     assert (config.dataset, config.val_dataset) == ("./local.jsonl", None)
+
+
+def _info(folder: Path, **entries: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "dataset_info.json").write_text(json.dumps(entries))
+    return folder
+
+
+_MESSAGES = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "source"),
+    [
+        (
+            {"hf_hub_url": "o/h", "subset": "en", "split": "validation"},
+            {"path": "o/h", "format": "alpaca", "name": "en", "split": "validation"},
+        ),
+        ({"hf_hub_url": "o/h", "file_name": "x.json", "num_samples": 10}, {"path": "o/h#10", "format": "alpaca"}),
+        ({"hf_hub_url": "o/h", "revision": "main", "ranking": False}, {"path": "o/h", "format": "alpaca"}),
+        (
+            {"hf_hub_url": "o/h", "columns": {"prompt": "input", "response": "target"}},
+            {"path": "o/h", "format": "alpaca", "columns": {"instruction": "input", "output": "target", "input": ""}},
+        ),
+        (
+            {"hf_hub_url": "o/h", "columns": {"prompt": "q", "query": "more", "response": "a", "system": "s", "history": "h"}},
+            {
+                "path": "o/h",
+                "format": "alpaca",
+                "columns": {"instruction": "q", "input": "more", "output": "a", "system": "s", "history": "h"},
+            },
+        ),
+        (
+            {"hf_hub_url": "o/h", "formatting": "sharegpt", "columns": {"messages": "chat"}, "tags": _MESSAGES},
+            {"path": "o/h", "format": "messages", "columns": {"messages": "chat"}},
+        ),
+        ({"hf_hub_url": "o/h", "formatting": "openai"}, {"path": "o/h", "format": "messages"}),
+        (
+            {"hf_hub_url": "o/h", "formatting": "sharegpt", "tags": {"role_tag": "who", "content_tag": "says"}},
+            {"path": "o/h", "format": "sharegpt", "columns": {"from": "who", "value": "says"}},
+        ),
+    ],
+)
+def test_every_key_of_a_dataset_info_is_read(load: Load, tmp_path: Path, entry: dict[str, Any], source: dict[str, Any]) -> None:
+    folder = _info(tmp_path / "data", mine=entry)
+    loaded = load(f"model: m\nstage: sft\ndataset: mine\neval_dataset: mine\ndataset_dir: {folder}\n")
+    assert [one.model_dump(exclude_defaults=True) for one in loaded.config.sources()] == [source]
+    assert [one.model_dump(exclude_defaults=True) for one in loaded.config.sources(validation=True)] == [source]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"file_name": "a.json", "ranking": True}, ["`ranking: true`", "preference data", "DPO"]),
+        ({"file_name": "a.json", "columns": {"chosen": "c", "rejected": "r"}}, ["`chosen`", "preference data"]),
+        ({"file_name": "a.json", "columns": {"messages": "m", "kto_tag": "label"}}, ["`kto_tag`", "KTO"]),
+        ({"file_name": "a.json", "columns": {"images": "images"}}, ["images", "text alone"]),
+        ({"hf_hub_url": "o/h", "folder": "python"}, ["`folder: python`", "download"]),
+        ({"hf_hub_url": "o/h", "revision": "v2"}, ["`revision: v2`"]),
+        ({"ms_hub_url": "o/h"}, ["ms_hub_url"]),
+        ({"script_url": "o/h"}, ["script_url"]),
+        ({"formatting": "sharegpt"}, ["file_name"]),
+        ({"file_name": "a.json", "formatting": "parquet"}, ["`formatting: parquet`"]),
+        ({"file_name": "a.json", "formatting": "sharegpt", "tags": {"user_tag": "Alice"}}, ["`user_tag: Alice`"]),
+        ({"file_name": "a.json", "num_samples": 0}, ["`num_samples: 0`"]),
+    ],
+)
+def test_what_a_dataset_info_holds_and_is_not_read_is_refused(
+    load: Load, tmp_path: Path, entry: dict[str, Any], words: list[str]
+) -> None:
+    folder = _info(tmp_path / "data", mine=entry)
+    with pytest.raises(ConfigError) as caught:
+        load(f"model: m\nstage: sft\ndataset: mine\ndataset_dir: {folder}\n")
+    for word in ["`mine`", *words]:
+        assert word in caught.value.paragraph()
+
+
+def test_dataset_info_of_a_stage_of_pretraining_and_of_the_default_folder(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _info(tmp_path / "data", wiki={"file_name": "wiki.jsonl", "columns": {"prompt": "body"}, "unknown": 1})
+    monkeypatch.chdir(tmp_path)
+    loaded = load("model_name_or_path: m\nstage: pt\nfinetuning_type: full\ndataset: wiki\n")
+    assert [one.model_dump(exclude_defaults=True) for one in loaded.config.sources()] == [
+        {"path": "data/wiki.jsonl", "format": "text", "columns": {"text": "body"}}
+    ]
+    assert any("LLaMA-Factory's default" in text and "`unknown`" in text for _, text in loaded.notices)
+    assert load("model: m\ndataset: wiki\n").config.dataset == "wiki"
+
+
+def test_flags_with_several_values(load: Load) -> None:
+    path, overrides = split_cli(["--dataset", "a", "b", "--model_author", "x", "y", "--lr", "1e-4", "--strict", "true"])
+    assert path is None
+    config = load("model: m\n", overrides).config
+    assert (config.dataset, config.train_args.learning_rate) == (["a", "b"], 1e-4)

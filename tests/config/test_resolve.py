@@ -95,3 +95,14 @@ def test_for_a_person() -> None:
     assert "× 1 rank\n" in "\n".join(resolve(world_size=1).lines())
     found = resolve()
     assert Derived(**found.as_dict()) == found
+
+
+def test_shares_of_all_steps() -> None:
+    found = resolve(num_train=80, num_eval=4, save_steps=0.25, eval_steps=0.1, logging_steps=0.5, num_train_epochs=3)
+    assert found.steps == 30
+    assert (found.save_every_steps, found.eval_every_steps, found.log_every_steps) == (8, 3, 15)
+    for epochs in range(2, 40):
+        found = resolve(num_train=80, save_steps=1 / epochs, num_train_epochs=epochs)
+        assert found.save_every_steps == found.steps_per_epoch
+    assert resolve(save_steps=0).save_every_steps == 0
+    assert resolve(save_steps=7).save_every_steps == 7

@@ -147,3 +147,11 @@ def test_well_known_names() -> None:
     assert find_hub_name("alpaca-klingon") is None
     plain = [name.replace("-", "").replace("_", "").lower() for name in HUB_NAMES]
     assert len(plain) == len(set(plain))
+
+
+def test_a_column_is_read_under_one_name_and_an_empty_name_leaves_it_out() -> None:
+    row = {"input": "question", "target": "answer"}
+    used = convert(row, columns={"instruction": "input", "output": "target"}, named="alpaca")
+    assert turns(used) == [("user", "question"), ("assistant", "answer")]
+    row = {"instruction": "question", "input": "unused", "output": "answer"}
+    assert turns(convert(row, columns={"input": ""}, named="alpaca")) == [("user", "question"), ("assistant", "answer")]

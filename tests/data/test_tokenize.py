@@ -324,6 +324,9 @@ def test_split_is_fixed_by_the_seed_alone(tmp_path: Path) -> None:
     assert prepare(data, split_dataset_ratio=0.001).num_eval == 1
     assert prepare(data, split_dataset_ratio=0.999).num_train == 1
     assert len(split_indices(1000, 0.05, 7)[1]) == 50
+    assert [len(part) for part in split_indices(1000, 200, 7)] == [800, 200]
+    with pytest.raises(ConfigError, match="holds out 1,000 samples"):
+        split_indices(1000, 1000, 7)
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,9 @@ ALIASES: dict[str, Alias] = {
     "test_datasets": Alias("val_dataset", "a", eval_sources),
     "custom_val_dataset_path": Alias("val_dataset", "s", eval_sources),
     "dataset_test_split": Alias("val_dataset", "t", c.to("_test_split"), "the same source with that split"),
-    "val_size": Alias("split_dataset_ratio", "l", v.ratio, "a share below 1; a number of rows is refused"),
-    "val_set_size": Alias("split_dataset_ratio", "a", v.ratio, "a share below 1; a number of rows is refused"),
-    "test_split_size": Alias("split_dataset_ratio", "t", v.ratio, "a share below 1; a number of rows is refused"),
+    "val_size": Alias("split_dataset_ratio", "l", v.ratio, "a share below 1, or a number of rows"),
+    "val_set_size": Alias("split_dataset_ratio", "a", v.ratio, "a share below 1, or a number of rows"),
+    "test_split_size": Alias("split_dataset_ratio", "t", v.ratio, "a share below 1, or a number of rows"),
     "dataset_test_ratio": Alias("split_dataset_ratio", "s", v.ratio),
     "default_system": Alias("system", "l", c.to("system")),
     "default_system_message": Alias("system", "a", c.to("system")),
@@ -140,9 +140,11 @@ ALIASES: dict[str, Alias] = {
     "batch_flattening": Alias(f"{_T}packing", "a", v.padding_free),
     "num_epochs": Alias(f"{_T}num_train_epochs", "a", c.to(f"{_T}num_train_epochs")),
     "max_epochs": Alias(f"{_T}num_train_epochs", "s", c.to(f"{_T}num_train_epochs")),
-    "save_strategy": Alias(f"{_T}save_steps", "slat", v.save_strategy, "`no` as 0; `epoch` is named as ignored"),
+    "save_strategy": Alias(f"{_T}save_steps", "slat", v.save_strategy, "`no` as 0; `epoch` as a share of all steps"),
     "eval_strategy": Alias(f"{_T}eval_steps", "slat", v.eval_strategy, "`epoch` as 0; `no` is named as ignored"),
     "evaluation_strategy": Alias(f"{_T}eval_steps", "slat", v.eval_strategy, "`epoch` as 0; `no` is named as ignored"),
+    "saves_per_epoch": Alias(f"{_T}save_steps", "a", v.per_epoch("_saves_per_epoch"), "as a share of all steps"),
+    "evals_per_epoch": Alias(f"{_T}eval_steps", "a", v.per_epoch("_evals_per_epoch"), "as a share of all steps"),
     # -- optimizer
     "lr": Alias(f"{_T}learning_rate", "t", c.to(f"{_T}learning_rate")),
     "lr_scheduler": Alias(f"{_T}lr_scheduler_type", "a", v.scheduler),
@@ -189,9 +191,6 @@ SHARED: dict[str, Alias] = {
     f"{_T}lr_scheduler_type": Alias(f"{_T}lr_scheduler_type", "slt", v.scheduler),
     f"{_T}lr_scheduler_kwargs": Alias(f"{_T}lr_scheduler_kwargs", "slt", v.scheduler_args),
     f"{_T}warmup_steps": Alias(f"{_T}warmup_steps", "t", v.warmup_steps),
-    f"{_T}logging_steps": Alias(f"{_T}logging_steps", "t", v.steps(f"{_T}logging_steps")),
-    f"{_T}save_steps": Alias(f"{_T}save_steps", "t", v.steps(f"{_T}save_steps")),
-    f"{_T}eval_steps": Alias(f"{_T}eval_steps", "t", v.steps(f"{_T}eval_steps")),
 }
 
 #: the same, applied only in a config that has keys of other tools: a native one means what it says

@@ -159,20 +159,6 @@ def scheduler_args(value: Any) -> Out:
     return Out({"train_args.lr_scheduler_kwargs": value})
 
 
-def steps(target: str) -> Convert:
-    """A number of steps; a share of all steps (0.1) is refused, for it would be read as something else."""
-
-    def convert(value: Any) -> Out:
-        if isinstance(value, float) and 0 < value < 1:
-            name = target.split(".")[-1]
-            raise Refused(
-                f"{value} would be a share of all steps; `{name}` counts steps", f"write a whole number, e.g. {name}: 100"
-            )
-        return Out({target: value})
-
-    return convert
-
-
 def warmup_steps(value: Any) -> Out:
     if isinstance(value, float) and 0 < value < 1:
         return info("below 1 it is a share of the steps", train_args__warmup_ratio=value)
@@ -180,12 +166,22 @@ def warmup_steps(value: Any) -> Out:
 
 
 def ratio(value: Any) -> Out:
-    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
-        raise Refused(
-            f"{value} is a number of rows; only a share of the rows can be held out here",
-            "give a share such as split_dataset_ratio: 0.05, or a validation file as val_dataset: FILE#N",
-        )
-    return Out({"split_dataset_ratio": value})
+    """A share of the rows below 1, a number of rows from 1 on."""
+    is_count = isinstance(value, float) and value >= 1 and value == int(value)
+    return Out({"split_dataset_ratio": int(value) if is_count else value})
+
+
+def per_epoch(target: str) -> Convert:
+    """axolotl's `saves_per_epoch` and `evals_per_epoch`; settled against the number of epochs."""
+
+    def convert(value: Any) -> Out:
+        if is_off(value):
+            return Out()
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise Refused(f"`{value}` is not a number per epoch", "write a number of at least 1")
+        return Out({target: value})
+
+    return convert
 
 
 def checkpointing(value: Any) -> Out:

@@ -183,11 +183,8 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "l": "eval_on_each_dataset eval_num_beams",
         "st": "predict_with_generate",
     }),
-    ("warning", "steps are counted, not shares of an epoch: give `save_steps`", {
-        "a": "saves_per_epoch save_total_per_epoch",
-    }),
-    ("warning", "steps are counted, not shares of an epoch: give `eval_steps` (0: at the end of each epoch)", {
-        "a": "evals_per_epoch",
+    ("warning", "`save_total_limit` limits the number of checkpoints that are kept", {
+        "a": "save_total_per_epoch",
     }),
     ("warning", "training runs to its end and `model/` is the last state", {
         "slat": "load_best_model_at_end",

@@ -108,7 +108,7 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
             raise ConfigError("`--config` names no file", fix="write --config FILE.yaml")
         return key, ["true"]
     values = [rest.pop(0)]
-    while _is_list(key) and rest and not _is_next(rest[0]) and not rest[0].endswith((".yaml", ".yml")):
+    while _takes_several(key) and rest and not _is_next(rest[0]) and not rest[0].endswith((".yaml", ".yml")):
         values.append(rest.pop(0))
     return key, values
 
@@ -152,6 +152,11 @@ def _is_flag(key: str) -> bool:
 def _is_list(key: str) -> bool:
     target = _target(key)
     return bool(target) and takes(KEYS[str(target)], list)
+
+
+def _takes_several(key: str) -> bool:
+    """True for lists, and for keys of other tools, which may take several words (`--loss_scale a b`)."""
+    return _is_list(key) or (key not in KEYS and f"train_args.{key}" not in KEYS)
 
 
 def _as_file(token: str) -> str:

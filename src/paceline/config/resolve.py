@@ -32,6 +32,8 @@ class Derived:
     tokens_per_step: int | None
     eval_every_steps: int
     replicas: int
+    save_every_steps: int = 0
+    log_every_steps: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -113,6 +115,14 @@ def derive(
         warmup_steps=min(warmup, steps),
         learning_rate=rate,
         tokens_per_step=tokens,
-        eval_every_steps=(args.eval_steps or per_epoch) if num_eval else 0,
+        eval_every_steps=(count_of_steps(args.eval_steps, steps) or per_epoch) if num_eval else 0,
         replicas=replicas,
+        save_every_steps=count_of_steps(args.save_steps, steps),
+        log_every_steps=count_of_steps(args.logging_steps, steps),
     )
+
+
+def count_of_steps(every: float, steps: int) -> int:
+    """Return a number of steps, of which a value below 1 is a share of all ``steps``, rounded up as transformers does."""
+    # A product such as 30 * (1 / 10) must not be rounded up because of its last binary digit.
+    return math.ceil(every * steps - 1e-9) if 0 < every < 1 else int(every)

@@ -16,6 +16,9 @@ from paceline.config.schema_recovery import Recovery
 from paceline.config.schema_server import ParameterServer
 from paceline.config.section import Auto, Section, Text
 
+#: a share of all steps of a run, as transformers takes it for `save_steps`, `eval_steps` and `logging_steps`
+ShareOfSteps = Annotated[float, Field(gt=0, lt=1)]
+
 
 class DatasetSource(Section):
     """One source of samples, where a plain path or hub id does not say enough."""
@@ -29,7 +32,7 @@ class DatasetSource(Section):
     columns: dict[str, str] = Field(
         default_factory=dict,
         description="Names of the columns where they are not the usual ones, as `{expected: yours}`; "
-        "e.g. `{prompt: question, completion: answer}`.",
+        "e.g. `{prompt: question, completion: answer}`. An empty name means that the column is not read.",
     )
 
 
@@ -188,13 +191,20 @@ class TrainArgs(Section):
         "of it at the start.",
     )
     train_on_inputs: bool = Field(False, description="Loss on the prompt too, not on the answers alone.")
-    logging_steps: int = Field(1, ge=1, description="A `step` event and a progress line every so many steps.")
-    save_steps: int = Field(500, ge=0, description="A checkpoint every so many steps (0: never) and always one at the end.")
+    logging_steps: Annotated[int, Field(ge=1)] | ShareOfSteps = Field(
+        1, description="Steps between two `step` events and progress lines; below 1: a share of all steps."
+    )
+    save_steps: Annotated[int, Field(ge=0)] | ShareOfSteps = Field(
+        500,
+        description="Steps between two checkpoints; below 1: a share of all steps; 0: none. One is always written at the end.",
+    )
     async_save: bool = Field(
         True, description="Write checkpoints in the background, from a copy in the host's memory, while training goes on."
     )
     save_total_limit: int | None = Field(3, ge=1, description="How many checkpoints are kept; null keeps all.")
-    eval_steps: int = Field(0, ge=0, description="Evaluate every so many steps; 0: at the end of each epoch.")
+    eval_steps: Annotated[int, Field(ge=0)] | ShareOfSteps = Field(
+        0, description="Steps between two evaluations; below 1: a share of all steps; 0: at the end of each epoch."
+    )
     seed: int = Field(42, ge=0, description="Fixes the weights' start, the order of samples, dropout and augmentation.")
     dataloader_num_workers: int = Field(0, ge=0, description="Loader processes a rank; each prefetches batches.")
     dataloader_prefetch_factor: int = Field(2, ge=1, description="Batches each loader process keeps ready.")
@@ -208,7 +218,7 @@ class TrainArgs(Section):
     @field_validator("save_total_limit", mode="before")
     @classmethod
     def _zero_keeps_all(cls, value: object) -> object:
-        return None if value == 0 else value
+        return None if value in (0, -1) and not isinstance(value, bool) else value
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -264,8 +274,9 @@ class Config(Section):
     val_dataset: Text | DatasetSource | list[Text | DatasetSource] | None = Field(
         None, description="Validation data, as `dataset`."
     )
-    split_dataset_ratio: float = Field(
-        0.0, ge=0, lt=1, description="Share of the dataset held out for validation, where val_dataset is not given."
+    split_dataset_ratio: Annotated[float, Field(ge=0, lt=1)] | Annotated[int, Field(ge=1)] = Field(
+        0.0,
+        description="Share of the dataset held out for validation, from 1 on the number of samples; not with `val_dataset`.",
     )
     system: Text | None = Field(None, description="System message put before samples that have none.")
     chat_template: Text | None = Field(None, description="File with a Jinja chat template, instead of the tokenizer's.")

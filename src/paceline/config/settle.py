@@ -4,20 +4,25 @@ each other when they come from the file and from an override."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from paceline.config.convert import Refused
 from paceline.config.convert_precision import settle_precision
+from paceline.config.dataset_info import FILE, in_folder
 from paceline.config.entries import OVERRIDE, Problem, short
 from paceline.config.merge import RESET, Assigned, Merge
-from paceline.config.sources import in_folder, limit, with_fields
+from paceline.config.schema import TrainArgs
+from paceline.config.sources import limit, with_fields
 
 Notices = list[tuple[str, str]]
+_T = "train_args."
 
 
 def settle(merge: Merge) -> Notices:
     """Apply the ``_`` targets and the exclusions to ``merge.winners``. Returns notices beyond those of single keys."""
     notices: Notices = []
+    _default_dataset_dir(merge, notices)
     for name, act in _ACTS.items():
         winner = merge.winners.pop(name, None)
         if winner is not None and winner.value is not RESET:
@@ -63,7 +68,37 @@ def _save_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
         return "info", "is read as `train_args.save_steps: 0`: one checkpoint, at the end"
     if by.value == "steps":
         return "info", "is how it is here: a checkpoint every `save_steps`"
+    if by.value == "epoch" and not merge.value_of(f"{_T}max_steps"):
+        given = merge.winners.pop(f"{_T}save_steps") if merge.layer_of(f"{_T}save_steps") == by.entry.layer else None
+        level, words = _per_epoch(merge, by, f"{_T}save_steps", 1)
+        return level, words + (f"; {given.entry.shown()} has no effect beside it" if given is not None else "")
     return "warning", "checkpoints are written every `save_steps` steps, and at the end"
+
+
+def _per_epoch(merge: Merge, by: Assigned, target: str, count: float) -> tuple[str, str]:
+    """A number of times per epoch, as a share of all steps."""
+    name = target.rpartition(".")[2]
+    if _higher(merge, target, by):
+        return "info", "gives way to the command line"
+    if merge.value_of(target) is not None:
+        raise Refused(f"`{name}` is given too, and both tell how often", f"keep one of `{by.entry.name}` and `{name}`")
+    epochs = merge.value_of(f"{_T}num_train_epochs")
+    epochs = epochs if isinstance(epochs, int | float) and epochs > 0 else TrainArgs.model_fields["num_train_epochs"].default
+    times = count * epochs
+    if times <= 1 or (name == "eval_steps" and count == 1):
+        _set(merge, target, 0, by)
+        return "info", f"is read as `{target}: 0`: at the end" + (" of each epoch" if name == "eval_steps" else " of the run")
+    _set(merge, target, 1 / times, by)
+    share = f"`{target}: {short(round(1 / times, 6))}`, a share of all steps"
+    return "info", f"is read as {share}: {short(count)} in each of {short(epochs)} epochs"
+
+
+def _saves_per_epoch(merge: Merge, by: Assigned) -> tuple[str, str]:
+    return _per_epoch(merge, by, "train_args.save_steps", by.value)
+
+
+def _evals_per_epoch(merge: Merge, by: Assigned) -> tuple[str, str]:
+    return _per_epoch(merge, by, "train_args.eval_steps", by.value)
 
 
 def _eval_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
@@ -99,13 +134,31 @@ _OTHER_DATA = "is left out: it belongs to the dataset that an override has repla
 
 def _dataset_dir(merge: Merge, by: Assigned) -> tuple[str, str]:
     before = merge.value_of("dataset")
-    if not _each_source(merge, by, lambda listed: in_folder(listed, str(by.value))):
+    notes: list[str] = []
+
+    def change(listed: list[Any]) -> list[Any]:
+        return in_folder(listed, str(by.value), merge.value_of("task") == "pretrain", notes)
+
+    if not _each_source(merge, by, change):
         return "info", _OTHER_DATA
-    _each_source(merge, by, lambda listed: in_folder(listed, str(by.value)), key="val_dataset")
+    _each_source(merge, by, change, key="val_dataset")
     after = merge.value_of("dataset")
+    if by.value == "ONLINE":
+        return "info", "the datasets are hub ids"
     if after == before:
         return "info", "holds no file of these datasets' names; they are taken as paths or hub ids"
-    return "info", f"gives `dataset: {short(after)}`"
+    return "warning" if notes else "info", "; ".join([f"gives `dataset: {short(after)}`", *dict.fromkeys(notes)])
+
+
+def _default_dataset_dir(merge: Merge, notices: Notices) -> None:
+    """LLaMA-Factory looks for its datasets in `data/` if a file does not name the folder."""
+    data = merge.winners.get("dataset")
+    table = Path("data") / FILE
+    is_theirs = merge.scores["l"] > 0 and merge.scores["l"] == max(merge.scores.values())
+    if "_dataset_dir" in merge.winners or data is None or not is_theirs or not table.is_file():
+        return
+    level, words = _dataset_dir(merge, Assigned("_dataset_dir", "data", data.entry))
+    notices.append((level, f"{table}, LLaMA-Factory's default, {words}"))
 
 
 def _max_samples(merge: Merge, by: Assigned) -> tuple[str, str]:
@@ -147,6 +200,8 @@ def _test_split(merge: Merge, by: Assigned) -> tuple[str, str]:
 _ACTS: dict[str, Callable[[Merge, Assigned], tuple[str, str]]] = {
     "_target_linear": _target_linear,
     "_save_strategy": _save_strategy,
+    "_saves_per_epoch": _saves_per_epoch,
+    "_evals_per_epoch": _evals_per_epoch,
     "_dataset_dir": _dataset_dir,
     "_name": _field("name"),
     "_test_split": _test_split,
@@ -159,7 +214,6 @@ _ACTS: dict[str, Callable[[Merge, Assigned], tuple[str, str]]] = {
 
 # -- keys that exclude each other ---------------------------------------------------------------------------------------------
 
-_T = "train_args."
 #: (key given by an override, key of the file that would beat or contradict it, when)
 _EXCLUSIVE: list[tuple[str, str, Callable[[Any], bool]]] = [
     (f"{_T}warmup_ratio", f"{_T}warmup_steps", lambda value: True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -166,50 +165,6 @@ def _files(item: dict[str, Any], out: dict[str, Any]) -> list[Source]:
     if str(out.get("path")) in _BUILDERS:
         return [{**out, "path": one} for one in paths]
     return [{**out, "path": f"{str(out.get('path', '.')).rstrip('/')}/{one}"} for one in paths]
-
-
-def in_folder(sources: list[Any], folder: str) -> list[Any]:
-    """LLaMA-Factory's names: files of ``folder``, by its ``dataset_info.json`` or by their own name."""
-    root = Path(folder)
-    table: dict[str, Any] = {}
-    if (root / "dataset_info.json").is_file():
-        try:
-            loaded = json.loads((root / "dataset_info.json").read_text(encoding="utf-8"))
-            table = loaded if isinstance(loaded, dict) else {}
-        except ValueError as error:
-            raise Refused(
-                f"{root / 'dataset_info.json'} is not valid JSON: {error}", "repair it, or give the files themselves"
-            ) from None
-    return [_in_folder(one, root, table) if isinstance(one, str) else one for one in sources]
-
-
-def _in_folder(name: str, root: Path, table: dict[str, Any]) -> Any:
-    plain, mark, count = name.partition("#")
-    entry = table.get(plain)
-    if isinstance(entry, dict) and (entry.get("file_name") or entry.get("hf_hub_url")):
-        path = str(root / entry["file_name"]) if entry.get("file_name") else str(entry["hf_hub_url"])
-        form = {"sharegpt": "sharegpt", "alpaca": "alpaca"}.get(str(entry.get("formatting", "alpaca")), "auto")
-        names = {
-            "prompt": "instruction",
-            "query": "input",
-            "response": "output",
-            "messages": "conversations",
-            "system": "system",
-        }
-        given = entry.get("columns") or {}
-        columns = {names[key]: value for key, value in given.items() if key in names and names[key] != value}
-        tags = entry.get("tags") or {}
-        if form == "sharegpt" and tags.get("role_tag") == "role" and tags.get("content_tag") == "content":
-            form, columns = (
-                "messages",
-                ({"messages": given["messages"]} if given.get("messages", "messages") != "messages" else {}),
-            )
-        source: dict[str, Any] = {"path": path + mark + count, "format": form}
-        return {**source, "columns": columns} if columns else source
-    for suffix in ("", ".json", ".jsonl", ".csv", ".parquet", ".txt"):
-        if (root / (plain + suffix)).exists() and not Path(plain).is_absolute():
-            return str(root / (plain + suffix)) + mark + count
-    return name
 
 
 def limit(sources: list[Any], number: int) -> list[Any]:

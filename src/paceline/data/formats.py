@@ -150,10 +150,13 @@ class Converter:
         return self._chat(_alpaca(row) if kind == "alpaca" else self._turns(row), row)
 
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
-        for expected, theirs in self.columns.items():
-            if theirs in row and expected != theirs:
-                row = {**row, expected: row[theirs]}
-        return row
+        """The row under the expected names; an optional column that is read under another name is not read under its own."""
+        if not self.columns:
+            return row
+        left_out = {expected for expected, theirs in self.columns.items() if theirs == ""}
+        left_out |= set(self.columns.values()) & {*_INPUT, *_SYSTEM, "history"} - set(self.columns)
+        named = {expected: row[theirs] for expected, theirs in self.columns.items() if theirs in row}
+        return {**{key: value for key, value in row.items() if key not in left_out}, **named}
 
     def _fits(self, row: dict[str, Any], kind: str) -> bool:
         fitting = fits_as(row)

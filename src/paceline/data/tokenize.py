@@ -113,9 +113,18 @@ def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray
     """Split samples into (training, validation) indices, each sorted, by ``seed`` alone.
 
     The share ``ratio`` is held out, at least one sample. At least one sample is left for training, so nothing is held out of
-    a single sample. :func:`split_notice` reports the result.
+    a single sample. :func:`split_notice` reports the result. From 1 on ``ratio`` is the number of samples to hold out.
+
+    Raises:
+        ConfigError: a number of samples that leaves none for training.
     """
-    held_out = min(max(1, round(num_samples * ratio)), num_samples - 1)
+    if ratio >= max(1, num_samples):
+        raise ConfigError(
+            f"`split_dataset_ratio: {ratio:g}` holds out {ratio:,g} samples, and the data has {num_samples:,}",
+            allowed=f"a share below 1, or a number of samples from 1 to {max(1, num_samples - 1):,}",
+            fix="write a share such as `split_dataset_ratio: 0.1`",
+        )
+    held_out = min(max(1, round(num_samples * ratio if ratio < 1 else ratio)), num_samples - 1)
     order = np.random.default_rng([seed, 0x5B117]).permutation(num_samples)
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
@@ -125,6 +134,8 @@ def split_notice(held_out: int, total: int, ratio: float, noun: str = "sample") 
     if held_out == 0:
         return "warning", f"no validation: `split_dataset_ratio: {ratio:g}` of {counted(total, noun)} leaves none to hold out"
     text = f"validation: {held_out:,} of {counted(total, noun)} held out (split_dataset_ratio: {ratio:g})"
+    if ratio >= 1:
+        return "info", text
     if held_out > total * ratio + 0.5:
         return "warning", f"{text}. That is {held_out / total:.0%}: a validation split has at least one {noun}"
     if held_out > total * ratio:

@@ -96,7 +96,7 @@ def train(session: Session) -> str:
             break
         if session.eval_dataset is not None and session.step % session.derived.eval_every_steps == 0:
             run_evaluation(session)
-        save_steps = session.config.train_args.save_steps
+        save_steps = session.derived.save_every_steps
         if session.saver.asked or (save_steps and session.step % save_steps == 0):
             save_checkpoint(session, must_succeed=False)
     save_checkpoint(session, must_succeed=True)
@@ -161,7 +161,7 @@ def train_step(session: Session) -> bool:
     session.step += 1
     PULSE.end_step(disturbed=session.saver.is_writing)
     meter.end(told_sum, counts.own)
-    logging = session.step % config.train_args.logging_steps == 0
+    logging = session.step % session.derived.log_every_steps == 0
     logging = logging or session.step in (session.first_step + 1, session.derived.steps)
     stopping = read_counts(session, counts, now=logging)
     regroup(session)
