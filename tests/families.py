@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+NOISE = 0.02
 SIZES = {
     "vocab_size": 8192,
     "hidden_size": 32,
@@ -220,7 +221,7 @@ def make_model(name: str, folder: Path) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for one in model.parameters():  # zeros and ones hide what is left out or taken twice
-            one.add_(torch.randn_like(one) * 0.02)
+            one.add_(torch.randn_like(one) * NOISE)
     target = folder / name
     model.save_pretrained(str(target))
     for file in builtin_tokenizer().glob("tokenizer*"):

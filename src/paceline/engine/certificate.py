@@ -64,6 +64,7 @@ def combine(ranks: Sequence[dict[str, Any]], floor: float = 1e-2) -> dict[str, A
         "weight_rel_diff": difference,
         "worst_tensor": tensor,
         "missing": missing,
+        "excluded": ranks[0].get("excluded", []),
         "notices": list(dict.fromkeys(text for one in ranks for text in one["notices"])),
         "state_bytes": {key: round(max(one[f"state_{key}"] for one in ranks)) for key in ("predicted", "measured")},
         "traffic_bytes": {key: round(max(one[f"traffic_{key}"] for one in ranks)) for key in ("predicted", "measured")},
@@ -84,10 +85,10 @@ def weight_difference(ranks: Sequence[dict[str, list[float]]], floor: float = 1e
     worst, tensor, missing = 0.0, None, []
     for name in names:
         apart, owned = (sum(one[name][place] for one in ranks) for place in (0, 1))
-        norm, count = ranks[0][name][2:]
+        norm, count, *compared = ranks[0][name][2:]
         if owned != count:
             missing.append(name)
-        size = max(math.sqrt(norm), least * math.sqrt(count))
+        size = max(math.sqrt(norm), least * math.sqrt(compared[0] if compared else count))
         relative = math.sqrt(apart) / size if size else (0.0 if apart == 0 else math.inf)
         if not relative <= worst:  # NaN too
             worst, tensor = relative, name
@@ -238,7 +239,23 @@ def summary(certificate: dict[str, Any]) -> str:
         f"{passed} of {tried} modes agree with {get('reference')}: {get('steps')} steps of {get('optim')} in "
         f"{get('precision')} on {get('world_size')} × {get('device')}, global batch {get('global_batch_size')}, dropout off. "
         f"Relative bounds: losses {_power(bounds['loss'])}{family}, final weights {_power(bounds['weights'])}, memory and "
-        f"traffic {bounds['cost']:.0%} of what was predicted."
+        f"traffic {bounds['cost']:.0%} of what was predicted.{excluded_text(certificate)}"
+    )
+
+
+def excluded_text(certificate: dict[str, Any], limit: int = 6) -> str:
+    """Which weights were not compared, and why; empty if all were. Begins with a space."""
+    excluded = certificate.get("excluded", [])
+    if not excluded:
+        return ""
+    shown = [
+        one["name"] if one["elements"] == one["of"] else f"{one['name']} ({one['elements']} of {one['of']} elements)"
+        for one in excluded[:limit]
+    ]
+    more = f", and {len(excluded) - limit} more (see --json)" if len(excluded) > limit else ""
+    return (
+        f" Not compared are the weights whose gradient stayed below 1e-6 of the largest tensor's in every step of "
+        f"{certificate['reference']}, which is rounding: {', '.join(shown)}{more}."
     )
 
 

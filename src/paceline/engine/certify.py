@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from paceline.core.events import Event, EventLog
 from paceline.core.files import write_atomic
 from paceline.core.run_dir import RunDir
 from paceline.data.loader import MicroBatch
+from paceline.engine.negligible import GradientWatch, listing
 from paceline.engine.session import Job, begin, build
 from paceline.engine.stop import StopFlag
 from paceline.engine.train import Session, train_step
@@ -41,6 +42,7 @@ _POLL_S = 0.01
 # A mode that is refused is refused on all its ranks at about the same time. Where one alone refuses, the others wait for it in
 # vain.
 _REFUSED_WAIT_S = 20.0
+_EXCLUDED = "excluded/"  # before the names of masks in the file of the reference
 
 
 @dataclass(frozen=True)
@@ -123,19 +125,22 @@ def _train(certification: Certification, trial: Trial, world: World, stop: StopF
     positions: list[float] = []
     session.batches = _watched(session.batches, positions)
     session.model.train()
+    watch = GradientWatch(session.strategy) if trial.number == 0 else None
     for _ in range(certification.steps):
         if train_step(session):
             return {"status": "stopped"}
     steps = [one for one in heard if one["type"] == "step"]
     reference = Path(certification.folder) / "reference.safetensors"
+    left_out = {} if watch is None else watch.negligible()
     if trial.number == 0:
-        save_reference(session.strategy, reference)
+        save_reference(session.strategy, reference, {name: mask for name, (_, mask) in left_out.items()})
     return {
         "status": "done",
         "losses": [float(one["loss"]) for one in steps],
         "step_time_s": statistics.median(_after_first([float(one["step_time_s"]) for one in steps])),
         **_costs(session, trial.job, positions),
         "weights": distances(session.strategy, reference),
+        "excluded": listing(left_out),
         "notices": [one["text"] for one in heard if one["type"] == "notice" and one["level"] == "warning"],
     }
 
@@ -191,16 +196,20 @@ def _trained_parts(strategy: Strategy) -> list[Part]:
     return [part for part in strategy.state() if part.name.startswith("model/")]
 
 
-def save_reference(strategy: Strategy, path: Path) -> None:
-    """Write the whole trained weights of a strategy that holds them on one rank."""
+def save_reference(strategy: Strategy, path: Path, excluded: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the whole trained weights of a strategy that holds them on one rank, and which elements are not compared: masks,
+    by the name of the parameter."""
     from safetensors.torch import save_file
 
-    save_file({part.name: part.tensor.detach().cpu().contiguous().clone() for part in _trained_parts(strategy)}, str(path))
+    weights = {part.name: part.tensor.detach().cpu().contiguous().clone() for part in _trained_parts(strategy)}
+    masks = {f"{_EXCLUDED}model/{name}": mask.to(torch.uint8) for name, mask in (excluded or {}).items()}
+    save_file({**weights, **masks}, str(path))
 
 
 def distances(strategy: Strategy, path: Path) -> dict[str, list[float]]:
     """How far this rank's own parts of the trained weights lie from the reference's: {name: [sum of squared differences,
-    elements, squared norm of the reference's whole tensor, its elements]}, for every tensor of the reference."""
+    elements, squared norm of the reference's whole tensor, its elements, those of them that are compared]}, for every tensor of
+    the reference. The first and the third are taken over compared elements."""
     from safetensors import safe_open
 
     mine: dict[str, list[Part]] = {}
@@ -208,15 +217,25 @@ def distances(strategy: Strategy, path: Path) -> dict[str, list[float]]:
         mine.setdefault(part.name, []).append(part)
     found = {}
     with safe_open(str(path), framework="pt") as reference:
-        names = list(reference.keys())
+        keys = set(reference.keys())
+        names = [name for name in reference.keys() if not name.startswith(_EXCLUDED)]  # noqa: SIM118 - not a mapping
         unknown = sorted(set(mine) - set(names))
         if unknown:
             raise RunError(f"the strategy's state has weights that the reference has not: {', '.join(unknown[:5])}")
         for name in names:
             whole = reference.get_tensor(name)
-            numbers = [0.0, 0.0, _squares(whole), float(whole.numel())]
+            compared = 1 - reference.get_tensor(_EXCLUDED + name) if _EXCLUDED + name in keys else None
+            counted = whole.numel() if compared is None else int(compared.sum())
+            numbers = [
+                0.0,
+                0.0,
+                _squares(whole if compared is None else whole * compared),
+                float(whole.numel()),
+                float(counted),
+            ]
             for part in mine.get(name, []):
-                numbers[0] += _squares(part.tensor.cpu().double() - _cut(whole, part).double())
+                apart = part.tensor.cpu().double() - _cut(whole, part).double()
+                numbers[0] += _squares(apart if compared is None else apart * _cut(compared, part))
                 numbers[1] += part.tensor.numel()
             found[name] = numbers
     return found

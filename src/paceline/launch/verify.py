@@ -294,6 +294,7 @@ def _certificate(
         "optim": args.optim,
         "global_batch_size": base.derived.global_batch_size,
         "bounds": asdict(bounds),
+        "excluded": reference["excluded"],
         "model": config.model,
         "task": config.task,
         "dataset": [source.path for source in config.sources()],
