@@ -177,7 +177,7 @@ def left_behind(run: LiveRun, scratch: Path, ports: set[int]) -> list[str]:
     # torch keeps an empty folder for what it has compiled, on purpose and one for all of a user's programs.
     files = [one for name in ("tmp", "shm") for one in sorted((scratch / name).iterdir())]
     found += [str(one.relative_to(scratch)) for one in files if not one.name.startswith("torchinductor_")]
-    hidden = [one for one in run.folder.rglob(".*") if one.name != ".lock"]
+    hidden = [one for one in run.folder.rglob(".*") if one.name not in (".lock", ".launch.lock")]
     return found + [str(one.relative_to(run.folder)) for one in hidden]
 
 

@@ -169,10 +169,22 @@ def test_two_runs_in_one_folder(tmp_path):
         one.suspend()
     try:
         refused = train(folder, *WORDS, expect=2)
-        assert "another run is going on" in refused.stderr
+        assert f"in use by another run: process {process.pid} on " in refused.stderr
     finally:
         for one in ranks:
             one.resume()
         os.kill(process.pid, signal.SIGCONT)
         process.terminate()
         process.communicate(timeout=120)
+
+
+def test_of_two_runs_started_at_once_one_is_refused(tmp_path):
+    words = (*MICRO, f"output_dir={tmp_path / 'run'}", "max_steps=4", "save_steps=1", "save_total_limit=1")
+    both = [start(*words), start(*words)]
+    errors = [one.communicate(timeout=300)[1] for one in both]
+    codes = [one.returncode for one in both]
+    assert sorted(codes) == [0, 2], errors
+    winner, loser = both[codes.index(0)], errors[codes.index(2)]
+    assert f"in use by another run: process {winner.pid} on " in loser
+    assert [one["step"] for one in events(tmp_path / "run", "step")] == [1, 2, 3, 4]
+    assert [one.name for one in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -53,6 +54,11 @@ class RunDir:
     def lock(self) -> Path:
         return self.root / ".lock"
 
+    @property
+    def launch_lock(self) -> Path:
+        """Held by the launcher (core/launch_lock.py); ``lock`` is held by the rank that writes."""
+        return self.root / ".launch.lock"
+
     def is_run(self) -> bool:
         """True where a run has already begun here."""
         return self.config.is_file() or self.events.is_file() or self.checkpoints.is_dir()
@@ -86,6 +92,8 @@ def lock_run(run_dir: RunDir, wait_s: float, *, sign: bool = True) -> IO[str]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EINTR):
+                break  # this file system has no locks; the launcher reports it
             if time.monotonic() >= deadline:
                 handle.seek(0)
                 who = handle.read().strip() or "not known"

@@ -16,6 +16,7 @@ from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigErr
 if TYPE_CHECKING:
     from paceline.config.load import Loaded
     from paceline.config.schema import Config
+    from paceline.core.launch_lock import LaunchLock
     from paceline.launch.apart import Elsewhere
     from paceline.launch.preflight import Plan
     from paceline.parallel import Layout
@@ -85,12 +86,22 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
     for level, text in loaded.notices:
         say(level, text)
     check_early(loaded.config)
-    if outer is None and not options.dry_run:
-        from paceline.launch.preload import start_fork_server
+    # Under an outer launcher rank 0 holds the folder for all ranks; of several hosts, the head does (in _run_planned).
+    locks_here = outer.rank == 0 if outer is not None else loaded.config.parallel.hosts == (1, 1)
+    with _exclusive(loaded.config, say) if locks_here and not options.dry_run else contextlib.nullcontext():
+        if outer is None and not options.dry_run:
+            from paceline.launch.preload import start_fork_server
 
-        start_fork_server(loaded.config)
-    load_task(loaded.config).check()
-    return _run_planned(loaded, options, started_at, say)
+            start_fork_server(loaded.config)
+        load_task(loaded.config).check()
+        return _run_planned(loaded, options, started_at, say)
+
+
+def _exclusive(config: Config, say: Any) -> LaunchLock:
+    from paceline.core.launch_lock import LaunchLock
+    from paceline.core.run_dir import RunDir
+
+    return LaunchLock(RunDir(Path(config.output_dir)), say)
 
 
 def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) -> Result:
@@ -134,8 +145,10 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
         from paceline.launch.hosts import HostsRun
         from paceline.launch.meeting import meet
 
-        run = HostsRun(config, meet(config, say), devices.count, devices.type, plan_for, say)
-        return _result(run.run(), options, config, say)
+        meeting = meet(config, say)
+        with _exclusive(config, say) if meeting.leads else contextlib.nullcontext():
+            run = HostsRun(config, meeting, devices.count, devices.type, plan_for, say)
+            return _result(run.run(), options, config, say)
     num_devices = devices.count * config.parallel.hosts[1] if outer is None else outer.world_size
     plan = plan_for(num_devices)
     job, layout = plan.job, plan.job.layout

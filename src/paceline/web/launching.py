@@ -20,6 +20,7 @@ from typing import IO, Any
 from paceline.core.errors import EXIT_DONE, ConfigError, RunError
 from paceline.core.events import Event, tail_events
 from paceline.core.files import write_atomic, write_json_atomic
+from paceline.core.launch_lock import is_launching
 from paceline.core.life import host_name, pid_alive
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.core.wording import finite
@@ -189,7 +190,9 @@ def _remove(run: Path) -> None:
 
 # -- runs that go on, whoever started them ----------------------------------------------------------------------------------
 def is_locked(run: Path) -> bool:
-    """Whether some process holds the run's folder."""
+    """Return whether a run is starting or running in the folder."""
+    if is_launching(RunDir(run)):
+        return True
     if not RunDir(run).lock.exists():
         return False
     try:
