@@ -169,3 +169,30 @@ def test_the_model(load: Load, spelling: str) -> None:
     assert loaded.config.model == "x"
     assert loaded.notices[0][1].startswith(f"`{spelling}: x` (")
     assert loaded.notices[0][1].endswith("is read as `model: x`")
+
+
+@pytest.mark.parametrize(
+    ("text", "shuffle"),
+    [
+        ("shuffle: false", False),
+        ("train_args: {shuffle: false}", False),
+        ("dataset_shuffle: false", False),
+        ("dataset_shuffle: true", True),
+        ("train_dataloader_shuffle: false", False),
+        ("dataset_shuffle: true\ntrain_dataloader_shuffle: false", False),
+        ("dataset_shuffle: false\ntrain_dataloader_shuffle: true", True),
+        ("shuffle_merged_datasets: false", False),
+        ("curriculum_sampling: true", False),
+        ("curriculum_sampling: false", True),
+        ("shuffle_dataset: false", False),
+        ("disable_shuffling: true", False),
+        ("disable_shuffling: false", True),
+        ("train_sampling_strategy: sequential", False),
+        ("train_sampling_strategy: random", True),
+        ("train_sampling_strategy: group_by_length", True),
+    ],
+)
+def test_the_order_of_samples(load: Load, text: str, shuffle: bool) -> None:
+    loaded = load(BASE + text)
+    assert loaded.config.train_args.shuffle is shuffle
+    assert any(level == "warning" for level, _ in loaded.notices) == ("group_by_length" in text)

@@ -99,8 +99,6 @@ def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
         ("wandb_project: x", "info", "report.html"),
         ("mask_history: true", "warning", "every answer"),
         ("do_train: false", "warning", "trains"),
-        ("dataset_shuffle: false", "warning", "shuffle"),
-        ("dataset_shuffle: true", "info", "shuffle"),
         ("bf16: auto", "info", "train_args.precision: auto"),
         ("model_revision: v2", "warning", "download"),
         ("streaming: true", "info", "not streamed"),

@@ -68,3 +68,14 @@ def test_tokens_are_shared_nearly_equally():
     mean = lengths[indices].sum() / 4
     assert max(loads) <= 4 / 3 * mean
     assert max(loads) - min(loads) < lengths[indices].max()
+
+
+@pytest.mark.parametrize("lengths", [None, np.random.default_rng(1).integers(1, 50, 23)])
+def test_without_shuffling_every_epoch_has_the_order_of_the_dataset(lengths):
+    order = SampleOrder(23, 8, seed=5, lengths=lengths, shuffle=False)
+    for epoch in (0, 1):
+        steps = [order.global_batch(3 * epoch + step).tolist() for step in range(3)]
+        assert steps == [list(range(8)), list(range(8, 16)), list(range(16, 23))]
+        assert order.epoch_order(epoch).tolist() == list(range(23))
+    for parts in (1, 3, 12):
+        assert sorted(np.concatenate(order.micro_batches(2, parts)).tolist()) == list(range(16, 23))

@@ -90,6 +90,7 @@ def test_it_is_that_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"lora__rank": "8"}, ["lora.rank: 4 → 8"]),
         ({"lora__enable": "false"}, ["lora.enable: True → False"]),
         ({"train_args__seed": "7"}, ["train_args.seed: 42 → 7"]),
+        ({"train_args__shuffle": "false"}, ["train_args.shuffle: True → False"]),
         ({"task": "pretrain"}, ["task: 'sft' → 'pretrain'"]),
         ({"chat_template": "other.jinja"}, ["chat_template: 'template.jinja' → 'other.jinja'"]),
         ({"tokenizer": "builtin:qwen2-tiny"}, ["tokenizer: None → 'builtin:qwen2-tiny'"]),

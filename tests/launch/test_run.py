@@ -185,3 +185,15 @@ def test_from_a_python_script_without_a_main_guard(tmp_path):
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["top", "level", "2", "2", str(script)]
+
+
+def test_without_shuffling_samples_come_in_file_order(tmp_path):
+    rows = [{"prompt": "Count:", "completion": " one" * (2 + 3 * number)} for number in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["model=builtin:qwen2-micro", f"dataset={tmp_path / 'rows.jsonl'}", "parallel.mode=single", "parallel.device=cpu"]
+    words += ["per_device_train_batch_size=1", "num_train_epochs=2", "dataloader_num_workers=2"]
+    run(*words, "shuffle=false", f"output_dir={tmp_path / 'run'}")
+    tokens = [one["tokens"] for one in events(tmp_path / "run", "step")]
+    assert len(tokens) == 12
+    assert tokens[:6] == tokens[6:] == sorted(tokens[:6])
+    assert len(set(tokens)) == 6

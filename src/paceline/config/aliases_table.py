@@ -12,7 +12,6 @@ _T = "train_args."
 _MIXED = "`bf16` as `bf16-mixed`, `fp16` as `fp16-mixed`, `no` as `32`"
 _DTYPE = "`bfloat16` as `bf16-mixed`, `float16` as `fp16-mixed`, `auto`; `float32` as `32` if no other key sets it"
 _PREFERENCE = ("dpo", "kto", "ppo", "grpo", "orpo", "rm", "rlhf", "gkd", "cpo", "simpo", "reward", "pt", "instruct")
-_SHUFFLED = "the order of samples is a shuffle fixed by the seed"
 _CHAT = "`task: sft` uses the chat template; for plain text use `task: pretrain`"
 
 ALIASES: dict[str, Alias] = {
@@ -145,6 +144,14 @@ ALIASES: dict[str, Alias] = {
     "evaluation_strategy": Alias(f"{_T}eval_steps", "slat", v.eval_strategy, "`epoch` as 0; `no` is named as ignored"),
     "saves_per_epoch": Alias(f"{_T}save_steps", "a", v.per_epoch("_saves_per_epoch"), "as a share of all steps"),
     "evals_per_epoch": Alias(f"{_T}eval_steps", "a", v.per_epoch("_evals_per_epoch"), "as a share of all steps"),
+    # -- order of the samples
+    "train_dataloader_shuffle": Alias(f"{_T}shuffle", "s", c.flag(f"{_T}shuffle")),
+    "dataset_shuffle": Alias(f"{_T}shuffle", "s", v.shuffle, "gives way to `train_dataloader_shuffle`"),
+    "shuffle_merged_datasets": Alias(f"{_T}shuffle", "a", v.shuffle),
+    "shuffle_dataset": Alias(f"{_T}shuffle", "t", v.shuffle),
+    "disable_shuffling": Alias(f"{_T}shuffle", "l", c.inverse(f"{_T}shuffle", weak_when=False), "with the opposite sense"),
+    "curriculum_sampling": Alias(f"{_T}shuffle", "a", c.inverse(f"{_T}shuffle", weak_when=False), "with the opposite sense"),
+    "train_sampling_strategy": Alias(f"{_T}shuffle", "t", v.sampling, "`sequential` as false"),
     # -- optimizer
     "lr": Alias(f"{_T}learning_rate", "t", c.to(f"{_T}learning_rate")),
     "lr_scheduler": Alias(f"{_T}lr_scheduler_type", "a", v.scheduler),
@@ -166,11 +173,6 @@ ALIASES: dict[str, Alias] = {
     "do_train": Alias("", "lt", v.trains, "true; the command trains"),
     "mask_history": Alias("", "l", v.mask_history, "false; every answer of a conversation carries the loss"),
     "use_chat_template": Alias("", "s", c.on_here(_CHAT), "true; for plain text use `task: pretrain`"),
-    "dataset_shuffle": Alias("", "s", c.on_here(_SHUFFLED), "true; samples are shuffled, fixed by the seed"),
-    "train_dataloader_shuffle": Alias("", "s", c.on_here(_SHUFFLED), "true; samples are shuffled, fixed by the seed"),
-    "shuffle_merged_datasets": Alias("", "a", c.on_here(_SHUFFLED), "true; samples are shuffled, fixed by the seed"),
-    "shuffle_dataset": Alias("", "t", c.on_here(_SHUFFLED), "true; samples are shuffled, fixed by the seed"),
-    "disable_shuffling": Alias("", "l", c.off_here(_SHUFFLED), "false; samples are shuffled, fixed by the seed"),
 }
 
 #: names that are only clear inside their section, such as those of peft's LoraConfig under `lora`

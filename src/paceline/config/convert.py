@@ -93,8 +93,3 @@ def listed(target: str) -> Convert:
 def on_here(why: str) -> Convert:
     """A feature that is always on here: asking for it is fine, turning it off changes the numbers and is said."""
     return lambda value: warning(why) if as_bool(value) is False else info(why)
-
-
-def off_here(why: str) -> Convert:
-    """A feature that is never on here: asking for it changes the numbers and is said."""
-    return lambda value: warning(why) if as_bool(value) is True else info(why)

@@ -293,3 +293,21 @@ def template_name(value: Any) -> Out:
 def variables(value: Any) -> Out:
     names = ", ".join(value) if isinstance(value, dict) else str(value)
     return warning(f"environment variables ({names}) are not set from a config; set them in your shell")
+
+
+# -- the order of samples -------------------------------------------------------------------------------------------------
+
+
+def shuffle(value: Any) -> Out:
+    """Read a switch that another tool applies before its loader, which may shuffle again: the loader's switch prevails."""
+    return Out(weak={"train_args.shuffle": as_bool(value)})
+
+
+def sampling(value: Any) -> Out:
+    """Read transformers' name of a sampler."""
+    name = str(value).lower()
+    if name == "sequential":
+        return Out({"train_args.shuffle": False})
+    if name == "random" or is_off(value):
+        return Out(weak={"train_args.shuffle": True})
+    return warning(f"`{value}` is not supported: samples are shuffled, or kept in order with `train_args.shuffle: false`")

@@ -171,8 +171,6 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
     }),
     ("warning", "the order of samples is a shuffle fixed by the seed", {
         "sat": "group_by_length",
-        "t": "train_sampling_strategy",
-        "a": "curriculum_sampling",
     }),
     ("info", "evaluation runs every `eval_steps`, or at the end of each epoch; its loss is exact over all rows", {
         "t": "eval_delay eval_on_start eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "

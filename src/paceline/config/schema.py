@@ -206,6 +206,10 @@ class TrainArgs(Section):
         0, description="Steps between two evaluations; below 1: a share of all steps; 0: at the end of each epoch."
     )
     seed: int = Field(42, ge=0, description="Fixes the weights' start, the order of samples, dropout and augmentation.")
+    shuffle: bool = Field(
+        True,
+        description="Shuffle the samples in each epoch, in an order fixed by `seed`; false keeps the order of the dataset.",
+    )
     dataloader_num_workers: int = Field(0, ge=0, description="Loader processes a rank; each prefetches batches.")
     dataloader_prefetch_factor: int = Field(2, ge=1, description="Batches each loader process keeps ready.")
     dataloader_pin_memory: bool = Field(True, description="Page-locked batches, for faster copies to a GPU.")

@@ -17,7 +17,7 @@ from paceline.world.seeds import derive_seed
 
 
 def epoch_permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Order of the samples in one epoch: int64 [num_samples], each index once."""
+    """Shuffled order of the samples in one epoch: int64 [num_samples], each index once."""
     generator = np.random.Generator(np.random.PCG64(derive_seed(seed, "order", epoch)))
     return generator.permutation(num_samples)
 
@@ -57,22 +57,33 @@ class SampleOrder:
         batch_size: samples of a global batch.
         seed: the run's seed.
         lengths: tokens of each sample, where micro-batches are to be balanced by tokens; None: equal counts in order.
+        shuffle: whether each epoch has a shuffled order; otherwise every epoch has the order of the dataset. Balancing by
+            tokens moves samples between the micro-batches of one global batch in both cases.
     """
 
     num_samples: int
     batch_size: int
     seed: int
     lengths: np.ndarray | None = None
+    shuffle: bool = True
 
     @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_samples // self.batch_size)
 
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """Return the order of the samples in an epoch: int64 [num_samples], each index once."""
+        if not self.shuffle:
+            return np.arange(self.num_samples)
+        return _cached_permutation(self.num_samples, self.seed, epoch)
+
     def global_batch(self, step: int) -> np.ndarray:
         """Samples of the step ``step`` (counted from 0 over all epochs): int64 [≤ batch_size]."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        order = _cached_permutation(self.num_samples, self.seed, epoch)
-        return order[place * self.batch_size : (place + 1) * self.batch_size]
+        if not self.shuffle:
+            start = place * self.batch_size
+            return np.arange(start, min(start + self.batch_size, self.num_samples))
+        return self.epoch_order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
 
     def micro_batches(self, step: int, parts: int) -> list[np.ndarray]:
         """The global batch of a step cut into ``parts`` micro-batches; some are empty where it has fewer samples."""

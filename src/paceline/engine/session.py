@@ -223,7 +223,9 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
     options = LoaderOptions(
         args.dataloader_num_workers, args.dataloader_prefetch_factor, args.dataloader_pin_memory and world.device.type != "cpu"
     )
-    order = SampleOrder(len(train_dataset), job.derived.global_batch_size, args.seed, _balance_lengths(train_dataset, task))
+    order = SampleOrder(
+        len(train_dataset), job.derived.global_batch_size, args.seed, _balance_lengths(train_dataset, task), args.shuffle
+    )
     session = Session(
         config=config,
         derived=job.derived,

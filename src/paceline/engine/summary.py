@@ -106,15 +106,13 @@ def samples_seen(session: Session) -> int:
 
 def _tokens_seen(session: Session) -> tuple[int | None, int | None]:
     """(tokens, label tokens) up to the step reached, over all lives; None where samples have none."""
-    from paceline.data.order import epoch_permutation
-
     dataset = session.train_dataset
     lengths, labels = getattr(dataset, "lengths", None), getattr(dataset, "label_counts", None)
     if lengths is None:
         return None, None
     order = session.order
     epochs, place = divmod(session.step, order.steps_per_epoch)
-    part = epoch_permutation(order.num_samples, order.seed, epochs)[: place * order.batch_size]
+    part = order.epoch_order(epochs)[: place * order.batch_size]
     left_out = [order.global_batch(step) for step in sorted(session.guard.spikes.left_out)]
 
     def total(values: Any) -> int | None:

@@ -274,7 +274,7 @@ def guard_dataset(dataset: Any, what: str) -> None:
     if "DataLoader" in classes:
         raise ConfigError(
             f"{what} is a DataLoader; Paceline makes the loaders itself, one a rank",
-            fix="return the dataset; batch size and workers stand in train_args, collating in your collate(self, samples)",
+            fix="return the dataset; set batch size, workers and `shuffle` in train_args, collate in collate(self, samples)",
         )
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
     if missing:
