@@ -152,7 +152,7 @@ def throughput(step: dict[str, Any], global_batch_size: Any = None) -> tuple[flo
 
 
 def data_line(data: dict[str, Any]) -> str:
-    """Of ``data`` {read, kept, truncated, dropped}: ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long)``."""
+    """Of ``data`` {read, kept, truncated, dropped, excluded_turns}: ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long)``."""
     dropped = data.get("dropped") or {}
     reasons = dropped if isinstance(dropped, dict) else {}
     total = sum(reasons.values()) if isinstance(dropped, dict) else dropped
@@ -161,4 +161,6 @@ def data_line(data: dict[str, Any]) -> str:
         parts.append(f"{count(data['truncated'])} truncated")
     named = ", ".join(f"{count(many)} {clean(reason)}" for reason, many in reasons.items() if many)
     parts.append(f"{count(total)} dropped" + (f" ({named})" if named else ""))
+    if data.get("excluded_turns"):
+        parts.append(f"{count(data['excluded_turns'])} turns without loss")
     return ", ".join(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.chat import ChatTemplate
 from paceline.data.encode import Encoded, Encoder
-from paceline.data.formats import FORMATS, Converter, Malformed, Sample, fits_as
+from paceline.data.formats import FORMATS, Converter, Malformed, Sample, Unsupported, fits_as
+from paceline.data.media import MEDIA
 from paceline.data.sources import OpenSource, Place
 from paceline.data.token_dataset import TokenWriter
-from paceline.data.tokenizer import load_tokenizer
+from paceline.data.tokenizer import LoadedTokenizer, load_tokenizer
 
 _BATCH_ROWS, _BATCH_CHARS = 1024, 4 << 20
 _COLUMNS_FIX = "say which column is which: `dataset: {path: ..., columns: {prompt: YOURS, completion: YOURS}}`"
@@ -31,13 +32,14 @@ class _Account:
     truncated: int = 0
     documents_cut: int = 0
     lone_tokens: int = 0
+    excluded_turns: int = 0
     shortest_overlong: int | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     first: dict[str, Place] = field(default_factory=dict)
 
     def add(self, other: _Account) -> None:
         """Take in the account of another source."""
-        for name in ("read", "kept", "truncated", "documents_cut", "lone_tokens"):
+        for name in ("read", "kept", "truncated", "documents_cut", "lone_tokens", "excluded_turns"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.dropped.update(other.dropped)
         self.first = {**other.first, **self.first}
@@ -47,7 +49,8 @@ class _Account:
         self.first.setdefault(reason, place)
 
     def counts(self) -> dict[str, Any]:
-        return {"read": self.read, "kept": self.kept, "truncated": self.truncated, "dropped": dict(self.dropped)}
+        out = {"read": self.read, "kept": self.kept, "truncated": self.truncated, "dropped": dict(self.dropped)}
+        return {**out, "excluded_turns": self.excluded_turns}
 
 
 def build_entry(
@@ -60,20 +63,14 @@ def build_entry(
     """
     tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
     source = template if template is not None else tokenizer.chat_template
-    encoder = Encoder(
-        tokenizer,
-        ChatTemplate(source, tokenizer.special_tokens) if source else None,
-        pretrain=task == "pretrain",
-        train_on_inputs=config.train_args.train_on_inputs,
-        system=config.system,
-    )
+    encoder = encoder_of(config, task, tokenizer, source)
     total = _Account()
     writer = TokenWriter(folder)
     notices: list[tuple[str, str]] = []
     formats: Counter[str] = Counter()
     try:
         for one in sources:
-            converter = Converter(one.label, one.given.format, one.given.columns, config.system, encoder.pretrain)
+            converter = converter_of(one, encoder, config)
             account = _Account()
             _fill(writer, one, converter, encoder, account, config)
             if account.read == 0:
@@ -96,6 +93,32 @@ def build_entry(
         "counts": total.counts(),
         "notices": notices,
     }
+
+
+def encoder_of(config: Config, task: str, tokenizer: LoadedTokenizer, template: str | None) -> Encoder:
+    """The encoder of a config's samples; ``template`` is the source of the chat template."""
+    return Encoder(
+        tokenizer,
+        ChatTemplate(template, tokenizer.special_tokens) if template else None,
+        pretrain=task == "pretrain",
+        train_on_inputs=config.train_args.train_on_inputs,
+        last_turn_only=config.train_args.train_on_turns == "last",
+        system=config.system,
+    )
+
+
+def converter_of(source: OpenSource, encoder: Encoder, config: Config) -> Converter:
+    """What turns the rows of ``source`` into samples for ``encoder``."""
+    given = source.given
+    return Converter(
+        source.label, given.format, given.columns, config.system, encoder.pretrain,
+        ignore_columns=given.ignore_columns, roles=given.roles, template=encoder.template,
+    )  # fmt: skip
+
+
+def refused(error: Unsupported, place: Place) -> ConfigError:
+    """The error that ends the preparation of a dataset with a row for another kind of training."""
+    return ConfigError(f"{place}: {error.what}", allowed=error.allowed, fix=error.fix)
 
 
 def _fill(
@@ -122,6 +145,8 @@ def _batches(source: OpenSource, converter: Converter, account: _Account, seed: 
         except Malformed as reason:
             account.drop(str(reason), place)
             continue
+        except Unsupported as error:
+            raise refused(error, place) from None
         batch.append((place, sample))
         size += len(sample.text or "")
         if len(batch) >= _BATCH_ROWS or size >= _BATCH_CHARS:
@@ -148,6 +173,7 @@ def _add(writer: TokenWriter, one: Encoded, place: Place, account: _Account, con
             return
         account.truncated += 1
     account.kept += 1
+    account.excluded_turns += one.excluded_turns
     writer.add(ids, mask)
 
 
@@ -205,9 +231,21 @@ def _about_columns(source: OpenSource, converter: Converter) -> list[tuple[str, 
         notices.append(("info", f"{source.label}: several formats: {found}"))
     elif converter.named == "auto" and converter.seen:
         notices.append(("info", f"{source.label}: format {next(iter(converter.seen))}, found from the columns"))
-    for name, number in converter.unused.items():
-        notices.append(("warning", f"{source.label}: `{name}` of {number:,} rows is not used"))
+    if converter.unused:
+        notices.append(("info", f"{source.label}: columns that are not used: {_names(converter.unused)}"))
+    if converter.ignored:
+        notices.append(("info", f"{source.label}: left out by `ignore_columns`: {_names(converter.ignored)}"))
+    never = [name for name in converter.ignore_columns if name not in converter.ignored and name not in MEDIA]
+    if never:
+        notices.append(("warning", f"{source.label}: no row has the columns of `ignore_columns` {_names(never)}"))
+    if set(converter.binary_labels) & {"0", "1"} and "other" not in converter.binary_labels:
+        text = "`label` holds 0 and 1 alone and is not used: if it marks good and bad answers (KTO), the bad ones are trained on too"
+        notices.append(("warning", f"{source.label}: {text}"))
     return notices
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _about_rows(account: _Account, encoder: Encoder, formats: Counter[str], config: Config) -> list[tuple[str, str]]:
@@ -229,6 +267,12 @@ def _about_rows(account: _Account, encoder: Encoder, formats: Counter[str], conf
     infos = [
         (account.documents_cut, f"{account.documents_cut:,} documents cut into samples of {limit:,} tokens"),
         (account.lone_tokens, f"{account.lone_tokens:,} last samples of one token left off: there is nothing to predict"),
+        (
+            account.excluded_turns,
+            f"{account.excluded_turns:,} turns of the assistant carry no loss ("
+            + ("`train_args.train_on_turns: last`" if config.train_args.train_on_turns == "last" else "switched off by the data")
+            + ")",
+        ),
         (facts["left_off"], f"{facts['left_off']:,} chats end with a turn that is no answer; those turns are left off"),
         (
             pairs and answers and encoder.template is not None,

@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import cache_dir, human_bytes, replace_dir
 
 #: Part of every key: raise it when what is stored, or how it is made, changes.
-LAYOUT = 1
+LAYOUT = 2
 #: Files up to this size are hashed whole; of larger ones the size, the time, and both ends.
 HASH_WHOLE_BYTES = 256 << 20
 _END_BYTES = 4 << 20

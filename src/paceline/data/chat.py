@@ -5,14 +5,16 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.data.formats import Message
+from paceline.data.messages import Message
+from paceline.data.tool_calls import with_arguments_as_text, with_short_ids
 
 Span = tuple[int, int]
+Tools = list[dict[str, Any]] | None
 
 # Unicode noncharacters: no text holds them, so they can stand for the ends of a {% generation %} block while rendering.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -24,12 +26,20 @@ class TemplateRefused(Exception):
 
 @dataclass
 class Rendered:
-    """A chat as text. ``spans`` are [start, end) in characters of what carries loss, in order; ``unplaced`` is the number of
-    assistant turns that could not be found in the text and so carry none."""
+    """A chat as text.
+
+    Args:
+        spans: [start, end) in characters of what carries loss, in order.
+        unplaced: assistant turns that could not be found in the text and so carry no loss.
+        excluded: [start, end) of assistant turns on which the loss is switched off.
+        excluded_turns: the number of those turns, also those that could not be found.
+    """
 
     text: str
     spans: list[Span]
     unplaced: int = 0
+    excluded: list[Span] = field(default_factory=list)
+    excluded_turns: int = 0
 
 
 class ChatTemplate:
@@ -44,64 +54,115 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        self._template = _compile(source)
+        self._template, self._words = _compile(source)
         self._variables = {"bos_token": "", "eos_token": "", **special_tokens}
         self._marked = re.search(r"{%-?\s*generation\b", source) is not None
         self._has_prompt: bool | None = None
 
-    def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+    def uses(self, name: str) -> bool:
+        """Whether the template looks at `tools`, `tool_calls` or `reasoning_content`."""
+        return name in self._words or (name == "reasoning_content" and "thinking" in self._words)
+
+    def render(self, messages: list[Message], add_generation_prompt: bool = False, tools: Tools = None) -> str:
         """The chat as text.
 
         Raises:
             TemplateRefused: the template raised.
         """
-        return self._raw(messages, add_generation_prompt).replace(_OPEN, "").replace(_CLOSE, "")
+        return self._raw(messages, add_generation_prompt, tools).replace(_OPEN, "").replace(_CLOSE, "")
 
-    def _raw(self, messages: list[Message], add_generation_prompt: bool) -> str:
+    def _raw(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
         try:
             return self._template(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._variables
+                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **self._variables
             )
         except Exception as error:  # templates are programs: undefined variables, wrong types, their own raise_exception
             raise TemplateRefused(str(error).strip() or type(error).__name__) from error
 
-    def answers(self, messages: list[Message]) -> Rendered:
+    def _accepted(self, messages: list[Message], tools: Tools) -> list[Message]:
+        """The messages in the first spelling of their tool calls that the template takes.
+
+        Raises:
+            TemplateRefused: it takes none.
+        """
+        refusal: TemplateRefused | None = None
+        for change in (None, with_short_ids, with_arguments_as_text, lambda given: with_arguments_as_text(with_short_ids(given))):
+            changed = messages if change is None else change(messages)
+            try:
+                self._raw(changed, False, tools)
+            except TemplateRefused as error:
+                refusal = refusal or error
+            else:
+                return changed
+        assert refusal is not None
+        raise refusal
+
+    def answers(self, messages: list[Message], tools: Tools = None, off: Collection[int] = ()) -> Rendered:
         """The chat as text, with the spans of every assistant turn: its content and its end-of-turn token.
 
         A template's own ``{% generation %}`` marks are taken where it has them. Else a turn begins where the chat before it,
         rendered with the generation prompt, ends, and ends where the chat up to it ends. Where that is no prefix of the whole
         (templates that rewrite history), the turn's content is looked for in the text.
 
+        Args:
+            tools: what the template gets as `tools`.
+            off: indices of assistant messages that carry no loss; their spans are in ``excluded``.
+
         Raises:
             TemplateRefused: the template raised on the whole chat.
         """
+        if any("tool_calls" in one for one in messages):
+            messages = self._accepted(messages, tools)
         if self._marked and not any(_OPEN in one["content"] or _CLOSE in one["content"] for one in messages):
-            raw = self._raw(messages, False)
+            raw = self._raw(messages, False, tools)
             if _OPEN in raw:
-                return _from_marks(raw, self._variables["eos_token"], sum(one["role"] == "assistant" for one in messages))
-        full = self.render(messages)
+                num_answers = sum(one["role"] == "assistant" for one in messages)
+                rendered = _from_marks(raw, self._variables["eos_token"], num_answers)
+                if not off:
+                    return rendered
+                if (owners := self._owners(messages, tools, raw)) is not None:
+                    return _without(rendered, [owner in off for owner in owners], len(off))
+        full = self.render(messages, tools=tools)
         spans: list[Span] = []
+        excluded: list[Span] = []
         unplaced = 0
         cursor = 0
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                span = self._place(full, messages, index, cursor)
+                span = self._place(full, messages, index, cursor, tools)
                 if span is None:
-                    unplaced += 1
+                    unplaced += index not in off
                     continue
-                spans.append(span)
+                (excluded if index in off else spans).append(span)
                 cursor = span[1]
             elif (at := full.find(message["content"].strip(), cursor)) >= 0:
                 cursor = at + len(message["content"].strip())
-        return Rendered(full, spans, unplaced)
+        return Rendered(full, spans, unplaced, excluded, len(off))
 
-    def _place(self, full: str, messages: list[Message], index: int, cursor: int) -> Span | None:
+    def _owners(self, messages: list[Message], tools: Tools, raw: str) -> list[int] | None:
+        """For every marked part of ``raw`` that is not empty, the index of its message; None where that cannot be told."""
+        answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
+        number = _num_marked(raw)
+        if number == len(answers):
+            return answers
+        owners: list[int] = []
+        for index in answers:
+            try:
+                upto = raw if index == len(messages) - 1 else self._raw(messages[: index + 1], False, tools)
+            except TemplateRefused:
+                return None
+            owners += [index] * (_num_marked(upto) - len(owners))
+        return owners if len(owners) == number else None
+
+    def _place(self, full: str, messages: list[Message], index: int, cursor: int, tools: Tools) -> Span | None:
         text = messages[index]["content"]
-        upto = full if index == len(messages) - 1 else self._try(messages[: index + 1], False)
-        before = self._try(messages[:index], True)
+        upto = full if index == len(messages) - 1 else self._try(messages[: index + 1], False, tools)
+        before = self._try(messages[:index], True, tools)
         prefix = len(before) if before and full.startswith(before) else None
+        if "tool_calls" in messages[index] and prefix is None and before and upto and upto.startswith(before):
+            text = upto[len(before) :]  # a call's text is the template's
         content = self._find_content(full, upto, text, max(cursor, prefix or 0))
-        if before and prefix is not None and (content is None or self._prompts(messages[:index], before)):
+        if before and prefix is not None and (content is None or self._prompts(messages[:index], before, tools)):
             start = prefix
         elif content is not None:
             start = content[0]
@@ -111,16 +172,16 @@ class ChatTemplate:
             return start, _trimmed(full, start, len(upto), text)
         return (start, content[1]) if content else None
 
-    def _try(self, messages: list[Message], add_generation_prompt: bool) -> str | None:
+    def _try(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str | None:
         try:
-            return self.render(messages, add_generation_prompt) if messages else None
+            return self.render(messages, add_generation_prompt, tools) if messages else None
         except TemplateRefused:
             return None
 
-    def _prompts(self, messages: list[Message], with_prompt: str) -> bool:
+    def _prompts(self, messages: list[Message], with_prompt: str, tools: Tools) -> bool:
         """Whether the template has a generation prompt; without one the assistant's header would count as its answer."""
         if self._has_prompt is None:
-            self._has_prompt = self._try(messages, False) != with_prompt
+            self._has_prompt = self._try(messages, False, tools) != with_prompt
         return self._has_prompt
 
     def _find_content(self, full: str, upto: str | None, content: str, cursor: int) -> Span | None:
@@ -142,6 +203,16 @@ def _trimmed(full: str, start: int, end: int, content: str) -> int:
     return end if turn.endswith(content.strip()) else start + len(turn)
 
 
+def _num_marked(raw: str) -> int:
+    return len(re.findall(f"{_OPEN}[^{_CLOSE}]", raw))
+
+
+def _without(rendered: Rendered, is_off: list[bool], excluded_turns: int) -> Rendered:
+    spans = [span for span, off in zip(rendered.spans, is_off, strict=True) if not off]
+    excluded = [span for span, off in zip(rendered.spans, is_off, strict=True) if off]
+    return Rendered(rendered.text, spans, rendered.unplaced, excluded, excluded_turns)
+
+
 def _from_marks(raw: str, eos: str, num_answers: int) -> Rendered:
     text = ""
     spans: list[Span] = []
@@ -155,7 +226,8 @@ def _from_marks(raw: str, eos: str, num_answers: int) -> Rendered:
     return Rendered(text, spans, max(0, num_answers - len(spans)))
 
 
-def _compile(source: str) -> Callable[..., str]:
+def _compile(source: str) -> tuple[Callable[..., str], frozenset[str]]:
+    """The template's render function, and the names and texts in its code."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension
@@ -187,6 +259,7 @@ def _compile(source: str) -> Callable[..., str]:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     try:
-        return environment.from_string(source).render
+        words = {str(value).strip("'\"") for _, kind, value in environment.lex(source) if kind in ("name", "string")}
+        return environment.from_string(source).render, frozenset(words)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"the chat template is no valid Jinja: {error.message} at its line {error.lineno}") from error

@@ -15,15 +15,19 @@ from paceline.data.tokenizer import LoadedTokenizer
 
 #: A document is tokenised in pieces of about this many characters, cut at line ends, so that memory stays small.
 _PIECE_CHARS = 1 << 18
+#: How many tokens from the end of a turn its end-of-turn token is looked for; those after it are white space.
+_END_TOKENS = 8
 
 
 @dataclass
 class Encoded:
-    """One sample: ``input_ids`` int32 [tokens], ``labels_mask`` bool [tokens]. ``is_document``: to be cut, never truncated."""
+    """One sample: ``input_ids`` int32 [tokens], ``labels_mask`` bool [tokens]. ``is_document``: to be cut, never truncated.
+    ``excluded_turns``: assistant turns on which the loss is switched off."""
 
     input_ids: np.ndarray
     labels_mask: np.ndarray
     is_document: bool = False
+    excluded_turns: int = 0
 
 
 @dataclass
@@ -34,7 +38,8 @@ class Encoder:
         tokenizer: see :func:`paceline.data.tokenizer.load_tokenizer`.
         template: the chat template, or None.
         pretrain: every sample is text, and every token carries loss.
-        train_on_inputs: every token carries loss.
+        train_on_inputs: every token carries loss, but those of turns that the data switches off.
+        last_turn_only: of a chat's assistant turns only the last one carries loss.
         system: system message put before prompts and completions that become chats.
 
     Attributes:
@@ -46,6 +51,7 @@ class Encoder:
     template: ChatTemplate | None
     pretrain: bool = False
     train_on_inputs: bool = False
+    last_turn_only: bool = False
     system: str | None = None
     facts: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
@@ -75,6 +81,8 @@ class Encoder:
                 rendered = self._render(sample)
                 if rendered is None:
                     out[index] = "refused by the chat template"
+                elif reason := self._without_loss(rendered):
+                    out[index] = reason
                 else:
                     chats.append((index, rendered))
         for (index, _), one in zip(chats, self._encode_chats([rendered for _, rendered in chats]), strict=True):
@@ -89,8 +97,12 @@ class Encoder:
         messages = sample.messages if sample.messages is not None else as_chat(sample, self.system)
         if self.template is None:
             raise no_chat_template()
+        off = sample.off
+        if self.last_turn_only:
+            answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
+            off = off.union(answers[:-1])
         try:
-            rendered = self.template.answers(messages)
+            rendered = self.template.answers(messages, sample.tools, off)
         except TemplateRefused as error:
             self.refusals[str(error).splitlines()[0][:200]] += 1
             return None
@@ -98,12 +110,21 @@ class Encoder:
             self.facts["unplaced"] += rendered.unplaced
         return rendered
 
+    def _without_loss(self, rendered: Rendered) -> str | None:
+        """Why a chat with turns that carry no loss cannot be used, or None."""
+        if not rendered.excluded_turns:
+            return None
+        if self.train_on_inputs:
+            is_whole = len(rendered.excluded) >= rendered.excluded_turns
+            return None if is_whole else "a turn without loss cannot be found in the text of the chat template"
+        return None if rendered.spans or rendered.unplaced else "the loss is switched off for every turn"
+
     def _as_text(self, sample: Sample) -> str | None:
         if sample.text is not None:
             return sample.text
         if self.template is not None and sample.messages is not None:
             try:
-                return self.template.render(sample.messages)
+                return self.template.render(sample.messages, tools=sample.tools)
             except TemplateRefused as error:
                 self.refusals[str(error).splitlines()[0][:200]] += 1
                 return None
@@ -124,29 +145,41 @@ class Encoder:
                 first, end = _token_span(encoding, span, len(ids), len(chat.text))
                 mask[first:end] = True
             self._look_at_end(ids, mask)
-            found.append(Encoded(ids, mask | self.train_on_inputs))
+            if self.train_on_inputs:
+                mask[:] = True
+                for span in chat.excluded:
+                    first, end = _token_span(encoding, span, len(ids), len(chat.text))
+                    mask[first:end] = False
+            found.append(Encoded(ids, mask, excluded_turns=chat.excluded_turns))
         return found
 
     def _by_segments(self, chat: Rendered) -> Encoded:
         """For tokenizers that give no offsets: the text before, in and after each span is tokenised on its own."""
         ids: list[int] = []
-        mask: list[bool] = []
+        kinds: list[int] = []
         cursor = 0
-        for start, end in [*chat.spans, (len(chat.text), len(chat.text))]:
-            for text, labelled in ((chat.text[cursor:start], False), (chat.text[start:end], True)):
+        spans = sorted([*((span, 1) for span in chat.spans), *((span, 2) for span in chat.excluded)])
+        for (start, end), kind in [*spans, ((len(chat.text), len(chat.text)), 0)]:
+            for text, of_text in ((chat.text[cursor:start], 0), (chat.text[start:end], kind)):
                 piece = self._ids(text, add_special_tokens=False)
                 ids += piece
-                mask += [labelled] * len(piece)
+                kinds += [of_text] * len(piece)
             cursor = end
-        encoded = Encoded(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
-        self._look_at_end(encoded.input_ids, encoded.labels_mask)
-        encoded.labels_mask |= self.train_on_inputs
-        return encoded
+        array, mask = np.array(ids, dtype=np.int32), np.array(kinds, dtype=np.int8) == 1
+        self._look_at_end(array, mask)
+        if self.train_on_inputs:
+            mask = np.array(kinds, dtype=np.int8) != 2
+        return Encoded(array, mask, excluded_turns=chat.excluded_turns)
 
     def _look_at_end(self, ids: np.ndarray, mask: np.ndarray) -> None:
-        labelled = np.flatnonzero(mask)
-        if len(labelled) and int(ids[labelled[-1]]) not in self.tokenizer.special_ids:
-            self.facts["no_end_of_turn"] += 1
+        """Count the chats whose last labelled turn has no end-of-turn token, white space after it aside."""
+        for place in np.flatnonzero(mask)[:-_END_TOKENS:-1]:
+            token = int(ids[place])
+            if token in self.tokenizer.special_ids or token == self.tokenizer.eos_token_id:
+                return
+            if self.tokenizer.decode([token]).strip():
+                self.facts["no_end_of_turn"] += 1
+                return
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[Encoded]:
         """Prompt and completion are tokenised apart, as they are when the model is asked: the mask's edge is exact."""

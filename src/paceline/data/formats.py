@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.data.media import MEDIA, check_column, check_text
+from paceline.data.messages import STANDARD_ROLES, Chat, Message, MessageReader, template_lacks
+from paceline.data.preference import CHOSEN, LABELS, REJECTED, check_label, check_pairs, check_without_format, two_outputs
 from paceline.data.readers import DOCUMENT
+from paceline.data.rows import Malformed, Unsupported, holds_nothing, is_missing
+from paceline.data.tool_calls import read_tools
 
-Message = dict[str, str]
+if TYPE_CHECKING:
+    from paceline.data.chat import ChatTemplate
 
+__all__ = ["FORMATS", "Converter", "Malformed", "Message", "Sample", "Unsupported", "as_chat", "find_format", "fits_as"]
 
 @dataclass
 class Sample:
     """A row in its canonical shape: exactly one of ``messages``, ``pair`` (prompt, completion) and ``text`` is set.
 
-    ``is_document``: the text is a whole file, to be cut into samples. ``left_off``: turns after the last answer.
+    Args:
+        is_document: the text is a whole file, to be cut into samples.
+        left_off: turns after the last answer.
+        tools: what the chat template gets as `tools`.
+        off: indices of the messages on which the data switches the loss off.
     """
 
     messages: list[Message] | None = None
@@ -26,10 +37,8 @@ class Sample:
     text: str | None = None
     is_document: bool = False
     left_off: int = 0
-
-
-class Malformed(Exception):
-    """A row that cannot be used; the text is the reason it is counted under."""
+    tools: list[dict[str, Any]] | None = None
+    off: frozenset[int] = frozenset()
 
 
 #: Names a column goes by, the usual one first.
@@ -42,12 +51,9 @@ _PAIRS = (
     ("query", "answer"), ("prompt", "answer"), ("input", "output"), ("problem", "solution"), ("prompt", "output"),
 )  # fmt: skip
 _TEXT = ("text", "content", "story", "document")
-_ROLES = {
-    "system": "system", "developer": "system", "user": "user", "human": "user", "prompter": "user", "assistant": "assistant",
-    "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant", "bing": "assistant",
-    "bard": "assistant", "tool": "tool", "observation": "tool", "ipython": "tool",
-}  # fmt: skip
-_UNUSED = ("tools", "functions", "images", "image", "videos", "audios", "weight", "rejected", "rejected_response")
+_TOOLS = ("tools", "functions")
+#: Columns that change what a row means. Where one is not empty and not used, the dataset is refused; `ignore_columns` allows it.
+MUST_BE_USED = ("history", "reasoning_content", *_TOOLS)
 
 FORMATS = {
     "alpaca": "instruction, output (and input, system, history)",
@@ -56,8 +62,9 @@ FORMATS = {
     "prompt_completion": "prompt, completion (or question, answer; query, response; prompt, response)",
     "text": "text",
 }
-_EXPECTED = {*_CHAT, *_SYSTEM, *_INPUT, *_ANSWER, *_TEXT, *(one for pair in _PAIRS for one in pair), "instruction", "history",
-             "role", "content", "from", "value"}  # fmt: skip
+_EXPECTED = {*_CHAT, *_SYSTEM, *_INPUT, *_ANSWER, *_TEXT, *(one for pair in _PAIRS for one in pair), *MUST_BE_USED, *MEDIA,
+             *LABELS, "instruction", "chosen", "rejected", "role", "content", "from", "value", "weight", "train_detail",
+             "tool_calls", "tool_call_id", "name"}  # fmt: skip
 
 
 def find_format(columns: Mapping[str, Any], pretrain: bool = False) -> str | None:
@@ -67,8 +74,8 @@ def find_format(columns: Mapping[str, Any], pretrain: bool = False) -> str | Non
     if DOCUMENT in names or (pretrain and "text" in names):
         return "text"
     for key in _CHAT:
-        if key in names and isinstance(_unpacked(columns[key]), list):
-            first = next(iter(_unpacked(columns[key])), None)
+        if key in names and isinstance(turns := _unpacked(columns[key]), list):
+            first = next(iter(turns), None)
             return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
     if "instruction" in names and names & set(_ANSWER):
         return "alpaca"
@@ -91,6 +98,16 @@ def fits_as(columns: Mapping[str, Any]) -> list[str]:
     return [*dict.fromkeys(one for one in chats if one), *(name for name, fits in fitting.items() if fits)]
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """Columns of rows with the same names that need a look at their value."""
+
+    rejected: tuple[str, ...]
+    labels: tuple[str, ...]
+    media: tuple[str, ...]
+    must_be_used: tuple[str, ...]
+
+
 @dataclass
 class Converter:
     """Turns rows of one source into samples.
@@ -100,11 +117,17 @@ class Converter:
         named: a format, or "auto" to find it from each row's columns.
         columns: `{expected: theirs}`.
         system: system message for rows that have none.
-        pretrain: a text column comes before all others.
+        pretrain: a text column comes before all others, and every token carries loss.
+        ignore_columns: columns and keys of messages that are left out.
+        roles: `{role: theirs}`: more names of the roles in chats.
+        template: the chat template, which decides whether tools and reasoning can be used.
 
     Attributes:
         seen: formats met, with how many rows.
         unused: columns and keys that hold something which is not used, with how many rows.
+        misfits: columns of rows that fit no format.
+        ignored: columns and keys of `ignore_columns` that were met.
+        binary_labels: rows with an integer `label` beside an answer: 0, 1, or another number.
     """
 
     label: str
@@ -112,9 +135,14 @@ class Converter:
     columns: dict[str, str] = field(default_factory=dict)
     system: str | None = None
     pretrain: bool = False
+    ignore_columns: Collection[str] = ()
+    roles: Mapping[str, str | list[str]] = field(default_factory=dict)
+    template: ChatTemplate | None = None
     seen: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
     misfits: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+    binary_labels: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         for name in self.columns:
@@ -125,101 +153,210 @@ class Converter:
                     allowed="the expected name on the left, yours on the right; expected are " + ", ".join(sorted(_EXPECTED)),
                     fix=f"write `{near}`" if near else None,
                 )
+            if self.columns[name] in self.ignore_columns:
+                raise ConfigError(
+                    f"`{self.columns[name]}` of {self.label} is in `columns` and in `ignore_columns`", fix="keep one of them"
+                )
+        self._read = MessageReader(
+            self.columns, _role_names(self.roles, self.label), self.ignore_columns, self._supports, self.unused, self.ignored
+        )
+        self._reads_media = bool(MEDIA & set(self.ignore_columns))
+        self._plans: dict[tuple[str, ...], _Watched] = {}
+        self._extra: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[tuple[str, tuple[str, ...]], ...]] = {}
 
     def __call__(self, row: Any) -> Sample:
         """One row's sample.
 
         Raises:
             Malformed: the row cannot be used.
+            Unsupported: the dataset must be refused: it asks for another kind of training.
         """
         if not isinstance(row, dict):
             raise Malformed("not an object with columns")
+        if DOCUMENT in row:
+            self.seen["text"] += 1
+            return Sample(text=row[DOCUMENT], is_document=True)
         row = self._renamed(row)
-        kind = find_format(row, self.pretrain) if self.named == "auto" else self.named
-        if kind is None or (self.named != "auto" and DOCUMENT not in row and not self._fits(row, kind)):
+        names = tuple(row)
+        watched = self._plans.get(names) or self._watch(names)
+        kind = self._kind(row)
+        self._check(row, watched, kind)
+        if kind is None:
+            kind = find_format(row, self.pretrain) if self.named == "auto" else None
+        if kind is None:
             self.misfits[tuple(map(str, row))] += 1
             raise Malformed("columns fit no format" if self.named == "auto" else f"columns do not fit `{self.named}`")
-        self.unused.update(key for key in _UNUSED if not _is_missing(row.get(key)))
         self.seen[kind] += 1
-        if DOCUMENT in row:
-            return Sample(text=row[DOCUMENT], is_document=True)
         if kind == "text":
-            return Sample(text=_text(row, _TEXT, "text"))
-        if kind == "prompt_completion":
-            return self._pair(row)
-        return self._chat(_alpaca(row) if kind == "alpaca" else self._turns(row), row)
+            sample = Sample(text=_text(row, _TEXT, "text"))
+            used = (*_TEXT,)
+        elif kind == "prompt_completion":
+            sample, used = self._pair(row)
+        elif kind == "alpaca":
+            chat = Chat(_alpaca(row))
+            self._reasoning(row, chat)
+            sample, used = self._chat(chat, row), ("instruction", *_INPUT, *_ANSWER, *_SYSTEM, "history", "reasoning_content")
+            self._check_prompts(row, ("instruction", *_INPUT))
+        else:
+            key = _chat_column(row)
+            sample, used = self._chat(self._turns(row, key), row), (key, *_SYSTEM)
+        self._account(row, names, watched, sample, used)
+        return sample
 
+    # -- columns ----------------------------------------------------------------------------------------------------------
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row under the expected names; an optional column that is read under another name is not read under its own."""
+        if self.ignore_columns:
+            for name in self.ignore_columns:
+                if name in row:
+                    self.ignored[name] += 1
+            row = {name: value for name, value in row.items() if name not in self.ignore_columns}
         if not self.columns:
             return row
         left_out = {expected for expected, theirs in self.columns.items() if theirs == ""}
+        self.unused.update(name for name in left_out if not is_missing(row.get(name)))
         left_out |= set(self.columns.values()) & {*_INPUT, *_SYSTEM, "history"} - set(self.columns)
         named = {expected: row[theirs] for expected, theirs in self.columns.items() if theirs in row}
         return {**{key: value for key, value in row.items() if key not in left_out}, **named}
+
+    def _watch(self, names: tuple[str, ...]) -> _Watched:
+        mapped = set(self.columns.values()) - set(self.columns)
+        free = [name for name in names if isinstance(name, str) and name not in mapped]
+        self._plans[names] = watched = _Watched(
+            rejected=tuple(name for name in free if name in REJECTED),
+            labels=tuple(name for name in free if name in LABELS),
+            media=tuple(name for name in free if name in MEDIA),
+            must_be_used=tuple(name for name in free if name in MUST_BE_USED),
+        )
+        return watched
+
+    def _kind(self, row: dict[str, Any]) -> str | None:
+        """The format of the columns that hold something, or None."""
+        if self.named != "auto":
+            return self.named if self._fits(row, self.named) else None
+        if None in row.values():
+            row = {name: value for name, value in row.items() if value is not None}
+        return find_format(row, self.pretrain)
 
     def _fits(self, row: dict[str, Any], kind: str) -> bool:
         fitting = fits_as(row)
         return kind in fitting or (kind in ("messages", "sharegpt") and bool(set(row) & set(_CHAT)))
 
-    def _pair(self, row: dict[str, Any]) -> Sample:
-        prompt_key, answer_key = next(pair for pair in _PAIRS if pair[0] in row and pair[1] in row)
+    def _check(self, row: dict[str, Any], watched: _Watched, kind: str | None) -> None:
+        """Refuse what another kind of training is for."""
+        if watched.rejected:
+            check_pairs(row, watched.rejected, kind is not None)
+        for name in watched.labels:
+            if kind not in (None, "text") or (kind is None and any(answer in row for answer in _ANSWER)):
+                check_label(row, name)
+                if isinstance(row[name], int):
+                    self.binary_labels[str(row[name]) if row[name] in (0, 1) else "other"] += 1
+        for name in watched.media:
+            check_column(name, row[name])
+        if kind is None:
+            check_without_format(row)
+
+    def _account(
+        self, row: dict[str, Any], names: tuple[str, ...], watched: _Watched, sample: Sample, used: tuple[str, ...]
+    ) -> None:
+        """Take in the tools, refuse what must not be left out, and count the other columns that are not used."""
+        for name in watched.must_be_used:
+            if holds_nothing(row[name]) or name in used:
+                continue
+            if name not in _TOOLS or sample.text is not None:
+                raise Unsupported(
+                    f"the rows have `{name}`, which rows of their format do not use",
+                    fix=f"set `ignore_columns: [{name}]` to train without it, or give the rows as chats with it in place",
+                )
+            if not self._supports("tools"):
+                raise template_lacks("tools", name)
+            sample.tools = [*(sample.tools or []), *read_tools(row[name])]
+        if sample.tools and sample.pair is not None:
+            sample.messages, sample.pair = as_chat(sample, self.system), None
+        extra = self._extra.get((names, used))
+        if extra is None:
+            extra = self._extra[names, used] = self._extras(names, used)
+        for name, before in extra:
+            if not is_missing(row[name]) and (not before or any(not is_missing(row[other]) for other in before)):
+                self.unused[name] += 1
+
+    def _extras(self, names: tuple[str, ...], used: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Columns that may be unused, each with those of the same meaning that come before it: it is used if they are empty."""
+        known = {*MUST_BE_USED, *self.columns.values()}
+        found = [(name, ()) for name in names if isinstance(name, str) and name not in used and name not in known]
+        for group in (_SYSTEM, _INPUT, _ANSWER, _TEXT):
+            there = [name for name in group if name in names and name in used]
+            found += [(name, tuple(there[:number])) for number, name in enumerate(there) if number]
+        return tuple(found)
+
+    def _supports(self, name: str) -> bool:
+        # Without a template, `task: sft` refuses chats by itself; `task: pretrain` joins the texts of the turns.
+        return not self.pretrain if self.template is None else self.template.uses(name)
+
+    # -- formats ----------------------------------------------------------------------------------------------------------
+    def _pair(self, row: dict[str, Any]) -> tuple[Sample, tuple[str, ...]]:
+        pairs = [pair for pair in _PAIRS if pair[0] in row and pair[1] in row]
+        prompt_key, answer_key = next((pair for pair in pairs if row[pair[0]] is not None and row[pair[1]] is not None), pairs[0])
         prompt, answer = _unpacked(row[prompt_key]), _unpacked(row[answer_key])
         if isinstance(prompt, list) and isinstance(answer, list):  # both as chats
-            return self._chat([self._message(one) for one in [*prompt, *answer]], row)
+            return self._chat(self._read([*prompt, *answer]), row), (prompt_key, answer_key, *_SYSTEM)
+        used = (prompt_key, answer_key, *_SYSTEM, "history", "reasoning_content")
         pair = (_text(row, (prompt_key,), "prompt"), _text(row, (answer_key,), "answer"))
-        system = _optional(row, _SYSTEM)
-        if system is not None:
-            return self._chat(
-                [
-                    {"role": "system", "content": system},
-                    {"role": "user", "content": pair[0]},
-                    {"role": "assistant", "content": pair[1]},
-                ],
-                row,
-            )
-        return Sample(pair=pair)
+        self._check_prompts(row, (prompt_key,))
+        chat = Chat([*_history(row), {"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}])
+        self._reasoning(row, chat)
+        has_more = len(chat.messages) > 2 or len(chat.messages[-1]) > 2
+        if has_more or any(not is_missing(row.get(name)) for name in _SYSTEM):
+            return self._chat(chat, row), used
+        return Sample(pair=pair), used
 
-    def _turns(self, row: dict[str, Any]) -> list[Message]:
-        key = next(one for one in _CHAT if one in row)
+    def _check_prompts(self, row: dict[str, Any], keys: tuple[str, ...]) -> None:
+        for key in keys:
+            if isinstance(value := row.get(key), str) and "<" in value and not self._reads_media:
+                check_text(value)
+
+    def _reasoning(self, row: dict[str, Any], chat: Chat) -> None:
+        thoughts = row.get("reasoning_content")
+        if holds_nothing(thoughts) or "reasoning_content" in set(self.columns.values()) - set(self.columns):
+            return
+        if not self._supports("reasoning_content"):
+            raise template_lacks("reasoning_content")
+        if not isinstance(thoughts, str):
+            raise Malformed("reasoning_content is not text")
+        chat.messages[-1]["reasoning_content"] = chat.messages[-1]["thinking"] = thoughts
+
+    def _turns(self, row: dict[str, Any], key: str) -> Chat:
         turns = _unpacked(row[key])
-        if _is_missing(turns) or turns == []:
+        if is_missing(turns):
             raise Malformed("no messages")
         if not isinstance(turns, list):
             raise Malformed("messages are no list")
-        return [self._message(one) for one in turns]
+        return self._read(turns)
 
-    def _message(self, turn: Any) -> Message:
-        if not isinstance(turn, dict):
-            raise Malformed("a message is no object")
-        role = turn.get(self.columns.get("role", "role"), turn.get(self.columns.get("from", "from")))
-        content = turn.get(self.columns.get("content", "content"), turn.get(self.columns.get("value", "value")))
-        if turn.get("tool_calls") or role in ("function_call", "function"):
-            raise Malformed("tool calls")
-        if not isinstance(role, str) or role.lower() not in _ROLES:
-            raise Malformed("unknown role")
-        if isinstance(content, list):  # the parts of a multi-modal message
-            parts = [one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in content]
-            if not all(isinstance(one, str) for one in parts):
-                raise Malformed("a message that is not text")
-            content = "".join(parts)
-        if not isinstance(content, str) and not _is_missing(content):
-            raise Malformed("a message that is not text")
-        return {"role": _ROLES[role.lower()], "content": "" if _is_missing(content) else content}
-
-    def _chat(self, messages: list[Message], row: dict[str, Any]) -> Sample:
+    def _chat(self, chat: Chat, row: dict[str, Any]) -> Sample:
+        messages = chat.messages
         last = max((index for index, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
         if last < 0:
             raise Malformed("no assistant turn")
         used = messages[: last + 1]
         for one in used:
-            if not one["content"].strip() and one["role"] in ("assistant", "user"):
+            if not one["content"].strip() and (one["role"] == "user" or (one["role"] == "assistant" and "tool_calls" not in one)):
                 raise Malformed("empty answer" if one["role"] == "assistant" else "empty prompt")
+        if chat.off and self.pretrain:
+            raise Unsupported(
+                "the messages switch the loss of some turns off, and `task: pretrain` trains on every token",
+                fix="use `task: sft`, or list the key in `ignore_columns`",
+            )
+        off = frozenset(index for index in chat.off if index <= last)
+        system = _optional(row, _SYSTEM)
         if used[0]["role"] != "system":
-            system = _optional(row, _SYSTEM) or self.system
+            system = system or self.system
             if system:
                 used = [{"role": "system", "content": system}, *used]
-        return Sample(messages=used, left_off=len(messages) - last - 1)
+                off = frozenset(index + 1 for index in off)
+        elif system is not None and system != used[0]["content"]:
+            self.unused["system (of rows whose chat has a system turn)"] += 1
+        return Sample(messages=used, left_off=len(messages) - last - 1, off=off)
 
 
 def as_chat(sample: Sample, system: str | None) -> list[Message]:
@@ -229,6 +366,23 @@ def as_chat(sample: Sample, system: str | None) -> list[Message]:
     return [*start, {"role": "user", "content": sample.pair[0]}, {"role": "assistant", "content": sample.pair[1]}]
 
 
+def _role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, str]:
+    """`{role: theirs}` turned around."""
+    out: dict[str, str] = {}
+    for role, names in roles.items():
+        if role not in STANDARD_ROLES:
+            raise ConfigError(
+                f"`roles: {{{role}: ...}}` of {label}: unknown role `{role}`", allowed=", ".join(STANDARD_ROLES)
+            )
+        out.update(dict.fromkeys([names] if isinstance(names, str) else names, role))
+    return out
+
+
+def _chat_column(row: dict[str, Any]) -> str:
+    there = [name for name in _CHAT if name in row]
+    return next((name for name in there if isinstance(_unpacked(row[name]), list)), there[0])
+
+
 def _alpaca(row: dict[str, Any]) -> list[Message]:
     instruction = _optional(row, ("instruction",)) or ""
     more = _optional(row, _INPUT) or ""
@@ -236,13 +390,25 @@ def _alpaca(row: dict[str, Any]) -> list[Message]:
     question = "\n".join(one for one in (instruction, more) if one.strip())
     if not question:
         raise Malformed("empty prompt")
-    messages = []
+    return [*_history(row), {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _history(row: dict[str, Any]) -> list[Message]:
+    """Earlier turns: a list of (question, answer), or of messages."""
     history = _unpacked(row.get("history"))
-    for turn in history if isinstance(history, list) else []:
-        if not (isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(one, str) for one in turn)):
+    if holds_nothing(history):
+        return []
+    if not isinstance(history, list):
+        raise Malformed("history is no list of (question, answer)")
+    messages: list[Message] = []
+    for turn in history:
+        if isinstance(turn, dict):
+            messages += MessageReader({}, {}, (), lambda name: False, Counter())([turn]).messages
+        elif isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(one, str) for one in turn):
+            messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+        else:
             raise Malformed("history is no list of (question, answer)")
-        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return messages
 
 
 def _unpacked(value: Any) -> Any:
@@ -255,18 +421,17 @@ def _unpacked(value: Any) -> Any:
     return value
 
 
-def _is_missing(value: Any) -> bool:
-    return value is None or value != value or value == "" or value == []  # NaN is how tables spell a gap
-
-
 def _text(row: dict[str, Any], keys: tuple[str, ...], what: str) -> str:
     """The first of the columns that is there, as text; a number counts as its digits."""
-    value = next((row[key] for key in keys if key in row and not _is_missing(row[key])), None)
-    if value is None:
+    key = next((key for key in keys if key in row and not is_missing(row[key])), None)
+    if key is None:
         raise Malformed(f"empty {what}")
+    value = row[key]
     if isinstance(value, int | float):
         value = str(value)
     if not isinstance(value, str):
+        if what == "answer" and isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value):
+            raise two_outputs(key)
         raise Malformed(f"{what} is not text")
     if not value.strip():
         raise Malformed(f"empty {what}")
@@ -274,7 +439,7 @@ def _text(row: dict[str, Any], keys: tuple[str, ...], what: str) -> str:
 
 
 def _optional(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
-    value = next((row[key] for key in keys if not _is_missing(row.get(key))), None)
+    value = next((row[key] for key in keys if not is_missing(row.get(key))), None)
     if value is None:
         return None
     if not isinstance(value, str | int | float):

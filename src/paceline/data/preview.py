@@ -9,9 +9,9 @@ import numpy as np
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.chat import ChatTemplate
+from paceline.data.build import converter_of, encoder_of, refused
 from paceline.data.encode import Encoded, Encoder
-from paceline.data.formats import Converter, Malformed
+from paceline.data.formats import Malformed, Unsupported
 from paceline.data.preview_samples import preview_clicks, preview_images, samples_as_text
 from paceline.data.sources import OpenSource, open_source
 from paceline.data.tokenize import template_text
@@ -51,13 +51,7 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
     )
     template = template_text(config)
     source = template if template is not None else tokenizer.chat_template
-    encoder = Encoder(
-        tokenizer,
-        ChatTemplate(source, tokenizer.special_tokens) if source else None,
-        pretrain=config.task == "pretrain",
-        train_on_inputs=config.train_args.train_on_inputs,
-        system=config.system,
-    )
+    encoder = encoder_of(config, config.task, tokenizer, source)
     sources = [open_source(one) for one in config.sources()]
     found = [row for one in sources for row in _rows(one, rows, encoder, tokenizer, config)]
     return {
@@ -70,7 +64,7 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
 
 
 def _rows(source: OpenSource, rows: int, encoder: Encoder, tokenizer: LoadedTokenizer, config: Config) -> list[dict[str, Any]]:
-    converter = Converter(source.label, source.given.format, source.given.columns, config.system, encoder.pretrain)
+    converter = converter_of(source, encoder, config)
     out = []
     for place, row in islice(source.rows(config.train_args.seed), rows):
         seen = converter.seen.copy()
@@ -78,6 +72,8 @@ def _rows(source: OpenSource, rows: int, encoder: Encoder, tokenizer: LoadedToke
             encoded = encoder([converter(row)])[0]
         except Malformed as reason:
             encoded = str(reason)
+        except Unsupported as error:
+            raise refused(error, place) from None
         shape = next(iter(converter.seen - seen), None)
         about = {"source": source.label, "place": place, "format": shape}
         if isinstance(encoded, str):

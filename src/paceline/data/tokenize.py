@@ -153,11 +153,14 @@ class _Entry:
         args = config.train_args
         key = key_of(
             {
-                "sources": [[one.fingerprint(), one.given.format, one.given.columns] for one in self.sources],
+                "sources": [
+                    [one.fingerprint(), one.given.format, one.given.columns, one.given.ignore_columns, one.given.roles]
+                    for one in self.sources
+                ],
                 "seed": args.seed if any(one.take is not None for one in self.sources) else None,
                 "tokenizer": tokenizer_fingerprint(tokenizer),
                 "template": self.template,
-                "settings": [task, config.system, args.max_length, args.overlong, args.train_on_inputs],
+                "settings": [task, config.system, args.max_length, args.overlong, args.train_on_inputs, args.train_on_turns],
             }
         )
         self.folder = cache_dir() / "tokens" / key

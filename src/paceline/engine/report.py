@@ -22,7 +22,7 @@ MORE_KEYS = (
 )  # fmt: skip
 _PREDICTED = ("predicted", "measured")
 _INNER_KEYS = {"state_memory_bytes": _PREDICTED, "traffic_bytes_per_step": _PREDICTED, "data": ("read", "kept", "dropped")}
-_INNER_OPTIONAL = {"data": ("truncated", "skipped_batches"), "traffic_bytes_per_step": ("bound",)}
+_INNER_OPTIONAL = {"data": ("truncated", "excluded_turns", "skipped_batches"), "traffic_bytes_per_step": ("bound",)}
 
 
 def check_report(report: dict[str, Any]) -> None:

@@ -136,6 +136,7 @@ def _data_rows(data: dict[str, Any]) -> list[dict[str, str]]:
     figures = [(name, data[name]) for name in ("read", "kept", "truncated") if data.get(name) is not None]
     figures += [(f"dropped: {reason}", many) for reason, many in reasons.items()]
     left_out = data.get("skipped_batches") or {}
+    turns = data.get("excluded_turns")
     figures += [("left out: the loss jumped", left_out["samples"])] if left_out.get("samples") is not None else []
     read = wording.finite(data.get("read"))
     rows = []
@@ -143,6 +144,8 @@ def _data_rows(data: dict[str, Any]) -> list[dict[str, str]]:
         figure = wording.finite(many)
         share = f"{100 * figure / read:.1f} %" if figure is not None and read else wording.UNKNOWN
         rows.append({"name": name, "count": wording.count(many), "share": share})
+    if turns:  # these are turns, not rows, so they have no share of the rows read
+        rows.append({"name": "turns without loss", "count": wording.count(turns), "share": wording.UNKNOWN})
     return rows
 
 
