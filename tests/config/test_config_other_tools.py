@@ -97,7 +97,6 @@ def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
         ("sample_packing: true", "warning", "counting samples"),
         ("report_to: wandb", "warning", "wandb"),
         ("wandb_project: x", "info", "report.html"),
-        ("mask_history: true", "warning", "every answer"),
         ("do_train: false", "warning", "trains"),
         ("bf16: auto", "info", "train_args.precision: auto"),
         ("model_revision: v2", "warning", "download"),

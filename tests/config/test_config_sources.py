@@ -53,6 +53,25 @@ Load = Callable[..., Loaded]
             [{"path": "a", "name": "c", "split": "s"}],
         ),
         ("dataset_mixer: {a: 1.0, b: 0.5}", [{"path": "a"}, {"path": "b"}]),
+        (
+            "datasets: [{path: a, type: chat_template, field_messages: conv, message_property_mappings: {role: from, "
+            "content: value, tool_calls: calls}, message_field_training: learn, message_field_training_detail: parts, "
+            "field_tools: functions, roles: {assistant: [gpt, bot9000]}, roles_to_train: [assistant], train_on_eos: turn}]",
+            [
+                {
+                    "path": "a",
+                    "format": "sharegpt",
+                    "roles": {"assistant": ["gpt", "bot9000"]},
+                    "columns": {
+                        "conversations": "conv",
+                        "tools": "functions",
+                        "weight": "learn",
+                        "train_detail": "parts",
+                        "tool_calls": "calls",
+                    },
+                }
+            ],
+        ),
         ("pretraining_dataset: [{path: a, text_column: body}]", [{"path": "a", "format": "text", "columns": {"text": "body"}}]),
     ],
 )
@@ -60,6 +79,38 @@ def test_sources(load: Load, text: str, sources: list[dict[str, Any]]) -> None:
     loaded = load(f"model: m\n{text}\n")
     assert [one.model_dump(exclude_defaults=True) for one in loaded.config.sources()] == sources
     assert loaded.notices
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "datasets: [{path: a, type: chat_template, roles_to_train: [user, assistant]}]",
+        "datasets: [{path: a, type: chat_template, roles_to_train: []}]",
+        "datasets: [{path: a, type: chat_template, train_on_eos: all}]",
+        "datasets: [{path: a, type: chat_template, train_on_eot: none}]",
+        "dataset: a\nroles_to_train: [human]",
+        "dataset: a\ntrain_on_eos: last",
+        "dataset: a\nloss_scale: react",
+        "dataset: a\nloss_scale: last_round+ignore_empty_think",
+        "dataset: a\nmask_history: true\ntrain_on_prompt: true",
+    ],
+)
+def test_masks_that_paceline_does_not_have_are_refused(load: Load, text: str) -> None:
+    with pytest.raises(ConfigError):
+        load(f"model: m\n{text}\n")
+
+
+def test_tools_and_roles_of_dataset_info(load: Load, tmp_path: Path) -> None:
+    tags = {"role_tag": "who", "content_tag": "said", "user_tag": "me", "assistant_tag": "gpt", "function_tag": "call"}
+    share = {"messages": "talk", "tools": "functions"}
+    table = {"share": {"file_name": "a.json", "formatting": "sharegpt", "columns": share, "tags": tags}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(table))
+    loaded = load(f"model: m\nstage: sft\ndataset: share\ndataset_dir: {tmp_path}\n")
+    assert loaded.config.sources()[0].model_dump(exclude_defaults=True) == {
+        "path": str(tmp_path / "a.json"), "format": "sharegpt",
+        "columns": {"conversations": "talk", "tools": "functions", "from": "who", "value": "said"},
+        "roles": {"user": "me", "tool_call": "call"},
+    }  # fmt: skip
 
 
 def test_a_native_dataset_with_a_comma_means_what_it_says(load: Load) -> None:
@@ -147,7 +198,6 @@ def test_every_key_of_a_dataset_info_is_read(load: Load, tmp_path: Path, entry: 
         ({"script_url": "o/h"}, ["script_url"]),
         ({"formatting": "sharegpt"}, ["file_name"]),
         ({"file_name": "a.json", "formatting": "parquet"}, ["`formatting: parquet`"]),
-        ({"file_name": "a.json", "formatting": "sharegpt", "tags": {"user_tag": "Alice"}}, ["`user_tag: Alice`"]),
         ({"file_name": "a.json", "num_samples": 0}, ["`num_samples: 0`"]),
     ],
 )

@@ -125,8 +125,10 @@ def test_a_named_format_must_fit(named: str) -> None:
         ({"messages": [{"role": "wizard", "content": "q"}, CHAT[1]]}, "unknown role"),
         ({"messages": [{"content": "q"}, CHAT[1]]}, "unknown role"),
         ({"messages": [CHAT[0], {"role": "assistant", "content": 3.5}]}, "a message that is not text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, "a message that is not text"),
-        ({"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool calls"),
+        ({"messages": [{"role": "user", "content": {"text": "q"}}, CHAT[1]]}, "a message that is not text"),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [{}]}]}, "empty answer"),
+        ({"messages": [CHAT[0], {"role": "function_call", "content": "call f"}]}, "a tool call that is not valid JSON"),
+        ({"query": "q", "response": "a", "history": "earlier"}, r"history is no list of \(question, answer\)"),
     ],
 )
 def test_malformed_rows_say_why(row: Any, reason: str) -> None:
@@ -136,9 +138,12 @@ def test_malformed_rows_say_why(row: Any, reason: str) -> None:
 
 def test_what_is_not_used_is_counted() -> None:
     converter = Converter("here")
-    converter({"messages": CHAT, "tools": '[{"name": "f"}]'})
-    converter({"messages": CHAT, "tools": ""})
-    assert converter.unused == {"tools": 1}
+    converter({"messages": [*CHAT[:1], {**CHAT[1], "id": 7}], "source": "web", "note": None})
+    converter({"messages": CHAT, "source": "", "note": None})
+    assert converter.unused == {"source": 1, "id (of messages)": 1}
+    converter = Converter("here")
+    converter({"instruction": "do", "output": "done", "response": "other", "context": "c", "input": ""})
+    assert converter.unused == {"response": 1}  # the first answer that is not empty is used, and so is the context
 
 
 def test_well_known_names() -> None:

@@ -164,14 +164,22 @@ ALIASES: dict[str, Alias] = {
     "assistant_only_loss": Alias(
         f"{_T}train_on_inputs", "t", c.inverse(f"{_T}train_on_inputs", weak_when=False), "with the opposite sense"
     ),
-    "loss_scale": Alias(f"{_T}train_on_inputs", "s", v.loss_scale, "`all` as true, `default` as false"),
+    "loss_scale": Alias(
+        f"{_T}train_on_inputs",
+        "s",
+        v.loss_scale,
+        "`all` as true, `default` as false, `last_round` as `train_on_turns: last`; others are refused",
+    ),
+    "mask_history": Alias(f"{_T}train_on_turns", "l", v.mask_history, "true as `last`, false as `all`"),
+    "roles_to_train": Alias("", "a", v.roles_to_train, "the names of the assistant; others are refused"),
+    "train_on_eos": Alias("", "a", v.train_on_eos, "`turn`; others are refused"),
+    "train_on_eot": Alias("", "a", v.train_on_eos, "`turn`; others are refused"),
     "loss_type": Alias("", "st", v.supervised_loss, "`nll` as it is here; `dft` is not available; other losses are refused"),
     # -- set nothing; what is said depends on the value
     "env": Alias("", "t", v.variables, "named as ignored: environment variables are not set from a config"),
     "ENV": Alias("", "s", v.variables, "named as ignored: environment variables are not set from a config"),
     "model_revision": Alias("", "slt", v.revision, "`main`; for another download it and give the folder"),
     "do_train": Alias("", "lt", v.trains, "true; the command trains"),
-    "mask_history": Alias("", "l", v.mask_history, "false; every answer of a conversation carries the loss"),
     "use_chat_template": Alias("", "s", c.on_here(_CHAT), "true; for plain text use `task: pretrain`"),
 }
 

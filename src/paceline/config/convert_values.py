@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from paceline.config.chat_roles import ROLES
 from paceline.config.convert import Convert, Out, Refused, as_bool, info, is_off, warning, words
 
 # -- the method ----------------------------------------------------------------------------------------------------------
@@ -221,15 +222,42 @@ def overlong(value: Any) -> Out:
 
 
 def loss_scale(value: Any) -> Out:
-    if value == "default":
+    name = str(value).lower()
+    if name == "default" or is_off(value):
         return Out(weak={"train_args.train_on_inputs": False})
-    if value == "all":
+    if name == "all":
         return Out({"train_args.train_on_inputs": True})
-    return warning("every answer of a conversation carries the loss, with weight 1")
+    if name == "last_round":
+        return Out({"train_args.train_on_turns": "last"})
+    raise Refused(f"`{value}` weighs the tokens of an answer, which Paceline does not do", "use default, all or last_round")
 
 
 def mask_history(value: Any) -> Out:
-    return warning("every answer of a conversation carries the loss, not the last alone") if as_bool(value) is True else Out()
+    if as_bool(value) is True:
+        return Out({"train_args.train_on_turns": "last"})
+    return Out(weak={"train_args.train_on_turns": "all"})
+
+
+def roles_to_train(value: Any) -> Out:
+    """axolotl's list of roles whose turns carry the loss; here it is the assistant, under any of its names."""
+    names = [name.lower() for name in words(value or [])]
+    if names and all(ROLES.get(name) == "assistant" for name in names):
+        return Out()
+    if value is None:
+        return Out()
+    raise Refused(
+        f"the loss is on the turns of the assistant, not on those of {', '.join(names) or 'no role at all'}",
+        "use roles_to_train: [assistant], or train_on_inputs: true for a loss on every token",
+    )
+
+
+def train_on_eos(value: Any) -> Out:
+    """axolotl's choice of end-of-turn tokens that carry the loss."""
+    if value is None or str(value).lower() == "turn":
+        return Out()
+    raise Refused(
+        f"`{value}`: the end-of-turn token carries the loss after each turn that does, and after no other", "use turn"
+    )
 
 
 def save_strategy(value: Any) -> Out:

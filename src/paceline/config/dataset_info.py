@@ -6,22 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paceline.config.chat_roles import CALL, ROLES
 from paceline.config.convert import Refused
 
 FILE = "dataset_info.json"
 _SUFFIXES = ("", ".json", ".jsonl", ".csv", ".parquet", ".txt")
 #: their column → ours, in the alpaca and in the sharegpt format
-_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system"}
-_SHAREGPT = {"messages": "conversations", "system": "system"}
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
+           "tools": "tools"}  # fmt: skip
 _MEDIA = ("images", "videos", "audios")
-#: words for a role that the reader of chats knows
-_ROLE_WORDS = {
-    "user_tag": ("user", "human", "prompter"),
-    "assistant_tag": ("assistant", "gpt", "bot", "model", "chatgpt", "bing", "bard"),
-    "observation_tag": ("observation", "tool", "ipython"),
-    "function_tag": ("function_call", "function"),
-    "system_tag": ("system", "developer"),
-}
+_ROLES = {
+    "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "function_tag": CALL, "system_tag": "system",
+}  # fmt: skip
 _KNOWN = {
     "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "file_name", "cloud_file_name", "formatting", "ranking", "subset",
     "split", "folder", "num_samples", "revision", "columns", "tags",
@@ -116,6 +112,10 @@ def _from_entry(entry: _Entry, root: Path, mark: str, pretrain: bool, notes: lis
     source["format"] = form
     if columns:
         source["columns"] = columns
+    words = {role: entry.tags[tag] for tag, role in _ROLES.items() if tag in entry.tags}
+    roles = {role: word for role, word in words.items() if ROLES.get(word.lower()) != role}
+    if roles and form != "alpaca":
+        source["roles"] = roles
     for theirs, ours in (("subset", "name"), ("split", "split")):
         if entry.get(theirs):
             source[ours] = str(entry.get(theirs))
@@ -155,14 +155,10 @@ def _shape(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
         return _alpaca(entry, pretrain)
     if form not in ("sharegpt", "openai"):
         raise entry.refused(f"`formatting: {form}` is not known", "write alpaca, sharegpt or openai")
-    for tag, known in _ROLE_WORDS.items():
-        word = entry.tags.get(tag)
-        if word is not None and word.lower() not in known:
-            raise entry.refused(f"`{tag}: {word}` is not known", f"write one of {', '.join(known)} in the rows and here")
     role = entry.tags.get("role_tag", "role" if form == "openai" else "from")
     content = entry.tags.get("content_tag", "content" if form == "openai" else "value")
     messages = entry.columns.get("messages", "messages" if form == "openai" else "conversations")
-    columns = {"system": entry.columns["system"]} if entry.columns.get("system", "system") != "system" else {}
+    columns = {key: entry.columns[key] for key in ("system", "tools") if entry.columns.get(key, key) != key}
     if (role, content) == ("role", "content"):
         return "messages", columns | ({"messages": messages} if messages != "messages" else {})
     if messages != "conversations":

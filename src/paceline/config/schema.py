@@ -34,6 +34,14 @@ class DatasetSource(Section):
         description="Names of the columns where they are not the usual ones, as `{expected: yours}`; "
         "e.g. `{prompt: question, completion: answer}`. An empty name means that the column is not read.",
     )
+    ignore_columns: list[Text] = Field(
+        default_factory=list, description="Columns (and keys of messages) to leave out, beside those of the top level."
+    )
+    roles: dict[str, Text | list[Text]] = Field(
+        default_factory=dict,
+        description="More names of the roles in chats, as `{role: yours}`; roles are `system`, `user`, `assistant`, `tool` and "
+        "`tool_call`.",
+    )
 
 
 class Parallel(Section):
@@ -191,6 +199,9 @@ class TrainArgs(Section):
         "of it at the start.",
     )
     train_on_inputs: bool = Field(False, description="Loss on the prompt too, not on the answers alone.")
+    train_on_turns: Literal["all", "last"] = Field(
+        "all", description="Turns of the assistant that carry the loss: all of a conversation, or the last one alone."
+    )
     logging_steps: Annotated[int, Field(ge=1)] | ShareOfSteps = Field(
         1, description="Steps between two `step` events and progress lines; below 1: a share of all steps."
     )
@@ -275,6 +286,10 @@ class Config(Section):
     format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"] = Field(
         "auto", description="Shape of the rows of every source that does not say its own."
     )
+    ignore_columns: list[Text] = Field(
+        default_factory=list,
+        description="Columns (and keys of messages) to leave out, such as `rejected` or `images`, which are errors otherwise.",
+    )
     val_dataset: Text | DatasetSource | list[Text | DatasetSource] | None = Field(
         None, description="Validation data, as `dataset`."
     )
@@ -314,6 +329,15 @@ class Config(Section):
         return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
+    def _turns_and_task(self) -> Config:
+        if self.train_args.train_on_turns == "last":
+            if self.train_args.train_on_inputs:
+                raise ValueError("train_on_turns: last is not supported with train_on_inputs: true; keep one of them")
+            if self.task == "pretrain":
+                raise ValueError("train_on_turns: last is not supported with task: pretrain, where every token carries loss")
+        return self
+
+    @model_validator(mode="after")
     def _some_data(self) -> Config:
         if isinstance(self.dataset, list) and not self.dataset:
             raise ValueError("dataset is an empty list")
@@ -331,5 +355,8 @@ class Config(Section):
             source = DatasetSource(path=one) if isinstance(one, str) else one
             if source.format == "auto" and self.format != "auto":
                 source = source.model_copy(update={"format": self.format})
+            if self.ignore_columns:
+                names = list(dict.fromkeys([*self.ignore_columns, *source.ignore_columns]))
+                source = source.model_copy(update={"ignore_columns": names})
             out.append(source)
         return out

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.convert import Out, Refused, words
-from paceline.config.convert_values import ratio
+from paceline.config.convert_values import ratio, roles_to_train, train_on_eos
 from paceline.config.schema import DatasetSource
 from paceline.core.errors import nearest
 
@@ -17,17 +17,26 @@ _BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"
 _COLUMNS = {  # their key → the column it names
     "field": "text", "text_column": "text", "field_messages": "messages", "message_field_role": "role",
     "message_field_content": "content", "field_instruction": "instruction", "field_input": "input", "field_output": "output",
-    "field_system": "system", "field_human": "prompt", "field_model": "completion",
+    "field_system": "system", "field_human": "prompt", "field_model": "completion", "field_tools": "tools",
+    "message_field_training": "weight", "message_field_training_detail": "train_detail", "field_thinking": "reasoning_content",
+    "field_chosen": "chosen", "field_rejected": "rejected",
 }  # fmt: skip
 _DROPPED_WORDS = (
-    "roles roles_to_train train_on_eos train_on_eot conversation chat_template chat_template_jinja revision "
+    "conversation chat_template chat_template_jinja revision "
     "trust_remote_code shards shards_idx preprocess_shards ds_type input_format drop_system_message "
-    "message_field_training data_dir message_field_training_detail split_thinking field_thinking "
-    "template_thinking_key field_tools input_transform skip logprobs_field temperature weight format_string "
+    "data_dir split_thinking "
+    "template_thinking_key input_transform skip logprobs_field temperature weight format_string "
     "system_prompt system_format no_input_format seed"
 )
 _DROPPED = set(_DROPPED_WORDS.split())
-_FOREIGN = set(_COLUMNS) | _DROPPED | {"type", "data_files", "id", "config", "message_property_mappings", "sampling_ratio"}
+_MATTER = {"weight", "revision", "shards", "skip", "drop_system_message", "split_thinking", "input_transform"}
+#: Settings of the loss: taken where they say what Paceline does, and refused otherwise.
+_LOSS = {"roles_to_train": roles_to_train, "train_on_eos": train_on_eos, "train_on_eot": train_on_eos}
+#: Keys of a message that `message_property_mappings` may rename.
+_PROPERTIES = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "weight"}
+_FOREIGN = {
+    *_COLUMNS, *_DROPPED, *_LOSS, "type", "data_files", "id", "config", "message_property_mappings", "sampling_ratio",
+}  # fmt: skip
 
 
 def train_sources(value: Any) -> Out:
@@ -111,17 +120,22 @@ def _mapping(item: dict[str, Any], says: list[tuple[str, str]]) -> list[Source]:
     for theirs, ours in (("id", "path"), ("config", "name")):
         if item.get(theirs) is not None:
             out.setdefault(ours, item[theirs])
+    for key, convert in _LOSS.items():
+        if key in item:
+            convert(item[key])
     columns = _columns(item)
     if item.get("type") is not None:
         _set_type(item["type"], out, columns, says)
     if columns.get("role") == "from" and columns.get("content") == "value":
         out["format"] = "sharegpt"
-        columns = {"conversations": columns["messages"]} if columns.get("messages", "conversations") != "conversations" else {}
+        turns = columns.get("messages", "conversations")
+        columns = {key: name for key, name in columns.items() if key not in ("role", "content", "messages")}
+        columns |= {"conversations": turns} if turns != "conversations" else {}
     if columns:
         out["columns"] = {**columns, **out.get("columns", {})}
     dropped = [key for key in item if key in _DROPPED and item[key] is not None]
     if dropped:
-        level = "warning" if {"weight", "roles_to_train", "revision", "shards", "skip"} & set(dropped) else "info"
+        level = "warning" if _MATTER & set(dropped) else "info"
         says.append((level, f"{_names(dropped)} of a source: without effect here"))
     return _files(item, out)
 
@@ -129,7 +143,7 @@ def _mapping(item: dict[str, Any], says: list[tuple[str, str]]) -> list[Source]:
 def _columns(item: dict[str, Any]) -> dict[str, str]:
     columns = {ours: str(item[theirs]) for theirs, ours in _COLUMNS.items() if item.get(theirs) is not None}
     for ours, theirs in (item.get("message_property_mappings") or {}).items():
-        if ours in ("role", "content"):
+        if ours in _PROPERTIES:
             columns[ours] = str(theirs)
     return {ours: theirs for ours, theirs in columns.items() if ours != theirs}
 

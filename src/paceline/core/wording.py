@@ -152,7 +152,7 @@ def throughput(step: dict[str, Any], global_batch_size: Any = None) -> tuple[flo
 
 
 def data_line(data: dict[str, Any]) -> str:
-    """Of ``data`` {read, kept, truncated, dropped, excluded_turns}: ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long)``."""
+    """The counts of ``data``: ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long), 7 turns without loss``."""
     dropped = data.get("dropped") or {}
     reasons = dropped if isinstance(dropped, dict) else {}
     total = sum(reasons.values()) if isinstance(dropped, dict) else dropped

@@ -116,7 +116,7 @@ def converter_of(source: OpenSource, encoder: Encoder, config: Config) -> Conver
     )  # fmt: skip
 
 
-def refused(error: Unsupported, place: Place) -> ConfigError:
+def refusal(error: Unsupported, place: Place) -> ConfigError:
     """The error that ends the preparation of a dataset with a row for another kind of training."""
     return ConfigError(f"{place}: {error.what}", allowed=error.allowed, fix=error.fix)
 
@@ -146,7 +146,7 @@ def _batches(source: OpenSource, converter: Converter, account: _Account, seed: 
             account.drop(str(reason), place)
             continue
         except Unsupported as error:
-            raise refused(error, place) from None
+            raise refusal(error, place) from None
         batch.append((place, sample))
         size += len(sample.text or "")
         if len(batch) >= _BATCH_ROWS or size >= _BATCH_CHARS:
@@ -239,7 +239,7 @@ def _about_columns(source: OpenSource, converter: Converter) -> list[tuple[str, 
     if never:
         notices.append(("warning", f"{source.label}: no row has the columns of `ignore_columns` {_names(never)}"))
     if set(converter.binary_labels) & {"0", "1"} and "other" not in converter.binary_labels:
-        text = "`label` holds 0 and 1 alone and is not used: if it marks good and bad answers (KTO), the bad ones are trained on too"
+        text = "`label` holds only 0 and 1 and is not used. If it marks good and bad answers, the bad ones are trained on too"
         notices.append(("warning", f"{source.label}: {text}"))
     return notices
 
@@ -252,6 +252,9 @@ def _about_rows(account: _Account, encoder: Encoder, formats: Counter[str], conf
     limit, facts = config.train_args.max_length, encoder.facts
     pairs, answers = formats["prompt_completion"], not encoder.pretrain
     dropped = sum(account.dropped.values())
+    excluded_by = "switched off in the data"
+    if config.train_args.train_on_turns == "last":
+        excluded_by = "`train_args.train_on_turns: last`"
     warnings = [
         (dropped, f"{dropped:,} of {account.read:,} rows dropped. {_reasons(account)}"),
         (account.truncated, f"{account.truncated:,} samples truncated to max_length {limit:,}"),
@@ -267,12 +270,7 @@ def _about_rows(account: _Account, encoder: Encoder, formats: Counter[str], conf
     infos = [
         (account.documents_cut, f"{account.documents_cut:,} documents cut into samples of {limit:,} tokens"),
         (account.lone_tokens, f"{account.lone_tokens:,} last samples of one token left off: there is nothing to predict"),
-        (
-            account.excluded_turns,
-            f"{account.excluded_turns:,} turns of the assistant carry no loss ("
-            + ("`train_args.train_on_turns: last`" if config.train_args.train_on_turns == "last" else "switched off by the data")
-            + ")",
-        ),
+        (account.excluded_turns, f"{account.excluded_turns:,} turns of the assistant carry no loss ({excluded_by})"),
         (facts["left_off"], f"{facts['left_off']:,} chats end with a turn that is no answer; those turns are left off"),
         (
             pairs and answers and encoder.template is not None,

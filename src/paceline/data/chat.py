@@ -86,7 +86,12 @@ class ChatTemplate:
             TemplateRefused: it takes none.
         """
         refusal: TemplateRefused | None = None
-        for change in (None, with_short_ids, with_arguments_as_text, lambda given: with_arguments_as_text(with_short_ids(given))):
+        for change in (
+            None,
+            with_short_ids,
+            with_arguments_as_text,
+            lambda given: with_arguments_as_text(with_short_ids(given)),
+        ):
             changed = messages if change is None else change(messages)
             try:
                 self._raw(changed, False, tools)

@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paceline.config.chat_roles import STANDARD_ROLES
 from paceline.core.errors import ConfigError, nearest
 from paceline.data.media import MEDIA, check_column, check_text
-from paceline.data.messages import STANDARD_ROLES, Chat, Message, MessageReader, template_lacks
-from paceline.data.preference import CHOSEN, LABELS, REJECTED, check_label, check_pairs, check_without_format, two_outputs
+from paceline.data.messages import Chat, Message, MessageReader, template_lacks
+from paceline.data.preference import LABELS, REJECTED, check_label, check_pairs, check_without_format, two_outputs
 from paceline.data.readers import DOCUMENT
 from paceline.data.rows import Malformed, Unsupported, holds_nothing, is_missing
 from paceline.data.tool_calls import read_tools
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.data.chat import ChatTemplate
 
 __all__ = ["FORMATS", "Converter", "Malformed", "Message", "Sample", "Unsupported", "as_chat", "find_format", "fits_as"]
+
 
 @dataclass
 class Sample:
@@ -52,7 +54,7 @@ _PAIRS = (
 )  # fmt: skip
 _TEXT = ("text", "content", "story", "document")
 _TOOLS = ("tools", "functions")
-#: Columns that change what a row means. Where one is not empty and not used, the dataset is refused; `ignore_columns` allows it.
+#: Columns that change what a row means: one that is not empty and not used is an error, unless `ignore_columns` lists it.
 MUST_BE_USED = ("history", "reasoning_content", *_TOOLS)
 
 FORMATS = {
@@ -296,7 +298,9 @@ class Converter:
     # -- formats ----------------------------------------------------------------------------------------------------------
     def _pair(self, row: dict[str, Any]) -> tuple[Sample, tuple[str, ...]]:
         pairs = [pair for pair in _PAIRS if pair[0] in row and pair[1] in row]
-        prompt_key, answer_key = next((pair for pair in pairs if row[pair[0]] is not None and row[pair[1]] is not None), pairs[0])
+        prompt_key, answer_key = next(
+            (pair for pair in pairs if row[pair[0]] is not None and row[pair[1]] is not None), pairs[0]
+        )
         prompt, answer = _unpacked(row[prompt_key]), _unpacked(row[answer_key])
         if isinstance(prompt, list) and isinstance(answer, list):  # both as chats
             return self._chat(self._read([*prompt, *answer]), row), (prompt_key, answer_key, *_SYSTEM)
@@ -340,7 +344,9 @@ class Converter:
             raise Malformed("no assistant turn")
         used = messages[: last + 1]
         for one in used:
-            if not one["content"].strip() and (one["role"] == "user" or (one["role"] == "assistant" and "tool_calls" not in one)):
+            if not one["content"].strip() and (
+                one["role"] == "user" or (one["role"] == "assistant" and "tool_calls" not in one)
+            ):
                 raise Malformed("empty answer" if one["role"] == "assistant" else "empty prompt")
         if chat.off and self.pretrain:
             raise Unsupported(
@@ -371,9 +377,7 @@ def _role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, s
     out: dict[str, str] = {}
     for role, names in roles.items():
         if role not in STANDARD_ROLES:
-            raise ConfigError(
-                f"`roles: {{{role}: ...}}` of {label}: unknown role `{role}`", allowed=", ".join(STANDARD_ROLES)
-            )
+            raise ConfigError(f"`roles: {{{role}: ...}}` of {label}: unknown role `{role}`", allowed=", ".join(STANDARD_ROLES))
         out.update(dict.fromkeys([names] if isinstance(names, str) else names, role))
     return out
 

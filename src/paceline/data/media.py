@@ -53,8 +53,8 @@ def check_text(text: str) -> None:
         raise Unsupported(
             f"the rows have placeholders of {_kind(name)} (`{placeholder}`), and the task trains on text alone",
             allowed=_ALLOWED,
-            fix="use a tool that trains vision or audio models, or remove these rows; where the placeholder is meant literally, "
-            f"set `ignore_columns: [{name}s]`, or write it in backticks",
+            fix="use a tool that trains vision or audio models, or remove these rows; to train on the placeholder as it is "
+            f"written, set `ignore_columns: [{name}s]` or put it in backticks",
         )
 
 

@@ -8,23 +8,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.config.chat_roles import CALL, ROLES
 from paceline.data.media import MEDIA, TEXT_PARTS, check_column, check_text, other_part
 from paceline.data.rows import Malformed, Unsupported, holds_nothing, is_missing
 from paceline.data.tool_calls import name_calls, read_calls
 
 Message = dict[str, Any]
-
-_CALL = "tool_call"
-ROLES = {
-    "system": "system", "developer": "system", "user": "user", "human": "user", "prompter": "user", "assistant": "assistant",
-    "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant", "bing": "assistant",
-    "bard": "assistant", "ai": "assistant", "tool": "tool", "observation": "tool", "ipython": "tool", "function": "tool",
-    "tool_response": "tool", "tool-response": "tool", "function_response": "tool", "function-response": "tool",
-    "tool_result": "tool", "function_call": _CALL, "function-call": _CALL, "tool_call": _CALL, "tool-call": _CALL,
-    "function_calls": _CALL, "tool_calls": _CALL,
-}  # fmt: skip
-#: What a role may be mapped to by `roles` of a source; LLaMA-Factory and axolotl have these under names of their own.
-STANDARD_ROLES = ("system", "user", "assistant", "tool", _CALL)
 
 #: Keys of a message by which the data switches the loss on a turn on or off.
 _SWITCHES = ("weight", "loss", "train", "training", "trainable", "loss_weight", "loss_scale")
@@ -94,7 +83,9 @@ class MessageReader:
             last = chat.messages[-1] if chat.messages else None
             is_off = message["role"] == "assistant" and trains is False
             # Parallel calls, and an answer with the call after it, are one turn of the assistant.
-            joins = is_call and last is not None and last["role"] == "assistant" and is_off == (len(chat.messages) - 1 in chat.off)
+            joins = (
+                is_call and last is not None and last["role"] == "assistant" and is_off == (len(chat.messages) - 1 in chat.off)
+            )
             if joins and last is not None and ("tool_calls" not in last or previous_was_call):
                 last.setdefault("tool_calls", []).extend(message["tool_calls"])
             else:
@@ -114,7 +105,7 @@ class MessageReader:
         if role is None:
             raise Malformed("unknown role")
         content = _first(turn, self._content_keys)
-        if role == _CALL:
+        if role == CALL:
             self._need("tool_calls")
             message: Message = {"role": "assistant", "content": "", "tool_calls": read_calls(content)}
         else:
@@ -135,7 +126,7 @@ class MessageReader:
             if value is not None and value != "" and value != []:
                 switched = self._extra(message, key, value)
                 trains = switched if switched is not None else trains
-        return message, trains, role == _CALL
+        return message, trains, role == CALL
 
     def _extra(self, message: Message, key: str, value: Any) -> bool | None:
         """Take in one more key of a message; returns what it says about the loss, if it does."""
@@ -219,7 +210,7 @@ def _as_text(content: Any, role: str) -> str:
 def _switch(role: str, key: str, name: str, value: Any) -> bool | None:
     if value != value:  # NaN, an empty cell of a table
         return None
-    number = {"true": 1, "false": 0}.get(value.strip().lower(), value) if isinstance(value, str) else value
+    number = {"true": 1, "false": 0, "1": 1, "0": 0}.get(value.strip().lower(), value) if isinstance(value, str) else value
     if number not in (0, 1):
         raise Unsupported(
             f"the messages have `{key}: {value}`, and Paceline has no weights between turns",

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.build import converter_of, encoder_of, refused
+from paceline.data.build import converter_of, encoder_of, refusal
 from paceline.data.encode import Encoded, Encoder
 from paceline.data.formats import Malformed, Unsupported
 from paceline.data.preview_samples import preview_clicks, preview_images, samples_as_text
@@ -73,7 +73,7 @@ def _rows(source: OpenSource, rows: int, encoder: Encoder, tokenizer: LoadedToke
         except Malformed as reason:
             encoded = str(reason)
         except Unsupported as error:
-            raise refused(error, place) from None
+            raise refusal(error, place) from None
         shape = next(iter(converter.seen - seen), None)
         about = {"source": source.label, "place": place, "format": shape}
         if isinstance(encoded, str):

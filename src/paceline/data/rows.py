@@ -29,7 +29,7 @@ def is_missing(value: Any) -> bool:
 
 
 def holds_nothing(value: Any) -> bool:
-    """Whether a value is empty all the way down: Arrow fills absent structures with nulls, CSV writes an empty list as ``[]``."""
+    """Whether a value is empty all the way down: Arrow fills absent structures with nulls, and CSV has ``[]``."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null", "None")
     if isinstance(value, dict):

@@ -45,7 +45,7 @@ def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_calls(value: Any) -> list[dict[str, Any]]:
-    """The calls of one turn, each as ``{"type": "function", "function": {"name", "arguments"}}`` (with its ``id`` if it has one).
+    """The calls of one turn, each as ``{"type": "function", "function": {"name", "arguments"}}`` with its ``id`` if any.
 
     Args:
         value: a call or a list of calls, as mappings or as JSON text; the function may be nested as OpenAI does or not, and

@@ -22,20 +22,37 @@ from paceline.data.tokenizer import QWEN2_WORDS
 if TYPE_CHECKING:
     import numpy as np
 
-_LAYOUT = 2
+_LAYOUT = 3
 _SEED = 20
 _INIT_STD = 0.02
 VOCAB_SIZE = 8192
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
+    "{%- if tools %}\n"
+    "{{- '<|im_start|>system\\n' }}\n"
+    "{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}\n"
+    "{{- 'You can call these functions:\\n' }}\n"
+    "{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}\n"
+    '{{- \'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.<|im_end|>\\n\' }}\n'
+    "{%- endif %}\n"
     "{%- for message in messages %}\n"
+    "{%- if not (tools and loop.first and message.role == 'system') %}\n"
     "{{- '<|im_start|>' + message.role + '\\n' }}\n"
     "{%- if message.role == 'assistant' %}\n"
-    "{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}\n"
+    "{%- generation %}\n"
+    "{%- if message.reasoning_content %}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}\n"
+    "{{- message.content or '' }}\n"
+    "{%- for call in message.tool_calls or [] %}\n"
+    "{%- if message.content or not loop.first %}{{- '\\n' }}{%- endif %}\n"
+    "{{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + '</tool_call>' }}\n"
+    "{%- endfor %}\n"
+    "{{- '<|im_end|>' }}\n"
+    "{%- endgeneration %}\n"
     "{%- else %}\n"
-    "{{- message.content + '<|im_end|>' }}\n"
+    "{{- (message.content or '') + '<|im_end|>' }}\n"
     "{%- endif %}\n"
     "{{- '\\n' }}\n"
+    "{%- endif %}\n"
     "{%- endfor %}\n"
     "{%- if add_generation_prompt %}\n"
     "{{- '<|im_start|>assistant\\n' }}\n"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Settings that mean something for language models alone.
 _LANGUAGE_KEYS = ("tokenizer", "format", "system", "chat_template")
-_LANGUAGE_ARGS = ("max_length", "overlong", "packing", "train_on_inputs")
+_LANGUAGE_ARGS = ("max_length", "overlong", "packing", "train_on_inputs", "train_on_turns")
 
 
 @dataclass(frozen=True)

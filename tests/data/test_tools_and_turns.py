@@ -1,0 +1,320 @@
+"""History, tools, reasoning, and turns on which the data or the config switches the loss off."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.wording import data_line
+from paceline.data.chat import ChatTemplate
+from paceline.data.formats import Converter, Malformed, Unsupported
+from paceline.data.token_dataset import TokenDataset
+from paceline.data.tokenize import PreparedTokens, prepare_tokens
+from paceline.data.tokenizer import load_tokenizer
+
+MODEL = "builtin:qwen2-micro"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def prepare(path: Path, rows: list[Any], task: Any = "sft", **more: Any) -> PreparedTokens:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return prepare_tokens(Config(**{"model": MODEL, "dataset": str(path), **more}), task)
+
+
+def fails(path: Path, rows: list[Any], **more: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        prepare(path, rows, **more)
+    return str(caught.value)
+
+
+def runs(tokens: PreparedTokens, index: int = 0) -> list[tuple[bool, str]]:
+    """A sample as runs of (carries loss, text)."""
+    tokenizer = load_tokenizer(Path(tokens.tokenizer_path))
+    sample = TokenDataset(tokens.train_folder)[index]
+    edges = [0, *(np.flatnonzero(np.diff(sample["labels_mask"])) + 1), len(sample["input_ids"])]
+    return [
+        (bool(sample["labels_mask"][start]), tokenizer.decode(sample["input_ids"][start:end].tolist()))
+        for start, end in pairwise(edges)
+    ]
+
+
+def labelled(tokens: PreparedTokens, index: int = 0) -> list[str]:
+    return [text.strip() for carries_loss, text in runs(tokens, index) if carries_loss]
+
+
+def template(folder: Path, source: str) -> str:
+    (folder / "t.jinja").write_text(source)
+    return str(folder / "t.jinja")
+
+
+def chat(**flags: Any) -> dict[str, Any]:
+    return {"messages": [
+        {"role": "user", "content": "One?"}, {"role": "assistant", "content": "First.", **flags},
+        {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Second."},
+    ]}  # fmt: skip
+
+
+# -- the loss of turns ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("marked", [True, False], ids=["generation marks", "prefixes"])
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"train": False}, {"training": 0}])
+def test_a_turn_that_the_data_switches_off_carries_no_loss(tmp_path: Path, flag: dict[str, Any], marked: bool) -> None:
+    more = {} if marked else {"chat_template": template(tmp_path, CHATML)}
+    tokens = prepare(tmp_path / "a.jsonl", [chat(**flag), chat()], **more)
+    assert labelled(tokens) == ["Second.<|im_end|>"]
+    assert labelled(tokens, 1) == ["First.<|im_end|>", "Second.<|im_end|>"]
+    assert tokens.counts.excluded_turns == 1
+    assert tokens.counts.as_dict()["excluded_turns"] == 1
+    assert "1 turns without loss" in data_line(tokens.counts.as_dict())
+    assert any("1 turns of the assistant carry no loss (switched off in the data)" in text for _, text in tokens.notices)
+
+
+def test_flags_that_leave_the_loss_on(tmp_path: Path) -> None:
+    for flag in ({"weight": 1}, {"loss": True}, {"train": None}, {"weight": "1"}):
+        tokens = prepare(tmp_path / "a.jsonl", [chat(**flag)])
+        assert len(labelled(tokens)) == 2
+        assert "excluded_turns" not in tokens.counts.as_dict()
+    user = chat()
+    user["messages"][0]["weight"] = 1  # OpenAI's weight is for answers alone
+    assert len(labelled(prepare(tmp_path / "a.jsonl", [user]))) == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ({"weight": 0.5}, "no weights between turns"),
+        ({"loss_scale": 2}, "no weights between turns"),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]}, "which parts of a turn"),
+    ],
+)
+def test_finer_flags_are_refused(flag: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        Converter("here")(chat(**flag))
+
+
+def test_a_loss_on_user_turns_is_refused() -> None:
+    row = chat()
+    row["messages"][0]["train"] = True
+    with pytest.raises(Unsupported, match="role `user`"):
+        Converter("here")(row)
+    Converter("here", ignore_columns=["train"])(row)
+
+
+def test_a_flag_by_another_name(tmp_path: Path) -> None:
+    source = {"path": str(tmp_path / "a.jsonl"), "columns": {"weight": "learn"}}
+    tokens = prepare(tmp_path / "a.jsonl", [chat(learn=False)], dataset=source)
+    assert labelled(tokens) == ["Second.<|im_end|>"]
+
+
+def test_the_last_turn_alone(tmp_path: Path) -> None:
+    everything = prepare(tmp_path / "a.jsonl", [chat(), chat(weight=0)])
+    for more in ({}, {"chat_template": template(tmp_path, CHATML)}):
+        tokens = prepare(tmp_path / "a.jsonl", [chat(), chat(weight=0)], train_args={"train_on_turns": "last"}, **more)
+        assert labelled(tokens) == labelled(tokens, 1) == ["Second.<|im_end|>"]
+        assert tokens.counts.excluded_turns == 2
+        assert tokens.train_folder != everything.train_folder
+    with pytest.raises(ValidationError, match="keep one of them"):
+        Config(model=MODEL, dataset="x", train_args={"train_on_turns": "last", "train_on_inputs": True})
+    with pytest.raises(ValidationError, match="task: pretrain"):
+        Config(model=MODEL, dataset="x", task="pretrain", train_args={"train_on_turns": "last"})
+
+
+def test_train_on_inputs_leaves_switched_off_turns_out(tmp_path: Path) -> None:
+    tokens = prepare(tmp_path / "a.jsonl", [chat(weight=0)], train_args={"train_on_inputs": True})
+    assert [text for carries_loss, text in runs(tokens) if not carries_loss] == ["First.<|im_end|>"]
+
+
+def test_a_chat_without_any_loss_is_dropped_and_pretraining_refuses_flags(tmp_path: Path) -> None:
+    off = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]}
+    assert prepare(tmp_path / "a.jsonl", [chat(), off]).counts.dropped == {"the loss is switched off for every turn": 1}
+    assert "trains on every token" in fails(tmp_path / "b.jsonl", [off], task="pretrain")
+
+
+def test_marks_that_come_twice_in_a_turn_keep_to_their_turn() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{% endgeneration %}|{% generation %}"
+        "{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    rendered = ChatTemplate(source, {"eos_token": "</s>"}).answers(chat()["messages"], off={1})
+    assert [rendered.text[start:end] for start, end in rendered.spans] == ["A:", "Second.</s>"]
+    assert [rendered.text[start:end] for start, end in rendered.excluded] == ["A:", "First.</s>"]
+
+
+# -- history --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("names", [("query", "response"), ("prompt", "completion"), ("instruction", "output")])
+@pytest.mark.parametrize(
+    "history",
+    [
+        [["q", "a"]], '[["q", "a"]]', [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        [{"human": "q", "assistant": "a"}],
+    ],
+)  # fmt: skip
+def test_history_becomes_turns(names: tuple[str, str], history: Any) -> None:
+    sample = Converter("here")({names[0]: "now", names[1]: "then", "history": history, "system": "be"})
+    assert [(one["role"], one["content"]) for one in sample.messages or []] == [
+        ("system", "be"), ("user", "q"), ("assistant", "a"), ("user", "now"), ("assistant", "then"),
+    ]  # fmt: skip
+
+
+def test_chats_of_questions_with_answers_and_odd_keys() -> None:
+    share = {"conversation": [{"human": "q", "assistant": "a"}, {"human": "r", "assistant": "b"}]}
+    assert [one["content"] for one in Converter("here")(share).messages or []] == ["q", "a", "r", "b"]
+    mixed = {"messages": None, "conversations": [{"from": "Human", "content": "q"}, {"role": "GPT", "value": "a"}]}
+    assert [one["role"] for one in Converter("here")(mixed).messages or []] == ["user", "assistant"]
+    named = Converter("here", roles={"assistant": ["bot9000"], "user": "visitor"})
+    sample = named({"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot9000", "value": "a"}]})
+    assert [one["role"] for one in sample.messages or []] == ["user", "assistant"]
+    with pytest.raises(ConfigError, match="unknown role"):
+        Converter("here", roles={"robot": "x"})
+
+
+# -- tools ----------------------------------------------------------------------------------------------------------------
+TOOL = {"name": "news", "description": "Get the news.", "parameters": {"type": "object"}}
+GLAIVE = {
+    "conversations": [
+        {"from": "human", "value": "News?"},
+        {"from": "function_call", "value": '{"name": "news", "arguments": {"country": "US"}}'},
+        {"from": "observation", "value": '{"headline": "Rain"}'},
+        {"from": "gpt", "value": "It rains."},
+    ],
+    "tools": json.dumps([TOOL]),
+}
+OPENAI = {
+    "messages": [
+        {"role": "user", "content": "News?"},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "news", "arguments": '{"country": "US"}'}},
+        ]},
+        {"role": "tool", "tool_call_id": "c1", "content": '{"headline": "Rain"}'},
+        {"role": "assistant", "content": "It rains."},
+    ],
+    "tools": [{"type": "function", "function": TOOL}],
+}  # fmt: skip
+SWIFT = {
+    "messages": [
+        {"role": "user", "content": "News?"},
+        {"role": "tool_call", "content": '{"name": "news", "arguments": {"country": "US"}}'},
+        {"role": "tool_response", "content": '{"headline": "Rain"}'},
+        {"role": "assistant", "content": "It rains."},
+    ],
+    "tools": [TOOL],
+}
+LEGACY = {
+    "messages": [
+        {"role": "user", "content": "News?"},
+        {"role": "assistant", "content": None, "function_call": {"name": "news", "arguments": '{"country": "US"}'}},
+        {"role": "function", "name": "news", "content": '{"headline": "Rain"}'},
+        {"role": "assistant", "content": "It rains."},
+    ],
+    "functions": [TOOL],
+}
+
+
+@pytest.mark.parametrize("row", [GLAIVE, OPENAI, SWIFT, LEGACY], ids=["LLaMA-Factory", "OpenAI", "ms-swift", "functions"])
+def test_tools_and_calls_go_through_the_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
+    tokens = prepare(tmp_path / "a.jsonl", [row])
+    assert tokens.counts.dropped == {}
+    assert labelled(tokens) == [
+        '<tool_call>{"name": "news", "arguments": {"country": "US"}}</tool_call><|im_end|>', "It rains.<|im_end|>",
+    ]  # fmt: skip
+    prompt = runs(tokens)[0][1]
+    assert '"description": "Get the news."' in prompt
+    assert '<|im_start|>tool\n{"headline": "Rain"}<|im_end|>' in runs(tokens)[2][1]
+
+
+CALLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("[{{ c.function.name }}] {{ c.function.arguments | tojson }}", '[news] {"country": "US"}'),
+        ("{{ c.function.arguments }}", '{"country": "US"}'),
+        ("{{ 'a: ' + c.function.arguments }}", 'a: {"country": "US"}'),
+        ("{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ c.function.name }}", "news"),
+    ],
+    ids=["mapping", "printed", "concatenated", "short ids"],
+)
+def test_templates_of_every_manner_get_calls_as_they_need_them(tmp_path: Path, call: str, expected: str) -> None:
+    source = CALLS.replace("CALL", call)
+    tokens = prepare(tmp_path / "a.jsonl", [OPENAI], chat_template=template(tmp_path, source))
+    assert labelled(tokens) == [f"{expected}<|im_end|>", "It rains.<|im_end|>"]
+
+
+def test_parallel_calls_and_an_answer_with_its_call_are_one_turn() -> None:
+    call = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Wait."}, call, call,
+                        {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"},
+                        {"role": "assistant", "content": "a"}]}  # fmt: skip
+    messages = Converter("here")(row).messages or []
+    assert [one["role"] for one in messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert (messages[1]["content"], len(messages[1]["tool_calls"])) == ("Wait.", 2)
+    assert [one["id"] for one in messages[1]["tool_calls"]] == [one["tool_call_id"] for one in messages[2:4]]
+
+
+def test_calls_in_many_spellings() -> None:
+    def read(value: Any) -> Any:
+        row = {"messages": [{"role": "user", "content": "q"}, {"role": "function_call", "content": value}]}
+        return [one["function"] for one in (Converter("here")(row).messages or [])[1]["tool_calls"]]
+
+    one = {"name": "f", "arguments": {"a": 1}}
+    assert read(json.dumps([one, one])) == [one, one]
+    assert read("{'name': 'f', 'arguments': '{\"a\": 1}'}") == [one]
+    assert read(f"{json.dumps(one)}\n{json.dumps(one)}") == [one, one]
+    assert read('{"name": "f"}') == [{"name": "f", "arguments": {}}]
+    with pytest.raises(Malformed, match="without a name"):
+        read("{}")
+
+
+def test_a_template_without_tools_is_reported(tmp_path: Path) -> None:
+    plain = template(tmp_path, CHATML)
+    message = fails(tmp_path / "a.jsonl", [OPENAI], chat_template=plain)
+    assert "the chat template does not use `tool_calls`" in message
+    only_tools = {"messages": chat()["messages"], "tools": [TOOL]}
+    message = fails(tmp_path / "a.jsonl", [only_tools], chat_template=plain)
+    assert "the chat template does not use `tools`" in message
+    assert "`ignore_columns: [tools]`" in message
+    assert prepare(tmp_path / "a.jsonl", [only_tools], chat_template=plain, ignore_columns=["tools"]).counts.kept == 1
+
+
+# -- reasoning ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "hm"}]},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "thinking": "hm"}]},
+        {"query": "q", "response": "a", "reasoning_content": "hm"},
+        {"instruction": "q", "output": "a", "reasoning_content": "hm"},
+    ],
+)
+def test_reasoning_is_given_to_the_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert labelled(prepare(tmp_path / "a.jsonl", [row])) == ["<think>\nhm\n</think>\n\na<|im_end|>"]
+    plain = template(tmp_path, CHATML)
+    assert "does not use `reasoning_content`" in fails(tmp_path / "a.jsonl", [row], chat_template=plain)
+
+
+# -- the end of a turn ----------------------------------------------------------------------------------------------------
+def test_white_space_after_the_end_of_turn_is_no_missing_end(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}END\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    for end, is_told in (("<|im_end|>", False), ("", True), (" Over.", True)):
+        path = template(tmp_path, source.replace("END\n", f"{end}" + "{{ '\n' }}"))
+        tokens = prepare(tmp_path / "a.jsonl", [chat()], chat_template=path)
+        assert any("no end-of-turn token" in text for _, text in tokens.notices) is is_told
