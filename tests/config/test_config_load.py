@@ -160,6 +160,8 @@ def test_free_mappings_and_sources_are_merged(load: Load) -> None:
         (BASE + "logging_steps: 1.5\n", ["line 3", "logging_steps: 1.5", "whole number"]),
         (BASE + "saves_per_epoch: 2\nsave_steps: 10\n", ["line 3", "keep one of"]),
         (BASE + "evals_per_epoch: -1\n", ["line 3", "per epoch"]),
+        (BASE + "lora_target_modules: '(q_proj'\n", ["line 3", "regular expression"]),
+        (BASE + "target_modules: [all-linear, all-router]\n", ["line 3", "all-router", "modules_to_save"]),
         (BASE + "optim: lion\n", ["line 3", "lion", "`adamw`"]),
         (BASE + "optimizer: muon\n", ["line 3", "muon", "`adamw`"]),
         (BASE + "adapters: [a, b]\n", ["line 3", "2 adapters"]),

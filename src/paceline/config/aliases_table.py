@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from paceline.config import convert as c
+from paceline.config import convert_lora as lora
 from paceline.config import convert_precision as p
 from paceline.config import convert_values as v
 from paceline.config.aliases import Alias
 from paceline.config.sources import eval_sources, mixture, mixture_by_share, pretraining_sources, train_sources
 
 _T = "train_args."
+_TARGETS = "`all` as `all-linear`; text with commas as a list; a regular expression as it is"
 _MIXED = "`bf16` as `bf16-mixed`, `fp16` as `fp16-mixed`, `no` as `32`"
 _DTYPE = "`bfloat16` as `bf16-mixed`, `float16` as `fp16-mixed`, `auto`; `float32` as `32` if no other key sets it"
 _PREFERENCE = ("dpo", "kto", "ppo", "grpo", "orpo", "rm", "rlhf", "gkd", "cpo", "simpo", "reward", "pt", "instruct")
@@ -98,10 +100,11 @@ ALIASES: dict[str, Alias] = {
     "lora_alpha": Alias("lora.alpha", "slat", c.to("lora.alpha")),
     "lora_dropout": Alias("lora.dropout", "slat", c.to("lora.dropout")),
     "lora_dropout_p": Alias("lora.dropout", "s", c.to("lora.dropout")),
-    "lora_target": Alias("lora.target_modules", "l", v.targets, "`all` as `all-linear`; text with commas as a list"),
-    "lora_target_modules": Alias("lora.target_modules", "sat", v.targets, "`all` as `all-linear`; text with commas as a list"),
-    "target_modules": Alias("lora.target_modules", "st", v.targets, "`all` as `all-linear`; text with commas as a list"),
-    "lora_target_linear": Alias("lora.target_modules", "a", v.target_linear, "true as `all-linear`"),
+    "lora_target": Alias("lora.target_modules", "l", lora.targets, _TARGETS),
+    "lora_target_modules": Alias("lora.target_modules", "sat", lora.targets, _TARGETS),
+    "target_modules": Alias("lora.target_modules", "st", lora.targets, _TARGETS),
+    "lora_target_linear": Alias("lora.target_modules", "a", lora.target_linear, "true as `all-linear`"),
+    "target_regex": Alias("lora.target_modules", "s", lora.target_regex, "before `target_modules`"),
     "lora_modules_to_save": Alias("lora.modules_to_save", "sat", c.listed("lora.modules_to_save")),
     "modules_to_save": Alias("lora.modules_to_save", "s", c.listed("lora.modules_to_save")),
     "additional_target": Alias("lora.modules_to_save", "l", c.listed("lora.modules_to_save")),
@@ -186,7 +189,7 @@ ALIASES: dict[str, Alias] = {
 #: names that are only clear inside their section, such as those of peft's LoraConfig under `lora`
 SECTION_ALIASES: dict[str, Alias] = {
     "lora.r": Alias("lora.rank", "t", c.to("lora.rank")),
-    "lora.target": Alias("lora.target_modules", "l", v.targets),
+    "lora.target": Alias("lora.target_modules", "l", lora.targets),
     "lora.enabled": Alias("lora.enable", "t", c.flag("lora.enable")),
 }
 
@@ -195,6 +198,7 @@ SHARED: dict[str, Alias] = {
     "task": Alias("task", "s", lambda value: v.task(value) if str(value).lower() in _PREFERENCE else c.Out({"task": value})),
     "split_dataset_ratio": Alias("split_dataset_ratio", "s", v.ratio),
     "report_to": Alias("report_to", "slt", v.report_to),
+    "lora.target_modules": Alias("lora.target_modules", "sat", lora.targets),
     f"{_T}precision": Alias(f"{_T}precision", "", p.precision),
     f"{_T}gradient_checkpointing": Alias(f"{_T}gradient_checkpointing", "sat", v.checkpointing),
     f"{_T}optim": Alias(f"{_T}optim", "slt", v.optim),
@@ -208,7 +212,6 @@ SHARED_IF_FOREIGN: dict[str, Alias] = {
     "dataset": Alias("dataset", "sl", train_sources),
     "val_dataset": Alias("val_dataset", "s", eval_sources),
     "chat_template": Alias("chat_template", "at", v.chat_template),
-    "lora.target_modules": Alias("lora.target_modules", "sat", v.targets),
     "lora.modules_to_save": Alias("lora.modules_to_save", "sat", c.listed("lora.modules_to_save")),
     f"{_T}packing": Alias(f"{_T}packing", "slt", v.packing),
 }

@@ -44,16 +44,6 @@ def adapter_path(value: Any) -> Out:
     return Out({"lora.adapter": paths[0]}, weak={"lora.enable": True})
 
 
-def targets(value: Any) -> Out:
-    names = words(value)
-    everything = any(name in ("all", "all-linear", "all_linear") for name in names)
-    return Out({"lora.target_modules": "all-linear" if everything else names})
-
-
-def target_linear(value: Any) -> Out:
-    return Out({"_target_linear": True}) if as_bool(value) is True else Out()
-
-
 def task(value: Any) -> Out:
     """Stages and task types: supervised fine-tuning and pre-training are here, preference training is not."""
     name = str(value).lower()

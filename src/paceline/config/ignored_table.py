@@ -223,7 +223,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
              "peft_trainable_token_indices lora_fan_in_fan_out",
         "l": "pissa_init pissa_iter pissa_convert create_new_adapter oft_rank oft_block_size oft_target "
              "module_dropout",
-        "s": "lorap_lr_ratio lora_plus_lr_ratio init_weights target_regex target_parameters lora_bias lora_dtype "
+        "s": "lorap_lr_ratio lora_plus_lr_ratio init_weights target_parameters lora_bias lora_dtype "
              "use_swift_lora",
         "t": "init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern",
     }),

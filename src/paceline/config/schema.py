@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from paceline.config.convert import words
+from paceline.config.convert_lora import ALL_LINEAR, is_regex
 from paceline.config.schema_communication import AllReduce, Compression
 from paceline.config.schema_local import LocalSgd
 from paceline.config.schema_recommend import Recommend
@@ -134,12 +136,22 @@ class Lora(Section):
     alpha: float = Field(32.0, gt=0, description="The update is scaled by alpha / rank.")
     dropout: float = Field(0.05, ge=0, lt=1, description="Dropout on the adapter's input.")
     target_modules: Text | list[Text] = Field(
-        "all-linear", description="Module names that get an adapter, or `all-linear` (all but the output head)."
+        "all-linear",
+        description="Modules that get an adapter: a list of names, a regular expression that matches whole names, or "
+        "`all-linear` (all linear layers but the output head).",
     )
     modules_to_save: list[Text] = Field(
         default_factory=list, description="Modules trained in full beside the adapters, e.g. `[lm_head]`."
     )
     adapter: Text | None = Field(None, description="Folder of an adapter to go on from, instead of a fresh one.")
+
+    @field_validator("target_modules", mode="after")
+    @classmethod
+    def _names_as_a_list(cls, value: str | list[str]) -> str | list[str]:
+        """Text without the signs of a regular expression is one name, or several with commas."""
+        if isinstance(value, list) or value == ALL_LINEAR or is_regex(value):
+            return value
+        return words(value) or value
 
 
 class TrainArgs(Section):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.convert import Refused
+from paceline.config.convert_lora import ALL_LINEAR, split_beside_all
 from paceline.config.convert_precision import settle_precision
 from paceline.config.dataset_info import FILE, in_folder
 from paceline.config.entries import OVERRIDE, Problem, short
@@ -56,8 +57,35 @@ def _higher(merge: Merge, target: str, by: Assigned) -> bool:
 def _target_linear(merge: Merge, by: Assigned) -> tuple[str, str]:
     if _higher(merge, "lora.target_modules", by):
         return "info", "gives way to the command line"
-    _set(merge, "lora.target_modules", "all-linear", by)
-    return "info", "is read as `lora.target_modules: all-linear`"
+    named = merge.value_of("lora.target_modules")
+    ends, _ = split_beside_all(named) if isinstance(named, list) else ([], [])
+    _set(merge, "lora.target_modules", ALL_LINEAR, by)
+    words = f"is read as `lora.target_modules: {ALL_LINEAR}`"
+    return "info", "; ".join([words, _save_names(merge, ends, by)] if ends else [words])
+
+
+def _target_regex(merge: Merge, by: Assigned) -> tuple[str, str]:
+    if _higher(merge, "lora.target_modules", by):
+        return "info", "gives way to the command line"
+    _set(merge, "lora.target_modules", by.value, by)
+    return "info", f"is read as `lora.target_modules: {by.value}`"
+
+
+def _save_in_full(merge: Merge, by: Assigned) -> tuple[str, str]:
+    if _higher(merge, "lora.target_modules", by):
+        return "info", "gives way to the command line"
+    return "info", _save_names(merge, by.value, by)
+
+
+def _save_names(merge: Merge, names: list[str], by: Assigned) -> str:
+    """Add modules to those trained in full: embeddings and heads that are named beside all linear layers."""
+    before = merge.value_of("lora.modules_to_save") or []
+    saved = [*before, *(name for name in names if name not in before)]
+    if before:
+        merge.winners["lora.modules_to_save"].value = saved  # the key that names the others counts too
+    else:
+        _set(merge, "lora.modules_to_save", saved, by)
+    return f"{', '.join(f'`{name}`' for name in names)} beside all linear layers: `lora.modules_to_save: {short(saved)}`"
 
 
 def _save_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
@@ -199,6 +227,8 @@ def _test_split(merge: Merge, by: Assigned) -> tuple[str, str]:
 
 _ACTS: dict[str, Callable[[Merge, Assigned], tuple[str, str]]] = {
     "_target_linear": _target_linear,
+    "_target_regex": _target_regex,
+    "_save_in_full": _save_in_full,
     "_save_strategy": _save_strategy,
     "_saves_per_epoch": _saves_per_epoch,
     "_evals_per_epoch": _evals_per_epoch,

@@ -9,6 +9,7 @@ and a frozen weight keeps no input of its own (Hu et al., "LoRA", 2021).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -208,6 +209,9 @@ def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> 
         "up_proj": dims.hidden, "gate_proj": dims.hidden, "down_proj": dims.feed_forward * dims.experts_per_token,
     }  # fmt: skip
     named = lora.target_modules
+    if isinstance(named, str) and named != "all-linear":
+        places = [f"model.layers.{index}.{part}." for index in range(dims.layers) for part in ("self_attn", "mlp")]
+        named = [name for name in layers if any(re.fullmatch(named, place + name) for place in places)]
     if isinstance(named, list):
         found = {name: width for name, width in layers.items() if any(name == one.rpartition(".")[2] for one in named)}
         layers = found or layers
