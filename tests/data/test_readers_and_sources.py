@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,147 @@ def write(path: Path, text: str) -> Path:
 
 def lines(some: list[Any]) -> str:
     return "".join(json.dumps(row) + "\n" for row in some)
+
+
+def compress(path: Path, raw: bytes) -> Path:
+    """Write ``raw`` as the file's last suffix says."""
+    packed = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": pa.Codec("zstd").compress}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(packed[path.suffix](raw)))
+    return path
+
+
+CONTENTS = {
+    ".jsonl": lines(ROWS),
+    ".ndjson": lines(ROWS),
+    ".json": json.dumps(ROWS, indent=1),
+    ".csv": "prompt,completion\n" + "".join(f"{one['prompt']},{one['completion']}\n" for one in ROWS),
+    ".tsv": "prompt\tcompletion\n" + "".join(f"{one['prompt']}\t{one['completion']}\n" for one in ROWS),
+}
+
+
+@pytest.mark.parametrize("packed", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_compressed_files(tmp_path: Path, kind: str, packed: str) -> None:
+    path = compress(tmp_path / f"rows{kind}{packed}", CONTENTS[kind].encode())
+    assert rows(path) == ROWS
+    places = [place for place, _ in open_source(DatasetSource(path=str(path))).rows(0)]
+    assert places[2] in (f"line 3 of {path}", f"line 4 of {path}", f"row 3 of {path}")
+
+
+def test_compressed_text_utf16_and_a_misleading_name(tmp_path: Path) -> None:
+    assert rows(compress(tmp_path / "a.txt.gz", "Grüße\n".encode())) == [{DOCUMENT: "Grüße\n"}]
+    assert rows(compress(tmp_path / "b.jsonl.zst", lines(ROWS).encode("utf-16"))) == ROWS
+    compress(tmp_path / "c.gz", lines(ROWS).encode()).rename(tmp_path / "c.jsonl")
+    assert rows(tmp_path / "c.jsonl") == ROWS  # compressed, without a name that says so
+    write(tmp_path / "d.jsonl.gz", lines(ROWS))
+    assert rows(tmp_path / "d.jsonl.gz") == ROWS  # a name that says so, and not compressed
+
+
+def test_large_compressed_files_and_several_members(tmp_path: Path) -> None:
+    many = [{"prompt": f"{n} " * 20, "completion": str(n)} for n in range(20_000)]
+    halves = [lines(many[:7000]).encode(), lines(many[7000:]).encode()]
+    for name, pack in ((".gz", gzip.compress), (".zst", lambda raw: bytes(pa.Codec("zstd").compress(raw)))):
+        path = tmp_path / f"a.jsonl{name}"
+        path.write_bytes(b"".join(map(pack, halves)))
+        assert rows(path) == many
+
+
+@pytest.mark.parametrize("kind", [*CONTENTS, ".txt"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_byte_order_marks(tmp_path: Path, kind: str, encoding: str) -> None:
+    text = CONTENTS.get(kind, "Grüße\n").replace("is", "süß")
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    (tmp_path / f"a{kind}").write_bytes((mark + text).encode(encoding))
+    plain = write(tmp_path / "plain" / f"a{kind}", text)
+    assert rows(tmp_path / f"a{kind}") == rows(plain)
+
+
+def test_text_that_cannot_be_decoded(tmp_path: Path) -> None:
+    for order in ("le", "be"):
+        (tmp_path / "a.jsonl").write_bytes(lines(ROWS).encode(f"utf-16-{order}"))
+        text = fails(tmp_path / "a.jsonl")
+        assert "UTF-16 without a byte order mark" in text
+        assert f"iconv -f utf-16{order} -t utf-8" in text
+    (tmp_path / "a.json").write_bytes(json.dumps(ROWS).encode("utf-16")[:-1])
+    assert "is not UTF-16 text" in fails(tmp_path / "a.json")
+    (tmp_path / "a.jsonl").write_bytes(lines(ROWS).encode("utf-16")[:-3])
+    assert "line 5 of" in fails(tmp_path / "a.jsonl") or "UTF-16" in fails(tmp_path / "a.jsonl")
+    (tmp_path / "a.csv").write_bytes(bytes(range(256)) * 20)
+    assert "zero bytes" in fails(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("packed", [".gz", ".bz2", ".xz", ".zst"])
+def test_damaged_compressed_files(tmp_path: Path, packed: str) -> None:
+    path = compress(tmp_path / f"a.jsonl{packed}", lines(ROWS * 500).encode())
+    path.write_bytes(path.read_bytes()[:-20])
+    text = fails(path)
+    assert "cannot be decompressed" in text
+    assert "cut off while it was copied" in text
+    path.write_bytes(path.read_bytes()[:40] + b"\xff" * 60)
+    assert "cannot be decompressed" in fails(path) or "is not" in fails(path)
+
+
+def test_compressed_files_that_are_refused(tmp_path: Path) -> None:
+    assert "rows.jsonl.gz" in fails(compress(tmp_path / "rows.gz", b"x"))
+    assert "unpack it" in fails(write(tmp_path / "rows.zip", "x"))
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    assert "decompress it first" in fails(compress(tmp_path / "b.parquet.gz", (tmp_path / "a.parquet").read_bytes()))
+
+
+def test_patterns_and_folders_with_compressed_files(tmp_path: Path) -> None:
+    compress(tmp_path / "data" / "a.jsonl.gz", lines(ROWS[:2]).encode())
+    compress(tmp_path / "data" / "b.csv.zst", CONTENTS[".csv"].encode())
+    write(tmp_path / "data" / "deep" / "c.jsonl", lines(ROWS[2:]))
+    write(tmp_path / "data" / "notes.pdf", "x")
+    assert rows(tmp_path / "data") == [*ROWS[:2], *ROWS, *ROWS[2:]]
+    assert rows(f"{tmp_path}/data/*.jsonl.gz") == ROWS[:2]
+    assert rows(f"{tmp_path}/data/**/*.jsonl*") == ROWS
+    assert len(rows(f"{tmp_path}/data/*.gz#1")) == 1
+    source = open_source(DatasetSource(path=f"{tmp_path}/data/*"))
+    assert [text for _, text in source.notices] == [
+        f"{tmp_path}/data/*: 2 data files",
+        f"{tmp_path}/data/*: passed over notes.pdf",
+    ]
+    text = fails(f"{tmp_path}/data/*.parquet")
+    assert "matches no data files" in text
+    assert "nothing" in text
+    write(tmp_path / "odd[1].jsonl", lines(ROWS))
+    assert rows(tmp_path / "odd[1].jsonl") == ROWS  # a file of that very name comes first
+
+
+@pytest.mark.parametrize(
+    ("value", "split", "expected", "level", "texts"),
+    [
+        ({"train": ROWS[:3], "test": ROWS[3:]}, "train", ROWS[:3], "info", ("split `train` is used", "test (2 rows)")),
+        ({"test": ROWS[3:], "training": ROWS[:3]}, "train", ROWS[:3], "info", ("split `training` is used", "test (2 rows)")),
+        ({"train": ROWS[:3], "dev": ROWS[3:]}, "validation", ROWS[3:], "info", ("split `dev` is used", "train (3 rows)")),
+        ({"train": ROWS[:3], "extra": ROWS[3:]}, "extra", ROWS[3:], "info", ("split `extra` is used", "train (3 rows)")),
+        ({"test": ROWS}, "train", ROWS, "warning", ("split `test` is used",)),
+        (
+            {"train": {"prompt": ["a", "b"], "completion": ["c", "d"]}, "test": {"prompt": ["e"], "completion": ["f"]}},
+            "train",
+            [{"prompt": "a", "completion": "c"}, {"prompt": "b", "completion": "d"}],
+            "info",
+            ("split `train` is used", "test (1 rows)"),
+        ),
+    ],
+)
+def test_an_object_of_splits(
+    tmp_path: Path, value: Any, split: str, expected: list[Any], level: str, texts: tuple[str, ...]
+) -> None:
+    source = open_source(DatasetSource(path=str(write(tmp_path / "a.json", json.dumps(value))), split=split))
+    assert [row for _, row in source.rows(0)] == expected
+    ((found, text),) = source.notices
+    assert found == level
+    assert all(part in text for part in texts), text
+
+
+def test_an_object_without_the_split_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", json.dumps({"validation": ROWS, "test": ROWS}))
+    text = fails(path)
+    assert "no split `train`; it has validation, test" in text
+    assert rows(path, split="test") == ROWS
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -183,7 +327,7 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
 def test_folder_without_data_and_unknown_kinds(tmp_path: Path) -> None:
     write(tmp_path / "d/weights.bin", "x")
     assert "holds no data files (found: weights.bin)" in fails(tmp_path / "d")
-    assert "of no known kind" in fails(tmp_path / "d/weights.bin")
+    assert "is not a known kind of data file" in fails(tmp_path / "d/weights.bin")
     assert "single int" in fails(write(tmp_path / "a.json", "3"))
     assert "several lists: a, b" in fails(write(tmp_path / "b.json", json.dumps({"a": ROWS, "b": ROWS})))
 

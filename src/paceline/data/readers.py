@@ -5,64 +5,120 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.data.opening import (
+    COMPRESSED_SUFFIXES,
+    compression_of,
+    data_suffix,
+    encoding_of,
+    open_data,
+    read_text,
+    text_lines,
+)
 
 Numbered = Iterator[tuple[int, Any]]
 
+Notice = tuple[str, str]
+
 TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 TEXT_SUFFIXES = (".txt", ".md")
-KINDS = "JSON (.json), JSON lines (.jsonl), CSV (.csv, .tsv), Parquet (.parquet), Arrow (.arrow), plain text (.txt, .md)"
+KINDS = (
+    "JSON (.json), JSON lines (.jsonl), CSV (.csv, .tsv), Parquet (.parquet), Arrow (.arrow), plain text (.txt, .md); "
+    "JSON, CSV and text also compressed (.gz, .bz2, .xz, .zst)"
+)
+_SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev", "eval"},
+    "test": {"test", "testing"},
+}
 
 #: The key under which a plain-text file's content stands: a document is cut into samples, a row of text is one.
 DOCUMENT = "\0document"
 
 
-def read_file(path: Path, split: str = "train") -> Numbered:
+def split_name(word: str) -> str | None:
+    """Return the usual name of a split (``val`` → ``validation``), or None for a word that does not name one."""
+    base = word.lower().partition("_")[0]
+    return next((name for name, words in _SPLITS.items() if base in words), None)
+
+
+def read_file(path: Path, split: str = "train", notices: list[Notice] | None = None) -> Numbered:
     """Rows of ``path`` as (number, row): lines for JSON lines and CSV, rows from 1 for the others.
 
+    JSON, CSV and plain text may be compressed (see :mod:`paceline.data.opening`) and may be UTF-16 with a byte order mark.
+
+    Args:
+        split: which list to take of a JSON object that holds several.
+        notices: gets what to report about the file.
+
     Raises:
-        ConfigError: a kind that is not known, a broken line (with its number and the text near it), bytes that are not UTF-8.
+        ConfigError: a kind that is not known, a broken line (with its number and the text near it), bytes that are not text.
     """
-    suffix = path.suffix.lower()
+    suffix = data_suffix(path)
     if suffix in (".jsonl", ".ndjson"):
-        return _json(path, split) if _first_char(path) == "[" else _json_lines(path)
+        return _json(path, split, notices) if _first_char(path) == "[" else _json_lines(path)
     if suffix == ".json":
-        return _json(path, split)
+        return _json(path, split, notices)
     if suffix in (".csv", ".tsv"):
         return _csv(path, suffix)
+    if suffix in (".parquet", ".arrow") and compression_of(path) is not None:
+        raise ConfigError(
+            f"`{path}` is a compressed {suffix} file, which is not supported: the format has its own compression",
+            fix="decompress it first",
+        )
     if suffix == ".parquet":
         return _parquet(path)
     if suffix == ".arrow":
         return _arrow(path)
     if suffix in TEXT_SUFFIXES:
         return _text(path)
-    raise ConfigError(
-        f"`{path}` is of no known kind (its name ends in {suffix or 'no suffix'})",
-        allowed=KINDS,
-        fix="rename the file after what is in it",
-    )
+    raise unknown_kind(path)
+
+
+def is_table(path: Path) -> bool:
+    """Return whether the name is that of a file of rows."""
+    return data_suffix(path) in TABLE_SUFFIXES
+
+
+def is_text(path: Path) -> bool:
+    """Return whether the name is that of a plain-text file."""
+    return data_suffix(path) in TEXT_SUFFIXES
+
+
+def unknown_kind(path: Path) -> ConfigError:
+    """The error for a file whose name does not say what is in it."""
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSED_SUFFIXES:
+        what = f"`{path}` does not say what is compressed in it"
+        fix = f"rename the file after its content, e.g. `{path.stem}.jsonl{path.suffix}`"
+    elif suffix in (".zip", ".tar", ".tgz", ".7z", ".rar"):
+        what, fix = f"`{path}` is an archive", "unpack it, and give the folder or the file inside"
+    else:
+        what = f"`{path}` is not a known kind of data file (its name ends in {suffix or 'no suffix'})"
+        fix = "rename the file after its content"
+    return ConfigError(what, allowed=KINDS, fix=fix)
 
 
 def _first_char(path: Path) -> str:
-    with open(path, "rb") as handle:
-        return handle.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1].decode("latin-1")
+    with open_data(path) as handle:
+        head = handle.read(4096)
+    text = head.decode(encoding_of(head, path), errors="ignore") if head else ""
+    return text.removeprefix("\ufeff").lstrip()[:1]
 
 
 def _json_lines(path: Path) -> Numbered:
-    with open(path, "rb") as handle:
-        for number, raw in enumerate(handle, 1):
-            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+    with open_data(path) as handle:
+        for number, line in enumerate(text_lines(handle, path), 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8").rstrip("\r\n"))
-            except UnicodeDecodeError as error:
-                raise _not_utf8(path, f"line {number}", error) from error
+                row = json.loads(line.rstrip("\r\n"))
             except ValueError as error:
-                raise _broken(path, number, line.decode("utf-8"), error) from error
+                raise _broken(path, number, line, error) from error
             yield number, row
 
 
@@ -78,24 +134,8 @@ def _broken(path: Path, number: int, line: str, error: ValueError) -> ConfigErro
     )
 
 
-def _not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> ConfigError:
-    return ConfigError(
-        f"{where} of `{path}` is not UTF-8 text (byte {error.object[error.start]:#04x} at position {error.start})",
-        fix=f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`",
-    )
-
-
-def _read_utf8(path: Path) -> str:
-    raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        raise _not_utf8(path, f"line {line}", error) from error
-
-
-def _json(path: Path, split: str) -> Numbered:
-    text = _read_utf8(path)
+def _json(path: Path, split: str, notices: list[Notice] | None) -> Numbered:
+    text = read_text(path)
     if not text.strip():
         return
     try:
@@ -107,12 +147,12 @@ def _json(path: Path, split: str) -> Numbered:
         line = text.splitlines()[error.lineno - 1] if error.lineno <= len(text.splitlines()) else ""
         error.pos = error.colno - 1
         raise _broken(path, error.lineno, line, error) from error
-    for number, row in enumerate(_rows_of(value, path, split), 1):
+    for number, row in enumerate(_rows_of(value, path, split, [] if notices is None else notices), 1):
         yield number, {"text": row} if isinstance(row, str) else row
 
 
-def _rows_of(value: Any, path: Path, split: str) -> list[Any]:
-    """The rows in a JSON value: a list, an object that holds one, an object of columns, or a single row."""
+def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[Any]:
+    """The rows in a JSON value: a list, an object that holds one, an object of splits or of columns, or a single row."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
@@ -120,13 +160,16 @@ def _rows_of(value: Any, path: Path, split: str) -> list[Any]:
             f"`{path}` holds a single {type(value).__name__}", allowed="a list of objects, or an object that holds one"
         )
     lists = {key: one for key, one in value.items() if isinstance(one, list)}
-    if {"messages", "conversations"} & set(lists) or not lists:
+    if {"messages", "conversations"} & set(lists):
         return [value]
-    if split in lists:
-        return lists[split]
-    of_objects = [one for one in lists.values() if one and all(isinstance(row, dict) for row in one)]
+    splits = {key: one for key, one in value.items() if split_name(key) is not None and isinstance(one, list | dict)}
+    if split in lists or (splits and len(splits) == len(value)):
+        return _rows_of_split(value, lists if split in lists else splits, path, split, notices)
+    if not lists:
+        return [value]
+    of_objects = {key: one for key, one in lists.items() if one and all(isinstance(row, dict) for row in one)}
     if len(of_objects) == 1:
-        return of_objects[0]
+        return next(iter(of_objects.values()))
     if not of_objects and len(lists) == len(value) and len({len(one) for one in lists.values()}) == 1 and len(lists) > 1:
         return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
     if len(lists) == 1:
@@ -138,23 +181,46 @@ def _rows_of(value: Any, path: Path, split: str) -> list[Any]:
     )
 
 
+def _rows_of_split(value: dict[str, Any], splits: dict[str, Any], path: Path, split: str, notices: list[Notice]) -> list[Any]:
+    """The rows of the split asked for, of an object of splits; the others are reported."""
+    wanted = [key for key in splits if key == split] or [
+        key for key in splits if split_name(key) == split_name(split) is not None
+    ]
+    if not wanted and len(splits) > 1:
+        raise ConfigError(
+            f"`{path}` has no split `{split}`; it has {', '.join(splits)}",
+            fix=f"name one of them: `dataset: {{path: ..., split: {next(iter(splits))}}}`",
+        )
+    name = (wanted or list(splits))[0]
+    others = [f"{key} ({_length(one):,} rows)" for key, one in value.items() if key != name and isinstance(one, list | dict)]
+    if others or not wanted:
+        text = f"{path}: split `{name}` is used" + (f"; not used: {', '.join(others)}" if others else "")
+        notices.append(("info" if wanted else "warning", text))
+    rows = splits[name]
+    return rows if isinstance(rows, list) else _rows_of(rows, path, split, notices)
+
+
+def _length(rows: Any) -> int:
+    """The number of rows in a list of them, or in an object of columns."""
+    columns = list(rows.values()) if isinstance(rows, dict) else []
+    return len(columns[0]) if columns and isinstance(columns[0], list) else len(rows)
+
+
 def _csv(path: Path, suffix: str) -> Numbered:
     csv.field_size_limit(1 << 30)
-    with open(path, encoding="utf-8-sig", newline="") as handle:
+    with open_data(path) as handle:
+        lines = text_lines(handle, path)
+        header = next(lines, "")
+        delimiter = "\t" if suffix == ".tsv" else _delimiter(header)
+        reader = csv.DictReader(chain([header], lines), delimiter=delimiter)
         try:
-            header = handle.readline()
-            handle.seek(0)
-            delimiter = "\t" if suffix == ".tsv" else _delimiter(header)
-            reader = csv.DictReader(handle, delimiter=delimiter)
             for row in reader:
                 if None in row:
                     yield reader.line_num, None  # more fields than the header has columns
                 else:
                     yield reader.line_num, row
-        except UnicodeDecodeError as error:
-            raise _not_utf8(path, "the text", error) from error
         except csv.Error as error:
-            what = f"line {reader.line_num} of `{path}` is no valid CSV: {error}"
+            what = f"line {reader.line_num} of `{path}` is not valid CSV: {error}"
             raise ConfigError(what, fix="correct that line") from error
 
 
@@ -202,6 +268,6 @@ def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:
 
 
 def _text(path: Path) -> Numbered:
-    text = _read_utf8(path)
+    text = read_text(path)
     if text.strip():
         yield 1, {DOCUMENT: text}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -15,12 +16,13 @@ from paceline.data import hub
 from paceline.data.builtin import builtin_dataset
 from paceline.data.cache import fingerprint
 from paceline.data.hub_names import HUB_NAMES, find_hub_name
-from paceline.data.readers import KINDS, TABLE_SUFFIXES, TEXT_SUFFIXES, read_file
+from paceline.data.opening import data_suffix
+from paceline.data.readers import KINDS, is_table, is_text, read_file, unknown_kind
 
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "license.txt", "license.md"}
 _ALLOWED = (
-    f"a file ({KINDS}), a folder of them, a hub id such as tatsu-lab/alpaca, a well-known name such as alpaca-en, "
-    "builtin:python-docs, and any of them as path#N"
+    f"a file ({KINDS}), a folder of them, a pattern such as data/*.jsonl.gz, a hub id such as tatsu-lab/alpaca, "
+    "a well-known name such as alpaca-en, builtin:python-docs, and any of them as path#N"
 )
 _SPLITS = {
     "train": {"train", "training"},
@@ -29,6 +31,7 @@ _SPLITS = {
 }
 
 Place = str
+Notice = tuple[str, str]
 
 
 @dataclass
@@ -57,7 +60,7 @@ class OpenSource:
         """What tells the rows of this source from any others'."""
         if self.hub is not None:
             return ["hub", *self.hub.fingerprint(), self.take]
-        return ["files", [[one.suffix, *fingerprint(one)] for one in self.files], self.given.split, self.take]
+        return ["files", [[data_suffix(one), *fingerprint(one)] for one in self.files], self.given.split, self.take]
 
     def rows(self, seed: int) -> Iterator[tuple[Place, Any]]:
         """(place, row) in order; with `#N` the first N of a shuffle that ``seed`` fixes, in the order of the file.
@@ -84,8 +87,8 @@ class OpenSource:
                 yield f"row {number:,} of {self.hub.repo}", row
             return
         for file in self.files:
-            word = "line" if file.suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv") else "row"
-            for number, row in read_file(file, self.given.split):
+            word = "line" if data_suffix(file) in (".jsonl", ".ndjson", ".csv", ".tsv") else "row"
+            for number, row in read_file(file, self.given.split, self.notices):
                 yield f"{word} {number} of {file}", row
 
 
@@ -111,10 +114,31 @@ def open_source(given: DatasetSource) -> OpenSource:
         files, notices = _folder_files(path, given.split)
         return OpenSource(given, files=[_readable(one) for one in files], take=take, notices=notices)
     if path.exists():
-        if path.suffix.lower() not in TABLE_SUFFIXES + TEXT_SUFFIXES:
-            raise ConfigError(f"`{path}` is of no known kind", allowed=KINDS, fix="rename the file after what is in it")
+        if not (is_table(path) or is_text(path)):
+            raise unknown_kind(path)
         return OpenSource(given, files=[_readable(path)], take=take)
+    if any(sign in name for sign in "*?["):
+        files, notices = _matching_files(name)
+        return OpenSource(given, files=[_readable(one) for one in files], take=take, notices=notices)
     return _elsewhere(given, name, path, take)
+
+
+def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
+    """The data files whose paths match ``pattern``, sorted, of one kind as in a folder: tables if there are any, else text."""
+    matches = sorted(Path(one) for one in glob.glob(os.path.expanduser(pattern), recursive=True))
+    files = [one for one in matches if one.is_file()]
+    data = [one for one in files if is_table(one)] or [one for one in files if is_text(one)]
+    if not data:
+        matched = _names(files) if files else "nothing"
+        raise ConfigError(
+            f"`{pattern}` matches no data files (it matches {matched}; looked from {Path.cwd()})",
+            allowed=KINDS,
+            fix="check the pattern; `**` also matches folders below",
+        )
+    notices = [("info", f"{pattern}: {len(data)} data files")]
+    if len(data) < len(files):
+        notices.append(("info", f"{pattern}: passed over {_names([one for one in files if one not in data])}"))
+    return data, notices
 
 
 def _readable(path: Path) -> Path:
@@ -141,7 +165,7 @@ def _elsewhere(given: DatasetSource, name: str, path: Path, take: int | None) ->
 
 def _looks_like_file(name: str) -> bool:
     folder = Path(name).parent
-    return Path(name).suffix.lower() in TABLE_SUFFIXES + TEXT_SUFFIXES or (folder != Path(".") and folder.is_dir())
+    return is_table(Path(name)) or is_text(Path(name)) or (folder != Path(".") and folder.is_dir())
 
 
 def _no_such(name: str, path: Path) -> ConfigError:
@@ -170,8 +194,7 @@ def _folder_files(folder: Path, split: str) -> tuple[list[Path], list[tuple[str,
         if one.is_file() and not any(part.startswith((".", "__")) for part in one.relative_to(folder).parts)
     )  # fmt: skip
     data = [one for one in every if one.name.lower() not in _NOT_DATA and not one.name.startswith("cache-")]
-    found = [one for one in data if one.suffix.lower() in TABLE_SUFFIXES]
-    found = found or [one for one in data if one.suffix.lower() in TEXT_SUFFIXES]
+    found = [one for one in data if is_table(one)] or [one for one in data if is_text(one)]
     if not found:
         names = ", ".join(one.name for one in every[:6]) or "nothing"
         raise ConfigError(f"the folder `{folder}` holds no data files (found: {names})", allowed=KINDS)

@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.readers import TEXT_SUFFIXES
+from paceline.data.readers import is_text
 from paceline.data.sources import open_source
 from paceline.data.token_dataset import TokenDataset
 from paceline.data.tokenize import PreparedTokens, TextTask, prepare_tokens
@@ -111,7 +111,7 @@ def _was_cut(prepared: PreparedTokens, config: Config) -> bool:
 def _are_documents(config: Config) -> list[bool]:
     """Of each file: plain text is a document under `sft` too, cut into samples, never truncated. A hub dataset has rows."""
     sources = [open_source(one) for one in config.sources()]
-    return [kind for one in sources for kind in ([file.suffix.lower() in TEXT_SUFFIXES for file in one.files] or [False])]
+    return [kind for one in sources for kind in ([is_text(file) for file in one.files] or [False])]
 
 
 def read_samples(dataset: TokenDataset) -> Samples:

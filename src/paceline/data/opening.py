@@ -1,0 +1,191 @@
+"""Open data files that may be compressed (gzip, bzip2, xz, zstd) and may be UTF-8 or UTF-16 text."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.core.errors import ConfigError
+
+#: Suffixes of compressed files; what is inside follows from the suffix before (``rows.jsonl.gz``).
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
+_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+#: Byte order marks; those of UTF-32 begin with those of UTF-16, so they come first.
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_HEAD_BYTES = 4096
+
+
+def data_suffix(path: Path) -> str:
+    """Return the suffix that names the kind of data, in lower case: ``.jsonl`` for ``rows.JSONL`` and ``rows.jsonl.gz``."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
+
+
+@contextmanager
+def open_data(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading bytes, decompressed if its first bytes are those of a compressed file, whatever its name.
+
+    Raises:
+        ConfigError: the compressed data is damaged or incomplete; also raised for errors inside the ``with`` block.
+    """
+    import lzma
+
+    kind = compression_of(path)
+    handle = _decompressed(path, kind)
+    try:
+        yield handle
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if kind is None:
+            raise
+        reason = str(error).splitlines()[0].rstrip(".") if str(error) else "it is incomplete"
+        raise ConfigError(
+            f"`{path}` cannot be decompressed as {kind}: {reason}",
+            fix="check the file; it may have been cut off while it was copied",
+        ) from error
+    finally:
+        handle.close()
+
+
+def compression_of(path: Path) -> str | None:
+    """Return the name of the compression that the first bytes of a file show, or None."""
+    with open(path, "rb") as handle:
+        head = handle.read(6)
+    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def _decompressed(path: Path, kind: str | None) -> IO[bytes]:
+    if kind == "gzip":
+        import gzip
+
+        return gzip.open(path, "rb")
+    if kind == "bzip2":
+        import bz2
+
+        return bz2.open(path, "rb")
+    if kind == "xz":
+        import lzma
+
+        return lzma.open(path, "rb")
+    if kind == "zstd":
+        import pyarrow as pa
+
+        return io.BufferedReader(_Stream(pa.input_stream(str(path), compression="zstd")), 1 << 18)
+    return open(path, "rb")
+
+
+class _Stream(io.RawIOBase):
+    """A pyarrow stream as the standard library's kind of stream."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._source.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+def encoding_of(head: bytes, path: Path) -> str:
+    """Return the encoding that the first bytes of a text show: that of its byte order mark, or UTF-8.
+
+    Raises:
+        ConfigError: they are UTF-16 without a byte order mark, or not text.
+    """
+    for mark, name in _MARKS:
+        if head.startswith(mark):
+            return name
+    if b"\0" not in head:
+        return "utf-8"
+    even, odd = head[0::2].count(0), head[1::2].count(0)
+    if max(even, odd) * 4 > len(head) and min(even, odd) * 8 < max(even, odd):
+        order = "le" if odd > even else "be"
+        raise ConfigError(
+            f"`{path}` looks like UTF-16 without a byte order mark",
+            allowed="UTF-8, or UTF-16 with a byte order mark",
+            fix=f"convert the file: `iconv -f utf-16{order} -t utf-8 {path.name}`",
+        )
+    raise ConfigError(
+        f"`{path}` is not text: it holds zero bytes", allowed="UTF-8, or UTF-16 with a byte order mark", fix="check the file"
+    )
+
+
+def text_lines(handle: IO[bytes], path: Path) -> Iterator[str]:
+    """Yield the lines of a text with their line ends, decoded; a byte order mark is left out.
+
+    Raises:
+        ConfigError: bytes that are not text in the file's encoding, with the number of the line.
+    """
+    head = handle.peek(_HEAD_BYTES)[:_HEAD_BYTES] if hasattr(handle, "peek") else b""
+    encoding = encoding_of(head, path)
+    if not encoding.startswith("utf-8"):
+        yield from _wide_lines(handle, path, encoding)
+        return
+    for number, raw in enumerate(handle, 1):
+        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise not_text(path, f"line {number}", error) from error
+
+
+def _wide_lines(handle: IO[bytes], path: Path, encoding: str) -> Iterator[str]:
+    number = 0
+    try:
+        for number, line in enumerate(io.TextIOWrapper(handle, encoding, newline="\n"), 1):  # noqa: B007
+            yield line
+    except UnicodeError as error:
+        raise _not_wide(path, f"the text after line {number}", encoding, error) from error
+
+
+def read_text(path: Path) -> str:
+    """Return the whole text of a file.
+
+    Raises:
+        ConfigError: it is not UTF-8, nor UTF-16 with a byte order mark.
+    """
+    with open_data(path) as handle:
+        raw = handle.read()
+    encoding = encoding_of(raw[:_HEAD_BYTES], path)
+    if encoding.startswith("utf-8"):
+        raw = raw.removeprefix(codecs.BOM_UTF8)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise not_text(path, f"line {raw[: error.start].count(10) + 1}", error) from error
+    try:
+        return raw.decode(encoding)
+    except UnicodeError as error:
+        raise _not_wide(path, "the text", encoding, error) from error
+
+
+def not_text(path: Path, where: str, error: UnicodeDecodeError) -> ConfigError:
+    """The error for bytes that are not UTF-8."""
+    return ConfigError(
+        f"{where} of `{path}` is not UTF-8 text (byte {error.object[error.start]:#04x} at position {error.start})",
+        fix=f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`",
+    )
+
+
+def _not_wide(path: Path, where: str, encoding: str, error: UnicodeError) -> ConfigError:
+    reason = getattr(error, "reason", str(error))
+    return ConfigError(
+        f"{where} of `{path}` is not {encoding.upper()} text ({reason})", fix="check the file; it may have been cut off"
+    )
