@@ -88,7 +88,7 @@ def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
         ("group_by_length: true", "warning", "no effect here"),
         ("use_dora: true", "warning", "plain LoRA"),
         ("optimizer: adamw_8bit", "warning", "float32"),
-        ("flash_attention: true", "info", "is ignored"),
+        ("flash_attention: true", "warning", "other speed and memory"),
         ("template: qwen", "info", "own chat template"),
         ("env: {A: 1, B: 2}", "warning", "A, B"),
         ("ENV: {A: 1}", "warning", "shell"),
@@ -100,7 +100,7 @@ def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
         ("do_train: false", "warning", "trains"),
         ("bf16: auto", "info", "train_args.precision: auto"),
         ("model_revision: v2", "warning", "download"),
-        ("streaming: true", "info", "not streamed"),
+        ("streaming: true", "warning", "not streamed"),
         ("gradient_checkpointing: unsloth", "info", "recomputed"),
         ("batch_size: 8", "warning", "gradient_accumulation_steps"),
         ("device_map: auto", "info", "never split"),
@@ -139,3 +139,33 @@ def test_each_notice_is_given_once(load: Load) -> None:
     notices = load(EXAMPLES[0].read_text()).notices
     assert len(notices) == len(set(notices))
     assert {level for level, _ in notices} == {"info", "warning"}
+
+
+# What changes the result of training, or the memory it takes, and does nothing here.
+NEVER_INFO = """
+flash_attention xformers_attention use_liger_kernel enable_liger_kernel liger_rope cut_cross_entropy lora_mlp_kernel
+use_unsloth torch_compile tf32 sample_packing packing neat_packing packing_strategy eval_packing early_stopping_patience
+early_stopping_steps load_best_model_at_end neftune_noise_alpha label_smoothing_factor interleave_probs mix_strategy
+dataset_weights load_in_4bit load_in_8bit bnb_4bit_quant_type quantization_method use_dora use_rslora lora_ga_batch_size
+adalora_init_r use_galore galore_rank badam_mode optim_args embedding_lr unfrozen_parameters freeze_trainable_layers
+rope_scaling special_tokens eot_tokens tool_format enable_thinking chat_template_kwargs model_init_kwargs model_kwargs
+max_memory activation_offloading streaming data_seed group_by_length dataloader_drop_last pad_to_sequence_len bf16_full_eval
+lora_on_cpu loss_watchdog_threshold dataset_shard_num cached_dataset tokenized_path ignore_data_skip custom_dataset_info
+batch_size save_total_per_epoch
+"""
+
+
+@pytest.mark.parametrize("key", NEVER_INFO.split())
+def test_a_key_that_changes_training_or_memory_is_a_warning(load: Load, key: str) -> None:
+    value = "1" if "rank" in key or key.endswith("_r") else "true"
+    notices = load(BASE + f"stage: sft\n{key}: {value}\n").notices
+    assert any(level == "warning" and f"`{key}: " in text for level, text in notices)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["flash_attn: auto", "attn_implementation: sdpa", "attn_impl: sdpa", "sdp_attention: true", "tuner_backend: peft",
+     "use_cache: false", "loss_type: nll", "flash_attention: false", "tf32: false", "logging_first_step: true", "run_name: x"],
+)  # fmt: skip
+def test_what_is_already_so_or_is_about_logging_is_info(load: Load, text: str) -> None:
+    assert {level for level, _ in load(BASE + text).notices} == {"info"}

@@ -178,6 +178,17 @@ ALIASES: dict[str, Alias] = {
     "train_on_eos": Alias("", "a", v.train_on_eos, "`turn`; others are refused"),
     "train_on_eot": Alias("", "a", v.train_on_eos, "`turn`; others are refused"),
     "loss_type": Alias("", "st", v.supervised_loss, "`nll` as it is here; `dft` is not available; other losses are refused"),
+    **{
+        key: Alias("", tools, v.attention, "`sdpa` as it is here; other kernels are not available")
+        for key, tools in {
+            "flash_attn": "l",
+            "attn_impl": "s",
+            "attn_implementation": "at",
+            "attention": "a",
+            "sdp_attention": "a",
+        }.items()
+    },
+    "tuner_backend": Alias("", "s", v.tuner_backend, "`peft` as it is here"),
     # -- set nothing; what is said depends on the value
     "env": Alias("", "t", v.variables, "named as ignored: environment variables are not set from a config"),
     "ENV": Alias("", "s", v.variables, "named as ignored: environment variables are not set from a config"),

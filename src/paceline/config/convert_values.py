@@ -95,6 +95,23 @@ def quantised(value: Any) -> Out:
     return Out() if is_off(value) or as_bool(value) is False else warning(_QUANTISED)
 
 
+_ATTENTION = "attention is torch's scaled-dot-product attention"
+
+
+def attention(value: Any) -> Out:
+    """The name of an attention kernel; `auto` and `disabled` (LLaMA-Factory) are torch's own."""
+    name = str(value).lower()
+    if is_off(value) or name in ("sdpa", "auto", "disabled", "true", "torch"):
+        return info(_ATTENTION)
+    return warning(f"{_ATTENTION}: the same result to rounding, other speed and memory")
+
+
+def tuner_backend(value: Any) -> Out:
+    if str(value).lower() == "peft":
+        return info("adapters are those of peft")
+    return warning(f"`{value}` is not available; adapters are those of peft: the same method, other speed and memory")
+
+
 def cpu(value: Any) -> Out:
     return Out({"parallel.device": "cpu"}) if as_bool(value) is True else Out()
 

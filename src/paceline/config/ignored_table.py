@@ -1,6 +1,7 @@
 """Keys of ms-swift (s), LLaMA-Factory (l), axolotl (a) and TRL with transformers (t) that mean nothing here, with the reason.
 
-Where the reason is of level ``warning``, the key would have changed what is trained.
+A key that changes what is learned, or how much memory is used, is a ``warning``; its reason says what happens instead. ``info``
+is for logging, caching, uploads and other keys without such an effect.
 """
 
 from __future__ import annotations
@@ -8,31 +9,33 @@ from __future__ import annotations
 from paceline.config.aliases import Ignored
 
 _GROUPS: list[tuple[str, str, dict[str, str]]] = [
-    ("info", "the attention kernel is torch's scaled-dot-product attention", {
-        "a": "flash_attention xformers_attention sdp_attention flex_attention eager_attention "
+    ("warning", "attention is torch's scaled-dot-product attention: the same result to rounding, other speed and memory", {
+        "a": "flash_attention xformers_attention flex_attention eager_attention "
              "flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum "
-             "flex_attn_compile_kwargs attention",
-        "l": "flash_attn",
-        "s": "attn_impl use_flash_attn",
-        "at": "attn_implementation",
+             "flex_attn_compile_kwargs",
+        "s": "use_flash_attn",
         "t": "use_flash_attention_2",
     }),
-    ("info", "kernels that replace a model's own are not there; the results are the same", {
+    ("warning", "kernels that replace a model's own are not available: the same results to rounding, more memory and time", {
         "a": "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel unsloth_cross_entropy_loss "
              "unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm unsloth_rope use_kernels "
              "cut_cross_entropy chunked_cross_entropy tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
         "l": "use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels use_kt kt_optimize_rule cpu_infer "
-             "chunk_size use_kernel kt_mode kt_use_kernel use_reentrant_gc use_kv_cache",
+             "chunk_size use_kernel kt_mode kt_use_kernel",
         "st": "use_liger_kernel",
-        "t": "liger_kernel_config use_liger use_cache",
-        "s": "tuner_backend use_tiled_mlp",
+        "t": "liger_kernel_config use_liger",
+        "s": "use_tiled_mlp",
     }),
-    ("info", "torch.compile is not used", {
+    ("warning", "torch.compile is not used: the same results to rounding, other speed and memory", {
         "at": "torch_compile torch_compile_backend torch_compile_mode",
     }),
-    ("info", "the matrix precision is torch's default", {
+    ("warning", "the matrix precision is torch's default", {
         "at": "tf32",
         "a": "float32",
+    }),
+    ("info", "it is how Paceline trains: nothing is cached for generation, and activations are recomputed without re-entry", {
+        "t": "use_cache",
+        "l": "use_reentrant_gc use_kv_cache",
     }),
     ("info", "activations are recomputed the way torch recommends (without re-entry)", {
         "sat": "gradient_checkpointing_kwargs",
@@ -78,7 +81,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
              "enable_channel_loss",
         "a": "profiler_steps profiler_steps_start eval_table_size eval_max_new_tokens do_causal_lm_eval "
              "eval_causal_lm_metrics do_bench_eval bench_dataset bench_split use_wandb use_mlflow use_comet "
-             "use_otel_metrics loss_watchdog_threshold loss_watchdog_patience debug test_value gc_steps "
+             "use_otel_metrics debug test_value gc_steps "
              "hf_mlflow_log_artifacts mlflow_run_name",
     }),
     ("info", "nothing is uploaded; `model/` in output_dir is what to upload", {
@@ -93,25 +96,24 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "slat": "save_only_model",
         "at": "save_safetensors save_first_step",
         "t": "save_on_each_node restore_callback_states_from_checkpoint enable_jit_checkpoint",
-        "s": "save_last resume_only_model",
+        "s": "save_last",
         "a": "merge_lora merge_method",
     }),
     ("info", "the same command goes on where the run stopped; `resume: never` starts anew", {
         "lt": "overwrite_output_dir",
-        "st": "ignore_data_skip",
         "l": "load_args",
     }),
     ("info", "tokenised data is cached by content, so it is never stale", {
-        "l": "overwrite_cache preprocessing_batch_size tokenized_path data_shared_file_system",
+        "l": "overwrite_cache preprocessing_batch_size data_shared_file_system",
         "lt": "preprocessing_num_workers",
         "st": "dataset_num_proc",
-        "a": "dataset_prepared_path dataset_processes dataset_keep_in_memory skip_prepare_dataset "
-             "dataset_shard_num dataset_shard_idx is_preprocess preprocess_iterable",
-        "s": "load_from_cache_file download_mode cached_dataset lazy_tokenize preprocess_num_proc load_data_args",
-        "t": "dataset_kwargs dataset_batch_size",
+        "a": "dataset_prepared_path dataset_processes dataset_keep_in_memory "
+             "is_preprocess preprocess_iterable",
+        "s": "load_from_cache_file download_mode lazy_tokenize preprocess_num_proc load_data_args",
+        "t": "dataset_batch_size",
         "slt": "cache_dir",
     }),
-    ("info", "data is read whole, not streamed", {
+    ("warning", "the data is read and tokenized as a whole before training, not streamed: it takes more disk", {
         "slt": "streaming",
         "l": "buffer_size",
         "s": "shuffle_buffer_size stopping_strategy",
@@ -120,37 +122,33 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
     }),
     ("info", "the tokenizer's own chat template is used; for another give a Jinja file as `chat_template`", {
         "sl": "template",
-        "s": "template_type template_backend agent_template response_prefix",
-        "l": "tool_format enable_thinking reasoning_effort",
-        "a": "eot_tokens",
-        "t": "chat_template_kwargs chat_template_name",
+        "s": "template_type",
+        "t": "chat_template_name",
     }),
     ("info", "classes are found from the model's own config", {
-        "a": "tokenizer_type tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common "
-             "tokenizer_save_jinja_files processor_type base_model_config cls_model_config "
+        "a": "tokenizer_type tokenizer_use_fast "
+             "tokenizer_save_jinja_files processor_type "
              "base_model_ignore_patterns is_falcon_derived_model is_llama_derived_model is_mistral_derived_model "
              "is_qwen_derived_model low_cpu_mem_usage",
         "sa": "model_type",
         "l": "use_fast_tokenizer infer_dtype infer_backend offload_folder adapter_folder",
-        "s": "model_kwargs load_from_config external_plugins custom_register_path custom_dataset_info "
-             "local_repo_path ignore_args_error init_strategy dataset_info register_path",
-        "st": "max_memory",
-        "t": "model_init_kwargs",
+        "s": "load_from_config "
+             "local_repo_path ignore_args_error",
     }),
     ("warning", "a revision cannot be named; download it and give the folder", {
         "a": "revision_of_model",
         "t": "base_model_revision model_code_revision revision",
     }),
     ("info", "padding is to the longest sample of a micro-batch, or none with packing: the results are the same", {
-        "a": "pad_to_sequence_len pad_to_sequence_length multipack_real_batches sample_packing_group_size "
-             "sample_packing_bin_size sample_packing_eff_est pad_token_id",
-        "t": "pad_to_multiple_of pad_token padding_value",
+        "a": "multipack_real_batches "
+             "sample_packing_eff_est sample_packing_mp_start_method pad_token_id",
+        "t": "pad_token padding_value",
         "s": "padding_side",
         "l": "ignore_pad_token_for_loss",
         "st": "packing_num_proc",
     }),
-    ("info", "samples are packed within a micro-batch; the order of samples does not depend on it", {
-        "a": "sample_packing_sequentially sample_packing_mp_start_method pretrain_multipack_attn "
+    ("warning", "`train_args.packing` puts the samples of a micro-batch in one row; there is no other way of packing", {
+        "a": "sample_packing_group_size sample_packing_bin_size sample_packing_sequentially pretrain_multipack_attn "
              "eval_sample_packing pretraining_sample_concatenation",
         "t": "eval_packing",
         "st": "packing_strategy",
@@ -166,17 +164,16 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "sat": "dataloader_drop_last",
     }),
     ("info", "the order of samples and the weights' start come from one `seed`", {
-        "st": "data_seed",
         "t": "full_determinism",
     }),
     ("warning", "the order of samples is a shuffle fixed by the seed", {
         "sat": "group_by_length",
     }),
     ("info", "evaluation runs every `eval_steps`, or at the end of each epoch; its loss is exact over all rows", {
-        "t": "eval_delay eval_on_start eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
-             "batch_eval_metrics prediction_loss_only bf16_full_eval fp16_full_eval",
+        "t": "eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object "
+             "batch_eval_metrics prediction_loss_only",
         "lt": "do_eval",
-        "s": "val_dataset_shuffle val_dataset_sample acc_strategy acc_steps eval_use_evalscope eval_limit "
+        "s": "val_dataset_shuffle acc_strategy acc_steps eval_use_evalscope eval_limit "
              "eval_generation_config",
         "l": "eval_on_each_dataset eval_num_beams",
         "st": "predict_with_generate",
@@ -202,14 +199,10 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "s": "quant_bits",
         "a": "gptq",
     }),
-    ("info", "it concerns quantised loading, which is not there", {
-        "l": "quantization_method quantization_type double_quantization quantization_device_map "
+    ("info", "it concerns quantized loading, which is not available", {
+        "l": "quantization_device_map "
              "export_quantization_bit export_quantization_dataset export_quantization_nsamples "
              "export_quantization_maxlen",
-        "s": "quant_method hqq_axis bnb_4bit_quant_storage",
-        "st": "bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant",
-        "t": "use_bnb_nested_quant",
-        "a": "bnb_config_kwargs loftq model_quantization_config model_quantization_config_kwargs",
     }),
     ("warning", "8-bit and 4-bit training are not there", {
         "la": "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
@@ -228,7 +221,6 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "t": "init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern",
     }),
     ("info", "adapters are loaded and saved as peft does", {
-        "a": "lora_on_cpu peft_autocast_adapter_dtype",
         "t": "lora_task_type inference_mode fan_in_fan_out",
     }),
     ("warning", "no layers are frozen or left out: `lora.enable: false` trains all weights", {
@@ -309,12 +301,67 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "s": "stream stop_words logprobs top_logprobs",
         "l": "do_sample length_penalty skip_special_tokens",
     }),
-    ("info", "memory is torch's to manage", {
+    ("warning", "torch manages the memory, and activations are not offloaded: it takes more memory", {
         "t": "torch_empty_cache_steps activation_offloading",
         "a": "gpu_memory_limit experimental_skip_move_to_device",
     }),
     ("info", "models and data come from the Hugging Face hub or a local folder", {"s": "use_hf", "t": "use_auth_token token"}),
-    ("info", "it fills gaps in one of ms-swift's own datasets", {"s": "model_author"}),
+    ("warning", "it fills gaps in a dataset of ms-swift, which is read as it is", {"s": "model_author"}),
+    ("warning", "the text that is trained on is that of the chat template, without further settings", {
+        "s": "response_prefix agent_template template_backend",
+        "l": "tool_format enable_thinking reasoning_effort",
+        "a": "eot_tokens",
+        "t": "chat_template_kwargs",
+    }),
+    ("warning", "the model is built as its own config says", {
+        "t": "model_init_kwargs",
+        "s": "model_kwargs init_strategy",
+        "a": "base_model_config cls_model_config",
+    }),
+    ("warning", "the devices are those of `parallel`; there is no limit of memory for each", {
+        "st": "max_memory",
+    }),
+    ("warning",
+     "code and tables of the user are not loaded; give the files as `dataset`, and your code as `task: ./file.py:Class`", {
+        "s": "external_plugins custom_register_path custom_dataset_info dataset_info register_path",
+    }),
+    ("warning", "the tokenizer is built as its own files say", {
+        "a": "tokenizer_legacy tokenizer_use_mistral_common",
+    }),
+    ("warning", "padding is to the longest sample of a micro-batch, or none with packing: the same results, less memory", {
+        "a": "pad_to_sequence_len pad_to_sequence_length",
+        "t": "pad_to_multiple_of",
+    }),
+    ("warning", "the order of samples comes from `train_args.seed`", {
+        "st": "data_seed",
+    }),
+    ("warning", "evaluation runs in the precision of training, over all rows of the validation data", {
+        "t": "bf16_full_eval fp16_full_eval eval_accumulation_steps",
+        "s": "val_dataset_sample",
+    }),
+    ("warning", "4-bit and 8-bit loading are not available: the weights are loaded in full, which takes more memory", {
+        "l": "quantization_method quantization_type double_quantization",
+        "s": "hqq_axis quant_method bnb_4bit_quant_storage",
+        "st": "bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant",
+        "t": "use_bnb_nested_quant",
+        "a": "bnb_config_kwargs loftq model_quantization_config model_quantization_config_kwargs",
+    }),
+    ("warning", "adapters are loaded on the rank's device and trained in float32", {
+        "a": "lora_on_cpu peft_autocast_adapter_dtype",
+    }),
+    ("warning", "training does not end by its loss; `recovery.rewind_on_spike` goes back before a jump of it", {
+        "a": "loss_watchdog_threshold loss_watchdog_patience",
+    }),
+    ("warning", "all rows of each source are read and tokenized from the source itself", {
+        "a": "dataset_shard_num dataset_shard_idx skip_prepare_dataset",
+        "t": "dataset_kwargs",
+        "s": "cached_dataset",
+        "l": "tokenized_path",
+    }),
+    ("warning", "a run that resumes restores its whole state and its place in the data", {
+        "s": "resume_only_model",
+        "st": "ignore_data_skip",
+    }),
     ("info", "only the columns of the format are read", {"sat": "remove_unused_columns"}),
     ("info", "it concerns the image and audio parts of a model, which `task: sft` does not train", {
         "sl": "freeze_vit freeze_aligner freeze_vision_tower freeze_multi_modal_projector",
@@ -329,6 +376,7 @@ IGNORED: dict[str, Ignored] = {
 }
 
 _TRACKERS = "the run is followed with report.html, events.jsonl, `paceline watch` and TensorBoard"
+_KERNELS = "kernels that replace a model's own are not available: the same results to rounding, more memory and time"
 _OPTIMIZERS = "the optimizers are those of `train_args.optim`, with one learning rate for all weights"
 #: beginnings of keys: whole families of settings of one feature
 IGNORED_PREFIXES: dict[str, Ignored] = {
@@ -339,17 +387,17 @@ IGNORED_PREFIXES: dict[str, Ignored] = {
     "otel_": Ignored("a", "info", _TRACKERS),
     "gradio_": Ignored("a", "info", "it concerns writing text, not training"),
     "vllm_": Ignored("st", "info", "it concerns writing text, not training"),
-    "liger_": Ignored("a", "info", "kernels that replace a model's own are not there; the results are the same"),
-    "galore_": Ignored("sl", "info", _OPTIMIZERS),
-    "badam_": Ignored("l", "info", _OPTIMIZERS),
-    "apollo_": Ignored("l", "info", _OPTIMIZERS),
-    "lisa_": Ignored("sa", "info", _OPTIMIZERS),
+    "liger_": Ignored("a", "warning", _KERNELS),
+    "galore_": Ignored("sl", "warning", _OPTIMIZERS),
+    "badam_": Ignored("l", "warning", _OPTIMIZERS),
+    "apollo_": Ignored("l", "warning", _OPTIMIZERS),
+    "lisa_": Ignored("sa", "warning", _OPTIMIZERS),
     "fsdp_": Ignored("at", "info", "memory is not sharded in this version"),
-    "lora_ga_": Ignored("s", "info", "this kind of adapter is not there; plain LoRA is trained"),
-    "adalora_": Ignored("s", "info", "this kind of adapter is not there; plain LoRA is trained"),
-    "vera_": Ignored("s", "info", "this kind of adapter is not there; plain LoRA is trained"),
-    "boft_": Ignored("s", "info", "this kind of adapter is not there; plain LoRA is trained"),
-    "reft_": Ignored("s", "info", "this kind of adapter is not there; plain LoRA is trained"),
-    "fourier_": Ignored("s", "info", "this kind of adapter is not there; plain LoRA is trained"),
-    "llamapro_": Ignored("s", "info", "this kind of adapter is not there; plain LoRA is trained"),
+    "lora_ga_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
+    "adalora_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
+    "vera_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
+    "boft_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
+    "reft_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
+    "fourier_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
+    "llamapro_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
 }
