@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.data.cache import fingerprint
+from paceline.data.qwen_tokenizer import converted_tokenizer, is_qwen_tokenizer
 
 #: How Qwen2's tokenizer cuts text into words before byte pairs are merged.
 QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -58,6 +59,8 @@ def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:
         return _from_hub(name, trust_remote_code)
     if not folder.is_dir():
         raise ConfigError(f"`{name}` is a file", allowed="a folder that holds a tokenizer (tokenizer.json and its like)")
+    if is_qwen_tokenizer(folder):
+        return converted_tokenizer(folder)
     if tokenizer_files(folder):
         return folder
     base = _adapter_base(folder)
@@ -103,7 +106,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
             raise _no_hub_tokenizer(name, error) from error
     if not tokenizer_files(folder):
         raise ConfigError(f"`{name}` on the hub holds no tokenizer", fix="give one as `tokenizer: ...`")
-    return folder
+    return converted_tokenizer(folder) if is_qwen_tokenizer(folder) else folder
 
 
 def _no_hub_tokenizer(name: str, error: Exception) -> ConfigError:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.models import qwen
 from paceline.models.builtin import resolve_model
+from paceline.models.hub_configs import read_config, read_raw_config
 
 if TYPE_CHECKING:
     import torch
@@ -17,16 +18,15 @@ if TYPE_CHECKING:
 
 
 def config_numbers(name: str) -> dict[str, Any]:
-    """``config.json`` of a local model folder, without importing anything; empty where it cannot be read."""
+    """``config.json`` of a local folder or a well-known hub id, without importing anything; empty if it cannot be read."""
     try:
-        found = json.loads((Path(resolve_model(name)).expanduser() / "config.json").read_text())
-    except (OSError, ValueError):
+        return read_config(resolve_model(name)) or {}
+    except ConfigError:  # reported by the task's own check
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def model_type(name: str) -> str | None:
-    """The ``model_type`` of a local model folder; None where it cannot be read."""
+    """The ``model_type`` of a local folder or a well-known hub id; None if it cannot be read."""
     found = config_numbers(name).get("model_type")
     return found if isinstance(found, str) and found.isidentifier() else None
 
@@ -41,11 +41,9 @@ def load_language_model(config: Config) -> nn.Module:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    name = (
-        str(Path(resolve_model(config.model)).expanduser())
-        if Path(config.model).expanduser().exists()
-        else resolve_model(config.model)
-    )
+    name = str(Path(resolve_model(config.model)).expanduser())
+    if (original := qwen_folder(name)) is not None:
+        name = str(qwen.converted_folder(original))
     low = getattr(torch, config.train_args.mixed_dtype or "float32")
     dtype = low if config.lora.enable else torch.float32
     try:
@@ -61,6 +59,50 @@ def load_language_model(config: Config) -> nn.Module:
         ) from error
     model.config.use_cache = False
     return _add_adapters(model, config, name) if config.lora.enable else model
+
+
+def check_first_generation_qwen(config: Config) -> None:
+    """Check what can be seen of a first-generation Qwen model before anything starts. Other models pass.
+
+    Raises:
+        ConfigError: it cannot be converted, has no safetensors files, or ``max_length`` is above its trained length.
+    """
+    content = read_raw_config(resolve_model(config.model))
+    if not qwen.is_qwen(content):
+        return
+    read_config(resolve_model(config.model))
+    qwen.check_length(config, content)
+    folder = Path(config.model).expanduser()
+    if folder.is_dir():
+        qwen.check_weights(folder)
+
+
+def qwen_folder(name: str) -> Path | None:
+    """The local folder of a first-generation Qwen model in its original form, downloaded if ``name`` is a hub id; None for
+    other models.
+
+    Raises:
+        ConfigError: it cannot be downloaded.
+    """
+    if not qwen.is_qwen(read_raw_config(name)):
+        return None
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    patterns = ["config.json", "generation_config.json", "tokenizer_config.json", "qwen.tiktoken", "*.safetensors"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # every kind of network trouble: each client library has its own
+        try:
+            return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        except Exception:
+            raise ConfigError(
+                f"`model: {name}` cannot be downloaded: {_first_line(error)}",
+                allowed="a folder with the original repository's config.json, qwen.tiktoken and *.safetensors",
+                fix="download the model where there is a network and give its folder: `model=/path/to/folder`",
+            ) from error
 
 
 def _add_adapters(model: Any, config: Config, name: str) -> nn.Module:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.models import language
+from paceline.models import language, qwen
 from paceline.models.builtin import resolve_model
+from paceline.models.hub_configs import config_folder, known_ids, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,15 +28,14 @@ def language_model_on_meta(config: Config) -> nn.Module:
         ConfigError: there is none, or transformers knows no such model.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     args = config.train_args
-    path = Path(config.model).expanduser()
-    name = str(path) if path.exists() else resolve_model(config.model)
+    name = str(Path(resolve_model(config.model)).expanduser())
     low = getattr(torch, args.mixed_dtype or "float32")
     with _quiet():
         try:
-            found = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            found = _config_of(name, config.trust_remote_code)
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(
                     found, dtype=low if config.lora.enable else torch.float32, trust_remote_code=config.trust_remote_code
@@ -47,12 +47,23 @@ def language_model_on_meta(config: Config) -> nn.Module:
         except Exception as error:  # transformers raises what it likes on a config.json that does not fit together
             raise ConfigError(
                 f"`model: {config.model}` cannot be laid out from its config.json: {language._first_line(error)}",
-                allowed="a folder with the config.json of a causal language model, a hub id that this machine can download, or "
-                "builtin:qwen2-tiny",
-                fix="check the path and the file; download a model of the hub where there is a network and give its folder: "
-                "`model=/path/to/folder`",
+                allowed="a folder with the config.json of a causal language model, one of the "
+                f"{len(known_ids())} hub ids whose config.json comes with Paceline, another hub id if it can be downloaded, "
+                "or builtin:qwen2-tiny",
+                fix="check the name; without a network give a folder with the model's config.json: `model=/path/to/folder`",
             ) from error
     return model  # type: ignore[no-any-return]
+
+
+def _config_of(name: str, trust_remote_code: bool) -> Any:
+    """The transformers config of a folder or hub id, from the hub only if nothing here has it."""
+    from transformers import AutoConfig
+
+    content = read_config(name)
+    folder = config_folder(name)
+    if content is None or (folder is not None and qwen.CONVERTED_KEY not in content):
+        return AutoConfig.from_pretrained(name if folder is None else str(folder), trust_remote_code=trust_remote_code)
+    return AutoConfig.for_model(**content)
 
 
 def _without_adapter(config: Config) -> Config:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from paceline.config.optimizer import optimizer_bytes_per_element
 from paceline.config.schema import Config
 from paceline.models.activations import LanguageDims, dims_of, language_activations
+from paceline.models.builtin import resolve_model
+from paceline.models.hub_configs import config_folder, read_config
 
 #: Headers of safetensors files larger than this are not read: none is.
 _HEADER_BYTES = 100 << 20
@@ -27,17 +28,13 @@ def at_most(config: Config) -> int | None:
 
 
 def _language(config: Config) -> int | None:
-    folder = _folder(config)
-    if folder is None:
-        return None
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    dims = dims_of(content) if isinstance(content, dict) else None
+    name = resolve_model(config.model)
+    content = read_config(name)
+    dims = None if content is None else dims_of(content)
     if dims is None:
         return None
-    parameters = stored_parameters(folder) or dims.parameters_at_most
+    folder = config_folder(name)
+    parameters = (None if folder is None else stored_parameters(folder)) or dims.parameters_at_most
     args = config.train_args
     tokens = float(args.per_device_train_batch_size * args.max_length)
     kept = language_activations(dims, config, tokens, tokens, mask_bytes=4)
@@ -83,26 +80,6 @@ def _recommender(config: Config) -> int | None:
     parameters = said.embedding_dim * sum(sizes) + sum(a * b + b for a, b in pairwise(widths))
     batch = config.train_args.per_device_train_batch_size * (sum(widths) + vectors * said.embedding_dim) * 4 * 6
     return parameters * 18 + batch
-
-
-def _folder(config: Config) -> Path | None:
-    """Where the model's config.json is on this machine; None where it would have to be downloaded."""
-    path = Path(config.model).expanduser()
-    if path.is_dir():
-        return path
-    if config.model.startswith("builtin:"):
-        from paceline.models.builtin import resolve_model
-
-        return Path(resolve_model(config.model))
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:
-        return None
-    try:
-        found: Any = try_to_load_from_cache(config.model, "config.json")
-    except ValueError:  # no name of a repository
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def stored_parameters(folder: Path) -> int | None:

@@ -28,6 +28,7 @@ class LanguageTask(Task):
 
     def check(self) -> None:
         check_files(self.config)
+        language.check_first_generation_qwen(self.config)
 
     def prepare(self) -> Prepared:
         from paceline.data.tokenize import prepare_tokens

@@ -1,0 +1,74 @@
+"""The config.json of a model, read without a network: from a folder, the hub's cache, or the table of well-known models.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from paceline.models.qwen import as_qwen2_config
+
+
+def canonical_id(name: str) -> str:
+    """A hub id of the table as the hub spells it (``qwen/qwen-7b`` → ``Qwen/Qwen-7B``); any other name as it is."""
+    if Path(name).expanduser().exists():
+        return name
+    return _table().get(name.lower(), (name, {}))[0]
+
+
+def known_ids() -> list[str]:
+    """The hub ids whose config.json is in the table."""
+    return [model_id for model_id, _ in _table().values()]
+
+
+def read_config(name: str) -> dict[str, Any] | None:
+    """The config.json of ``name`` (a folder or a hub id) as transformers reads it; None if a network would be needed.
+
+    The config of a first-generation Qwen model is returned in the Qwen2 form, in which it is trained.
+
+    Raises:
+        ConfigError: a first-generation Qwen model that cannot be converted.
+    """
+    content = read_raw_config(name)
+    return content if content is None else as_qwen2_config(content, name)
+
+
+def read_raw_config(name: str) -> dict[str, Any] | None:
+    """As :func:`read_config`, as it is stored."""
+    folder = config_folder(name)
+    if folder is not None:
+        try:
+            content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return content if isinstance(content, dict) else None
+    entry = _table().get(name.lower())
+    return None if entry is None else dict(entry[1])
+
+
+def config_folder(name: str) -> Path | None:
+    """The local folder that holds the config.json of ``name``: the folder itself, or its snapshot in the hub's cache."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        cached: Any = try_to_load_from_cache(canonical_id(name), "config.json")
+    except ValueError:  # not the name of a repository
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+@cache
+def _table() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Hub id in lower case → (id, fields of its config.json)."""
+    content = json.loads((files("paceline.models") / "hub_configs.json").read_text(encoding="utf-8"))
+    return {model_id.lower(): (model_id, row["config"]) for row in content["models"] for model_id in row["ids"]}

@@ -1,0 +1,304 @@
+"""First-generation Qwen models (``model_type: qwen``: Qwen-1.8B to Qwen-72B) in the form of Qwen2.
+
+Their own modeling code needs transformers 4. The architecture is that of Qwen2 with the projections of attention fused and
+without grouped heads, so the checkpoint is converted by names and shapes (modeling_qwen.py in
+https://huggingface.co/Qwen/Qwen-7B is the reference):
+
+- ``attn.c_attn`` is query, key and value below one another; it has a bias, ``attn.c_proj`` does not.
+- The MLP is ``c_proj(w1(x) * silu(w2(x)))``: ``w2`` is Qwen2's gate, ``w1`` its up projection, and ``intermediate_size``
+  counts both.
+- Up to ``seq_length`` tokens, dynamic NTK scaling and log-n attention change nothing. Longer samples are refused.
+
+The conversion renames and splits tensors in the headers of the safetensors files; their bytes are copied as they are, so it
+needs neither torch nor memory for the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.files import cache_dir, human_bytes
+
+MODEL_TYPE = "qwen"
+#: Marks a converted model in its config.json, and in that of the models trained from it.
+CONVERTED_KEY = "paceline_converted_from"
+_LAYOUT = 1
+_COPY_BYTES = 16 << 20
+_LARGEST_HEADER_BYTES = 100 << 20
+
+_LAYER = re.compile(r"transformer\.h\.(\d+)\.(.+)")
+_OUTSIDE = {
+    "transformer.wte.weight": "model.embed_tokens.weight",
+    "transformer.ln_f.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_IN_LAYER = {
+    "ln_1.weight": "input_layernorm.weight",
+    "ln_2.weight": "post_attention_layernorm.weight",
+    "attn.c_proj.weight": "self_attn.o_proj.weight",
+    "mlp.w1.weight": "mlp.up_proj.weight",
+    "mlp.w2.weight": "mlp.gate_proj.weight",
+    "mlp.c_proj.weight": "mlp.down_proj.weight",
+}
+#: Constants that some checkpoints hold; Qwen2 computes them.
+_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|masked_bias|logn_tensor|attn\.bias)$")
+
+
+# -- config.json --------------------------------------------------------------------------------------------------------------
+def is_qwen(content: Mapping[str, Any] | None) -> bool:
+    """Whether a config.json is that of a first-generation Qwen model."""
+    return content is not None and content.get("model_type") == MODEL_TYPE
+
+
+def as_qwen2_config(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """``content`` in the Qwen2 form if it is that of a first-generation Qwen model, else as it is.
+
+    Raises:
+        ConfigError: a model of that generation with a part that Qwen2 does not have.
+    """
+    if not is_qwen(content):
+        return content
+    for key, expected in (("no_bias", True), ("rotary_pct", 1.0), ("scale_attn_weights", True), ("emb_dropout_prob", 0.0)):
+        if content.get(key, expected) != expected:
+            raise _unsupported(name, f"its config.json has `{key}: {content[key]}`", f"`{key}: {expected}`")
+    for key, what in (("visual", "images"), ("audio", "audio"), ("quantization_config", "quantized weights")):
+        if content.get(key):
+            raise _unsupported(name, f"it has {what} (`{key}` in its config.json)", "the text models with unquantized weights")
+    hidden = _number(content, name, "hidden_size", "n_embd")
+    heads = _number(content, name, "num_attention_heads", "n_head")
+    if hidden % heads or content.get("kv_channels", hidden // heads) * heads != hidden:
+        raise _unsupported(name, "its attention heads do not add up to `hidden_size`", "`kv_channels` × heads = `hidden_size`")
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "num_hidden_layers": _number(content, name, "num_hidden_layers", "n_layer"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": _number(content, name, "intermediate_size", "ffn_hidden_size") // 2,
+        "vocab_size": _number(content, name, "padded_vocab_size", "vocab_size"),
+        "max_position_embeddings": trained_length(content, name),
+        "hidden_act": "silu",
+        "rms_norm_eps": content.get("layer_norm_epsilon", 1e-6),
+        "rope_theta": float(content.get("rotary_emb_base", 10000)),
+        "attention_dropout": content.get("attn_dropout_prob", 0.0),
+        "initializer_range": content.get("initializer_range", 0.02),
+        "tie_word_embeddings": bool(content.get("tie_word_embeddings", False)),
+        "use_sliding_window": False,
+        "use_cache": True,
+        CONVERTED_KEY: MODEL_TYPE,
+    }
+
+
+def trained_length(content: Mapping[str, Any], name: str) -> int:
+    """Tokens up to which the converted model computes what the original does."""
+    return _number(content, name, "seq_length", "n_ctx")
+
+
+def check_length(config: Config, content: Mapping[str, Any] | None) -> None:
+    """Refuse samples longer than the model was trained on: the original would change its attention for them.
+
+    Raises:
+        ConfigError: ``train_args.max_length`` is above the model's ``seq_length``.
+    """
+    if not is_qwen(content):
+        return
+    assert content is not None
+    longest, given = trained_length(content, config.model), config.train_args.max_length
+    if given > longest:
+        raise ConfigError(
+            f"`train_args.max_length: {given}` is above the {longest} tokens that {config.model} was trained on (`seq_length`)",
+            allowed=f"at most {longest}: for longer samples the original applies dynamic NTK scaling and log-n attention, "
+            "which Qwen2, the form in which it is trained here, does not have",
+            fix=f"set `train_args.max_length: {longest}`",
+        )
+
+
+def _number(content: Mapping[str, Any], name: str, *keys: str) -> int:
+    for key in keys:
+        value = content.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    raise _unsupported(name, f"its config.json has no number `{keys[0]}`", "the config.json of the original repository")
+
+
+def _unsupported(name: str, what: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"`model: {name}` is a first-generation Qwen model that cannot be converted to Qwen2: {what}",
+        allowed=allowed,
+        fix="use the original text model, or one of Qwen1.5 or later, which need no conversion",
+    )
+
+
+# -- weights ------------------------------------------------------------------------------------------------------------------
+def check_weights(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        ConfigError: there are none; pickled weights (.bin) are not read.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    if weights:
+        return weights
+    pickled = any(folder.glob("*.bin"))
+    raise ConfigError(
+        f"{folder} has {'only pickled weights (.bin)' if pickled else 'no weights'}, and a first-generation Qwen model is "
+        "converted from safetensors files",
+        allowed="model*.safetensors, as in the hub's current revision of the repository",
+        fix="download the repository's *.safetensors files" + ("; loading a pickle can run code" if pickled else ""),
+    )
+
+
+def converted_folder(folder: Path) -> Path:
+    """The Qwen2 form of the model in ``folder``: a folder in the cache, made on first use, with config, weights and tokenizer.
+
+    Raises:
+        ConfigError: the checkpoint is incomplete or has unknown tensors, or the cache's disk is too small.
+    """
+    from paceline.data.cache import build_once, key_of
+
+    weights = check_weights(folder)
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    key = key_of(["qwen", _LAYOUT, str(folder.resolve()), stats, content])
+    final = cache_dir() / "models" / f"{folder.resolve().name}-as-qwen2-{key}"
+    if not (final / "config.json").is_file():
+        _check_space(final, sum(size for _, size, _ in stats))
+    build_once(final, "config.json", lambda aside: _convert(folder, weights, content, aside))
+    return final
+
+
+def _check_space(final: Path, needed: int) -> None:
+    existing = next(parent for parent in final.parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ConfigError(
+            f"converting the model to Qwen2 writes {human_bytes(needed)} to {final.parent}, and {human_bytes(free)} are free",
+            fix="make room, or set XDG_CACHE_HOME to a folder on another disk",
+        )
+
+
+def _convert(source: Path, weights: list[Path], content: dict[str, Any], target: Path) -> None:
+    from paceline.data.qwen_tokenizer import END_OF_TEXT, TURN_END, write_qwen_tokenizer
+
+    config = as_qwen2_config(content, str(source))
+    files: dict[str, str] = {}
+    for number, file in enumerate(weights, start=1):
+        name = f"model-{number:05}-of-{len(weights):05}.safetensors"
+        files |= dict.fromkeys(_convert_file(file, target / name), name)
+    missing = sorted(_expected_names(config) - set(files))
+    if missing:
+        raise ConfigError(
+            f"{source} has no tensor for {', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}",
+            fix="copy all of its safetensors files",
+        )
+    total = sum((target / name).stat().st_size for name in set(files.values()))
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    special = write_qwen_tokenizer(source, target)
+    ends = [special[TURN_END], special[END_OF_TEXT]]
+    generation = _generation_config(source) | {"eos_token_id": ends, "pad_token_id": special[END_OF_TEXT]}
+    (target / "generation_config.json").write_text(json.dumps(generation, indent=1), encoding="utf-8")
+    (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def _generation_config(source: Path) -> dict[str, Any]:
+    """Those of its settings that transformers knows."""
+    kept = ("do_sample", "top_k", "top_p", "temperature", "repetition_penalty", "max_new_tokens")
+    try:
+        content = json.loads((source / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {key: content[key] for key in kept if content.get(key) is not None}
+
+
+def _convert_file(source: Path, target: Path) -> list[str]:
+    """Copy a safetensors file under Qwen2's names; returns these."""
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        header, start = _read_header(reader, source)
+        pieces: list[tuple[str, dict[str, Any], int, int]] = []  # name, entry, first and last byte in the source
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            for new_name, shape, first, last in _renamed(name, entry, source):
+                pieces.append((new_name, {"dtype": entry["dtype"], "shape": shape}, first, last))
+        new_header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for name, entry, first, last in pieces:
+            new_header[name] = entry | {"data_offsets": [position, position + last - first]}
+            position += last - first
+        raw = json.dumps(new_header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        writer.write(len(raw).to_bytes(8, "little") + raw)
+        for _, _, first, last in pieces:
+            _copy_bytes(reader, writer, start + first, last - first, source)
+    return [name for name, _, _, _ in pieces]
+
+
+def _read_header(reader: IO[bytes], source: Path) -> tuple[dict[str, Any], int]:
+    """(entries by tensor name, where the data begins)."""
+    try:
+        size = int.from_bytes(reader.read(8), "little")
+        if not 0 < size <= _LARGEST_HEADER_BYTES:
+            raise ValueError(f"a header of {size} bytes")
+        header = json.loads(reader.read(size))
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            first, last = entry["data_offsets"]
+            if not 0 <= first <= last or not isinstance(entry["shape"], list):
+                raise ValueError("a tensor without a place")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{source} is not a safetensors file: {error}", fix="copy the file again") from error
+    return header, 8 + size
+
+
+def _copy_bytes(reader: IO[bytes], writer: IO[bytes], start: int, size: int, source: Path) -> None:
+    reader.seek(start)
+    while size:
+        chunk = reader.read(min(size, _COPY_BYTES))
+        if not chunk:
+            raise ConfigError(f"{source} is cut off: it ends before its last tensor", fix="copy the file again")
+        writer.write(chunk)
+        size -= len(chunk)
+
+
+def _renamed(name: str, entry: dict[str, Any], source: Path) -> Iterator[tuple[str, list[int], int, int]]:
+    """Qwen2's (name, shape, first byte, last byte) for a tensor: none for a constant, three for the fused projection."""
+    first, last = entry["data_offsets"]
+    shape = entry["shape"]
+    if _BUFFERS.match(name):
+        return
+    if name in _OUTSIDE:
+        yield _OUTSIDE[name], shape, first, last
+        return
+    layer = _LAYER.fullmatch(name)
+    part = layer.group(2) if layer else ""
+    prefix = f"model.layers.{layer.group(1)}." if layer else ""
+    if part in _IN_LAYER:
+        yield prefix + _IN_LAYER[part], shape, first, last
+    elif part in ("attn.c_attn.weight", "attn.c_attn.bias") and shape and shape[0] % 3 == 0:
+        third = (last - first) // 3
+        for number, letter in enumerate("qkv"):
+            new_name = f"{prefix}self_attn.{letter}_proj.{part.rpartition('.')[2]}"
+            yield new_name, [shape[0] // 3, *shape[1:]], first + number * third, first + (number + 1) * third
+    else:
+        raise ConfigError(
+            f"{source} has a tensor `{name}` of shape {shape} that the original Qwen models do not have",
+            allowed="the tensors of modeling_qwen.py in https://huggingface.co/Qwen/Qwen-7B",
+            fix="merge adapters into the weights before, and give the checkpoint of the whole model",
+        )
+
+
+def _expected_names(config: Mapping[str, Any]) -> set[str]:
+    names = {"model.embed_tokens.weight", "model.norm.weight"} | ({"lm_head.weight"} - _tied(config))
+    parts = [*_IN_LAYER.values(), *(f"self_attn.{letter}_proj.{kind}" for letter in "qkv" for kind in ("weight", "bias"))]
+    return names | {f"model.layers.{layer}.{part}" for layer in range(config["num_hidden_layers"]) for part in parts}
+
+
+def _tied(config: Mapping[str, Any]) -> set[str]:
+    return {"lm_head.weight"} if config["tie_word_embeddings"] else set()
