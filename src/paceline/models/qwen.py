@@ -48,7 +48,7 @@ _IN_LAYER = {
     "mlp.c_proj.weight": "mlp.down_proj.weight",
 }
 #: Constants that some checkpoints hold; Qwen2 computes them.
-_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|masked_bias|logn_tensor|attn\.bias)$")
+_BUFFERS = re.compile(r"transformer\.(.+\.)?(rotary_emb\.inv_freq|masked_bias|logn_tensor)")
 
 
 # -- config.json --------------------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def _renamed(name: str, entry: dict[str, Any], source: Path) -> Iterator[tuple[s
     """Qwen2's (name, shape, first byte, last byte) for a tensor: none for a constant, three for the fused projection."""
     first, last = entry["data_offsets"]
     shape = entry["shape"]
-    if _BUFFERS.match(name):
+    if _BUFFERS.fullmatch(name):
         return
     if name in _OUTSIDE:
         yield _OUTSIDE[name], shape, first, last

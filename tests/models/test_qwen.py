@@ -1,0 +1,147 @@
+"""First-generation Qwen checkpoints, converted to Qwen2: against a reference that shares none of the code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from original_qwen import SEQ_LENGTH, reference_logits, reference_tokens, write_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import paceline
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.data.tokenizer import find_tokenizer, load_tokenizer
+from paceline.models.language import config_numbers, load_language_model
+from paceline.models.qwen import converted_folder
+from paceline.tasks import load_task
+
+TEXT = (
+    "The quick brown fox can't jump over 1234 lazy dogs; they've all been trained. Training a model on every device is "
+    "what it is for.\n\nМодель учится. 模型训练 über alles: naïve café, \u0065\u0301 and 🙂!  \r\n\tdef f(x): return x"
+)
+SAMPLES = (
+    TEXT,
+    "I'll train\n\n\nthe  model   today… 训练模型 50%",
+    "<|im_start|>user\nHello<|im_end|>\n<|endoftext|><|extra_7|> x",
+    "",
+    "e\u0301 = \u00e9",
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("qwen") / "Qwen-Tiny", TEXT * 3)
+
+
+def config(folder: Path, **keys: Any) -> Config:
+    train_args = {"max_length": 128, **keys.pop("train_args", {})}
+    return Config(**{"model": str(folder), "dataset": "builtin:python-docs#20", "train_args": train_args, **keys})
+
+
+def test_logits_are_those_of_the_original(checkpoint: Path) -> None:
+    model: Any = load_language_model(config(checkpoint)).eval()
+    for count in (1, 40, SEQ_LENGTH):
+        ids = torch.randint(0, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(count))
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0]
+        torch.testing.assert_close(logits, reference_logits(checkpoint, ids), rtol=1e-4, atol=1e-4)
+    # One token more, and the original changes its rotary frequencies and scales its queries.
+    ids = torch.arange(SEQ_LENGTH + 40) % model.config.vocab_size
+    with torch.no_grad():
+        logits = model(input_ids=ids[None]).logits[0]
+    assert not torch.allclose(logits, reference_logits(checkpoint, ids), atol=1e-2)
+
+
+def test_tokens_are_those_of_the_original(checkpoint: Path) -> None:
+    folder = find_tokenizer(str(checkpoint))
+    tokenizer, by_transformers = load_tokenizer(folder), AutoTokenizer.from_pretrained(str(folder))
+    for text in SAMPLES:
+        expected = reference_tokens(checkpoint, text)
+        assert tokenizer.backend.encode(text, add_special_tokens=False).ids == expected
+        assert by_transformers(text, add_special_tokens=False)["input_ids"] == expected
+    assert tokenizer.eos_token_id == reference_tokens(checkpoint, "<|endoftext|>")[0]
+    chat = by_transformers.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert chat == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_converted_folder_is_a_plain_qwen2_model(checkpoint: Path) -> None:
+    folder = converted_folder(checkpoint)
+    assert converted_folder(checkpoint) == folder
+    content = json.loads((folder / "config.json").read_text())
+    assert (content["model_type"], content["max_position_embeddings"]) == ("qwen2", SEQ_LENGTH)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    names = dict(model.named_parameters())
+    assert names["model.layers.1.self_attn.k_proj.bias"].shape == (64,)
+    ends = model.generation_config.eos_token_id
+    assert ends == [reference_tokens(checkpoint, "<|im_end|>")[0], reference_tokens(checkpoint, "<|endoftext|>")[0]]
+    assert config_numbers(str(checkpoint))["intermediate_size"] == 96
+
+
+def test_plan_needs_no_weights(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    result = paceline.plan({"model": str(tmp_path), "dataset": "builtin:python-docs#20"}, world_size=2, device="A10")
+    model = load_language_model(config(checkpoint))
+    assert result["parameters"] == sum(one.numel() for one in model.parameters())
+
+
+def check_and_load(chosen: Config) -> None:
+    load_task(chosen).check()
+    load_language_model(chosen)
+
+
+def refusal(folder: Path, **keys: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_and_load(config(folder, **keys))
+    return str(error.value)
+
+
+def test_longer_samples_than_the_model_was_trained_on_are_refused(checkpoint: Path) -> None:
+    text = refusal(checkpoint, train_args={"max_length": SEQ_LENGTH + 1})
+    assert f"`train_args.max_length: {SEQ_LENGTH + 1}` is above the {SEQ_LENGTH} tokens" in text
+    assert f"set `train_args.max_length: {SEQ_LENGTH}`" in text
+    assert "above the 8192 tokens" in refusal(Path("qwen/qwen-7b"), train_args={"max_length": 8193})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"no_bias": False}, "`no_bias: False`"),
+        ({"rotary_pct": 0.5}, "`rotary_pct: 0.5`"),
+        ({"kv_channels": 8}, "do not add up"),
+        ({"visual": {"layers": 2}}, "it has images"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights"),
+        ({"seq_length": None}, "no number `seq_length`"),
+        ({"num_hidden_layers": 3}, "no tensor for model.layers.2"),
+    ],
+)
+def test_what_qwen2_does_not_have_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(write_checkpoint(tmp_path / "model", "some text", **changes))
+
+
+def test_damaged_and_pickled_checkpoints_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "some text")
+    second = folder / "model-00002-of-00002.safetensors"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-100])
+    assert "is cut off" in refusal(folder)
+    second.write_bytes(b"\xff" * 40)
+    assert "is not a safetensors file" in refusal(folder)
+    second.unlink()
+    assert "no tensor for" in refusal(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    assert "only pickled weights (.bin)" in refusal(folder)
+
+
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "some text")
+    lines = (folder / "qwen.tiktoken").read_text().split("\n")
+    (folder / "qwen.tiktoken").write_text("\n".join(lines[:100] + lines[101:]))
+    with pytest.raises(ConfigError, match=r"qwen\.tiktoken cannot be read"):
+        find_tokenizer(str(folder))
