@@ -192,8 +192,16 @@ def test_without_shuffling_samples_come_in_file_order(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["model=builtin:qwen2-micro", f"dataset={tmp_path / 'rows.jsonl'}", "parallel.mode=single", "parallel.device=cpu"]
     words += ["per_device_train_batch_size=1", "num_train_epochs=2", "dataloader_num_workers=2"]
-    run(*words, "shuffle=false", f"output_dir={tmp_path / 'run'}")
+    done = run(*words, "shuffle=false", f"output_dir={tmp_path / 'run'}")
+    assert "Traceback" not in done.stderr
     tokens = [one["tokens"] for one in events(tmp_path / "run", "step")]
     assert len(tokens) == 12
     assert tokens[:6] == tokens[6:] == sorted(tokens[:6])
     assert len(set(tokens)) == 6
+
+
+def test_loader_workers_end_quietly_with_a_short_run(tmp_path):
+    """The workers have prefetched batches that no step takes, and evaluation has workers as well."""
+    done = train(tmp_path / "run", "max_steps=2", "dataloader_num_workers=2", "split_dataset_ratio=0.1")
+    assert "Traceback" not in done.stderr
+    assert "DataLoader worker" not in done.stderr

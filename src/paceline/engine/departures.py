@@ -43,6 +43,15 @@ def batches_of(session: Session) -> Iterator[list[MicroBatch]]:
     )
 
 
+def close_batches(session: Session) -> None:
+    """Shut down the loader's worker processes. Without this they are killed when the rank's process exits, and torch prints
+    a traceback about them."""
+    close = getattr(session.batches, "close", None)
+    session.batches = iter(())
+    if close is not None:
+        close()
+
+
 def regroup(session: Session) -> bool:
     """See whether ranks were lost, and go on without them. True where some were. Every rank comes to the same answer at the
     same place of the same step."""

@@ -24,7 +24,7 @@ from paceline.engine import checkpoint
 from paceline.engine.announce import announce
 from paceline.engine.carry import Carry, travels
 from paceline.engine.communication import make_judge
-from paceline.engine.departures import batches_of, listeners
+from paceline.engine.departures import batches_of, close_batches, listeners
 from paceline.engine.devices import DeviceReader
 from paceline.engine.meter import Meter
 from paceline.engine.model_folder import save_model_folder
@@ -89,7 +89,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             session = begin(job, world, built, run_dir, events, stop)
             session.judge = make_judge(session)
             with session.saver:  # what is being written when the training ends, however it ends, is waited for
-                status = train(session)
+                status = _train(session, exits_by_itself=job.launcher is None)
                 PULSE.enter("saving")
             if status == "done":
                 save_model_folder(session, lambda: _build_model(built.task, job.config))
@@ -118,6 +118,18 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             if close is not None:
                 close()
         world.close()
+
+
+def _train(session: Session, exits_by_itself: bool) -> str:
+    """Train, then shut down the loader's workers. After a failure that is left out where the process ends at once anyway."""
+    try:
+        status = train(session)
+    except BaseException:
+        if exits_by_itself:
+            close_batches(session)
+        raise
+    close_batches(session)
+    return status
 
 
 def _failure(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.engine import checkpoint
-from paceline.engine.departures import batches_of
+from paceline.engine.departures import batches_of, close_batches
 from paceline.engine.state import load_training_state
 from paceline.world.pulse import PULSE
 from paceline.world.traffic import uncounted
@@ -107,9 +107,7 @@ class Spikes:
             session.saver.last_step = None
         self.recent = deque(meta.get(_RECENT, []), maxlen=self.settings.spike_window)
         session.eval_losses = {step: loss for step, loss in session.eval_losses.items() if step <= session.step}
-        close = getattr(session.batches, "close", None)
-        if close is not None:  # ends the loader's processes
-            close()
+        close_batches(session)
         session.batches = batches_of(session)
         session.events.emit("resume", step=session.step, path=path)
         for level, text in session.strategy.notices[said:]:
