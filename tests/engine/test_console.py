@@ -98,12 +98,26 @@ def test_a_step_line_has_the_figures_and_no_control_codes():
     assert line == "step 1/40  epoch 0.05  loss 1.5000  lr 1e-4  6.4k tokens/s  mem 1.5 GiB  2 ranks  ETA 0:20"
 
 
-def test_plain_lines_are_about_one_a_second_with_first_and_last():
-    text = plain([start(), *(step(number) for number in range(1, 41))])
-    shown = [int(found) for found in re.findall(r"^step (\d+)/40", text, re.MULTILINE)]
+def shown_steps(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"^step (\d+)/", text, re.MULTILINE)]
+
+
+def test_a_long_run_prints_about_one_line_per_second_with_first_and_last():
+    long_run = start(derived={**START["derived"], "steps": 140})
+    shown = shown_steps(plain([long_run, *(step(number) for number in range(1, 141))]))
     assert shown[0] == 1
-    assert shown[-1] == 40
-    assert 5 <= len(shown) <= 7  # four seconds
+    assert shown[-1] == 140
+    assert 15 <= len(shown) <= 17  # 14 seconds
+
+
+def test_a_short_run_prints_every_step_that_it_logs():
+    assert shown_steps(plain([start(), *(step(number) for number in range(1, 41))])) == list(range(1, 41))
+
+
+def test_logging_steps_are_all_printed():
+    settings = {"derived": {**START["derived"], "steps": 1000}, "config": {"train_args": {"logging_steps": 5}}}
+    logged = [1, *range(5, 201, 5)]
+    assert shown_steps(plain([start(**settings), *(step(number) for number in logged)])) == logged
 
 
 def test_a_run_that_ends_early_shows_its_last_step():

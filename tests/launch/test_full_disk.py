@@ -70,6 +70,16 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
         assert (folder / "model" / "model.safetensors").is_file()
 
 
+def test_a_checkpoint_that_does_not_fit_is_not_the_fault_of_a_rank_that_was_told(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=4m") as mounted:
+        if not mounted:
+            return
+        failed = train(tmp_path / "small" / "run", "max_steps=2", "save_steps=0", "parallel.num_gpus=2", expect=1)
+        error = failed.stderr[failed.stderr.rindex("\nerror: ") :].strip()
+        assert error.startswith("error: the checkpoint of step 2 could not be written")
+        assert "No space left" in error
+
+
 def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
     with disk(tmp_path / "small", "size=48m") as mounted:
         if not mounted:

@@ -52,6 +52,10 @@ class RunError(PacelineError):
     """A run that had started failed (exit code 1)."""
 
 
+class SaveError(RunError):
+    """A checkpoint that must be written could not be. Every rank raises it; the text names the rank whose part failed."""
+
+
 class FaultError(RunError):
     """A rank, a device, a link or a number went wrong in a way that going back to the newest checkpoint may mend. The launcher
     starts the ranks again, up to ``recovery.max_restarts`` times. Any other :class:`PacelineError` would only come again.

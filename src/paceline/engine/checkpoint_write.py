@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import RunError
+from paceline.core.errors import SaveError
 from paceline.core.files import fsync_dir, human_bytes
 from paceline.engine.checkpoint_format import (
     INDEX,
@@ -250,12 +250,12 @@ def _marker(aside: Path, rank: int, what: str) -> Path:
     return aside / f"rank-{rank:05d}.{what}"
 
 
-def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> RunError:
+def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> SaveError:
     """The error of a save that failed, as a person reads it."""
     free = _free_bytes(folder)
     free_text = human_bytes(free) if free is not None else "not known"
     missing = f"; missing: {size_bytes - free:,} bytes" if free is not None and free < size_bytes else ""
-    return RunError(
+    return SaveError(
         f"the checkpoint of step {step} could not be written to {folder / name_of(step)}: {reason} "
         f"(it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}; free: {free_text}{missing})",
         fix="free some space, or set another `output_dir`; earlier checkpoints are untouched and the same command goes on "

@@ -18,7 +18,8 @@ from paceline.core.events import Event
 from paceline.core.shares import shares_text
 from paceline.engine.terminal import LiveTerminal, PlainTerminal, SafeStream
 
-_PLAIN_GAP_S = 1.0  # at most about one plain step line a second
+_PLAIN_GAP_S = 1.0  # of a long run that logs every step, at most about one plain line per second
+_SHORT_RUN_STEPS = 100  # a run with no more steps than this prints all that it logs
 _RECENT_STEPS = 64  # step times that the estimate of the time left looks at
 
 
@@ -104,11 +105,13 @@ class Console:
         self.progress = Progress()
         self._unprinted: Event | None = None
         self._printed_at: float | None = None
+        self._prints_all = False
 
     def catch_up(self, event: Event) -> None:
         """An event that another process has shown: it is known, and not printed again."""
         if event.get("type") == "run_start":
             self.progress.begin(event)
+            self._prints_all = _prints_all(event)
         elif event.get("type") == "step":
             self.progress.add(event)
         elif event.get("type") == "eval":
@@ -161,6 +164,7 @@ class Console:
         self._flush_step()
         self.progress.begin(event)
         self._printed_at = None
+        self._prints_all = _prints_all(event)
         for label, text in start_lines(event):
             self._terminal.labelled(label, wording.clean(text))
 
@@ -194,7 +198,7 @@ class Console:
         self._unprinted = event
         last = self.progress.total is not None and event["step"] >= self.progress.total
         now = wording.finite(event.get("time")) or 0.0
-        if first or last or self._printed_at is None or not 0 <= now - self._printed_at < _PLAIN_GAP_S:
+        if self._prints_all or first or last or self._printed_at is None or not 0 <= now - self._printed_at < _PLAIN_GAP_S:
             self._flush_step()
 
     def _flush_step(self) -> None:
@@ -219,6 +223,13 @@ class Console:
         style = {"done": "bold green", "stopped": "bold yellow"}.get(event.get("status", ""), "bold red")
         for index, (label, text) in enumerate(end_lines(self.progress, event)):
             self._terminal.labelled(label, wording.clean(text), style if index == 0 else "")
+
+
+def _prints_all(start: Event) -> bool:
+    """Whether each step that is logged gets a plain line: in a short run, and if `logging_steps` already makes them few."""
+    total = wording.finite((start.get("derived") or {}).get("steps"))
+    every = wording.finite(((start.get("config") or {}).get("train_args") or {}).get("logging_steps")) or 1
+    return every > 1 or (total is not None and total <= _SHORT_RUN_STEPS)
 
 
 def start_lines(event: Event) -> list[tuple[str, str]]:

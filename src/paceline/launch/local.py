@@ -148,9 +148,8 @@ def outcome_of(ranks: RankProcesses, job: Any, stopped_by: int | None) -> dict[s
         return _failed_by(lost, ranks, job)
     if failures:
         first = failures[0]
-        said = (
-            first["text"] if first["exit_code"] == 2 or first.get("of_all") else f"rank {first['rank']} failed. {first['text']}"
-        )
+        of_the_run = first["exit_code"] == 2 or first.get("of_all") or first.get("every_rank")
+        said = first["text"] if of_the_run else f"rank {first['rank']} failed. {first['text']}"
         return {
             **first,
             "text": said + _lost_earlier(ranks, job),

@@ -17,7 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM, FaultError, MismatchError, PacelineError
+from paceline.core.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_SIGINT,
+    EXIT_SIGTERM,
+    FaultError,
+    MismatchError,
+    PacelineError,
+    SaveError,
+)
 from paceline.core.files import write_atomic
 from paceline.core.processes import end_with_parent
 from paceline.engine.session import run_rank
@@ -73,6 +82,7 @@ def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank)
     except PacelineError as error:
         told = _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
         blamed = getattr(error, "ranks", None)
+        told["every_rank"] = isinstance(error, SaveError)
         return {**told, "of_all": isinstance(error, MismatchError) or blamed is not None, "blamed": blamed}
     except BaseException as error:  # the launcher must hear of anything that ends a rank
         return _failed(env, EXIT_FAILED, _describe(error, job), _is_fault(error))
