@@ -90,10 +90,10 @@ def test_a_plan_that_cannot_be_is_refused(plan, message):
         find_tensor_plan(Stack(), plan)
 
 
-def test_experts_of_a_models_own_plan_are_refused_by_name():
+def test_a_style_of_a_models_own_plan_that_is_not_built_in_is_refused_by_name():
     model = small_qwen()
-    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.gate_proj": "packed_colwise"}
-    with pytest.raises(ConfigError, match=r"gate_proj.*packed_colwise"):
+    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.gate_proj": "grouped_gemm"}
+    with pytest.raises(ConfigError, match=r"gate_proj.*grouped_gemm"):
         find_tensor_plan(model, {})
 
 

@@ -286,7 +286,8 @@ class Strategy(ABC):
         if part.key is None:
             return {}
         entries = self.optimizer.state.get(part.key, {})
-        return {str(key): torch.as_tensor(local_tensor(value)).detach() for key, value in entries.items() if value is not None}
+        values = {str(key): torch.as_tensor(local_tensor(value)) for key, value in entries.items() if value is not None}
+        return {key: part.of_key(value.detach()) for key, value in values.items()}
 
     def load_state(self, source: StateSource) -> None:
         """The reverse, on every rank."""
@@ -303,9 +304,18 @@ class Strategy(ABC):
                     continue
                 for entry in entries.get(part.name, []):
                     value = self._read_entry(source, f"optimizer/{part.name}/{entry}", part, known)
-                    self.optimizer.state.setdefault(part.key, {})[entry] = value
+                    self._set_entry(part, entry, value)
             self.load_more(source)
         self.after_load()
+
+    def _set_entry(self, part: Part, entry: str, value: torch.Tensor) -> None:
+        entries = self.optimizer.state.setdefault(part.key, {})
+        if part.region is None or part.key is None or value.shape != part.tensor.shape or value.dim() == 0:
+            entries[entry] = value
+            return
+        if entry not in entries or entries[entry].shape != part.key.shape:
+            entries[entry] = torch.zeros(part.key.shape, dtype=value.dtype, device=value.device)
+        entries[entry][part.region] = value
 
     def after_load(self) -> None:
         """Bring the weights to where the next forward wants them, after ``parts`` were written to."""

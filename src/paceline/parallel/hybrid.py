@@ -19,6 +19,7 @@ from paceline.core.errors import ConfigError
 from paceline.models.language import config_numbers
 from paceline.models.tensor_plan import check_sizes as check_heads
 from paceline.models.tensor_plan import find_tensor_plan
+from paceline.models.tensor_style import Range
 from paceline.parallel.base import BuildOptimizer, MicroStep, optimizer_tensors, persistent_buffers
 from paceline.parallel.buckets import squared_norm_of
 from paceline.parallel.cost import Cost, ModelShape, Workload
@@ -29,7 +30,7 @@ from paceline.parallel.pipeline_stages import check_sizes as check_layers
 from paceline.parallel.pipeline_stages import num_chunks
 from paceline.parallel.replicated import accumulate, changing_buffers, clip_to
 from paceline.parallel.summed import SummedInBuckets
-from paceline.parallel.tensor import TensorSplit, check_plan_sizes
+from paceline.parallel.tensor import Cut, TensorSplit, check_plan_sizes
 from paceline.world.group import World
 from paceline.world.mesh import Axes
 
@@ -111,6 +112,7 @@ class Hybrid(SummedInBuckets):
             self.world.line("data").broadcast(self.changing_buffers)
         if self.tensor is not None:
             self.tensor.sum_partial_gradients([_gradient(self.trained[name]) for name in self.partial_names])
+            self.tensor.sum_over_copies([(gradient, one.copies) for gradient, one in self._shared_gradients()])
         if self.pipeline is not None:
             self.pipeline.sum_shared_gradients()
 
@@ -128,6 +130,8 @@ class Hybrid(SummedInBuckets):
         else:
             gradients = [_gradient(self.trained[name]) for name in self.trained if name in counted]
             total = squared_norm_of(gradients, self.world.device)
+        if self.tensor is not None:  # what another rank of the tensor line counts
+            total -= squared_norm_of([one for one, place in self._shared_gradients() if not place.owned], self.world.device)
         line = self.world.line("shard", "tensor", "pipeline")
         line.wait(line.all_reduce(total))
         scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
@@ -161,9 +165,22 @@ class Hybrid(SummedInBuckets):
             cut = self.tensor.cuts.get(part.name) if self.tensor is not None else None
             if cut is None:
                 yield replace(part, owned=owned)
+            else:
+                yield from _cut_parts(part, cut, owned)
+
+    def _shared_gradients(self) -> list[tuple[torch.Tensor, Range]]:
+        """What this rank holds of gradients of weights that several ranks of the tensor line hold; the same on each of them."""
+        assert self.tensor is not None
+        found = []
+        for part in self._local_parts():
+            cut = self.tensor.cuts.get(part.name)
+            if cut is None or part.key is None or all(one.copies == 1 for one in cut.ranges):
                 continue
-            offset = tuple(inner + outer for inner, outer in zip(part.offset, cut.offset, strict=True))
-            yield replace(part, owned=owned, shape=cut.shape, offset=offset)
+            gradient = _gradient(part.key)  # type: ignore[arg-type]
+            for first, length, place in cut.pieces(part.offset[cut.dim], part.tensor.shape[cut.dim]):
+                if place.copies > 1:
+                    found.append((gradient.narrow(cut.dim, first, length), place))
+        return found
 
     def _local_parts(self) -> Iterable[Part]:
         """Parts of what this rank's tensor part of this stage is, as if that were the whole."""
@@ -226,6 +243,28 @@ class PipelineParallel(Hybrid):
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def _cut_parts(part: Part, cut: Cut, owned: bool) -> Iterable[Part]:
+    """The parts of the whole that a part of this rank's tensor part is: one for each range of rows."""
+    pieces = cut.pieces(part.offset[cut.dim], part.tensor.shape[cut.dim])
+    if not pieces:  # a shard without elements: named all the same, for its optimizer's step
+        offset = tuple(cut.start if dim == cut.dim else 0 for dim in range(len(cut.shape)))
+        yield replace(part, owned=owned, shape=cut.shape, offset=offset)
+    for first, length, place in pieces:
+        offset = tuple(place.start if dim == cut.dim else begin for dim, begin in enumerate(part.offset))
+        region = None
+        if len(pieces) > 1:
+            region = tuple(slice(first, first + length) if dim == cut.dim else slice(None) for dim in range(len(cut.shape)))
+        is_all = length == part.tensor.shape[cut.dim]
+        yield replace(
+            part,
+            tensor=part.tensor if is_all else part.tensor.detach().narrow(cut.dim, first, length),
+            owned=owned and place.owned,
+            shape=cut.shape,
+            offset=offset,
+            region=region,
+        )
 
 
 def _check(config: Config, axes: Axes) -> None:

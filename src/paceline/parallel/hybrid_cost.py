@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 
 from paceline.config.schema import Config
 from paceline.models.shape import ModelShape, TensorShape, modules_around
-from paceline.models.tensor_plan import COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT, cut_dim, is_summed
+from paceline.models.tensor_plan import cut_dim, held_ranges, is_summed
+from paceline.models.tensor_style import (
+    COLUMN,
+    COLUMN_GATHERED,
+    EXPERTS,
+    LATENT,
+    ROW,
+    ROW_SPLIT,
+    kind_of,
+    parse_style,
+)
 from paceline.parallel.buckets import lay_out
 from paceline.parallel.communication import communication_cost
 from paceline.parallel.cost import Cost, Workload
@@ -67,7 +77,7 @@ def _stage_shapes(shape: ModelShape, line: PipelineCost) -> list[ModelShape]:
                 shape,
                 parameters=tuple(parameters[name] for name in names),
                 buffers=tuple(buffers[name] for name in buffer_names),
-                tensor_plan={name: style for name, style in shape.tensor_plan.items() if name in modules},
+                tensor_plan={name: style for name, style in shape.tensor_plan.items() if name in modules or name in mine},
                 aliases={alias: first for alias, first in shape.aliases.items() if first in mine},
             )
             held.append(part)
@@ -98,10 +108,11 @@ def _stage_cost(stage: _Stage, whole: ModelShape, axes: Axes, work: Workload, co
 
 
 def _part(one: TensorShape, plan: Mapping[str, str], size: int) -> TensorShape:
-    dim = cut_dim(one.name, len(one.shape), plan) if size > 1 else None
-    if dim is None:
+    dim, held = held_ranges(one.name, one.shape, plan, size)
+    if not held:
         return one
-    return replace(one, shape=tuple(math.ceil(length / size) if at == dim else length for at, length in enumerate(one.shape)))
+    length = sum(part.length for part in held)
+    return replace(one, shape=tuple(length if at == dim else whole for at, whole in enumerate(one.shape)))
 
 
 def _replicated(shape: ModelShape, axes: Axes, config: Config) -> Cost:
@@ -147,6 +158,7 @@ def _tensor_traffic(
     size, recomputed = axes.tensor, config.train_args.gradient_checkpointing
     sequence = config.parallel.sequence_parallel
     element = stage.low_bytes or (stage.parameters[0].element_bytes if stage.parameters else 4)
+    outer_bytes = stage.parameters[0].element_bytes if stage.parameters else 4
     tokens = work.micro_batches * work.positions
     # Parts of the tokens are equal: exact where every micro-batch has as many, else half a part more in the mean.
     exact = float(work.positions).is_integer()
@@ -169,17 +181,20 @@ def _tensor_traffic(
             elif layer.kind == _DOWN:
                 add("reduce_scatter", padded * layer.width * again)
                 add("all_gather", padded * layer.width)
-        elif layer.kind in (COLUMN, COLUMN_GATHERED):
+        elif layer.kind in (COLUMN, COLUMN_GATHERED, LATENT):
             add("all_reduce", tokens * layer.width * layer.reached)
+        elif layer.kind == EXPERTS:  # the output; the gradients of the input and of the weights of each token's experts
+            add("all_reduce", tokens * (layer.width * again + layer.width * layer.reached))
+            traffic["all_reduce"] += all_reduce_bytes(tokens * layer.gathered * outer_bytes, size)
         elif layer.kind in (ROW, ROW_SPLIT, _DOWN):
             add("all_reduce", tokens * layer.width * again)
         elif layer.kind == _UP:
             add("all_reduce", tokens * layer.width)
-        if layer.gathered:
+        if layer.gathered and layer.kind != EXPERTS:
             kind = layer.kind == COLUMN_GATHERED
             add("all_gather", tokens * layer.gathered * (again if kind else layer.reached))
     summed = sum(one.size_bytes // max(1, axes.shard) for one in _partial(stage, cut, sequence))
-    traffic["all_reduce"] += all_reduce_bytes(summed, size)
+    traffic["all_reduce"] += all_reduce_bytes(summed + _shared_bytes(stage, size) // max(1, axes.shard), size)
     if sequence and stage.blocks:
         hidden = whole.block_output_elements[0] if whole.block_output_elements else 0.0
         outer = stage.parameters[0].element_bytes if stage.parameters else 4
@@ -218,11 +233,16 @@ def _layers(stage: ModelShape, whole: ModelShape, inputs_trained: bool) -> list[
     adapters_of = _adapters(stage)
     found: list[_Layer] = []
     shared: tuple[str, int] | None = None
-    for name, kind in stage.tensor_plan.items():
+    for name, style in stage.tensor_plan.items():
+        kind = kind_of(style)
+        special = _special(name, style, shapes, order, first_trained, name in last_rows)
+        if special is not None:
+            found.append(special)
+            shared = None
         weight = shapes.get(f"{name}.weight") or shapes.get(f"{name}.base_layer.weight")
         if weight is None or kind not in (COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT):
             continue
-        rows, columns = weight.shape
+        rows, columns = reversed(weight.shape) if parse_style(style).transposed else weight.shape
         reached = first_trained < order[weight.name]
         adapters = adapters_of.get(name, [])
         if kind in (COLUMN, COLUMN_GATHERED):
@@ -241,6 +261,44 @@ def _layers(stage: ModelShape, whole: ModelShape, inputs_trained: bool) -> list[
     return found
 
 
+def _special(
+    name: str, style: str, shapes: Mapping[str, TensorShape], order: Mapping[str, int], first_trained: int, ends_block: bool
+) -> _Layer | None:
+    """The collectives of experts, and of the projection before a latent attention's column layers."""
+    kind, number = kind_of(style), parse_style(style).number
+    if kind == EXPERTS:
+        weights = [one for parameter, one in shapes.items() if parameter.startswith(f"{name}.")]
+        if not weights:
+            return None
+        # [experts, outputs, inputs] of the last one: what comes out of the experts is as wide as what goes in.
+        width = min(_widths(weights))
+        return _Layer(EXPERTS, width, first_trained < order[weights[0].name], ends_block, number)
+    if kind == LATENT:
+        weight = shapes.get(f"{name}.weight") or shapes.get(f"{name}.base_layer.weight")
+        return None if weight is None else _Layer(LATENT, number)
+    return None
+
+
+def _widths(weights: list[TensorShape]) -> set[int]:
+    """Sizes that all weights of experts have in common: that of the activations between layers."""
+    common = set(weights[0].shape[1:])
+    for one in weights:
+        if len(one.shape) == 3:
+            common &= set(one.shape[1:])
+    return common or {weights[0].shape[-1]}
+
+
+def _shared_bytes(stage: ModelShape, size: int) -> int:
+    """Gradients of weights that several ranks hold, each with a place in one all-reduce."""
+    total = 0
+    for one in stage.trained:
+        dim, held = held_ranges(one.name, one.shape, stage.tensor_plan, size)
+        for part in held:
+            if part.copies > 1:
+                total += one.numel // one.shape[dim] * part.length * (size // part.copies) * 4
+    return total
+
+
 def _adapters(shape: ModelShape) -> dict[str, list[TensorShape]]:
     """Module → LoRA's matrices beside it."""
     found: dict[str, list[TensorShape]] = {}
@@ -256,9 +314,9 @@ def _last_rows(shape: ModelShape) -> set[str]:
     """The last row layer of each block."""
     last: dict[str, str] = {}
     blocks = set(shape.blocks)
-    for name, kind in shape.tensor_plan.items():
+    for name, style in shape.tensor_plan.items():
         block = next((one for one in (*modules_around(name), name) if one in blocks), None)
-        if block is not None and kind in (ROW, ROW_SPLIT):
+        if block is not None and kind_of(style) in (ROW, ROW_SPLIT, EXPERTS):
             last[block] = name
     return set(last.values())
 
@@ -280,5 +338,5 @@ def _is_partial(name: str, dims: int, plan: Mapping[str, str], blocks: Container
     around = modules_around(name)
     if not sequence or not any(one in blocks for one in around):
         return False
-    bias_of_row = name.endswith(".bias") and any(plan.get(one) == ROW for one in around)
+    bias_of_row = name.endswith(".bias") and any(kind_of(plan[one]) == ROW for one in around if one in plan)
     return cut_dim(name, dims, plan) is None and not bias_of_row

@@ -23,6 +23,7 @@ class Part:
         key: the parameter by which the optimizer knows it; None for what is not trained (buffers).
         owned: of all ranks that hold an element exactly one owns it; that rank writes it into checkpoints.
         flat: the part is a range of the flattened whole instead of a box.
+        region: where the part lies in what this rank holds of the parameter ``key``, if it holds several parts of it.
     """
 
     name: str
@@ -32,10 +33,17 @@ class Part:
     key: torch.Tensor | None = None
     owned: bool = True
     flat: bool = False
+    region: tuple[slice, ...] | None = None
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor, key: torch.Tensor | None = None, owned: bool = True) -> Part:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), key, owned)
+
+    def of_key(self, value: torch.Tensor) -> torch.Tensor:
+        """What belongs to this part of a value that the optimizer keeps for the whole of ``key``."""
+        if self.region is None or self.key is None or value.shape != self.key.shape:
+            return value
+        return value[self.region]
 
     @property
     def is_whole(self) -> bool:

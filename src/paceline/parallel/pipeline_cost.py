@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.models.shape import ModelShape, modules_around
-from paceline.models.tensor_plan import COLUMN
+from paceline.models.tensor_style import COLUMN, kind_of
 from paceline.parallel.cost import Workload
 from paceline.parallel.pipeline_stages import Division, divide, num_chunks, rank_of_stage
 
@@ -118,7 +118,7 @@ def _within_pair(shape: ModelShape) -> set[int]:
     found = set()
     for block in range(len(shape.blocks)):
         latest = max(latest, last_style.get(block, latest))
-        if latest[1] == COLUMN:
+        if latest[1] and kind_of(latest[1]) == COLUMN:
             found.add(block + 1)
     return found
 

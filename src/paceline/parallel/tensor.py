@@ -7,7 +7,7 @@ The parameters stay ordinary ones, so whatever shards or reduces them afterwards
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,34 +17,53 @@ from torch.nn import functional
 
 from paceline.config.schema import Parallel
 from paceline.core.errors import ConfigError
-from paceline.models.tensor_plan import (
+from paceline.models.tensor_families import family_plan
+from paceline.models.tensor_plan import check_sizes, find_tensor_plan, refuse_sizes
+from paceline.models.tensor_style import (
     COLUMN,
     COLUMN_GATHERED,
+    EXPERTS,
+    LATENT,
+    MULTI_QUERY_COLUMN,
     ROW,
     ROW_SPLIT,
     SUMMED,
-    check_sizes,
-    find_tensor_plan,
-    refuse_sizes,
+    Range,
+    cut_axis,
+    kind_of,
+    needed_divisor,
+    parse_style,
+    ranges,
 )
+from paceline.parallel.tensor_heads import divide_heads
 from paceline.parallel.tensor_ops import gather_features, low_precision, scatter_tokens, split_features, sum_gradient, sum_parts
 from paceline.parallel.tensor_sequence import TokenSplit
 from paceline.world.group import World
 
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
-
 
 @dataclass(frozen=True)
 class Cut:
-    """Where this rank's part of a parameter lies: it begins at ``start`` of dimension ``dim`` of the whole, of ``shape``."""
+    """Where this rank's part of a parameter lies: its ``ranges`` of dimension ``dim`` of the whole, of ``shape``, one after
+    another."""
 
     dim: int
-    start: int
+    ranges: tuple[Range, ...]
     shape: tuple[int, ...]
 
     @property
-    def offset(self) -> tuple[int, ...]:
-        return tuple(self.start if dim == self.dim else 0 for dim in range(len(self.shape)))
+    def start(self) -> int:
+        return self.ranges[0].start
+
+    def pieces(self, begin: int, length: int) -> list[tuple[int, int, Range]]:
+        """(first, length, range) of each piece of the rows [begin, begin + length) of this rank's part that lies in one range;
+        ``first`` counts from ``begin``. The range is that of the piece, in the whole."""
+        found, local = [], 0
+        for one in self.ranges:
+            first, last = max(begin, local), min(begin + length, local + one.length)
+            if first < last:
+                found.append((first - begin, last - first, replace(one, start=one.start + first - local, length=last - first)))
+            local += one.length
+        return found
 
 
 class TensorSplit:
@@ -68,55 +87,66 @@ class TensorSplit:
         found = dict(plan) if plan is not None else find_tensor_plan(model, settings.tensor_plan)
         modules = dict(model.named_modules())
         # Of layers that belong to other stages of a pipeline the weights are gone.
-        self.plan = {name: style for name, style in found.items() if any(True for _ in modules[name].parameters())}
+        self.plan = {name: style for name, style in found.items() if _is_here(name, modules)}
         self._sequence = settings.sequence_parallel
         self._shared = _SharedInput(line)
         self._where: dict[int, Cut] = {}
         self._tied = _tied_parameters(model)
         check_plan_sizes(model, self.plan, line.size)
-        if settings.tensor_plan:
-            self._divide_heads(modules)
+        keeps_numbers = bool(settings.tensor_plan) or bool(family_plan(_config(model)))
+        divide_heads(self.plan, modules, line, keeps_numbers)
         self._say_dropout(modules)
         # Before anything is cut: it looks at what stands where.
         tokens = TokenSplit(model, line, self.plan) if self._sequence else None
         for name, style in self.plan.items():
-            self._cut_module(name, modules[name], style)
+            if name in modules:
+                self._cut_module(name, modules[name], style)
+            else:
+                owner, _, leaf = name.rpartition(".")
+                self._cut_parameter(owner, modules[owner], leaf, style)
         self.cuts = {name: self._where[id(one)] for name, one in model.named_parameters() if id(one) in self._where}
-        summed = [one for name, style in self.plan.items() if style == SUMMED for one in modules[name].parameters()]
+        summed = [one for name, style in self.plan.items() if kind_of(style) == SUMMED for one in modules[name].parameters()]
         inside = tokens.partial(set(self._where), self._row_biases(modules)) if tokens else []
         #: Trained parameters that are held whole, of whose gradient each rank has a part: to be summed over the line.
         self.partial = [one for one in {id(one): one for one in [*summed, *inside]}.values() if one.requires_grad]
 
     # -- cutting ------------------------------------------------------------------------------------------------------------
-    def _cut_module(self, name: str, module: nn.Module, style: str) -> None:
-        if style == SUMMED:
+    def _cut_module(self, name: str, module: Any, style: str) -> None:
+        kind = kind_of(style)
+        if kind == SUMMED:
+            return
+        if kind == EXPERTS:
+            module.forward = partial(self._experts, module.forward)
+            return
+        if kind == LATENT:
+            module.forward = partial(self._latent, module.forward, parse_style(style).number)
             return
         linear, adapters = _unwrap(name, module)
-        split = style == ROW_SPLIT
-        if style in (COLUMN, COLUMN_GATHERED):
-            self._cut_column(name, linear, style == COLUMN_GATHERED, shared=True)
+        split = kind == ROW_SPLIT
+        if kind in (COLUMN, COLUMN_GATHERED):
+            self._cut_column(name, linear, style, shared=True)
             for _, up in adapters:
-                self._cut_column(f"{name}.lora_B", up, style == COLUMN_GATHERED, shared=False)
+                self._cut_column(f"{name}.lora_B", up, style.partition("/")[0], shared=False)
         else:
-            self._cut_row(name, linear, split)
+            self._cut_row(name, linear, style)
             for down, _ in adapters:
-                self._cut_row(f"{name}.lora_A", down, split)
+                self._cut_row(f"{name}.lora_A", down, style.partition("/")[0])
             if not split:
                 self._cut_dropout(module)
 
-    def _cut_column(self, name: str, linear: nn.Linear, gathered: bool, shared: bool) -> None:
-        self._cut_parameter(name, linear, "weight", 0)
+    def _cut_column(self, name: str, linear: Any, style: str, shared: bool) -> None:
+        self._cut_parameter(name, linear, "weight", style)
         if linear.bias is not None:
-            self._cut_parameter(name, linear, "bias", 0)
-        linear.out_features = linear.weight.shape[0]
-        linear.forward = partial(self._column, linear.forward, gathered, shared)
+            self._cut_parameter(name, linear, "bias", style)
+        _set_features(linear, style)
+        linear.forward = partial(self._column, linear.forward, kind_of(style) == COLUMN_GATHERED, shared)
 
-    def _cut_row(self, name: str, linear: nn.Linear, split: bool) -> None:
-        self._cut_parameter(name, linear, "weight", 1)
-        linear.in_features = linear.weight.shape[1]
-        linear.forward = partial(self._row, linear, linear.forward, split)
+    def _cut_row(self, name: str, linear: Any, style: str) -> None:
+        self._cut_parameter(name, linear, "weight", style)
+        _set_features(linear, style)
+        linear.forward = partial(self._row, linear, linear.forward, kind_of(style) == ROW_SPLIT)
 
-    def _cut_parameter(self, name: str, module: nn.Module, key: str, dim: int) -> None:
+    def _cut_parameter(self, name: str, module: nn.Module, key: str, style: str) -> None:
         whole = getattr(module, key)
         if id(whole) in self._tied:
             raise ConfigError(
@@ -124,10 +154,12 @@ class TensorSplit:
                 + ", ".join(self._tied[id(whole)]),
                 fix="leave this module out of `parallel.tensor_plan`: it then stays whole on each rank",
             )
-        size = whole.shape[dim] // self.line.size
-        start = size * self.line.rank
-        mine = nn.Parameter(whole.detach().narrow(dim, start, size).clone(), requires_grad=whole.requires_grad)
-        self._where[id(mine)] = Cut(dim, start, tuple(whole.shape))
+        dim = cut_axis(style, whole.dim())
+        assert dim is not None
+        held = ranges(style, whole.shape[dim], self.line.size, self.line.rank)
+        values = torch.cat([whole.detach().narrow(dim, one.start, one.length) for one in held], dim)
+        mine = nn.Parameter(values.clone() if len(held) == 1 else values, requires_grad=whole.requires_grad)
+        self._where[id(mine)] = Cut(dim, held, tuple(whole.shape))
         setattr(module, key, mine)
 
     def _cut_dropout(self, module: nn.Module) -> None:
@@ -144,6 +176,22 @@ class TensorSplit:
         found = inner(x, *args, **kwargs)
         return gather_features(found, self.line) if gathered else found
 
+    def _experts(
+        self, inner: Any, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self._shared.forget()
+        if torch.is_grad_enabled():
+            x, top_k_weights = sum_gradient(low_precision(x), self.line), sum_gradient(top_k_weights, self.line)
+        return sum_parts(inner(x, top_k_index, top_k_weights, *args, **kwargs), self.line)
+
+    def _latent(self, inner: Any, features: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What passes a column layer later has its gradient summed there; the last features are summed here."""
+        found = inner(x, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return found  # type: ignore[no-any-return]
+        first, last = found.split([found.shape[-1] - features, features], dim=-1)
+        return torch.cat([first, sum_gradient(last.contiguous(), self.line)], dim=-1)
+
     def _row(self, linear: nn.Linear, inner: Any, split: bool, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._shared.forget()
         if split:
@@ -156,16 +204,6 @@ class TensorSplit:
         return found
 
     # -- checks -------------------------------------------------------------------------------------------------------------
-    def _divide_heads(self, modules: Mapping[str, nn.Module]) -> None:
-        """A module of the user's that keeps its number of heads computes with its share of them."""
-        parents = {name.rpartition(".")[0] for name, style in self.plan.items() if style == COLUMN}
-        for parent in parents:
-            for key in _HEAD_COUNTS:
-                heads = getattr(modules[parent], key, None)
-                if isinstance(heads, int) and not isinstance(heads, bool):
-                    refuse_sizes({f"{parent}.{key}".lstrip("."): heads}, self.line.size)
-                    setattr(modules[parent], key, heads // self.line.size)
-
     def _say_dropout(self, modules: Mapping[str, nn.Module]) -> None:
         for parent in {name.rpartition(".")[0] for name in self.plan if name.rpartition(".")[0]}:
             rate = getattr(modules[parent], "attention_dropout", 0.0)
@@ -183,39 +221,82 @@ class TensorSplit:
                 return
 
     def _row_biases(self, modules: Mapping[str, nn.Module]) -> set[int]:
-        rows = [_unwrap(name, modules[name])[0] for name, style in self.plan.items() if style in (ROW, ROW_SPLIT)]
+        rows = [
+            _unwrap(name, modules[name])[0]
+            for name, style in self.plan.items()
+            if kind_of(style) in (ROW, ROW_SPLIT) and name in modules
+        ]
         return {id(one.bias) for one in rows if one.bias is not None}
 
     # -- after backward -----------------------------------------------------------------------------------------------------
     def sum_partial_gradients(self, gradients: list[torch.Tensor]) -> None:
         """Sum over the line, in place, the gradients (of :attr:`partial`, in its order; local parts where they are sharded)."""
+        self.sum_over_copies([(one, self.line.size) for one in gradients])
+
+    def sum_over_copies(self, gradients: list[tuple[torch.Tensor, int]]) -> None:
+        """Sum each gradient, in place, over the ranks that hold the same weights: all of the line, or neighbors, so many as the
+        number beside it says. One all-reduce, in which each group of neighbors has a place of its own."""
         if not gradients:
             return
-        flat = torch.cat([one.reshape(-1).float() for one in gradients])
+        pieces = []
+        for one, copies in gradients:
+            places = one.new_zeros((self.line.size // copies, one.numel()), dtype=torch.float32)
+            places[self.line.rank // copies] = one.reshape(-1)
+            pieces.append(places.view(-1))
+        flat = torch.cat(pieces)
         self.line.wait(self.line.all_reduce(flat))
-        for one, found in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
-            one.copy_(found.view(one.shape))
+        for (one, copies), found in zip(gradients, flat.split([len(piece) for piece in pieces]), strict=True):
+            one.copy_(found.view(self.line.size // copies, -1)[self.line.rank // copies].view(one.shape))
 
 
 def check_plan_sizes(model: nn.Module, plan: Mapping[str, str], size: int) -> None:
     """Raise ConfigError where the layers of the plan, or the heads that the model's config tells of, do not divide."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if hasattr(getattr(inner, "config", None), "to_dict"):
-        check_sizes(inner.config.to_dict(), size)
+    config = _config(model)
+    if hasattr(config, "to_dict"):
+        check_sizes(config.to_dict(), size)
     modules = dict(model.named_modules())
     sizes: dict[str, int] = {}
     for name, style in plan.items():
-        if style == SUMMED:
+        kind = kind_of(style)
+        if kind not in (COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT) or not _is_here(name, modules):
             continue
-        linear, _ = _unwrap(name, modules[name])
-        column = style in (COLUMN, COLUMN_GATHERED)
-        sizes[f"{'rows' if column else 'columns'} of {name}"] = linear.weight.shape[0 if column else 1]
+        weight: Any = _unwrap(name, modules[name])[0].weight if name in modules else _parameter(name, modules)
+        dim = cut_axis(style, weight.dim())
+        assert dim is not None
+        what = "rows" if kind in (COLUMN, COLUMN_GATHERED) else "columns"
+        if parse_style(style).name == MULTI_QUERY_COLUMN:
+            what = "query heads"
+        sizes[f"{what} of {name}"] = needed_divisor(style, weight.shape[dim])
     wrong = {name: number for name, number in sizes.items() if number % size}
     if wrong:
         first = next(iter(wrong))
-        others = {name: number for name, number in sizes.items() if number not in (wrong[first],)}
+        others = {name: number for name, number in sizes.items() if number not in (wrong[first], 0)}
         distinct = {number: name for name, number in others.items()}
         refuse_sizes({first: wrong[first], **{name: number for number, name in distinct.items()}}, size)
+
+
+def _config(model: Any) -> Any:
+    return getattr(model.get_base_model() if hasattr(model, "get_base_model") else model, "config", None)
+
+
+def _is_here(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    if name in modules:
+        return any(True for _ in modules[name].parameters())
+    return _parameter(name, modules) is not None
+
+
+def _parameter(name: str, modules: Mapping[str, nn.Module]) -> Any:
+    owner, _, leaf = name.rpartition(".")
+    return modules[owner]._parameters.get(leaf)
+
+
+def _set_features(linear: Any, style: str) -> None:
+    """The sizes that a layer keeps beside its weight."""
+    outputs, inputs = linear.weight.shape
+    if parse_style(style).transposed:
+        linear.nx, linear.nf = outputs, inputs
+    else:
+        linear.out_features, linear.in_features = outputs, inputs
 
 
 class _SharedInput:
@@ -268,9 +349,11 @@ def _unwrap(name: str, module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Line
     """
     linear: Any = getattr(module, "base_layer", module)
     adapters = list(_adapters(name, module)) if linear is not module else []
-    if not isinstance(linear, nn.Linear) or not linear.weight.is_floating_point() or isinstance(module, _never_cut()):
+    is_linear = isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"
+    if not is_linear or not linear.weight.is_floating_point() or isinstance(module, _never_cut()):
         raise ConfigError(
-            f"`parallel.tensor`: `{name}` is a {type(linear).__name__}, and only torch's Linear layers are cut",
+            f"`parallel.tensor`: `{name}` is a {type(linear).__name__}, and only torch's Linear layers and "
+            "transformers' Conv1D are cut",
             fix="leave it out of `parallel.tensor_plan` and of `lora.modules_to_save`, or set `parallel.mode: zero3`",
         )
     return linear, adapters

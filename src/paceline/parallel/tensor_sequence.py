@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.models.blocks import find_blocks
-from paceline.models.tensor_plan import COLUMN, ROW, SUMMED
+from paceline.models.tensor_style import COLUMN, ROW, SUMMED, kind_of
 from paceline.parallel.tensor_ops import enter_tokens, gather_tokens, leave_tokens, low_precision
 from paceline.world.group import World
 
@@ -110,7 +110,7 @@ def _check_blocks(
     """What is shown: every cut layer lies in a module of a block that has column layers and then a row layer, and what is
     whole beside these modules is a norm, which treats each token alone."""
     for parent in parents:
-        styles = {style for name, style in plan.items() if name.rpartition(".")[0] == parent}
+        styles = {kind_of(style) for name, style in plan.items() if name.rpartition(".")[0] == parent}
         if not any(_inside(parent, name) for name, _ in blocks):
             raise _refused(f"`{parent or 'the model itself'}` holds cut layers and is no part of a block")
         if not {COLUMN, ROW} <= styles <= {COLUMN, ROW, SUMMED}:

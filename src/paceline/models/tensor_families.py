@@ -1,0 +1,114 @@
+"""Plans for tensor parallelism of model families for which transformers has none, or only one for a part of their layers.
+
+The keys are ``model_type`` of a model's config. A pattern names modules below the base model; ``*`` stands for one part of a
+name. A plan that transformers has for the model counts too, except for modules that are named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_C, _R, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_QKVO = {"q_proj": _C, "k_proj": _C, "v_proj": _C}
+_GATED = {"gate_proj": _C, "up_proj": _C, "down_proj": _R}
+
+
+def _under(prefix: str, styles: Mapping[str, str]) -> dict[str, str]:
+    return {f"{prefix}.{name}": style for name, style in styles.items()}
+
+
+_CONV1D_BLOCK = {
+    "h.*.attn.c_attn": "packed_colwise:3",  # [query | key | value]
+    "h.*.attn.c_proj": _R,
+    "h.*.mlp.c_fc": _C,
+    "h.*.mlp.c_proj": _R,
+}
+# The rows of the fused layer are [head 0: query, key, value | head 1: …]: a range of heads is a range of rows.
+_INTERLEAVED = {"dense": _R, "query_key_value": _C}
+_TALL = {"dense_h_to_4h": _C, "dense_4h_to_h": _R}
+_LLAMA_ATTENTION = _under("layers.*.self_attn", {**_QKVO, "o_proj": _R})
+_FAIRSEQ = {**_under("layers.*.self_attn", {**_QKVO, "out_proj": _R}), "layers.*.fc1": _C, "layers.*.fc2": _R}
+
+PLANS: dict[str, dict[str, str]] = {
+    "gpt2": _CONV1D_BLOCK,
+    "openai-gpt": _CONV1D_BLOCK,
+    "gpt_bigcode": {**_CONV1D_BLOCK, "h.*.attn.c_attn": _C},
+    "gpt_neo": {
+        **_under("h.*.attn.attention", {**_QKVO, "out_proj": _R}),
+        **_under("h.*.mlp", {"c_fc": _C, "c_proj": _R}),
+    },
+    "gptj": {
+        **_under("h.*.attn", {**_QKVO, "out_proj": _R}),
+        **_under("h.*.mlp", {"fc_in": _C, "fc_out": _R}),
+    },
+    "opt": _under("decoder", _FAIRSEQ),
+    "biogpt": _FAIRSEQ,
+    "xglm": _FAIRSEQ,
+    "bloom": {**_under("h.*.self_attention", _INTERLEAVED), **_under("h.*.mlp", _TALL)},
+    "falcon": {**_under("h.*.self_attention", _INTERLEAVED), **_under("h.*.mlp", _TALL)},
+    "mpt": {
+        **_under("blocks.*.attn", {"Wqkv": "packed_colwise:3", "out_proj": _R}),
+        **_under("blocks.*.ffn", {"up_proj": _C, "down_proj": _R}),
+    },
+    "persimmon": {
+        **_under("layers.*.self_attn", {**_INTERLEAVED, "q_layernorm": _WHOLE, "k_layernorm": _WHOLE}),
+        **_under("layers.*.mlp", _TALL),
+    },
+    "stablelm": {**_LLAMA_ATTENTION, **_under("layers.*.mlp", _GATED)},
+    "hunyuan_v1_dense": {
+        **_LLAMA_ATTENTION,
+        **_under("layers.*.self_attn", {"query_layernorm": _WHOLE, "key_layernorm": _WHOLE}),
+        **_under("layers.*.mlp", _GATED),
+    },
+    "lfm2": {
+        **_under("layers.*.self_attn", {**_QKVO, "out_proj": _R, "q_layernorm": _WHOLE, "k_layernorm": _WHOLE}),
+        **_under("layers.*.feed_forward", {"w1": _C, "w3": _C, "w2": _R}),
+    },
+    # transformers cuts their experts alone.
+    "deepseek_v3": _under(
+        "layers.*.self_attn",
+        {"q_proj": _C, "q_b_proj": _C, "kv_a_proj_with_mqa": "mla_kv_a_proj", "kv_b_proj": _C, "o_proj": _R},
+    ),
+    "granitemoe": _LLAMA_ATTENTION,
+    "phimoe": _LLAMA_ATTENTION,
+    "jamba": {**_LLAMA_ATTENTION, **_under("layers.*.feed_forward", _GATED)},
+}
+
+#: Numbers that a module of these families computes with and that belong to its share of the heads: divided by the ranks.
+#: Modules of other families take what they need from the shapes of their weights.
+HEAD_NUMBERS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "split_size",
+    "embed_dim",
+)
+#: Arguments of an attention module with one row for each head (ALiBi): each rank takes those of its heads.
+HEAD_ARGUMENTS = ("alibi", "position_bias", "attention_mask")
+
+
+def family_plan(config: Any) -> dict[str, str]:
+    """The plan of a transformers model's config: pattern → style; empty if its family is not in :data:`PLANS`."""
+    kind = getattr(config, "model_type", None)
+    plan = dict(PLANS.get(kind or "", {}))
+    heads = getattr(config, "num_attention_heads", None)
+    if kind == "falcon" and config.multi_query and not config.new_decoder_architecture:
+        plan["h.*.self_attention.query_key_value"] = f"multi_query_colwise:{heads}"
+    if kind == "gpt_bigcode" and config.multi_query:
+        plan["h.*.attn.c_attn"] = f"multi_query_colwise:{heads}"
+    return plan
+
+
+def unsupported(config: Any) -> str | None:
+    """Why tensor parallelism cannot cut a model of this config, although its family has a plan; None if it can."""
+    kind = getattr(config, "model_type", None)
+    if kind == "bloom" and getattr(config, "slow_but_exact", False) and getattr(config, "pretraining_tp", 1) > 1:
+        return "`slow_but_exact` with `pretraining_tp` computes with slices of whole weights"
+    if kind == "stablelm" and getattr(config, "qk_layernorm", False):
+        return "`qk_layernorm` has a norm with weights for each head"
+    return None
