@@ -62,8 +62,8 @@ def find_tensor_plan(model: nn.Module, given: Mapping[str, str]) -> dict[str, st
     if not plan:
         raise ConfigError(
             f"`parallel.tensor`: {_class_name(model)} does not say how its layers are cut (a module without a plan)",
-            allowed="transformers' models that have a base_model_tp_plan; the families of models/tensor_families.py (GPT-2, OPT, "
-            "BLOOM, Falcon, MPT, …); an nn.Sequential with Linear → activation → Linear; or a plan in the config",
+            allowed="transformers' models that have a base_model_tp_plan; the families of models/tensor_families.py (GPT-2, "
+            "OPT, BLOOM, Falcon, MPT, …); an nn.Sequential with Linear → activation → Linear; or a plan in the config",
             fix="name pairs of layers, the first cut by rows of its weight, the second by columns: "
             "`parallel.tensor_plan: {layers.*.up: colwise, layers.*.down: rowwise}`",
         )
