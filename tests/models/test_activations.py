@@ -14,8 +14,8 @@ from paceline.config.schema import Config
 from paceline.engine.precision import checkpoint_activations
 from paceline.models import attention
 from paceline.models.activations import dims_of, language_activations
+from paceline.models.adapters import add_adapters
 from paceline.models.flops import language_flops
-from paceline.models.language import _add_adapters
 
 WIDTHS = {
     "model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -28,7 +28,7 @@ def build(config: Config) -> Any:
     low = torch.bfloat16 if config.train_args.precision == "bf16-mixed" and config.lora.enable else torch.float32
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDTHS), dtype=low)
     if config.lora.enable:
-        model = _add_adapters(model, config, "m")
+        model = add_adapters(model, config)
     if config.train_args.gradient_checkpointing:
         checkpoint_activations(model)
     attention.install(model.get_base_model() if config.lora.enable else model)

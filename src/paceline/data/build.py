@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.interruption import poll
 from paceline.data.chat import ChatTemplate
 from paceline.data.encode import Encoded, Encoder
 from paceline.data.formats import FORMATS, Converter, Malformed, Sample, Unsupported, fits_as
@@ -125,6 +126,7 @@ def _fill(
     writer: TokenWriter, source: OpenSource, converter: Converter, encoder: Encoder, account: _Account, config: Config
 ) -> None:
     for batch in _batches(source, converter, account, config.train_args.seed):
+        poll()
         encoded = encoder([sample for _, sample in batch])
         for (place, _), one in zip(batch, encoded, strict=True):
             if isinstance(one, str):

@@ -139,6 +139,7 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
             global_batch_size=global_batch_size,
             life=life,
             elsewhere=elsewhere,
+            dry_run=options.dry_run,
         )
 
     if outer is None and config.parallel.hosts != (1, 1) and not options.dry_run:

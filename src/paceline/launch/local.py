@@ -34,7 +34,7 @@ class LocalRun:
 
     def run(self) -> dict[str, Any]:
         """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves no process and no file."""
-        with self.signals, _hidden_main():
+        with self.signals, hidden_main():
             while True:
                 outcome = self._live()
                 if self.follow is None or outcome["status"] != "failed" or self.signals.number is not None:
@@ -196,7 +196,7 @@ def _lost_earlier(ranks: RankProcesses, job: Any) -> str:
 
 
 @contextlib.contextmanager
-def _hidden_main() -> Any:
+def hidden_main() -> Any:
     """Keep multiprocessing from running the caller's script again in every rank: a script that calls paceline.train() needs no
     ``if __name__ == "__main__"``."""
     names = vars(sys.modules["__main__"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -19,10 +20,12 @@ from paceline.core.run_dir import RunDir, lock_run
 from paceline.engine import checkpoint
 from paceline.launch.apart import Elsewhere, note_problem
 from paceline.launch.layout import check_row_state
+from paceline.launch.model_check import check_model, checking_beside
 from paceline.launch.sizes import check_sizes, sharing_text
 from paceline.parallel import Layout, mode_of, strategy_class
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared
+from paceline.world.env import outer_launcher
 
 if TYPE_CHECKING:
     from paceline.world.device import Devices
@@ -86,6 +89,7 @@ def plan_run(
     global_batch_size: int | None = None,
     life: int = 1,
     elsewhere: Elsewhere | None = None,
+    dry_run: bool = False,
 ) -> Plan:
     """Read and tokenise the data, work out batch and steps, and see whether a run is to be gone on with.
 
@@ -95,6 +99,7 @@ def plan_run(
         global_batch_size: of the life of this run before, which may have reached no checkpoint; else a checkpoint's holds.
         life: from the second on, what the lives before have saved is gone on with, whatever ``resume`` says.
         elsewhere: where the run's folder is another host's, and nothing of the one here counts.
+        dry_run: check the model too, which else the ranks do.
     """
     from paceline.engine.session import Job
 
@@ -107,7 +112,12 @@ def plan_run(
         check_free(run_dir, say)
     notices: list[tuple[str, str]] = list(loaded.notices) + (list(devices.notices) if devices else [])
     task = load_task(config)
-    prepared = task.prepare()
+    if dry_run:
+        for level, text in check_model(config, layout):
+            say(level, text)
+    # Under an outer launcher there is no fork server, and the ranks build the model themselves.
+    with contextlib.nullcontext() if dry_run or outer_launcher() else checking_beside(config, layout):
+        prepared = task.prepare()
     for level, text in prepared.notices:
         say(level, text)
     notices += prepared.notices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +57,11 @@ def load_language_model(config: Config) -> nn.Module:
             fix="download the model where there is a network and give its folder: `model=/path/to/folder`",
         ) from error
     model.config.use_cache = False
-    return _add_adapters(model, config, name) if config.lora.enable else model
+    if not config.lora.enable:
+        return model  # type: ignore[no-any-return]
+    from paceline.models.adapters import add_adapters
+
+    return add_adapters(model, config)
 
 
 def check_first_generation_qwen(config: Config) -> None:
@@ -103,77 +106,6 @@ def qwen_folder(name: str) -> Path | None:
                 allowed="a folder with the original repository's config.json, qwen.tiktoken and *.safetensors",
                 fix="download the model where there is a network and give its folder: `model=/path/to/folder`",
             ) from error
-
-
-def _add_adapters(model: Any, config: Config, name: str) -> nn.Module:
-    import torch
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    lora = config.lora
-    if lora.adapter is not None:
-        try:
-            adapted = PeftModel.from_pretrained(model, str(Path(lora.adapter).expanduser()), is_trainable=True)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"`lora.adapter: {lora.adapter}` cannot be loaded: {_first_line(error)}") from error
-    else:
-        targets = lora.target_modules
-        _check_names(model, config)
-        settings = LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            modules_to_save=list(lora.modules_to_save) or None,
-            bias="none",
-            task_type="CAUSAL_LM",
-        )
-        try:
-            adapted = get_peft_model(model, settings)
-        except ValueError as error:
-            raise ConfigError(
-                f"`lora.target_modules: {targets}` does not fit this model: {_first_line(error)}",
-                allowed="all-linear, or some of: " + ", ".join(_linear_names(model)),
-            ) from error
-    for parameter in adapted.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.float()
-    return adapted  # type: ignore[return-value]
-
-
-def _check_names(model: Any, config: Config) -> None:
-    """Raise ConfigError if a name of modules, or the regular expression, matches no module of the model."""
-    lora, paths = config.lora, [path for path, _ in model.named_modules() if path]
-
-    def missing(names: list[str]) -> list[str]:
-        return [name for name in names if not any(path == name or path.endswith(f".{name}") for path in paths)]
-
-    targets = lora.target_modules
-    linear = ", ".join(_linear_names(model))
-    if isinstance(targets, list) and (absent := missing(targets)):
-        raise ConfigError(
-            f"`lora.target_modules: {targets}`: the model has no module named {', '.join(f'`{name}`' for name in absent)}",
-            allowed=f"all-linear, a regular expression, or some of: {linear}",
-            fix="remove the names that belong to another model",
-        )
-    if isinstance(targets, str) and targets != "all-linear" and not any(re.fullmatch(targets, path) for path in paths):
-        example = next((path for path in paths if path.rpartition(".")[2] in _linear_names(model)), paths[-1])
-        raise ConfigError(
-            f"`lora.target_modules: {targets}` is a regular expression that matches no module of this model",
-            allowed=f"all-linear, a list of some of: {linear}; or an expression that matches a whole name such as {example}",
-        )
-    if absent := missing(lora.modules_to_save):
-        raise ConfigError(
-            f"`lora.modules_to_save: {lora.modules_to_save}`: the model has no module named "
-            + ", ".join(f"`{name}`" for name in absent),
-            allowed="the last parts of names of modules, such as "
-            + ", ".join(list(dict.fromkeys(path.rpartition(".")[2] for path in paths if not path[-1].isdigit()))[:12]),
-        )
-
-
-def _linear_names(model: Any) -> list[str]:
-    import torch
-
-    return sorted({path.rpartition(".")[2] for path, one in model.named_modules() if isinstance(one, torch.nn.Linear)})
 
 
 def _first_line(error: BaseException) -> str:

@@ -30,6 +30,8 @@ def language_model_on_meta(config: Config) -> nn.Module:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from paceline.models.adapters import add_adapters
+
     args = config.train_args
     name = str(Path(resolve_model(config.model)).expanduser())
     low = getattr(torch, args.mixed_dtype or "float32")
@@ -41,7 +43,7 @@ def language_model_on_meta(config: Config) -> nn.Module:
                     found, dtype=low if config.lora.enable else torch.float32, trust_remote_code=config.trust_remote_code
                 )
                 if config.lora.enable:
-                    model = language._add_adapters(model, _without_adapter(config), name)
+                    model = add_adapters(model, config, read_weights=False)
         except ConfigError:
             raise
         except Exception as error:  # transformers raises what it likes on a config.json that does not fit together
@@ -64,20 +66,6 @@ def _config_of(name: str, trust_remote_code: bool) -> Any:
     if content is None or (folder is not None and qwen.CONVERTED_KEY not in content):
         return AutoConfig.from_pretrained(name if folder is None else str(folder), trust_remote_code=trust_remote_code)
     return AutoConfig.for_model(**content)
-
-
-def _without_adapter(config: Config) -> Config:
-    """The rank and the modules of an adapter to go on from, so that its weights need not be read."""
-    lora = config.lora
-    if lora.adapter is None:
-        return config
-    from peft import LoraConfig
-
-    saved: Any = LoraConfig.from_pretrained(str(Path(lora.adapter).expanduser()))
-    targets = saved.target_modules
-    named = targets if isinstance(targets, str) else sorted(targets)
-    update = {"adapter": None, "rank": saved.r, "target_modules": named, "modules_to_save": list(saved.modules_to_save or [])}
-    return config.model_copy(update={"lora": lora.model_copy(update=update)})
 
 
 @contextmanager

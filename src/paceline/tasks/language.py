@@ -58,6 +58,16 @@ class LanguageTask(Task):
 
     def setup(self, model: Any) -> list[tuple[str, str]]:
         """Decide between packed and padded rows, by trying. Called with the model on its device, before training."""
+        return [*self._adapter_notices(model), *self._choose_rows(model)]
+
+    def _adapter_notices(self, model: Any) -> list[tuple[str, str]]:
+        if not self.config.lora.enable:
+            return []
+        from paceline.models.adapters import adapter_notices
+
+        return adapter_notices(model, self.config)
+
+    def _choose_rows(self, model: Any) -> list[tuple[str, str]]:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         if not self.packed:

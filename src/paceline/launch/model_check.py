@@ -1,0 +1,159 @@
+"""Refuse what a rank would refuse about a model, without its weights: built on torch's meta device, adapters included.
+
+A dry run does this before the data is read. A run does it while the data is tokenized, in a process forked from the warm fork
+server: a model that cannot be trained ends the tokenization. Short tokenization does not wait for the check; the ranks then
+refuse the model themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.files import cache_dir, write_json_atomic
+from paceline.core.interruption import polling
+from paceline.core.scratch import Scratch
+from paceline.data.cache import key_of
+from paceline.models.language import config_numbers
+
+if TYPE_CHECKING:
+    from paceline.parallel import Layout
+
+Notice = tuple[str, str]
+
+#: By then the fork server has imported what a model needs.
+_START_AFTER_S = 6.0
+
+
+def check_model(config: Config, layout: Layout) -> list[Notice]:
+    """Build the model as the ranks will, without weights; returns what they would report about it. A model that passed is
+    remembered in the cache. Does nothing for tasks other than language models.
+
+    Raises:
+        ConfigError: the ranks would refuse the model, its adapters, or the way it is spread.
+    """
+    if config.task not in ("sft", "pretrain"):
+        return []
+    remembered = _remembered(config, layout)
+    if remembered is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return [(level, text) for level, text in json.loads(remembered.read_text())]
+    notices = _build_and_check(config, layout)
+    if remembered is not None:
+        with contextlib.suppress(OSError):
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            write_json_atomic(remembered, notices)
+    return notices
+
+
+def _build_and_check(config: Config, layout: Layout) -> list[Notice]:
+    from paceline.engine.precision import checkpoint_activations
+    from paceline.models.adapters import adapter_notices
+    from paceline.models.meta import language_model_on_meta
+
+    model: Any = language_model_on_meta(config)
+    if config.train_args.gradient_checkpointing:
+        try:
+            checkpoint_activations(model)
+        except ValueError as error:
+            raise ConfigError(
+                f"`train_args.gradient_checkpointing: true` is not supported with `model: {config.model}`: {error}",
+                fix="set `train_args.gradient_checkpointing: false`",
+            ) from error
+    if layout.axes.tensor > 1:
+        from paceline.models.tensor_plan import find_tensor_plan
+        from paceline.parallel.tensor import check_plan_sizes
+
+        check_plan_sizes(model, find_tensor_plan(model, config.parallel.tensor_plan), layout.axes.tensor)
+    return adapter_notices(model, config) if config.lora.enable else []
+
+
+def _remembered(config: Config, layout: Layout) -> Path | None:
+    """The file in the cache that says that this model was checked; None if nothing tells that the model is still the same."""
+    if config.trust_remote_code or config.lora.adapter is not None:
+        return None
+    content = config_numbers(config.model)
+    if not content:
+        return None
+    try:
+        versions = [metadata.version(name) for name in ("torch", "transformers", "peft", "paceline")]
+    except metadata.PackageNotFoundError:
+        return None
+    lora = {**config.lora.model_dump(mode="json"), "set": sorted(config.lora.model_fields_set)}
+    settings = [config.train_args.gradient_checkpointing, config.parallel.tensor_plan, layout.axes.tensor]
+    return cache_dir() / "models-checked" / f"{key_of([content, versions, lora, settings])}.json"
+
+
+@contextlib.contextmanager
+def checking_beside(config: Config, layout: Layout) -> Iterator[None]:
+    """Within the block, computations that poll are ended by the error of a model that cannot be trained. To be used where the
+    fork server was started for this config."""
+    if config.task not in ("sft", "pretrain"):
+        yield
+        return
+    check = _CheckBeside(config, layout)
+    try:
+        with polling(check.poll):
+            yield
+    finally:
+        check.close()
+
+
+class _CheckBeside:
+    def __init__(self, config: Config, layout: Layout) -> None:
+        self._arguments = (config, layout)
+        self._start_at = time.monotonic() + _START_AFTER_S
+        self._process: Any = None
+        self._scratch: Scratch | None = None
+
+    def poll(self) -> None:
+        """Start the check when it is time; raise what it found.
+
+        Raises:
+            ConfigError: see :func:`check_model`.
+        """
+        if self._process is None:
+            if time.monotonic() >= self._start_at:
+                self._start()
+            return
+        assert self._scratch is not None
+        outcome = self._scratch.path / "refused.json"
+        if outcome.exists():
+            what, allowed, fix = json.loads(outcome.read_text())
+            raise ConfigError(what, allowed=allowed, fix=fix)
+
+    def _start(self) -> None:
+        from paceline.launch.local import hidden_main
+
+        self._scratch = Scratch()
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(
+            target=_check_in_process, args=(*self._arguments, str(self._scratch.path / "refused.json")), daemon=True
+        )
+        with hidden_main(), contextlib.suppress(OSError, EOFError):
+            self._process.start()
+
+    def close(self) -> None:
+        if self._process is not None and self._process.pid is not None:
+            self._process.kill()
+            self._process.join(5.0)
+        if self._scratch is not None:
+            self._scratch.close()
+
+
+def _check_in_process(config: Config, layout: Layout, outcome: str) -> None:
+    from paceline.core.processes import end_with_parent
+
+    end_with_parent()
+    try:
+        check_model(config, layout)
+    except ConfigError as error:
+        write_json_atomic(Path(outcome), [error.what, error.allowed, error.fix])

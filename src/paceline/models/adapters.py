@@ -1,0 +1,301 @@
+"""LoRA adapters on a language model, through peft."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError, nearest
+
+Notice = tuple[str, str]
+
+ALL_LINEAR = "all-linear"
+_ADAPTER = "default"
+
+#: Code that computes with a weight instead of calling its module, where an adapter has no effect.
+_READS_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size|data)\b|\[)")
+
+_WHY_BYPASSED = "the model's code reads these weights instead of calling the modules"
+
+#: Layers of peft that refuse dropout.
+_WITHOUT_DROPOUT = ("ParamWrapper", "MultiheadAttention")
+
+
+def add_adapters(model: Any, config: Config, read_weights: bool = True) -> nn.Module:
+    """Put the config's adapters into ``model``, on whatever device it is. Trained parameters are float32.
+
+    Args:
+        read_weights: False: of ``lora.adapter`` read the configuration only.
+
+    Raises:
+        ConfigError: the adapters do not fit the model, with the names of the modules that it has.
+    """
+    import torch
+
+    adapted = _create_adapters(model, config) if config.lora.adapter is None else _load_adapters(model, config, read_weights)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+    return adapted  # type: ignore[no-any-return]
+
+
+def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    lora = config.lora
+    folder = str(Path(str(lora.adapter)).expanduser())
+    try:
+        if read_weights:
+            adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
+        else:
+            settings = LoraConfig.from_pretrained(folder)
+            settings.inference_mode = False
+            adapted = get_peft_model(model, settings)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"`lora.adapter: {lora.adapter}` cannot be loaded: {_first_line(error)}") from error
+    if any(_refuses_dropout(layer) for _, layer in adapter_layers(adapted)):
+        set_dropout(adapted, lora.dropout)  # such an adapter is saved without its dropout: peft would not load it
+    return adapted
+
+
+def _create_adapters(model: Any, config: Config) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    lora = config.lora
+    targets = lora.target_modules
+    # peft replaces modules as it goes: after an error the names would be those of its wrappers.
+    allowed = "all-linear, or some of: " + ", ".join(target_names(model))
+    _check_names(model, config)
+    selects_all = _selects_all_linear(config)
+    bypassed = bypassed_modules(model) if selects_all else []
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,  # set afterwards, on the layers that can have it
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=_pattern_of(bypassed) if bypassed else None,
+        modules_to_save=list(lora.modules_to_save) or None,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():
+            # peft tells of what it does by itself: transposed weights (GPT-2), ranks of fused experts.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+            adapted = get_peft_model(model, settings)
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError) as error:
+        raise ConfigError(
+            f"`lora.target_modules: {targets}` does not fit this model: {_first_line(error)}",
+            allowed=allowed,
+            fix=None if selects_all else "set `lora.target_modules: all-linear`, which selects the modules that fit",
+        ) from error
+    set_dropout(adapted, lora.dropout)
+    return adapted
+
+
+def _selects_all_linear(config: Config) -> bool:
+    targets = config.lora.target_modules
+    return isinstance(targets, str) and targets.lower() == ALL_LINEAR
+
+
+def set_dropout(adapted: Any, dropout: float) -> None:
+    """Apply ``dropout`` to the input of every adapter that can have it. peft cannot drop the input of an adapter on a
+    parameter (the experts of a mixture), and refuses to load an adapter of such parameters that names a dropout."""
+    if dropout <= 0:
+        return
+    everywhere = True
+    for _, layer in adapter_layers(adapted):
+        if _refuses_dropout(layer):
+            everywhere = False
+        else:
+            layer.lora_dropout[_ADAPTER] = nn.Dropout(dropout).train(layer.training)
+    if everywhere:
+        adapted.peft_config[_ADAPTER].lora_dropout = dropout
+
+
+def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Return each layer of peft that holds a LoRA adapter, with its name."""
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def _refuses_dropout(layer: Any) -> bool:
+    return type(layer).__name__ in _WITHOUT_DROPOUT
+
+
+# -- the modules of a model --------------------------------------------------------------------------------------------------
+def _linear_modules(model: Any) -> dict[str, nn.Module]:
+    """The linear modules by name, without the output head: what ``all-linear`` stands for."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    kinds = (nn.Linear, Conv1D)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
+
+
+def target_names(model: Any) -> list[str]:
+    """The names that ``lora.target_modules`` can list: the last part of each linear module's name, and peft's names for the
+    projections of experts that transformers keeps in one parameter."""
+    return sorted({name.rpartition(".")[2] for name in _linear_modules(model)} | _expert_names(model))
+
+
+def _expert_names(model: Any) -> frozenset[str]:
+    """Names of projections that no module has, which peft maps to parameters of this architecture's experts."""
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+
+        pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+        return frozenset(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
+    except (ImportError, AttributeError):
+        return frozenset()
+
+
+def _check_names(model: Any, config: Config) -> None:
+    """Refuse names, or a regular expression, that no module has: peft ignores such names if others match."""
+    lora, paths = config.lora, [path for path, _ in model.named_modules() if path]
+    experts = _expert_names(model)
+    targets, names = lora.target_modules, target_names(model)
+    allowed = ", ".join(names)
+    if isinstance(targets, list) and (absent := _missing([one for one in targets if one not in experts], paths)):
+        near = nearest(absent[0], names)
+        raise ConfigError(
+            f"`lora.target_modules: {targets}`: the model has no module named {_quoted(absent)}",
+            allowed=f"all-linear, a regular expression, or some of: {allowed}",
+            fix=f"did you mean `{near}`?" if near else "remove the names that belong to another model",
+        )
+    if isinstance(targets, str) and not _selects_all_linear(config) and not _regex_matches(targets, model, paths, experts):
+        example = next((path for path in paths if path.rpartition(".")[2] in names), paths[-1])
+        raise ConfigError(
+            f"`lora.target_modules: {targets}` is a regular expression that matches no module of this model",
+            allowed=f"all-linear, a list of some of: {allowed}; or an expression that matches a whole name such as {example}",
+        )
+    if absent := _missing(lora.modules_to_save, paths):
+        leaves = list(dict.fromkeys(path.rpartition(".")[2] for path in paths if not path[-1].isdigit()))
+        near = nearest(absent[0], leaves)
+        raise ConfigError(
+            f"`lora.modules_to_save: {lora.modules_to_save}`: the model has no module named {_quoted(absent)}",
+            allowed="the last parts of names of modules, such as " + ", ".join(leaves[:12]),
+            fix=f"did you mean `{near}`?" if near else None,
+        )
+
+
+def _regex_matches(pattern: str, model: Any, paths: list[str], experts: Iterable[str]) -> bool:
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"`lora.target_modules: {pattern}` is not a valid regular expression: {error}") from error
+    if any(regex.fullmatch(path) for path in paths):
+        return True
+    # peft tries the names that the projections of the experts had before they became one parameter.
+    containers = {name.rpartition(".")[0] for name, one in model.named_parameters() if one.dim() == 3} if experts else ()
+    return any(regex.fullmatch(f"{container}.{name}") for container in containers for name in experts)
+
+
+def _missing(names: Iterable[str], paths: list[str]) -> list[str]:
+    return [name for name in names if not any(path == name or path.endswith(f".{name}") for path in paths)]
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def bypassed_modules(model: Any) -> list[str]:
+    """Linear modules whose weight the model's code reads instead of calling the module, such as `out_proj` in Mamba: an adapter
+    would have no effect, always or with the fused kernels."""
+    return _read_by_parent(model, _linear_modules(model))
+
+
+def ineffective_adapters(adapted: Any) -> list[str]:
+    """The adapters whose module the model's code does not call, see :func:`bypassed_modules`."""
+    return _read_by_parent(adapted, [name for name, layer in adapter_layers(adapted) if not hasattr(layer, "parameter_name")])
+
+
+def _read_by_parent(model: Any, names: Iterable[str]) -> list[str]:
+    found = []
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        if leaf in _weights_read_by(type(model.get_submodule(parent))):
+            found.append(name)
+    return found
+
+
+@functools.cache
+def _weights_read_by(kind: type) -> frozenset[str]:
+    try:
+        return frozenset(_READS_WEIGHT.findall(inspect.getsource(kind)))
+    except (OSError, TypeError):  # no source at hand
+        return frozenset()
+
+
+def _pattern_of(names: Iterable[str]) -> str:
+    """A regular expression that matches exactly these names, with any number for a layer."""
+    return "|".join(sorted({re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in names}))
+
+
+def _short_names(names: Iterable[str]) -> str:
+    """Names without what differs from layer to layer: ``model.layers.3.mlp.experts.w`` → ``mlp.experts.w``."""
+    short = (
+        re.sub(r"^.*\.\d+\.(?=\D)", "", name.removeprefix("base_model.model.").replace(".base_layer", "")) for name in names
+    )
+    return ", ".join(sorted(set(short)))
+
+
+# -- what the user should know ------------------------------------------------------------------------------------------------
+def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
+    """What is not as the config says or as its reader would expect: dropout that cannot be applied, modules without an
+    adapter."""
+    lora = config.lora
+    found: list[Notice] = []
+    layers = dict(adapter_layers(adapted))
+    without = [
+        f"{name}.{getattr(layer, 'parameter_name', '')}".rstrip(".")
+        for name, layer in layers.items()
+        if _refuses_dropout(layer)
+    ]
+    if without and lora.dropout > 0:
+        level = "warning" if "dropout" in lora.model_fields_set else "info"
+        where = "the other adapters only" if len(without) < len(layers) else "no adapter"
+        found.append(
+            (level, f"lora.dropout: {lora.dropout:g} applies to {where}; peft cannot apply dropout to {_short_names(without)}")
+        )
+    if _selects_all_linear(config) and lora.adapter is None:
+        found += _left_out(adapted.get_base_model(), lora.modules_to_save)
+    elif ineffective := ineffective_adapters(adapted):
+        names = _short_names(ineffective)
+        found.append(("warning", f"LoRA: the adapters on {names} may have no effect: {_WHY_BYPASSED}"))
+    return found
+
+
+def _left_out(base: Any, saved: list[str]) -> list[Notice]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found: list[Notice] = []
+    bypassed = bypassed_modules(base)
+    if bypassed:
+        found.append(("info", f"LoRA: no adapter on {_short_names(bypassed)}: {_WHY_BYPASSED}"))
+    wrapped = tuple(name for name, module in base.named_modules() if isinstance(module, BaseTunerLayer))
+    inside = tuple(f"{name}." for name in wrapped)
+    linear = [name for name in _linear_modules(base) if name not in bypassed and not name.startswith(inside)]
+    linear = [name for name in linear if not any(part in saved for part in name.split("."))]
+    experts = [
+        name for name, one in base.named_parameters() if one.dim() == 3 and ".experts." in name and not one.requires_grad
+    ]
+    plain = [*linear, *(name for name in experts if not name.startswith(inside))]
+    if plain:
+        found.append(("info", f"LoRA: no adapter on {_short_names(plain)}: peft does not select these in this architecture"))
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

@@ -1,0 +1,66 @@
+"""A model that training would refuse is refused by a dry run, and ends a long tokenization."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from adapter_families import write_config
+
+import paceline
+from paceline.cli import main
+from paceline.core.errors import ConfigError
+from paceline.launch import model_check
+
+
+def words(model: Path, output: Path, *more: str) -> list[str]:
+    fixed = [f"model={model}", "tokenizer=builtin:qwen2-micro", "dataset=builtin:python-docs#16", "lora.enable=true"]
+    return ["sft", *fixed, f"output_dir={output}", *more]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "expected"),
+    [
+        ("mixtral", ["lora.target_modules=[wq]"], "gate, k_proj, o_proj, q_proj, v_proj, w1, w2, w3"),
+        ("mamba", ["lora.target_modules=[out_proj]"], "dt_proj, in_proj, out_proj, x_proj"),
+        ("mixtral", ["lora.modules_to_save=[head]"], "lm_head"),
+    ],
+)
+def test_a_dry_run_refuses_what_training_would(
+    kind: str, more: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_config(kind, tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"")  # its weights are never read
+    assert main([*words(model, tmp_path / "run", *more), "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert expected in captured.err
+    assert "tokenised" not in captured.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_reports_what_training_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_config("mixtral", tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"")
+    for _ in range(2):  # the second answer comes from the cache
+        assert main([*words(model, tmp_path / "run"), "--dry-run"]) == 0
+        assert "peft cannot apply dropout to mlp.experts.down_proj" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_a_refused_model_ends_a_long_tokenization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_check, "_START_AFTER_S", 0.0)
+    model = write_config("mixtral", tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"")
+    data = tmp_path / "data.jsonl"
+    row = {"messages": [{"role": "user", "content": "word " * 60}, {"role": "assistant", "content": "answer " * 60}]}
+    data.write_text((json.dumps(row) + "\n") * 200_000)
+    config = {
+        "model": str(model), "tokenizer": "builtin:qwen2-micro", "dataset": str(data), "output_dir": str(tmp_path / "run"),
+        "lora": {"enable": True, "target_modules": ["wq"]},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="`wq`"):
+        paceline.train(config)
+    assert not list((tmp_path / "cache").glob("paceline/tokens/*"))
+    assert not (tmp_path / "run").exists()
