@@ -236,10 +236,12 @@ def test_not_installed_is_said_with_the_command(tmp_path):
         "sys.meta_path[:] = [Without(one) for one in sys.meta_path]\n"
     )
     check = "from paceline.config.schema import Config; from paceline.parallel.deepspeed import DeepSpeed; "
-    check += "from paceline.world.mesh import Axes; DeepSpeed.check(Config(model='m', dataset='d'), Axes(data=2))"
+    check += "from paceline.world.mesh import Axes; config = Config(model='m', dataset='d', parallel={'deepspeed_stage': 3}); "
+    check += "DeepSpeed.check(config, Axes(data=2))"
     said = said_of(check, str(tmp_path))
     assert "DeepSpeed is not installed" in said
     assert "pip install 'paceline[deepspeed]'" in said
+    assert "`parallel.mode: zero3`" in said
 
 
 def test_one_that_does_not_load_is_a_rank_s_error_with_its_reason(tmp_path):

@@ -3,13 +3,19 @@
 import json
 
 import pytest
+import torch
 
+from paceline.config.deepspeed_json import IGNORED
+from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models.shape import ModelShape, TensorShape
 from paceline.parallel.cost import Workload
+from paceline.parallel.deepspeed import DeepSpeed
 from paceline.parallel.deepspeed_config import HONOURED_ZERO, REFUSED, check_json, engine_config
 from paceline.parallel.deepspeed_cost import deepspeed_cost
+from paceline.world.env import RankEnv
+from paceline.world.group import World
 from paceline.world.mesh import Axes
 
 
@@ -70,33 +76,179 @@ def test_a_file_that_agrees_is_honoured(tmp_path):
         assert zero["stage3_param_persistence_threshold"] == 0  # "auto" leaves it to Paceline
 
 
+AUTO_BATCH = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+FP16 = {
+    "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+    "min_loss_scale": 1,
+}  # fmt: skip
+STAGE_2 = {
+    "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": False, "reduce_scatter": True,
+    "reduce_bucket_size": 5e8, "contiguous_gradients": True, "round_robin_gradients": True,
+}  # fmt: skip
+STAGE_3 = {
+    "overlap_comm": False, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True,
+}  # fmt: skip
+ON_HOST = {"device": "cpu", "pin_memory": True}
+NOT_ON_HOST = {"device": "none", "pin_memory": True}
+MONITORS = {"comms_config": {"verbose": False}, "monitor_config": {"enabled": True, "csv_monitor": {"enabled": False}}}
+LLAMA_FACTORY = {**AUTO_BATCH, "zero_allow_untested_optimizer": True, "fp16": FP16, "bf16": {"enabled": "auto"}, **MONITORS}
+MS_SWIFT = {**AUTO_BATCH, "fp16": FP16, "bf16": {"enabled": "auto"}, "steps_per_print": 2000, "wall_clock_breakdown": False}
+AXOLOTL = {**AUTO_BATCH, "bf16": {"enabled": True}, "wall_clock_breakdown": False}
+AXOLOTL_FP16 = {**FP16, "auto_cast": False, "initial_scale_power": 32}
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+AXOLOTL_3 = {
+    "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 0, "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "max_live_parameters": 0,
+    "max_reuse_distance": 0, "gather_16bit_weights_on_model_save": True,
+}  # fmt: skip
+QUANTIZED_OFF = {"zero_quantized_weights": False, "zero_quantized_gradients": False}
+#: In the style of the files that LLaMA-Factory, ms-swift and axolotl ship: (settings, stage, `parallel.offload`).
+STOCK = {
+    "l z0": ({**LLAMA_FACTORY, "zero_optimization": {"stage": 0, **STAGE_2}}, 0, "none"),
+    "l z2": ({**LLAMA_FACTORY, "zero_optimization": {"stage": 2, **STAGE_2}}, 2, "none"),
+    "l z2 offload": (
+        {**LLAMA_FACTORY, "zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST, **STAGE_2}}, 2, "optimizer",
+    ),
+    "l z3": ({**LLAMA_FACTORY, "zero_optimization": {"stage": 3, **STAGE_3}}, 3, "none"),
+    "l z3 offload": (
+        {**LLAMA_FACTORY, "zero_optimization": {"stage": 3, "offload_optimizer": ON_HOST, "offload_param": ON_HOST, **STAGE_3}},
+        3, "all",
+    ),
+    "l z3 partial offload": (
+        {
+            **LLAMA_FACTORY, "zero_force_ds_cpu_optimizer": True,
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}, **STAGE_3},
+        },
+        3, "optimizer",
+    ),
+    "s zero0": ({**MS_SWIFT, "zero_optimization": {"stage": 0, **STAGE_2}}, 0, "none"),
+    "s zero1": ({**MS_SWIFT, "zero_optimization": {"stage": 1, "offload_optimizer": NOT_ON_HOST, **STAGE_2}}, 1, "none"),
+    "s zero2": ({**MS_SWIFT, "zero_optimization": {"stage": 2, "offload_optimizer": NOT_ON_HOST, **STAGE_2}}, 2, "none"),
+    "s zero2 autotp of 1": (
+        {**MS_SWIFT, "tensor_parallel": {"autotp_size": 1}, "zero_optimization": {"stage": 2, **STAGE_2}}, 2, "none",
+    ),
+    "s zero3": (
+        {
+            **MS_SWIFT,
+            "zero_optimization": {
+                "stage": 3, "offload_optimizer": NOT_ON_HOST, "offload_param": NOT_ON_HOST, **QUANTIZED_OFF, **STAGE_3,
+            },
+        },
+        3, "none",
+    ),
+    "a zero1": (
+        {
+            **AUTO_BATCH, "optimizer": ADAMW, "fp16": AXOLOTL_FP16, "bf16": {"enabled": "auto"},
+            "zero_optimization": {"stage": 1, "overlap_comm": True},
+        },
+        1, "none",
+    ),
+    "a zero1 torch compile": (
+        {
+            **AUTO_BATCH, "compile": {"disable": False, "backend": "inductor"}, "fp16": AXOLOTL_FP16,
+            "zero_optimization": {"stage": 1, "overlap_comm": True},
+        },
+        1, "none",
+    ),
+    "a zero2": (
+        {
+            **AUTO_BATCH, "fp16": AXOLOTL_FP16,
+            "zero_optimization": {
+                "stage": 2, "offload_optimizer": {"device": "none"}, "contiguous_gradients": True, "overlap_comm": True,
+            },
+        },
+        2, "none",
+    ),
+    "a zero3 bf16": ({**AXOLOTL, "zero_optimization": AXOLOTL_3}, 3, "none"),
+    "a zero3 bf16, parameters on the host": (
+        {**AXOLOTL, "zero_force_ds_cpu_optimizer": False, "zero_optimization": {**AXOLOTL_3, "offload_param": ON_HOST}},
+        3, "all",
+    ),
+    "a zero3 bf16, all on the host": (
+        {**AXOLOTL, "zero_optimization": {**AXOLOTL_3, "offload_optimizer": ON_HOST, "offload_param": ON_HOST}}, 3, "all",
+    ),
+    "accelerate": (
+        {
+            **AUTO_BATCH, "fp16": {"enabled": True, "loss_scale": 0},
+            "optimizer": {**ADAMW, "params": {"lr": "auto", "torch_adam": True}},
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {
+                    "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto",
+                },
+            },
+            "steps_per_print": float("inf"), "zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST},
+        },
+        2, "optimizer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_files_are_accepted_with_their_stage_and_offload(name, tmp_path):
+    given, stage, offload = STOCK[name]
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(given))
+    for key in ("deepspeed", "parallel.deepspeed_config"):
+        config = load_config(None, {"model": "m", "dataset": "d", key: str(path)}).config
+        parallel = config.parallel
+        if stage == 0:
+            assert (parallel.mode, parallel.deepspeed_config) == ("ddp", None)
+            continue
+        assert (parallel.mode, parallel.deepspeed_stage, parallel.offload) == ("deepspeed", stage, offload)
+        check_json(config, num_ranks=2)
+        section = engine_config(config, 10_000_000)["zero_optimization"]
+        assert section["stage"] == stage
+        assert section.get("offload_optimizer", {}).get("device", "none") == ("none" if offload == "none" else "cpu")
+        assert section["reduce_bucket_size"] <= 10_000_000
+        for key_in_file, value in given["zero_optimization"].items():
+            honoured = {"max_live_parameters": "stage3_max_live_parameters"}.get(key_in_file, key_in_file)
+            if honoured in HONOURED_ZERO and value != "auto" and honoured != "reduce_bucket_size":
+                assert section[honoured] == value
+
+
+def test_the_stage_of_a_file_counts_without_a_loaded_config_too(tmp_path):
+    config = Config(
+        model="m", dataset="d", parallel={"mode": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 3}}}
+    )
+    assert engine_config(config, 100)["zero_optimization"]["stage"] == 3
+    assert DeepSpeed(config, World(RankEnv(), torch.device("cpu"))).stage == 3
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"train_batch_size": 7}, "train_args.per_device_train_batch_size"),
-        ({"gradient_accumulation_steps": 2}, "train_args.gradient_accumulation_steps"),
-        ({"gradient_clipping": 0.3}, "train_args.max_grad_norm"),
-        ({"bf16": {"enabled": True}}, "train_args.precision"),
-        ({"fp16": {"enabled": True}}, "train_args.precision"),
-        ({"bf16": {"enabled": False}, "fp16": {"loss_scale": 128}}, "fp16.loss_scale"),
-        ({"optimizer": {"type": "Lamb"}}, "train_args.optim"),
-        ({"optimizer": {"params": {"lr": 0.5}}}, "train_args.learning_rate"),
-        ({"optimizer": {"params": {"adam_w_mode": True}}}, "optimizer.params.adam_w_mode"),
-        ({"scheduler": {"type": "WarmupLR"}}, "train_args.lr_scheduler_type"),
-        ({"zero_optimization": {"stage": 1}}, "parallel.deepspeed_stage"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "parallel.offload"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads"),
+        ({"optimizer": {"params": {"max_coeff": 0.3}}}, "optimizer.params.max_coeff"),
+        ({"scheduler": {"type": "OneCycle"}}, "train_args.lr_scheduler_type"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 7}}}, "scheduler.params.total_num_steps"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "offload_optimizer.ratio"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
-        ({"zero_optimization": {"reduce_bucket_size": "large"}}, "is no number"),
-        ({"zero_optimization": {"overlap_comm": 1}}, "is no boolean"),
-        ({"zero_optimization": {"overlap_com": True}}, "overlap_comm"),
-        ({"zero_optimization": [2]}, "is no object"),
-        ({"steps_per_print": 10}, "train_args.logging_steps"),
-        ({"activation_checkpointing": {"partition_activations": True}}, "train_args.gradient_checkpointing"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size"),
+        ({"zero_optimization": {"reduce_bucket_size": "large"}}, "is not a whole number"),
+        ({"zero_optimization": {"overlap_comm": 1}}, "is not true or false"),
+        ({"zero_optimization": {"overlap_com": True}}, "did you mean overlap_comm"),
+        ({"zero_optimization": [2]}, "is not an object"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "parallel.tensor"),
+        ({"sequence_parallel": {"enabled": True, "size": 4}}, "sequences"),
+        ({"fp8": {"enabled": True}}, "8-bit"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types"),
         ({"zero_optimisation": {}}, "did you mean zero_optimization"),
         ({"nonsense": "auto"}, "nonsense"),
     ],
 )
-def test_each_key_that_is_not_honoured_is_named(given, says):
+def test_each_setting_that_cannot_be_honoured_is_named(given, says):
     with pytest.raises(ConfigError) as caught:
         check_json(configured(given), num_ranks=2)
     assert says in str(caught.value)
@@ -108,7 +260,9 @@ def test_all_mistakes_are_named_at_once_and_every_feature_has_a_reason():
         check_json(configured(given), num_ranks=2)
     for key, reason in REFUSED.items():
         assert f"{key}: {reason}" in str(caught.value)
-    check_json(configured(dict.fromkeys(REFUSED, "auto")), num_ranks=2)
+    check_json(configured(dict.fromkeys([*REFUSED, *IGNORED], "auto")), num_ranks=2)
+    check_json(configured({key: {"enabled": False, "size": 3} for key in REFUSED}), num_ranks=2)
+    check_json(configured({key: {"enabled": True} for key in IGNORED}), num_ranks=2)
     check_json(configured({"zero_optimization": dict.fromkeys(HONOURED_ZERO, "auto")}), num_ranks=2)
 
 

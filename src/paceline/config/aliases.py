@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paceline.config.convert import Convert
 
-TOOLS = {"s": "ms-swift", "l": "LLaMA-Factory", "a": "axolotl", "t": "TRL"}
+TOOLS = {"s": "ms-swift", "l": "LLaMA-Factory", "a": "axolotl", "t": "TRL", "c": "Accelerate"}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from paceline.config import convert as c
 from paceline.config import convert_lora as lora
 from paceline.config import convert_precision as p
 from paceline.config import convert_values as v
+from paceline.config import parallel_values as pv
 from paceline.config.aliases import Alias
 from paceline.config.sources import eval_sources, mixture, mixture_by_share, pretraining_sources, train_sources
 
@@ -72,21 +73,43 @@ ALIASES: dict[str, Alias] = {
     # -- devices
     "nproc_per_node": Alias("parallel.num_gpus", "s", v.ranks),
     "NPROC_PER_NODE": Alias("parallel.num_gpus", "s", v.ranks),
-    "num_processes": Alias("parallel.num_gpus", "t", v.ranks),
+    "num_processes": Alias("parallel.num_gpus", "c", pv.num_processes, "divided by `num_machines`"),
     "nnodes": Alias("parallel.nnodes", "s", c.to("parallel.nnodes")),
     "NNODES": Alias("parallel.nnodes", "s", c.to("parallel.nnodes")),
-    "num_machines": Alias("parallel.nnodes", "t", c.to("parallel.nnodes")),
+    "num_machines": Alias("parallel.nnodes", "c", c.to("parallel.nnodes")),
     "node_rank": Alias("parallel.node_rank", "s", c.to("parallel.node_rank")),
     "NODE_RANK": Alias("parallel.node_rank", "s", c.to("parallel.node_rank")),
-    "machine_rank": Alias("parallel.node_rank", "t", c.to("parallel.node_rank")),
+    "machine_rank": Alias("parallel.node_rank", "c", c.to("parallel.node_rank")),
     "master_addr": Alias("parallel.head", "s", c.to("parallel.head")),
     "MASTER_ADDR": Alias("parallel.head", "s", c.to("parallel.head")),
-    "main_process_ip": Alias("parallel.head", "t", c.to("parallel.head")),
-    "use_cpu": Alias("parallel.device", "t", v.cpu, "true as `cpu`"),
+    "main_process_ip": Alias("parallel.head", "c", c.to("parallel.head")),
+    "use_cpu": Alias("parallel.device", "tc", v.cpu, "true as `cpu`"),
     "no_cuda": Alias("parallel.device", "t", v.cpu, "true as `cpu`"),
     "device": Alias("parallel.device", "at", c.to("parallel.device")),
     "device_map": Alias("parallel.device", "sat", v.device_map, "`cpu`; others are named as ignored"),
     "ddp_bucket_cap_mb": Alias("parallel.bucket_cap_mb", "at", c.to("parallel.bucket_cap_mb")),
+    # -- strategy
+    "deepspeed": Alias("parallel.mode", "slat", pv.deepspeed, "a JSON, a mapping, or `zero0` … `zero3_offload`"),
+    "deepspeed_config": Alias("parallel.mode", "tc", pv.deepspeed_config, "a JSON, or `{zero_stage: 3, ...}`"),
+    "fsdp": Alias("parallel.mode", "slat", pv.fsdp, "`full_shard` as `zero3`, `shard_grad_op` as `zero2`; `offload`"),
+    "fsdp_config": Alias("parallel.mode", "slatc", pv.fsdp_config, "`zero3`, `zero2`, shards with replicas, offload"),
+    "fsdp_version": Alias("parallel.mode", "a", pv.fsdp_version, "`zero3`, or as `fsdp_config` says"),
+    **{
+        f"fsdp_{name}": Alias("parallel.mode", "atc", pv.fsdp_setting(name), "as in `fsdp_config`")
+        for name in ("sharding_strategy", "reshard_after_forward", "offload_params", "activation_checkpointing")
+    },
+    "distributed_type": Alias("parallel.mode", "c", pv.distributed_type, "`MULTI_GPU` as `ddp`, `FSDP`, `DEEPSPEED`, `NO`"),
+    "dist_config": Alias("parallel.mode", "l", pv.dist_config, "`{name: fsdp2}` as `zero3`, `{name: deepspeed}`"),
+    "ddp": Alias("parallel.mode", "a", pv.ddp, "true as `ddp`"),
+    "parallelism_config": Alias("parallel.tensor", "tc", pv.parallelism_config, "the sizes in it"),
+    "tp_config": Alias("parallel.tensor", "c", pv.tp_config, "`tp_size` in it"),
+    "tensor_parallel_size": Alias("parallel.tensor", "as", pv.size("parallel.tensor")),
+    "tensor_model_parallel_size": Alias("parallel.tensor", "sl", pv.size("parallel.tensor")),
+    "pipeline_parallel_size": Alias("parallel.pipeline", "as", pv.size("parallel.pipeline")),
+    "pipeline_model_parallel_size": Alias("parallel.pipeline", "sl", pv.size("parallel.pipeline")),
+    "dp_shard_size": Alias("parallel.shard", "a", pv.size("parallel.shard")),
+    "dp_replicate_size": Alias("parallel.data", "a", pv.size("parallel.data")),
+    "sequence_parallel": Alias("parallel.sequence_parallel", "sl", c.flag("parallel.sequence_parallel")),
     # -- method
     "finetuning_type": Alias("lora.enable", "l", v.tuner, "`lora` or `full`"),
     "tuner_type": Alias("lora.enable", "s", v.tuner, "`lora` or `full`"),
@@ -120,7 +143,7 @@ ALIASES: dict[str, Alias] = {
     "bfloat16": Alias(f"{_T}precision", "a", p.bf16, "as `bf16`"),
     "float16": Alias(f"{_T}precision", "a", p.fp16, "as `fp16`"),
     "pure_bf16": Alias(f"{_T}precision", "l", p.bf16, "true as `bf16-mixed`: trained weights stay float32"),
-    "mixed_precision": Alias(f"{_T}precision", "t", p.mixed_precision, _MIXED),
+    "mixed_precision": Alias(f"{_T}precision", "c", p.mixed_precision, _MIXED),
     "activation_checkpointing": Alias(f"{_T}gradient_checkpointing", "t", v.checkpointing),
     "disable_gradient_checkpointing": Alias(
         f"{_T}gradient_checkpointing", "l", c.inverse(f"{_T}gradient_checkpointing", weak_when=False), "with the opposite sense"
@@ -190,6 +213,24 @@ ALIASES: dict[str, Alias] = {
     },
     "tuner_backend": Alias("", "s", v.tuner_backend, "`peft` as it is here"),
     # -- set nothing; what is said depends on the value
+    **{
+        key: Alias("", tools, pv.context(), "1; context parallelism is refused")
+        for key, tools in {
+            "context_parallel_size": "as",
+            "context_parallel_degree": "a",
+            "cp_size": "l",
+            "sequence_parallel_size": "sl",
+            "sequence_parallel_degree": "a",
+            "ulysses_parallel_size": "s",
+            "ring_attention_size": "s",
+        }.items()
+    },
+    **{
+        key: Alias("", tools, pv.context("expert parallelism"), "1; expert parallelism is refused")
+        for key, tools in {"expert_parallel_size": "a", "expert_model_parallel_size": "sl", "ep_size": "l"}.items()
+    },
+    "deepspeed_autotp_size": Alias("", "s", pv.autotp, "1; tensor parallelism inside DeepSpeed is refused"),
+    "zero_hpz_partition_size": Alias("", "s", pv.hpz, "1; ZeRO++ is refused"),
     "env": Alias("", "t", v.variables, "named as ignored: environment variables are not set from a config"),
     "ENV": Alias("", "s", v.variables, "named as ignored: environment variables are not set from a config"),
     "model_revision": Alias("", "slt", v.revision, "`main`; for another download it and give the folder"),
@@ -206,6 +247,7 @@ SECTION_ALIASES: dict[str, Alias] = {
 
 #: Paceline's own keys whose name other tools share: values of theirs that ours does not take. Always applied.
 SHARED: dict[str, Alias] = {
+    "parallel.mode": Alias("parallel.mode", "", pv.mode),
     "task": Alias("task", "s", lambda value: v.task(value) if str(value).lower() in _PREFERENCE else c.Out({"task": value})),
     "split_dataset_ratio": Alias("split_dataset_ratio", "s", v.ratio),
     "report_to": Alias("report_to", "slt", v.report_to),

@@ -119,7 +119,7 @@ def cpu(value: Any) -> Out:
 def device_map(value: Any) -> Out:
     if value == "cpu":
         return Out({"parallel.device": "cpu"})
-    return info("a model is never split in series: every rank holds the whole of it")
+    return info("`parallel.mode` decides which rank holds which part of the model")
 
 
 def ranks(value: Any) -> Out:

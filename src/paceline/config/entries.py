@@ -20,13 +20,15 @@ FILE, OVERRIDE = 0, 1
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One key as a person wrote it. ``layer`` is FILE or OVERRIDE; ``token`` the words on the command line."""
+    """One key as a person wrote it. ``layer`` is FILE or OVERRIDE; ``token`` the words on the command line; ``source`` the
+    other file that the value comes from, such as a DeepSpeed JSON."""
 
     path: tuple[str, ...]
     value: Any
     layer: int
     line: int | None = None
     token: str = ""
+    source: str = ""
 
     @property
     def key(self) -> str:
@@ -44,6 +46,8 @@ class Entry:
         return f"`{self.token}`" if self.token else f"`{self.key}: {short(self.value)}`"
 
     def place(self) -> str:
+        if self.source:
+            return self.source
         if self.layer == OVERRIDE:
             return "command line" if self.token else "override"
         return f"line {self.line}" if self.line else "the file"

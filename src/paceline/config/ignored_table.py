@@ -27,6 +27,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "s": "use_tiled_mlp",
     }),
     ("warning", "torch.compile is not used: the same results to rounding, other speed and memory", {
+        "c": "dynamo_config dynamo_backend",
         "at": "torch_compile torch_compile_backend torch_compile_mode",
     }),
     ("warning", "the matrix precision is torch's default", {
@@ -42,19 +43,30 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "t": "gradient_checkpointing_use_reentrant activation_checkpointing_kwargs",
         "s": "vit_gradient_checkpointing",
     }),
-    ("warning",
-     "`parallel.mode` chooses the strategy; this version has single and ddp, which train to the same loss, "
-     "and each rank holds the whole state: memory is not sharded", {
-        "slat": "deepspeed fsdp fsdp_config",
-        "a": "fsdp_version fsdp_final_state_dict_type qlora_sharded_model_loading",
-        "t": "parallelism_config accelerator_config distributed_type deepspeed_config",
-        "s": "zero_hpz_partition_size deepspeed_autotp_size",
+    ("info", "Paceline shards the model's blocks and writes `model/` in full", {
+        "a": "fsdp_final_state_dict_type qlora_sharded_model_loading",
     }),
-    ("info", "one rank holds one whole replica in this version", {
-        "a": "sequence_parallel_degree heads_k_stride ring_attn_func context_parallel_size tensor_parallel_size "
-             "dp_shard_size dp_replicate_size expert_parallel_size ddp world_size",
-        "s": "sequence_parallel_size tensor_model_parallel_size pipeline_model_parallel_size",
+    ("info", "Paceline loads the data and accumulates gradients by itself", {
+        "t": "accelerator_config",
+    }),
+    ("info", "it concerns context parallelism, which is not supported", {
+        "a": "heads_k_stride ring_attn_func context_parallel_mode",
+        "l": "cp_mode sequence_parallel_mode",
+    }),
+    ("info", "Megatron-LM is not used; strategies are chosen with `parallel`", {
         "l": "use_mca",
+        "c": "megatron_lm_config",
+    }),
+    ("info", "the number of ranks is `parallel.num_gpus` times `parallel.nnodes`", {
+        "a": "world_size",
+    }),
+    ("info", "Paceline starts the ranks itself", {
+        "c": "compute_environment rdzv_backend same_network main_training_function enable_cpu_affinity gpu_ids "
+             "mpirun_config ipex_config command_file commands command tpu_name tpu_zone tpu_use_cluster tpu_use_sudo "
+             "tpu_vm tpu_env downcast_bf16",
+    }),
+    ("warning", "8-bit training is not supported", {
+        "c": "fp8_config",
     }),
     ("info",
      "the process group is Paceline's own: tokenising is done before it exists and its time limit is "
@@ -62,7 +74,8 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "slat": "ddp_timeout",
         "st": "ddp_backend",
         "sat": "ddp_find_unused_parameters ddp_broadcast_buffers",
-        "t": "ddp_static_graph local_rank ddp_port main_process_port",
+        "t": "ddp_static_graph local_rank ddp_port",
+        "c": "main_process_port",
         "s": "MASTER_PORT master_port",
     }),
     ("info", "Ray is not used; Paceline starts the workers itself", {
@@ -392,7 +405,7 @@ IGNORED_PREFIXES: dict[str, Ignored] = {
     "badam_": Ignored("l", "warning", _OPTIMIZERS),
     "apollo_": Ignored("l", "warning", _OPTIMIZERS),
     "lisa_": Ignored("sa", "warning", _OPTIMIZERS),
-    "fsdp_": Ignored("at", "info", "memory is not sharded in this version"),
+    "fsdp_": Ignored("at", "info", "Paceline shards the model's blocks and saves checkpoints by itself"),
     "lora_ga_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
     "adalora_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
     "vera_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),

@@ -14,11 +14,14 @@ import yaml
 from pydantic import ValidationError
 
 from paceline.config.aliases import tool_scores
-from paceline.config.entries import FILE, OVERRIDE, Entry, Problem, Walk, meaning_of, split_key
+from paceline.config.entries import FILE, OVERRIDE, Entry, Problem, Walk, meaning_of, short, split_key
 from paceline.config.explain import explain, strict_problems
+from paceline.config.file_kinds import accelerate_error, check_kind, is_accelerate
 from paceline.config.merge import RESET, Merge
 from paceline.config.methods_refusal import hints_of, refusal
 from paceline.config.overrides import parse_tokens, split_cli
+from paceline.config.parallel_keys import expand
+from paceline.config.parallel_keys import notices as json_notices
 from paceline.config.reader import Document, Dumper, as_config, parse_yaml, read_config_file
 from paceline.config.schema import Config, Parallel
 from paceline.config.settle import settle
@@ -79,6 +82,8 @@ def load_text(text: str, name: str) -> Loaded:
 
 def _load(document: Document | None, file: Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> Loaded:
     walks = []
+    if document is not None and file is not None:
+        check_kind(document.value, file)
     if document is not None:
         walk = Walk(FILE, document.lines)
         walk.tree(document.value)
@@ -90,11 +95,18 @@ def _load(document: Document | None, file: Path | None, overrides: Sequence[str]
     merge.problems.extend(problem for walk in walks for problem in walk.problems)
     for meaning in meanings:
         merge.take(meaning)
+    expand(merge, None if file is None else file.parent)
     merge.settle_precedence()
     asking = merge.missing_methods()
     if asking:  # nothing else in such a config is worth a mistake of its own
         raise _error([refusal(asking, hints_of((one.entry for one in meanings), file))], file)
-    settled = settle(merge)
+    settled = [*settle(merge), *json_notices(merge)]
+    if document is not None and file is not None and is_accelerate(document.value):
+        named = {one.target for one in merge.winners.values()} | {one.target for one in merge.problems if one.target}
+        if not named & {"model", "dataset"}:
+            raise accelerate_error(
+                file, {key: short(one.value) for key, one in merge.winners.items() if one.value is not RESET}
+            )
     config = _validate(merge, file)
     notices = [*merge.notices(), *settled, *_summary(merge)]
     return Loaded(config, list(dict.fromkeys(notices)), file)

@@ -50,6 +50,7 @@ class Merge:
         self.winners: dict[str, Assigned] = {}
         self.methods: list[Meaning] = []
         self.overridden: list[Problem] = []
+        self.below_file: list[Assigned] = []  # values of a DeepSpeed JSON, which give way to the config
 
     # -- one entry --------------------------------------------------------------------------------------------------------
     def take(self, meaning: Meaning) -> None:
@@ -103,7 +104,7 @@ class Merge:
         wanted = [Assigned(key, value, entry) for key, value in out.sets.items()]
         wanted += [Assigned(key, value, entry, weak=True) for key, value in out.weak.items()]
         made = [part for one in wanted for part in self._assign(one)]
-        values = {key: short(value) for key, value in out.sets.items()}
+        values = {key: short(value) for key, value in (out.sets | out.weak).items()}
         as_written = meaning.target is not None and not out.says and values == {target: short(entry.value)}
         if not as_written:
             self.lines.append(Line(meaning, made, out.says))

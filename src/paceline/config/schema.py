@@ -76,9 +76,13 @@ class Parallel(Section):
     pipeline_chunks: Annotated[int, Field(ge=2)] = Field(
         2, description="Stages that each rank holds under `interleaved_1f1b` and `zero_bubble`."
     )
-    deepspeed_stage: Annotated[int, Field(ge=1, le=3)] = Field(2, description="ZeRO stage of `mode: deepspeed`.")
+    deepspeed_stage: Annotated[int, Field(ge=1, le=3)] | None = Field(
+        None, description="ZeRO stage of `mode: deepspeed`. Default: the stage in `deepspeed_config`, else 2."
+    )
     deepspeed_config: Text | dict[str, object] | None = Field(
-        None, description="A DeepSpeed JSON (path or mapping); each key is honoured, or refused with the reason."
+        None,
+        description="A DeepSpeed JSON (path or mapping). Its values set the keys that the config leaves out; settings that "
+        "cannot be honored are refused.",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",

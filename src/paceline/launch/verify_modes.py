@@ -21,6 +21,7 @@ from typing import Any, get_args
 from paceline.config.schema import Config, Parallel
 from paceline.core.errors import ConfigError, nearest
 from paceline.parallel import ALIASES, OTHER_TRAINING, STRATEGIES, Layout, layout, mode_of
+from paceline.parallel.deepspeed_config import stage_of
 
 _AXES = ("data", "shard", "tensor", "pipeline")
 _STAGES = (1, 2, 3)
@@ -47,7 +48,7 @@ def all_modes(config: Config, world_size: int) -> list[str]:
     own = configured(config, world_size)
     names += [own] if own is not None and own not in (*names, "deepspeed") else []
     # Last: DeepSpeed keeps a state of its own in the process.
-    return [*names, "deepspeed", *(f"deepspeed-{one}" for one in _STAGES if one != settings.deepspeed_stage)]
+    return [*names, "deepspeed", *(f"deepspeed-{one}" for one in _STAGES if one != stage_of(settings))]
 
 
 def configured(config: Config, world_size: int) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.config.changes import OTHER_TRAINING as OTHER_TRAINING
+from paceline.config.modes import read_mode
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.words import counted
 from paceline.world.mesh import Axes
@@ -79,7 +80,7 @@ def mode_of(parallel: Parallel) -> str:
     Raises:
         ConfigError: no such mode.
     """
-    mode = parallel.mode.strip()
+    mode = str(read_mode(parallel.mode)["mode"])
     sized = [key for key in ("shard", "tensor", "pipeline") if getattr(parallel, key) is not None]
     if mode == "auto":
         return "hybrid" if sized or parallel.data is not None else "auto"

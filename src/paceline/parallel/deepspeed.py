@@ -27,7 +27,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, persistent_buffers
 from paceline.parallel.cost import Cost, ModelShape, Workload
-from paceline.parallel.deepspeed_config import check_json, engine_config
+from paceline.parallel.deepspeed_config import check_json, engine_config, stage_of
 from paceline.parallel.deepspeed_cost import deepspeed_cost
 from paceline.parallel.deepspeed_import import check_installed, import_deepspeed, quiet
 from paceline.parallel.deepspeed_state import Range, gradient_tensors, owners, ranges, refresh_weights
@@ -55,14 +55,14 @@ class DeepSpeed(Strategy):
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
-        self.stage = self.settings.deepspeed_stage
+        self.stage = stage_of(self.settings)
         self.engine: Any = None
         self.most_gradient_bytes = 0
 
     @staticmethod
     def check(config: Config, axes: Axes) -> None:
         DeepSpeed.check_settings(config, axes)
-        check_installed()
+        check_installed(stage_of(config.parallel))
 
     @staticmethod
     def check_settings(config: Config, axes: Axes) -> None:
@@ -81,16 +81,22 @@ class DeepSpeed(Strategy):
                 allowed=", ".join(_ELEMENTWISE),
                 fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
             )
-        if parallel.deepspeed_stage == 3 and config.evaluation.where == "rank0":
+        stage = stage_of(parallel)
+        if stage == 0:
+            raise ConfigError(
+                "ZeRO stage 0 with `parallel.mode: deepspeed`: stage 0 shards nothing",
+                allowed="the stages 1, 2 and 3",
+                fix="set `parallel.mode: ddp`, which does the same",
+            )
+        if stage == 3 and config.evaluation.where == "rank0":
             raise ConfigError(
                 "`evaluation.where: rank0` with DeepSpeed's stage 3: no rank holds the whole model",
                 allowed="`evaluation.where: all`",
                 fix="leave `evaluation.where` out",
             )
-        if parallel.offload == "all" and parallel.deepspeed_stage < 3:
+        if parallel.offload == "all" and stage < 3:
             raise ConfigError(
-                f"`parallel.offload: all` with DeepSpeed's stage {parallel.deepspeed_stage}: parameters leave the device at "
-                "stage 3 alone",
+                f"`parallel.offload: all` with DeepSpeed's stage {stage}: parameters leave the device at stage 3 alone",
                 allowed="`parallel.offload: optimizer`, or stage 3",
                 fix="set `parallel.deepspeed_stage: 3`",
             )

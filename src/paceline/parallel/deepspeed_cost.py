@@ -23,7 +23,7 @@ def deepspeed_cost(shape: ModelShape, axes: Axes, work: Workload, config: Config
     """
     ranks = axes.size
     section = zero_section(config, sum(one.numel for one in shape.trained), shape.low_bytes)
-    if config.parallel.deepspeed_stage == 3:
+    if section["stage"] == 3:
         return _stage_3(shape, ranks, work, section, config)
     return _stages_1_and_2(shape, ranks, work, section, config.parallel.offload)
 
@@ -45,7 +45,8 @@ def _stages_1_and_2(shape: ModelShape, ranks: int, work: Workload, section: dict
     # Each group is padded to a multiple of 2N elements (ZeRO stage 1 and 2: `nccl_start_alignment_factor`).
     padded = [_up(sum(one.numel for one in group), 2 * ranks) for group in groups]
     frozen = sum(one.numel * _width(one, shape) for one in shape.parameters if not one.trainable)
-    bucket = min(int(section["reduce_bucket_size"]), 10**12) * width
+    buckets = 2 if section["overlap_comm"] and section.get("contiguous_gradients", True) else 1  # one fills, one is reduced
+    bucket = min(int(section["reduce_bucket_size"]), 10**12) * width * buckets
     if section["stage"] == 1:
         gradients = trained * width + bucket
     else:
@@ -81,6 +82,9 @@ def _touched(group: Sequence[TensorShape], size: int, rank: int) -> int:
 def _stage_3(shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], config: Config) -> Cost:
     offload, recomputed = config.parallel.offload, config.train_args.gradient_checkpointing
     threshold = int(section["stage3_param_persistence_threshold"])
+    # Weights whose next use lies within this number of elements are kept: in a smaller model, from forward to backward.
+    reuse = min(int(section["stage3_max_reuse_distance"]), int(section["stage3_max_live_parameters"]))
+    stays_gathered = reuse >= 2 * sum(one.numel for one in shape.parameters)
     weights = gathered = kept = 0
     first_trained = next((number for number, one in enumerate(shape.parameters) if one.trainable), 0)
     for number, one in enumerate(shape.parameters):
@@ -91,6 +95,8 @@ def _stage_3(shape: ModelShape, ranks: int, work: Workload, section: dict[str, i
         if one.numel <= threshold:  # whole on every rank, gathered once a step
             kept += one.numel * width
             gathered += part * ranks * width
+        elif stays_gathered:
+            gathered += work.micro_batches * part * ranks * width
         else:
             # Backward does not come to a module that stands before the first trained weight, unless activations are recomputed:
             # the blocks' inputs then need gradients, and each block runs forward once more.

@@ -13,12 +13,16 @@ from typing import Any
 from paceline.core.errors import ConfigError
 
 
-def check_installed() -> None:
-    """Raise ConfigError where DeepSpeed is not there. It is not imported, for that takes a second and each rank does it anyway:
-    that it does not load is said by the ranks."""
+def check_installed(stage: int) -> None:
+    """Raise ConfigError if DeepSpeed is not installed. It is not imported: that takes a second, and each rank reports by itself
+    if DeepSpeed does not load.
+
+    Args:
+        stage: the ZeRO stage that is asked for, for the remedy.
+    """
     found = importlib.util.find_spec("deepspeed")
-    if found is None or found.origin is None:  # a folder of that name is no DeepSpeed
-        raise _not_installed()
+    if found is None or found.origin is None:  # a folder of that name is not DeepSpeed
+        raise _not_installed(f"zero{stage}")
 
 
 def import_deepspeed(device_type: str) -> Any:
@@ -35,18 +39,19 @@ def import_deepspeed(device_type: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "deepspeed":
             raise _does_not_load(error) from error
-        raise _not_installed() from error
+        raise _not_installed("zero2") from error
     except Exception as error:  # it looks for compilers and drivers while it is imported
         raise _does_not_load(error) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return found
 
 
-def _not_installed() -> ConfigError:
+def _not_installed(mode: str) -> ConfigError:
     return ConfigError(
         "`parallel.mode: deepspeed`, and DeepSpeed is not installed",
-        allowed="`parallel.mode: zero1`, `zero2` and `zero3` do the same without it",
-        fix="run `pip install 'paceline[deepspeed]'`",
+        allowed="`parallel.mode: zero1`, `zero2` and `zero3` shard the same without DeepSpeed",
+        fix=f"run `pip install 'paceline[deepspeed]'`, or set `parallel.mode: {mode}` (`parallel.mode={mode}` on the command "
+        "line)",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.parallel.deepspeed_config import stage_of
 from paceline.plan.choose import Choice, choose, here
 from paceline.plan.described import Described, describe
 from paceline.plan.devices import find_device
@@ -46,7 +47,7 @@ class Plan:
         wanted = configured(self.config, self.machine.count)
         if wanted is None:
             return None
-        stage = self.config.parallel.deepspeed_stage if wanted.strategy == "deepspeed" else None
+        stage = stage_of(self.config.parallel) if wanted.strategy == "deepspeed" else None
         found = (one for one in self.choice.modes if one.layout == wanted and one.settings.get("deepspeed_stage") == stage)
         return next(found, None)
 

@@ -1,0 +1,65 @@
+"""Spellings of `parallel.mode`: `ZeRO-3`, `FSDP2`, `deepspeed_zero2`, `tp` and others."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_SPELLINGS = {
+    "auto": ("auto",),
+    "single": ("single", "none", "no", "singledevice", "singlegpu", "onedevice"),
+    "dp": ("dp", "dataparallel"),
+    "ddp": ("ddp", "distributeddataparallel", "multigpu", "multicpu", "multinpu", "multixpu", "zero0", "noshard"),
+    "zero1": ("zero1", "zeroredundancyoptimizer", "shardedoptimizer", "zerostage1"),
+    "zero2": ("zero2", "shardgradop", "zerostage2"),
+    "zero3": (
+        "zero3", "zerostage3", "fsdp", "fsdp1", "fsdp2", "fullshard", "fullyshard", "fullyshardeddataparallel", "hsdp",
+        "hybridshard",
+    ),
+    "deepspeed": ("deepspeed", "ds"),
+    "tensor": ("tensor", "tp", "tensorparallel", "tensorparallelism"),
+    "pipeline": ("pipeline", "pp", "pipelineparallel", "pipelineparallelism"),
+    "hybrid": ("hybrid", "3d", "nd"),
+    "local_sgd": ("localsgd",),
+    "diloco": ("diloco",),
+    "parameter_server": ("parameterserver", "ps", "rpc"),
+}  # fmt: skip
+_MODES = {spelling: mode for mode, spellings in _SPELLINGS.items() for spelling in spellings}
+#: `deepspeed_zero2`, `deepspeed-stage-3-offload`, `ds_z3`, `zero3_offload`
+_STAGE = re.compile(r"^(deepspeed|ds)?(?:zero|stage|zerostage|z)([0-3])(?:cpu)?(offload)?$")
+_HSDP = ("hsdp", "hybridshard")
+
+
+def read_mode(text: str) -> dict[str, Any]:
+    """The settings of `parallel` that a spelling of the mode stands for, the mode among them.
+
+    An unknown spelling is returned as it is, for the registry of strategies to refuse; ``package.module:Class`` too.
+    """
+    word = text.strip()
+    if ":" in word:
+        return {"mode": word}
+    plain = re.sub(r"[\s_-]+", "", word).lower()
+    if plain in _MODES:
+        return {"mode": _MODES[plain]}
+    stage = _STAGE.match(plain)
+    if stage is None:
+        return {"mode": word}
+    return stage_settings(int(stage[2]), deepspeed=bool(stage[1]), offload=bool(stage[3]))
+
+
+def stage_settings(stage: int, deepspeed: bool, offload: bool = False) -> dict[str, Any]:
+    """The settings of `parallel` for a ZeRO stage, by DeepSpeed itself or by Paceline's own strategies.
+
+    Stage 0 shards nothing, which is `ddp`. DeepSpeed offloads the optimizer's state alone below stage 3.
+    """
+    if stage == 0:
+        return {"mode": "ddp"}
+    settings: dict[str, Any] = {"mode": "deepspeed", "deepspeed_stage": stage} if deepspeed else {"mode": f"zero{stage}"}
+    if offload:
+        settings["offload"] = "optimizer" if deepspeed and stage < 3 else "all"
+    return settings
+
+
+def is_hsdp(text: str) -> bool:
+    """Whether a spelling of the mode asks for shards within a host and replicas across hosts."""
+    return re.sub(r"[\s_-]+", "", text).lower() in _HSDP

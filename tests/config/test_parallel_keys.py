@@ -1,0 +1,340 @@
+"""Parallelism settings of other tools, and spellings of `parallel.mode`: read as the strategy, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config.load import Loaded, load_config, to_yaml
+from paceline.core.errors import ConfigError
+
+Load = Callable[..., Loaded]
+BASE = "model: m\ndataset: d\n"
+
+
+def parallel_of(loaded: Loaded) -> dict[str, Any]:
+    return loaded.config.parallel.model_dump(exclude_defaults=True)
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a DeepSpeed JSON of each kind."""
+    monkeypatch.chdir(tmp_path)
+    host = {"device": "cpu", "pin_memory": True}
+    sections: dict[str, dict[str, Any]] = {
+        "ds_z0.json": {"stage": 0, "reduce_scatter": True},
+        "ds_z2.json": {"stage": 2, "overlap_comm": False},
+        "ds_z2_offload.json": {"stage": 2, "offload_optimizer": host},
+        "ds_z3.json": {"stage": 3, "sub_group_size": 1e9},
+        "ds_z3_offload.json": {"stage": 3, "offload_optimizer": host, "offload_param": host},
+        "ds_z3_params.json": {"stage": 3, "offload_param": host},
+    }
+    for name, section in sections.items():
+        settings = {"zero_optimization": section, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}
+        (tmp_path / name).write_text(json.dumps(settings))
+    (tmp_path / "fsdp2.json").write_text(
+        json.dumps({
+            "_note": "one file for both",
+            "fsdp": "full_shard auto_wrap offload",
+            "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True},
+        })
+    )  # fmt: skip
+    (tmp_path / "settings.json").write_text(json.dumps({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}))
+    return tmp_path
+
+
+def deepspeed(stage: int, file: Any = None, **more: Any) -> dict[str, Any]:
+    settings = {"mode": "deepspeed", "deepspeed_stage": stage, **more}
+    return settings if file is None else settings | {"deepspeed_config": file}
+
+
+INLINE = {"zero_optimization": {"stage": 1}}
+TP_HSDP = """
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true, fsdp_offload_params: false}
+num_processes: 8
+parallelism_config:
+  parallelism_config_cp_size: 1
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_tp_size: 2
+"""
+HSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\nnum_machines: 2\nnum_processes: 16"
+ND = "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_version: 2\nfsdp_config: {offload_params: false}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # -- deepspeed
+        ("deepspeed: ds_z3.json", deepspeed(3, "ds_z3.json")),
+        ("deepspeed: ds_z2.json", deepspeed(2, "ds_z2.json")),
+        ("deepspeed: ds_z2_offload.json", deepspeed(2, "ds_z2_offload.json", offload="optimizer")),
+        ("deepspeed: ds_z3_offload.json", deepspeed(3, "ds_z3_offload.json", offload="all")),
+        ("deepspeed: ds_z3_params.json", deepspeed(3, "ds_z3_params.json", offload="all")),
+        ("deepspeed: ds_z0.json", {"mode": "ddp"}),
+        ("deepspeed: zero0", {"mode": "ddp"}),
+        ("deepspeed: zero1", deepspeed(1)),
+        ("deepspeed: zero2", deepspeed(2)),
+        ("deepspeed: default-zero3", deepspeed(3)),
+        ("deepspeed: zero2_offload", deepspeed(2, offload="optimizer")),
+        ("deepspeed: zero3_offload", deepspeed(3, offload="all")),
+        ("deepspeed: {zero_optimization: {stage: 1}}", deepspeed(1, INLINE)),
+        ("deepspeed: '{\"zero_optimization\": {\"stage\": 1}}'", deepspeed(1, INLINE)),
+        ("parallel: {deepspeed: zero2}", deepspeed(2)),
+        ("train_args: {deepspeed: ds_z3.json}", deepspeed(3, "ds_z3.json")),
+        ("deepspeed: null", {}),
+        ("deepspeed: ''", {}),
+        ("parallel: {mode: deepspeed, deepspeed_config: ds_z3.json}", deepspeed(3, "ds_z3.json")),
+        ("parallel: {deepspeed_config: ds_z3.json}", deepspeed(3, "ds_z3.json")),
+        ("parallel: {mode: deepspeed, deepspeed_config: ds_z0.json}", {"mode": "ddp"}),
+        ("distributed_type: DEEPSPEED", {"mode": "deepspeed"}),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_param_device: cpu, "
+            "offload_optimizer_device: cpu, zero3_init_flag: true, deepspeed_multinode_launcher: standard}",
+            deepspeed(3, offload="all"),
+        ),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", {"mode": "ddp"}),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds_z2.json, zero3_init_flag: false}",
+            deepspeed(2, "ds_z2.json"),
+        ),
+        ("dist_config: {name: deepspeed, config_file: ds_z3.json}", deepspeed(3, "ds_z3.json")),
+        # -- FSDP
+        ("fsdp: full_shard auto_wrap", {"mode": "zero3"}),
+        ("fsdp: full_shard auto_wrap offload", {"mode": "zero3", "offload": "all"}),
+        ("fsdp: [shard_grad_op, auto_wrap]", {"mode": "zero2"}),
+        ("fsdp: no_shard", {"mode": "ddp"}),
+        ("fsdp: true", {"mode": "zero3"}),
+        ("fsdp: ''\nfsdp_config: {min_num_params: 0}", {}),
+        ("fsdp: fsdp2", {"mode": "zero3"}),
+        ("fsdp: fsdp_zero2_offload", {"mode": "zero2", "offload": "all"}),
+        ("fsdp: fsdp2.json", {"mode": "zero3", "offload": "all"}),
+        ("fsdp: full_shard\nfsdp_config: settings.json", {"mode": "zero2"}),
+        ("fsdp_version: 2", {"mode": "zero3"}),
+        ("fsdp_version: 2\nfsdp_config: {reshard_after_forward: false}", {"mode": "zero2"}),
+        ("fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}", {"mode": "zero3"}),
+        ("fsdp_config: {fsdp_sharding_strategy: 2, fsdp_offload_params: true}", {"mode": "zero2", "offload": "all"}),
+        ("fsdp_config: {fsdp_sharding_strategy: NO_SHARD}", {"mode": "ddp"}),
+        ("fsdp_sharding_strategy: SHARD_GRAD_OP", {"mode": "zero2"}),
+        ("dist_config: {name: fsdp2, dcp_path: null}", {"mode": "zero3"}),
+        ("dist_config: {name: fsdp2, reshard_after_forward: false, mp_replicate_size: 2}", {"mode": "zero2", "data": 2}),
+        (HSDP, {"mode": "zero3", "data": 2, "shard": 8, "nnodes": 2, "num_gpus": 8}),
+        ("fsdp: hybrid_shard\nnnodes: 4", {"mode": "zero3", "data": 4, "nnodes": 4}),
+        # -- Accelerate
+        ("distributed_type: MULTI_GPU\nnum_processes: 8", {"mode": "ddp", "num_gpus": 8}),
+        ("distributed_type: MULTI_CPU", {"mode": "ddp", "device": "cpu"}),
+        ("distributed_type: no", {"mode": "single"}),
+        ("distributed_type: 'NO'\nfsdp_config: {fsdp_version: 2}\ndeepspeed_config: {zero_stage: 2}", {"mode": "single"}),
+        ("distributed_type: MULTI_GPU\ndeepspeed: zero2", deepspeed(2)),
+        ("num_processes: 16\nnum_machines: 2", {"num_gpus": 8, "nnodes": 2}),
+        (TP_HSDP, {"mode": "hybrid", "data": 2, "shard": 2, "tensor": 2, "num_gpus": 8}),
+        ("tp_config: {tp_size: 4}", {"tensor": 4}),
+        # -- sizes
+        ("tensor_parallel_size: 2", {"tensor": 2}),
+        ("tensor_parallel_size: 1", {}),
+        ("tensor_model_parallel_size: 2\npipeline_model_parallel_size: 2", {"tensor": 2, "pipeline": 2}),
+        ("pipeline_parallel_size: 2", {"pipeline": 2}),
+        ("dp_shard_size: 4\ndp_replicate_size: 2", {"shard": 4, "data": 2}),
+        (ND, {"mode": "hybrid", "shard": 4, "data": 2, "tensor": 2}),
+        (
+            "fsdp: full_shard\ntensor_parallel_size: 2\nnproc_per_node: 8",
+            {"mode": "hybrid", "tensor": 2, "shard": 4, "num_gpus": 8},
+        ),
+        ("context_parallel_size: 1\nsequence_parallel_size: 1\nexpert_parallel_size: 1\ncp_mode: ulysses", {}),
+        ("ddp: true", {"mode": "ddp"}),
+    ],
+)  # fmt: skip
+def test_foreign_settings_select_the_strategy(load: Load, in_folder: Path, text: str, expected: dict[str, Any]) -> None:
+    loaded = load(BASE + text)
+    assert parallel_of(loaded) == expected
+    assert loaded.notices, "nothing is read under another name in silence"
+    again = in_folder / "resolved.yaml"
+    again.write_text(to_yaml(loaded.config))
+    assert load_config(again).config == loaded.config
+
+
+@pytest.mark.parametrize(
+    ("spelling", "expected"),
+    [
+        ("DDP", {"mode": "ddp"}),
+        ("FSDP", {"mode": "zero3"}),
+        ("fsdp", {"mode": "zero3"}),
+        ("fsdp2", {"mode": "zero3"}),
+        ("ZeRO-3", {"mode": "zero3"}),
+        ("zero_3", {"mode": "zero3"}),
+        ("Zero2", {"mode": "zero2"}),
+        ("zero-stage-1", {"mode": "zero1"}),
+        ("zero3_offload", {"mode": "zero3", "offload": "all"}),
+        ("DeepSpeed", {"mode": "deepspeed"}),
+        ("deepspeed_zero2", deepspeed(2)),
+        ("deepspeed-stage-3-offload", deepspeed(3, offload="all")),
+        ("rpc", {"mode": "parameter_server"}),
+        ("Parameter-Server", {"mode": "parameter_server"}),
+        ("tp", {"mode": "tensor"}),
+        ("tensor_parallel", {"mode": "tensor"}),
+        ("pp", {"mode": "pipeline"}),
+        ("hsdp", {"mode": "zero3", "data": 1}),
+        ("local-sgd", {"mode": "local_sgd"}),
+        ("auto", {}),
+        ("my.module:Strategy", {"mode": "my.module:Strategy"}),
+    ],
+)
+def test_spellings_of_the_mode(load: Load, spelling: str, expected: dict[str, Any]) -> None:
+    assert parallel_of(load(f"{BASE}parallel: {{mode: {spelling}}}")) == expected
+    assert parallel_of(load(BASE, [f"parallel.mode={spelling}"])) == expected
+
+
+def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None:
+    assert parallel_of(load(BASE + "parallel: {mode: hsdp, nnodes: 2}")) == {"mode": "zero3", "nnodes": 2, "data": 2}
+    assert parallel_of(load(BASE + "parallel: {mode: hsdp, shard: 4}")) == {"mode": "zero3", "shard": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("context_parallel_size: 2", "context parallelism is not supported"),
+        ("sequence_parallel_size: 4", "context parallelism is not supported"),
+        ("cp_size: 2\ncp_mode: ulysses", "context parallelism is not supported"),
+        ("parallelism_config: {cp_size: 8}", "`cp_size: 8`: context parallelism"),
+        ("dist_config: {name: fsdp2, cp_size: 2}", "context parallelism is not supported"),
+        ("expert_parallel_size: 2", "expert parallelism is not supported"),
+        ("deepspeed_autotp_size: 2", "mode: hybrid, tensor: 2"),
+        ("zero_hpz_partition_size: 8", "secondary partition"),
+        ("distributed_type: MEGATRON_LM", "Megatron-LM"),
+        ("distributed_type: XLA", "TPUs"),
+        ("mixed_precision: fp8", "not a precision"),
+        ("deepspeed: missing.json", "No such file"),
+        ("deepspeed: zero7", "neither a file nor the name of a ZeRO stage"),
+        ("deepspeed: ds_z3.json\nfsdp: full_shard", "keep one of the two"),
+        ("deepspeed: ds_z3.json\nparallel: {mode: zero2}", "disagree: both set `parallel.mode`"),
+        ("deepspeed: {zero_optimization: {stage: 2, zero_quantized_weights: true}}", "zero_quantized_weights"),
+        ("deepspeed: {zero_optimization: {stage: 3, offload_param: {device: nvme}}}", "nvme"),
+        ("fsdp: full_sard", "did you mean `full_shard`"),
+        ("fsdp_config: {fsdp_shardng_strategy: FULL_SHARD}", "did you mean `sharding_strategy`"),
+        ("fsdp_config: {xla: true}", "TPUs"),
+        ("fsdp: full_shard\ntensor_parallel_size: 2", "number of shards"),
+        ("num_processes: 5\nnum_machines: 2", "do not divide into 2 hosts"),
+    ],
+)  # fmt: skip
+def test_what_paceline_does_not_have_is_refused(load: Load, in_folder: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(BASE + text)
+    assert words in caught.value.paragraph()
+
+
+def test_the_command_line_takes_the_strategy_from_the_file(load: Load, in_folder: Path) -> None:
+    loaded = load(BASE + "deepspeed: ds_z3_offload.json", ["parallel.mode=zero2"])
+    assert parallel_of(loaded) == {"mode": "zero2"}
+    assert any("gives way to the command line: `parallel.mode=zero2`" in text for _, text in loaded.notices)
+    assert parallel_of(load(BASE + "fsdp: full_shard", ["--deepspeed", "ds_z2.json"])) == deepspeed(2, "ds_z2.json")
+    assert parallel_of(load(BASE + "deepspeed: zero3", ["deepspeed=zero1"])) == deepspeed(1)
+
+
+def test_a_deepspeed_json_sets_what_the_config_leaves_out(load: Load, in_folder: Path) -> None:
+    settings = {
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.3,
+        "steps_per_print": 2000,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, "auto"], "torch_adam": True}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": "auto"}},
+    }
+    Path("ds.json").write_text(json.dumps(settings))
+    args = load(BASE + "deepspeed: ds.json").config.train_args
+    assert (args.precision, args.per_device_train_batch_size, args.gradient_accumulation_steps) == ("bf16-mixed", 2, 3)
+    assert (args.max_grad_norm, args.optim, args.learning_rate) == (0.3, "adamw", 1e-3)
+    assert (args.adam_beta1, args.adam_beta2) == (0.8, 0.999)
+    assert (args.lr_scheduler_type, args.warmup_steps) == ("linear", 10)
+
+    loaded = load(BASE + "deepspeed: ds.json\nmax_grad_norm: 2\nbf16: auto", ["gradient_accumulation_steps=1"])
+    args = loaded.config.train_args
+    assert (args.max_grad_norm, args.gradient_accumulation_steps, args.precision) == (2, 1, "bf16-mixed")
+    warnings = [text for level, text in loaded.notices if level == "warning"]
+    assert "`gradient_clipping: 0.3` (ds.json) gives way to `max_grad_norm: 2`" in warnings
+    assert "`gradient_accumulation_steps: 3` (ds.json) gives way to `gradient_accumulation_steps=1`" in warnings
+    words = "\n".join(text for _, text in loaded.notices)
+    assert "`steps_per_print`" in words
+
+    loaded = load(BASE + "deepspeed: ds.json\nfp16: true")
+    assert loaded.config.train_args.precision == "fp16-mixed"
+    assert ("warning", "`bf16.enabled: true` (ds.json) gives way to `fp16: true`") in loaded.notices
+
+
+def test_a_json_beside_the_config_is_found(tmp_path: Path) -> None:
+    (tmp_path / "beside.json").write_text('{"zero_optimization": {"stage": 3}}')
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE + "deepspeed: beside.json")
+    loaded = load_config(path)
+    assert parallel_of(loaded) == deepspeed(3, str(tmp_path / "beside.json"))
+
+
+def test_activation_checkpointing_of_fsdp_is_gradient_checkpointing(load: Load) -> None:
+    text = BASE + "gradient_checkpointing: false\nfsdp: full_shard\nfsdp_config: {activation_checkpointing: true}"
+    assert load(text).config.train_args.gradient_checkpointing
+    assert not load(text, ["gradient_checkpointing=false"]).config.train_args.gradient_checkpointing
+
+
+# -- whole files --------------------------------------------------------------------------------------------------------------
+
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: FULL_STATE_DICT
+  fsdp_version: 2
+machine_rank: 0
+main_process_ip: null
+main_process_port: null
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+def test_a_config_of_accelerate_is_named_as_one_and_works_with_a_model_and_data(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate_config.yaml"
+    path.write_text(ACCELERATE)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    text = caught.value.paragraph()
+    assert "is a config of Accelerate" in text
+    assert "`parallel.mode: zero3`; `train_args.precision: bf16-mixed`" in text
+    assert "model=... dataset=..." in text
+    loaded = load_config(path, ["model=m", "dataset=d"])
+    assert parallel_of(loaded) == {"mode": "zero3", "num_gpus": 8, "node_rank": 0}
+    assert loaded.config.train_args.precision == "bf16-mixed"
+
+
+@pytest.mark.parametrize("overrides", [[], ["model=m", "dataset=d"]])
+def test_a_deepspeed_json_is_named_as_one(tmp_path: Path, overrides: list[str]) -> None:
+    path = tmp_path / "ds_z3.json"
+    path.write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 3}}')
+    with pytest.raises(ConfigError, match=r"is a DeepSpeed config \(ZeRO stage 3\)") as caught:
+        load_config(path, overrides)
+    assert f"deepspeed: {path}" in caught.value.paragraph()
+
+
+def test_an_fsdp_json_is_named_as_one(in_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is an FSDP config"):
+        load_config(Path("fsdp2.json"))
