@@ -185,7 +185,6 @@ def test_modes_it_cannot_serve_are_refused_with_those_it_can(mode, axes, method,
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"train_args": {"precision": "fp16-mixed"}}, "fp16"),
         ({"parallel": {"all_reduce": "ring"}}, "all_reduce"),
         ({"train_args": {"optim": "adagrad"}, "local": True}, "local_moments"),
         ({"momentum": True}, "momentum_correction"),

@@ -213,7 +213,6 @@ def test_workers_are_machines_or_ranks():
         ("local_sgd", {"workers": 3}, {}, ["does not divide", "1, 2, 4"]),
         ("diloco", {"steps": 4, "fragments": 5}, {}, ["fragments: 5", "1 to 4"]),
         ("diloco", {"steps": 4, "overlap_steps": 4}, {}, ["overlap_steps: 4", "0 to 3"]),
-        ("local_sgd", {}, {"precision": "fp16-mixed"}, ["fp16", "bf16"]),
         ("local_sgd", {"outer_dtype": "int8"}, {}, ["outer_dtype", "diloco"]),
         ("diloco", {"average_moments": True}, {}, ["average_moments", "local_sgd"]),
         ("local_sgd", {"average_moments": True, "overlap_steps": 2}, {}, ["negative"]),

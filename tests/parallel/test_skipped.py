@@ -20,13 +20,13 @@ BAD_RANK = 1
 class Run:
     """A strategy that trains a small model; at some steps a rank's loss, or one gradient alone, is made NaN or infinite."""
 
-    def __init__(self, world, mode, axes=None, net=Plain, clip=0.5, optim="adamw", **settings):
+    def __init__(self, world, mode, axes=None, net=Plain, clip=0.5, optim="adamw", precision="32", **settings):
         self.world = World(world.env, world.device, axes) if axes is not None else world
         self.config = Config(
             model="m",
             dataset="d",
             parallel={"mode": mode, "bucket_cap_mb": 0.01, **settings.pop("parallel", {})},
-            train_args={"weight_decay": 0.1, "max_grad_norm": clip, "optim": optim},
+            train_args={"weight_decay": 0.1, "max_grad_norm": clip, "optim": optim, "precision": precision},
             **settings,
         )
         self.precision = Precision(self.config.train_args, self.world)
@@ -37,6 +37,8 @@ class Run:
         self.model = self.strategy.place(built)
         args = self.config.train_args
         self.strategy.build_optimizer(lambda named: build_optimizer(args, 3e-3, named, matrices))
+        self.strategy.use_scaler(self.precision.scaler)
+        self.losses = []
 
     def step(self, step, bad=None, value=float("nan")):
         """Whether the update was made, and whether this rank's own gradient was finite (None: not known). ``bad``: None,
@@ -48,17 +50,24 @@ class Run:
         mine_is_bad = bad is not None and self.world.rank == bad_rank
 
         def micro_step(number, module):
-            logits = module(mine)
+            with self.precision.autocast():
+                logits = module(mine).float()
             if mine_is_bad and bad == "gradient":
                 logits.register_hook(lambda gradient: torch.full_like(gradient, value))
             loss = functional.cross_entropy(logits, (mine * 7 + 1) % WORDS, reduction="sum") / ROWS
-            return loss * value if mine_is_bad and bad == "loss" else loss
+            seen.append(float(loss.detach()))
+            return self.precision.scale(loss * value if mine_is_bad and bad == "loss" else loss)
 
+        seen = []
         self.strategy.backward(micro_step, 1)
+        self.losses.append(self.world.sum(sum(seen) if self.strategy.speaks else 0.0)[0])
+        self.strategy.unscale()
         norm = self.strategy.clip(self.config.train_args.max_grad_norm)
         own = self.strategy.own_gradient()
-        seen = None if self.strategy.skips_itself else norm
-        made = self.strategy.update(lambda optimizer: self.precision.step(optimizer, seen))
+        norm_seen = None if self.strategy.skips_itself else norm
+        made = self.strategy.update(lambda optimizer: self.precision.step(optimizer, norm_seen))
+        if self.strategy.skips_itself:
+            self.precision.settle(made)
         return made, None if own is None else bool(own.isfinite()), bool(norm.isfinite())
 
     def state(self):

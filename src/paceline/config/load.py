@@ -75,6 +75,14 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     return _load(None if file is None else read_config_file(file), file, overrides)
 
 
+def load_stored(stored: Mapping[str, Any]) -> Config:
+    """The config in a checkpoint's ``meta.json``; keys that an older version wrote are read as the present ones."""
+    try:
+        return Config.model_validate(stored)
+    except ValidationError:
+        return load_config(None, stored).config
+
+
 def load_text(text: str, name: str) -> Loaded:
     """As :func:`load_config`, of a config that is not in a file; ``name`` is what messages call it."""
     return _load(as_config(parse_yaml(text, name), Path(name)), Path(name), ())

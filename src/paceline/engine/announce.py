@@ -37,6 +37,7 @@ def announce(session: Session, job: Job, notices: list[tuple[str, str]], resumed
         mesh=mesh,
         predicted=_predicted(session, job),
         device=str(session.world.device.type),
+        precision=job.config.train_args.precision,
         strategy=session.strategy.name,
         model={
             "name": job.config.model,

@@ -236,7 +236,7 @@ def summary(certificate: dict[str, Any]) -> str:
     family = f" (ddp and zero1, 2, 3 among each other: {_power(bounds['family'])})" if bounds["family"] is not None else ""
     get = certificate.__getitem__
     return (
-        f"{passed} of {tried} modes agree with {get('reference')}: {get('steps')} steps of {get('optim')} in "
+        f"{passed} of {tried} modes agree with {get('reference')}: {get('steps')} steps of {get('optim')} in precision "
         f"{get('precision')} on {get('world_size')} × {get('device')}, global batch {get('global_batch_size')}, dropout off. "
         f"Relative bounds: losses {_power(bounds['loss'])}{family}, final weights {_power(bounds['weights'])}, memory and "
         f"traffic {bounds['cost']:.0%} of what was predicted.{excluded_text(certificate)}"

@@ -241,6 +241,8 @@ def start_lines(event: Event) -> list[tuple[str, str]]:
     if model:
         lines.append(("model", f"{model.get('name')}: {_parameters(model)}"))
     lines.append(("parallel", f"{event.get('strategy')}, {wording.ranks(event.get('world_size'))}, {event.get('device')}"))
+    if event.get("precision"):
+        lines.append(("precision", str(event["precision"])))
     if event.get("data"):
         lines.append(("data", wording.data_line(event["data"])))
     lines += derived_lines(derived)

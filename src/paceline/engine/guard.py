@@ -73,10 +73,12 @@ class Guard:
         strategy, precision = session.strategy, session.precision
         apart = strategy.count_world is not session.world
         own = strategy.own_gradient() if session.world.size > 1 else None
-        knows = strategy.skips_itself or precision.scaler is not None
+        knows = strategy.skips_itself
         late = not knows and not strategy.undoes and norm.device.type != "cpu" and skips_on_device(strategy.optimizer, norm)
         seen = None if knows else norm
         made = strategy.update(lambda optimizer: precision.step(optimizer, seen, late))
+        if knows:
+            precision.settle(made)
         self._unread.append(_Verdict(session.step + 1, seen, made, loss, own, apart))
         while len(self._unread) > (1 if late else 0):
             self._read(self._unread.popleft())
@@ -109,10 +111,8 @@ class Guard:
         if not verdict.bad:
             self._row.clear()
             return
-        scaler = self.session.precision.scaler
-        if scaler is None or scaler.get_scale() < 1:  # above, float16's scale is still on its way down
-            self._row.append(verdict.step)
         if verdict.apart:
+            self._count(verdict.step, lost=not _finite(verdict.loss))
             self._untold += 1
             return
         with uncounted():
@@ -120,11 +120,20 @@ class Guard:
                 (not _finite(verdict.loss), verdict.own is not None and not _finite(verdict.own), host_name())
             )
         losses, gradients = ([rank for rank, one in enumerate(told) if one is not None and one[at]] for at in (0, 1))
-        cause = "overflow" if scaler is not None else "loss" if losses else "gradient" if gradients else None
+        scaler = self.session.precision.scaler
+        cause = "loss" if losses else "overflow" if scaler is not None else "gradient" if gradients else None
         ranks = [] if cause == "overflow" else losses or gradients
+        self._count(verdict.step, lost=bool(losses))
         whose = "" if self.session.world.size == 1 else _whose(cause, ranks, len(told))
         self._tell(verdict.step, cause, ranks, [told[rank][2] for rank in ranks], 1, _sentence(cause, whose))
         self._judge(verdict.step, len(self._row), whose)
+
+    def _count(self, step: int, lost: bool) -> None:
+        """Count a skipped step. An overflow in float16 only counts once the loss scale is small. ``lost``: the loss was not
+        finite, so no scale would help."""
+        scaler = self.session.precision.scaler
+        if scaler is None or lost or float(scaler.scale) < 1:
+            self._row.append(step)
 
     def own(self) -> tuple[float, float]:
         """For the line that is gathered at a log line: updates that this rank alone has skipped since the last, and how many

@@ -7,27 +7,26 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.config.schema import TrainArgs
 from paceline.core.errors import ConfigError
+from paceline.parallel.loss_scale import LossScaler
 from paceline.world.group import World
 
 
 class Precision:
-    """Autocast around forward and, for float16, dynamic loss scaling (Micikevicius et al., 2018, section 3.2).
+    """Autocast around forward and, for float16, dynamic loss scaling. The scale is part of the checkpoint.
 
-    float32 runs through here unchanged. The scale is part of the checkpoint.
+    float32 runs through here unchanged.
     """
 
     def __init__(self, args: TrainArgs, world: World) -> None:
-        self.world = world
-        device = world.device
+        assert args.precision != "auto" or world.device.type == "cpu", "`precision: auto` is resolved before ranks start"
+        self.device = world.device
         self.dtype = None if args.mixed_dtype is None else getattr(torch, args.mixed_dtype)
-        self.device = device
-        self.scaler = torch.amp.GradScaler(device.type) if args.mixed_dtype == "float16" else None
+        self.scaler = LossScaler(world.device) if args.mixed_dtype == "float16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.dtype is None:
@@ -35,49 +34,51 @@ class Precision:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        return loss if self.scaler is None else loss * self.scaler.scale.to(loss.device)
 
     def step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None = None, late: bool = False) -> bool:
-        """Make the optimizer's step. False where it was skipped: float16 gradients overflowed, on any rank, or the gradient's
-        ``norm`` is given and not finite. ``late``: the device decides, see :func:`skips_on_device`; True is returned."""
-        if self.scaler is None:
-            if norm is None:
-                optimizer.step()
-            elif late:
-                _step_where(optimizer, norm.isfinite())
-            elif bool(norm.isfinite()):
-                optimizer.step()
-            else:
-                return False
+        """Make the optimizer's step. False if it was skipped because the gradient's ``norm`` is not finite; the loss scale is
+        adapted. ``norm``: None if the strategy sees to that itself, and :meth:`settle` is called afterwards. ``late``: the
+        device decides, see :func:`skips_on_device`; True is returned."""
+        if norm is None:
+            optimizer.step()
             return True
-        before = self.scaler.get_scale()
-        # A rank that holds a part of the gradients sees the overflows of that part alone.
-        for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            self.world.wait(self.world.all_reduce(found, dist.ReduceOp.MAX))
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale() >= before
+        finite = norm.isfinite()
+        made = late or bool(finite)
+        if late:
+            _step_where(optimizer, finite)
+        elif made:
+            optimizer.step()
+        self.settle(finite)
+        return made
+
+    def settle(self, finite: torch.Tensor | bool) -> None:
+        """Adapt the loss scale to a step whose gradient was finite, or not."""
+        if self.scaler is not None:
+            self.scaler.update(finite)
 
     def state(self) -> dict[str, torch.Tensor]:
         if self.scaler is None:
             return {}
-        held = self.scaler.state_dict()
-        return {
-            "scaler/scale": torch.tensor(held["scale"], dtype=torch.float64),
-            "scaler/growth_tracker": torch.tensor(held["_growth_tracker"]),
-        }
+        return {f"scaler/{name}": value for name, value in self.scaler.state().items()}
 
     def load_state(self, numbers: dict[str, float]) -> None:
-        if self.scaler is None or "scaler/scale" not in numbers:
-            return
-        held = self.scaler.state_dict()
-        held["scale"] = float(numbers["scaler/scale"])
-        held["_growth_tracker"] = int(numbers["scaler/growth_tracker"])
-        self.scaler.load_state_dict(held)
+        if self.scaler is not None and "scaler/scale" in numbers:
+            self.scaler.load(numbers["scaler/scale"], numbers["scaler/growth_tracker"])
+
+
+def check_same_precision(world: World, args: TrainArgs) -> None:
+    """Raise ConfigError if ``precision: auto`` became different precisions on the ranks' devices. A collective."""
+    precisions = world.gather_objects(args.precision)
+    if len(set(precisions)) > 1:
+        by_rank = "; ".join(
+            f"{one} on " + ", ".join(f"rank {rank}" for rank, other in enumerate(precisions) if other == one)
+            for one in dict.fromkeys(map(str, precisions))
+        )
+        raise ConfigError(
+            f"`precision: auto` is not the same on all ranks: {by_rank}",
+            fix="set `train_args.precision`: `fp16-mixed` or `32` runs on all of them",
+        )
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> bool:

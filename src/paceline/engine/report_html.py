@@ -112,6 +112,7 @@ def _cards(report: dict[str, Any], start: Event) -> list[dict[str, str]]:
         _card("Samples seen", wording.count(get("samples_seen"))),
         _card("Label tokens", words(get("label_tokens")), f"of {words(get('train_tokens'))} tokens"),
         _card("Strategy", _text(get("strategy")), f"{wording.ranks(get('world_size'))} on {_text(get('device'))}"),
+        _card("Precision", _text(get("precision"))),
         _card("Parameters", words(model.get("parameters")), f"{words(model.get('trainable_parameters'))} trained"),
         _card(
             "Resumed at",

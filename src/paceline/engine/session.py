@@ -29,7 +29,7 @@ from paceline.engine.devices import DeviceReader
 from paceline.engine.meter import Meter
 from paceline.engine.model_folder import save_model_folder
 from paceline.engine.optim import Schedule, build_optimizer, matrices_of
-from paceline.engine.precision import Precision, checkpoint_activations
+from paceline.engine.precision import Precision, check_same_precision, checkpoint_activations
 from paceline.engine.report import write_reports
 from paceline.engine.saver import Saver
 from paceline.engine.state import check_same_model, frozen_digest, load_training_state
@@ -78,6 +78,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     watchdog = Watchdog(job.config.recovery, job.config.parallel.timeout_s, world, stop, run_dir.root)
     watchdog.start()
     try:
+        check_same_precision(world, job.config.train_args)
         built = build(job, world)  # before anything is written: a model that cannot be had leaves no trace
         world = built.strategy.world  # the same ranks, perhaps with other means to talk
         if job.resume_from is not None:
@@ -232,6 +233,8 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
     task, strategy = built.task, built.strategy
     train_dataset, eval_dataset = built.datasets
     optimizer = strategy.build_optimizer(lambda named: build_optimizer(args, job.derived.learning_rate, named, built.matrices))
+    precision = Precision(args, world)
+    strategy.use_scaler(precision.scaler)
     options = LoaderOptions(
         args.dataloader_num_workers, args.dataloader_prefetch_factor, args.dataloader_pin_memory and world.device.type != "cpu"
     )
@@ -248,7 +251,7 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
         strategy=strategy,
         optimizer=optimizer,
         schedule=Schedule(optimizer, args, job.derived),
-        precision=Precision(args, world),
+        precision=precision,
         order=order,
         train_dataset=train_dataset,
         batches=iter(()),

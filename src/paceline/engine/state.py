@@ -86,6 +86,8 @@ def check_same_model(path: Path, shape: ModelShape, frozen: str | None) -> None:
 def load_training_state(session: Session, source: StateSource, step: int) -> None:
     """The reverse, on every rank."""
     strategy = session.strategy
+    scaler = {name: float(source.read(name, (), ())) for name in source.tensors() if name.startswith("scaler/")}
+    session.precision.load_state(scaler)  # before what a strategy has of its own scale
     strategy.load_state(source)
     if not strategy.trains_apart and any(name.startswith("local/") for name in source.tensors()):
         strategy.notices.append(
@@ -95,7 +97,5 @@ def load_training_state(session: Session, source: StateSource, step: int) -> Non
                 "the first one's optimizer; the rest of their state is dropped",
             )
         )
-    scaler = {name: float(source.read(name, (), ())) for name in source.tensors() if name.startswith("scaler/")}
-    session.precision.load_state(scaler)
     session.step = session.first_step = step
     session.saver.last_step = session.saver.first_step = step

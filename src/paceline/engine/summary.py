@@ -48,6 +48,7 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
         "strategy": session.strategy.name,
         "world_size": session.derived.world_size,
         "device": world.device.type,
+        "precision": session.config.train_args.precision,
         "steps": session.step,
         "epochs": session.step / session.order.steps_per_epoch,
         "samples_seen": seen,

@@ -154,7 +154,7 @@ def train_step(session: Session) -> bool:
         stopping = read_counts(session, counts, now=True)
         meter.forget()
         return stopping
-    session.precision.unscale(session.optimizer)
+    session.strategy.unscale()
     grad_norm = session.strategy.clip(config.train_args.max_grad_norm)
     learning_rate = session.schedule.set_step(step)
     guard.update(grad_norm, loss_sum)

@@ -110,6 +110,7 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
     from paceline.launch.preflight import plan_run
     from paceline.world.device import choose_devices
     from paceline.world.env import outer_launcher
+    from paceline.world.precision import with_precision
 
     config = loaded.config
     outer = outer_launcher()
@@ -120,8 +121,11 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
         if one.fatal:
             raise ConfigError(f"this machine cannot run it: {one.name}: {one.value}", fix=one.advice)
         devices.notices.append(("warning", f"{one.name}: {one.value}; {one.advice}"))
+    config, precision = with_precision(config, devices.type, devices.names[: devices.count])
+    devices.notices.append(("info", precision))
     for level, text in devices.notices:
         say(level, text)
+    loaded = replace(loaded, config=config)
 
     def plan_for(
         num_devices: int,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.changes import changes_training
-from paceline.config.load import Loaded, diff_configs
+from paceline.config.load import Loaded, diff_configs, load_stored
 from paceline.config.resolve import Derived, derive
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
@@ -276,7 +276,7 @@ def _check_resume(
 ) -> dict[str, Any] | None:
     """Raise ConfigError where the run cannot go on exactly from ``path``. Returns the report, where it is done already."""
     _check_same_config(config, meta["config"], path, allow_change, say)
-    check_row_state(config, Config.model_validate(meta["config"]), path)
+    check_row_state(config, load_stored(meta["config"]), path)
     _check_same_data(prepared, meta, path, allow_change, say)
     if meta["step"] > derived.steps:
         raise ConfigError(
@@ -303,13 +303,21 @@ def _stored_config(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _check_same_config(config: Config, stored: dict[str, Any], where: Path, allow_change: bool, say: Say) -> None:
-    changes = [one for one in diff_configs(Config.model_validate(stored), config) if changes_training(*one)]
+    changes = [one for one in diff_configs(load_stored(stored), config) if changes_training(*one)]
     if not changes:
         return
     listing = "; ".join(f"{key}: {old!r} → {new!r}" for key, old, new in changes)
     if allow_change:
         say("warning", f"going on with a changed config, as told: {listing}")
         return
+    kept = next((f"`train_args.precision={old}`" for key, old, _ in changes if key == "train_args.precision"), None)
+    if kept is not None and len(changes) == 1:
+        raise ConfigError(
+            f"`output_dir` holds another run ({where}), made with another precision. Changed: {listing}. `precision: auto` "
+            "follows the device",
+            fix=f"set {kept} to resume in the precision of the run; set another `output_dir` for a new run; or pass "
+            "--allow-config-change",
+        )
     raise ConfigError(
         f"`output_dir` holds another run ({where}), made with another config. Changed: {listing}",
         fix="set another `output_dir` for a new run; put the old values back to go on with it; or pass --allow-config-change "

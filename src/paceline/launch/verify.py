@@ -59,12 +59,15 @@ def verify(loaded: Loaded, request: Request) -> Certified:
     """
     from paceline.launch.preload import start_fork_server
     from paceline.tasks import load_task
+    from paceline.world.precision import with_precision
 
     _check(request)
     for level, text in loaded.notices:
         _say(level, text)
     config = _calm(loaded.config, request.steps)
     devices = _devices(config, request.world_size)
+    config, precision = with_precision(config, devices.type, devices.names[: devices.count])
+    _say("info", f"{precision}; all modes are compared in it")
     names = _names(config, devices.count, request.modes)
     start_fork_server(config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": "zero3"})}))
     load_task(config).check()
@@ -290,7 +293,7 @@ def _certificate(
         "modes": listed,
         "steps": steps,
         "device": devices.type,
-        "precision": args.mixed_dtype or "float32",
+        "precision": args.precision,
         "optim": args.optim,
         "global_batch_size": base.derived.global_batch_size,
         "bounds": asdict(bounds),

@@ -14,6 +14,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.exchange import Exchange
+from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.parts import Part, StateSource, local_tensor, read_part, storage_bytes
 from paceline.world.group import World
 from paceline.world.mesh import Axes
@@ -55,6 +56,8 @@ class Strategy(ABC):
     trains_apart = False
     skips_itself = False  # in `update`, where the gradient is not finite
     optimizer: torch.optim.Optimizer
+    #: Of float16 training; the loss that :meth:`backward` gets is multiplied by its scale.
+    scaler: LossScaler | None = None
     #: A forward of the task over one sample, set before :meth:`place` where the order of the model's modules matters.
     probe: Callable[[nn.Module], object] | None = None
 
@@ -178,6 +181,16 @@ class Strategy(ABC):
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         """Run forward and backward over this replica's micro-batches. Afterwards the gradient is the sum over micro-batches and
         replicas."""
+
+    def use_scaler(self, scaler: LossScaler | None) -> None:
+        """Take the loss scaler of float16 training; called once, after ``build_optimizer``."""
+        self.scaler = scaler
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale; called between :meth:`backward` and :meth:`clip`."""
+        if self.scaler is not None:
+            parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+            self.scaler.unscale(local_tensor(one.grad) for one in parameters if one.grad is not None)
 
     @abstractmethod
     def clip(self, max_norm: float) -> torch.Tensor:

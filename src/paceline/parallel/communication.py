@@ -19,8 +19,6 @@ from paceline.world.volume import all_reduce_bytes
 #: What a replica that is itself cut can be served: methods whose result for a tensor does not depend on what lies beside it, so
 #: that ranks which hold the same tensor in different company get the same sum.
 FOR_PARTS = ("bf16", "powersgd")
-#: Methods that keep nothing from step to step.
-_STATELESS = ("bf16", "fp16", "int8")
 
 
 def check_communication(config: Config, name: str, sums_buckets: bool, axes: Axes) -> None:
@@ -69,12 +67,6 @@ def check_communication(config: Config, name: str, sums_buckets: bool, axes: Axe
 
 def _check_training(config: Config, what: str) -> None:
     args, settings = config.train_args, config.compression
-    if args.mixed_dtype == "float16" and settings.chain[0] not in _STATELESS:
-        raise ConfigError(
-            f"{what} with `train_args.precision: fp16-mixed`: an overflow would stay in what is kept back",
-            allowed=f"with fp16-mixed: {', '.join(_STATELESS)}",
-            fix="set `train_args.precision: bf16-mixed` instead",
-        )
     sparse = settings.chain[0] in ("topk", "randomk")
     adam = args.optim in ("adam", "adamw")
     if settings.local_moments is True and not (sparse and adam):

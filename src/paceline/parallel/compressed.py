@@ -83,6 +83,8 @@ class CompressedReduction(Reduction):
         def work(line: World) -> None:
             begin = time.thread_time()
             values = flat.float()  # the bucket itself, where it is float32
+            if self.scaler is not None and self.unscales:
+                self.scaler.unscale([values])  # what is kept back must not depend on the scale, which changes
             self._before[number] = [one.clone() for one in state.held]
             if not bool(values.sum().isfinite()):
                 values.fill_(math.nan)  # else an element that is not chosen would wait, and none would hear of it
@@ -100,6 +102,10 @@ class CompressedReduction(Reduction):
     def end_step(self) -> None:
         self.step += 1
         self.age += 1
+
+    @property
+    def unscales(self) -> bool:
+        return not self.late
 
     @property
     def undoes(self) -> bool:

@@ -42,8 +42,9 @@ _ELEMENTWISE = ("adamw", "adam", "sgd", "rmsprop")
 
 
 class DeepSpeed(Strategy):
-    """DeepSpeed's ZeRO. With bf16 the weights are bfloat16 and the optimizer updates float32 master weights in the partitions;
-    gradients are bfloat16, as DeepSpeed does by default.
+    """DeepSpeed's ZeRO. In mixed precision the weights and gradients are bfloat16 or float16, as DeepSpeed does by default, and
+    the optimizer updates float32 master weights in the partitions. The loss scale of float16 is Paceline's: DeepSpeed divides
+    by it within its step, and reports overflows.
 
     At stage 3 every rank must run the same layers in a micro-batch: DeepSpeed gathers each layer's weights as it comes to it.
     DeepSpeed moves the whole model to the rank's device before it cuts it, so one device must hold the weights at the start.
@@ -68,12 +69,6 @@ class DeepSpeed(Strategy):
     def check_settings(config: Config, axes: Axes) -> None:
         """As :meth:`check`, whether DeepSpeed is there or not: a plan may be for another machine."""
         parallel, args = config.parallel, config.train_args
-        if args.mixed_dtype == "float16":
-            raise ConfigError(
-                "`train_args.precision: fp16-mixed` with `parallel.mode: deepspeed`: both would scale the loss",
-                allowed="`32` or `bf16-mixed` with deepspeed",
-                fix="set `train_args.precision: bf16-mixed`, or `parallel.mode: zero2`",
-            )
         if args.optim not in _ELEMENTWISE:
             raise ConfigError(
                 f"`train_args.optim: {args.optim}` with `parallel.mode: deepspeed`: DeepSpeed hands the optimizer flat parts "
@@ -156,12 +151,17 @@ class DeepSpeed(Strategy):
             self._note_gradients()
         self.world.broadcast(self.changing_buffers)
 
+    def unscale(self) -> None:
+        """DeepSpeed divides by the loss scale within its step."""
+
     def clip(self, max_norm: float) -> torch.Tensor:
         """DeepSpeed takes the norm and clips within its step: the tensor returned has its value after :meth:`update`."""
         self.zero.clip_grad = max_norm
         return self.norm
 
     def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+        if self.scaler is not None:
+            self.zero.loss_scale = float(self.scaler.scale)
         with quiet():
             done = apply(
                 cast(torch.optim.Optimizer, SimpleNamespace(step=self.engine.step, param_groups=self.optimizer.param_groups))
@@ -170,6 +170,8 @@ class DeepSpeed(Strategy):
                 for one in gradient_tensors(self.zero, self.model):
                     one.fill_(math.nan)
                 self.engine.step()
+        if self.scaler is not None:
+            self.zero.loss_scale = 1.0  # backward gets a loss that is scaled already
         self.norm.copy_(torch.as_tensor(self.engine.get_global_grad_norm()))
         return done and not self.zero.overflow
 

@@ -103,6 +103,7 @@ def engine_config(config: Config, trained_elements: int) -> dict[str, Any]:
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.mixed_dtype == "bfloat16"},
+        "fp16": {"enabled": args.mixed_dtype == "float16", "loss_scale": 1.0},  # the loss comes scaled by Paceline
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero_section(config, trained_elements, 2 if args.mixed_dtype else 0),

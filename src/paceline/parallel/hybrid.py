@@ -292,11 +292,6 @@ def _check(config: Config, axes: Axes) -> None:
             f"`train_args.optim: adafactor` with {cut}: its factored state needs whole matrices",
             fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
         )
-    if config.train_args.mixed_dtype == "float16" and axes.pipeline > 1:
-        raise ConfigError(
-            f"`train_args.precision: fp16-mixed` with {cut}: only the last stage sees the loss that is scaled",
-            fix="set `train_args.precision: bf16-mixed` instead, or `parallel.pipeline: 1`",
-        )
     if axes.pipeline > 1 and axes.shard > 1 and config.parallel.pipeline_schedule == "zero_bubble":
         raise ConfigError(
             f"`parallel.pipeline_schedule: zero_bubble` with {cut}: its split backward passes FSDP by",

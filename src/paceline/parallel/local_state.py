@@ -4,7 +4,7 @@ What any strategy reads: ``model/NAME``, the mean of the workers' parameters (of
 ``optimizer/NAME/…``, that of the first worker. Beside it, so that the same number of workers goes on bit for bit:
 
 - ``local/worker-K/model/NAME``, ``…/buffer/NAME``: worker K's own, where the workers' differ;
-- ``local/worker-K/optimizer/NAME/…``: of the workers but the first;
+- ``local/worker-K/optimizer/NAME/…``, ``local/worker-K/scaler/…``: of the workers but the first;
 - ``local/steps``, ``local/workers``: steps made, number of workers;
 - ``outer/parameters``, ``outer/momentum`` (`diloco`): over all parameters in the model's order, whatever the fragments;
 - ``outer/flight-F`` (`diloco`), ``local/worker-K/flight-F`` (`local_sgd`): what came of a synchronisation of fragment F that
@@ -47,6 +47,8 @@ def local_parts(strategy: LocalTraining) -> list[Part]:
         found += [Part.whole(f"{worker}/{name}", one) for name, one in _apart(strategy).items()]
     if strategy.near.is_first and not strategy.far.is_first:
         found += [Part.whole(f"{worker}/{name}", value) for name, value in _optimizer(strategy).items()]
+        if strategy.scaler is not None:
+            found += [Part.whole(f"{worker}/scaler/{name}", value) for name, value in strategy.scaler.state().items()]
     found += [
         Part(
             _flight_name(strategy, number), flight.land(), _flight_shape(strategy, number), _start(strategy, number), flat=True
@@ -109,6 +111,9 @@ def _load_worker(strategy: LocalTraining, source: StateSource) -> None:
     for name, one in _apart(strategy).items():
         if worker + name in known:
             one.copy_(source.read(worker + name, (0,) * one.dim(), one.shape))
+    scaler = {name: f"{worker}scaler/{name}" for name in ("scale", "growth_tracker")}
+    if strategy.scaler is not None and all(name in known for name in scaler.values()):
+        strategy.scaler.load(**{name: float(source.read(stored, (), ())) for name, stored in scaler.items()})
     own = [name for name in known if name.startswith(f"{worker}optimizer/")]
     for part in strategy.parts():
         if part.key is None:

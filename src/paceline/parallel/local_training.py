@@ -74,13 +74,6 @@ class LocalTraining(Strategy):
     @classmethod
     def check(cls, config: Config, axes: Axes) -> None:
         settings, args = config.local_sgd, config.train_args
-        if args.mixed_dtype == "float16":
-            raise ConfigError(
-                f"`precision: fp16-mixed` with `mode: {cls.name}`: its loss scale is agreed on by all "
-                "ranks at each step, which is what this mode is there to avoid",
-                allowed="bf16, or float32",
-                fix="set `precision: bf16-mixed` instead",
-            )
         if settings.workers is not None:
             num_workers(settings, RankEnv(world_size=axes.data, local_world_size=axes.data))
         if config.parallel.offload != "none":

@@ -16,6 +16,7 @@ from paceline.world.lane import Lane, Pending
 if TYPE_CHECKING:
     from paceline.parallel.buckets import GradientBuckets
     from paceline.parallel.exchange import Exchange
+    from paceline.parallel.loss_scale import LossScaler
     from paceline.parallel.parts import Part, StateSource
 
 
@@ -31,6 +32,8 @@ class Reduction:
     notices: tuple[tuple[str, str], ...] = ()
     #: Gradients are summed by :meth:`clip_and_sum`, after backward, instead of bucket by bucket during it.
     late = False
+    #: Of float16 training: the gradients in the buckets are multiplied by its scale.
+    scaler: LossScaler | None = None
 
     def __init__(self, config: Config, world: World) -> None:
         self.config = config
@@ -51,6 +54,11 @@ class Reduction:
     def clip_and_sum(self, max_norm: float) -> torch.Tensor:
         """Where :attr:`late`: as a strategy's ``clip``, and the sum over the replicas."""
         raise NotImplementedError
+
+    @property
+    def unscales(self) -> bool:
+        """True if :meth:`start` divides the buckets by the loss scale."""
+        return False
 
     @property
     def undoes(self) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 
 from paceline.parallel.base import Strategy
 from paceline.parallel.buckets import GradientBuckets
+from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.reduction import Reduction, make_reduction
 from paceline.world.group import World
 
@@ -37,6 +38,15 @@ class SummedInBuckets(Strategy):
         if self.reduction is not None:
             self.reduction.settle(made)
         return made
+
+    def use_scaler(self, scaler: LossScaler | None) -> None:
+        super().use_scaler(scaler)
+        if self.reduction is not None:
+            self.reduction.scaler = scaler
+
+    def unscale(self) -> None:
+        if self.reduction is None or not self.reduction.unscales:
+            super().unscale()
 
     @property
     def undoes(self) -> bool:

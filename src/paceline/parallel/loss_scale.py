@@ -1,0 +1,48 @@
+"""Dynamic loss scaling for float16 (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+#: As torch.amp.GradScaler: where the scale begins, and after how many steps without an overflow it is doubled.
+INITIAL_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
+
+
+class LossScaler:
+    """The factor that the loss is multiplied by, so that small gradients do not vanish in float16.
+
+    It is a power of two, so gradients are scaled back without rounding. It is halved after a step whose gradient was not
+    finite, and doubled after :data:`GROWTH_INTERVAL` steps without one. It stays on the device: no step waits for the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), INITIAL_SCALE, dtype=torch.float32, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int64, device=device)
+
+    def update(self, finite: torch.Tensor | bool) -> None:
+        """Adapt the scale to a step; ``finite``: whether its gradient was. The same on all ranks that share gradients."""
+        ok = torch.as_tensor(finite, device=self.scale.device)
+        steps = torch.where(ok, self.growth_tracker + 1, 0)
+        grows = steps >= GROWTH_INTERVAL
+        larger = torch.where(grows & (self.scale * 2).isfinite(), self.scale * 2, self.scale)
+        self.scale.copy_(torch.where(ok, larger, self.scale / 2))
+        self.growth_tracker.copy_(torch.where(grows, 0, steps))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """For a checkpoint: a copy on the CPU."""
+        return {"scale": self.scale.double().cpu(), "growth_tracker": self.growth_tracker.cpu().clone()}
+
+    def load(self, scale: float, growth_tracker: float) -> None:
+        self.scale.fill_(scale)
+        self.growth_tracker.fill_(int(growth_tracker))
+
+    def unscale(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Divide gradients by the scale, in place."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in gradients:
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, several in by_device.items():
+            torch._foreach_mul_(several, self.scale.reciprocal().to(device))
