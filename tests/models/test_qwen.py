@@ -15,7 +15,9 @@ import paceline
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.tokenizer import find_tokenizer, load_tokenizer
-from paceline.models.language import config_numbers, load_language_model
+from paceline.engine.export import export
+from paceline.engine.generate import generate, load_model
+from paceline.models.language import config_numbers, load_language_model, save_language_model
 from paceline.models.qwen import converted_folder
 from paceline.tasks import load_task
 
@@ -145,3 +147,31 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     (folder / "qwen.tiktoken").write_text("\n".join(lines[:100] + lines[101:]))
     with pytest.raises(ConfigError, match=r"qwen\.tiktoken cannot be read"):
         find_tokenizer(str(folder))
+
+
+def test_adapters_are_saved_generated_from_and_merged_in_the_qwen2_form(checkpoint: Path, tmp_path: Path) -> None:
+    chosen = config(checkpoint, lora={"enable": True, "rank": 4})
+    trained: Any = load_language_model(chosen).eval()
+    for name, parameter in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    run = tmp_path / "run"
+    save_language_model(trained, str(find_tokenizer(str(checkpoint))), run / "model")
+    ids = torch.tensor([reference_tokens(checkpoint, TEXT)[:50]])
+    with torch.no_grad():
+        expected = trained(input_ids=ids).logits
+        base = reference_logits(checkpoint, ids[0])
+    assert not torch.allclose(expected[0], base, atol=1e-2)
+    merged = export(run, merge=True, output=str(tmp_path / "merged"))
+    assert json.loads((merged / "config.json").read_text())["model_type"] == "qwen2"
+    for folder in (run, merged):
+        model, tokenizer = load_model(folder, "float32")
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert tokenizer(TEXT)["input_ids"] == reference_tokens(checkpoint, TEXT)
+    original, _ = load_model(checkpoint, "float32")
+    with torch.no_grad():
+        torch.testing.assert_close(original(input_ids=ids).logits[0], base, rtol=1e-4, atol=1e-4)
+    assert isinstance(generate(run, "Hello", max_new_tokens=3), str)
+    with pytest.raises(ConfigError, match=f"the model was trained on {SEQ_LENGTH}"):
+        generate(run, "Hello", max_new_tokens=SEQ_LENGTH)

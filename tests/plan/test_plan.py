@@ -48,7 +48,7 @@ def test_candidates() -> None:
 
 
 def test_the_verb_prints_what_the_function_gives(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"model={MICRO}", "dataset=none.jsonl", "max_length=64", "parallel.mode=zero2"]
+    words = [f"model={MICRO}", "dataset=none.jsonl", "max_length=64", "parallel.mode=zero2", "precision=32"]
     assert main(["plan", *words, "--world-size", "2", "--device-memory", "8GB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["world_size"], found["device_memory_bytes"]) == (2, 8 * 10**9)
@@ -69,7 +69,7 @@ def test_the_verb_prints_what_the_function_gives(capsys: pytest.CaptureFixture[s
         {"model": MICRO, "dataset": "none.jsonl", "parallel": {"mode": "zero2"}},
         world_size=2,
         device_memory="8GB",
-        **{"train_args.max_length": 64},
+        **{"train_args.max_length": 64, "train_args.precision": "32"},
     )
     assert same == found
 
@@ -176,6 +176,7 @@ def test_the_bound_is_above_the_plan(tmp_path: Path) -> None:
         {"train_args": {"precision": "bf16-mixed"}},
         {"lora": {"enable": True, "dropout": 0.0}},
     ):
+        keys = {"train_args": {"precision": "32"}, **keys}
         given = config(model=wide(tmp_path), dataset="none", **keys)
         found = paceline.plan(given.model_dump(), world_size=2, device="T4")
         bound = at_most(given)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.models.language import qwen_folder
+from paceline.models.qwen import CONVERTED_KEY, converted_folder
 
 
 def model_folder(run: Path) -> Path:
@@ -34,6 +36,8 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     folder = model_folder(run)
+    if (folder / "config.json").is_file() and (original := qwen_folder(str(folder))) is not None:
+        folder = converted_folder(original)
     base = folder
     if (folder / "adapter_config.json").is_file():
         base = Path(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"])
@@ -50,6 +54,22 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
 
         model = PeftModel.from_pretrained(model, str(folder))
     return model.eval(), tokenizer
+
+
+def check_trained_length(model: Any, num_tokens: int) -> None:
+    """Refuse to run a converted first-generation Qwen model beyond its trained length.
+
+    Raises:
+        ConfigError: ``num_tokens`` is above it.
+    """
+    config = getattr(model.get_base_model() if hasattr(model, "get_base_model") else model, "config", None)
+    if getattr(config, CONVERTED_KEY, None) and num_tokens > config.max_position_embeddings:
+        raise ConfigError(
+            f"the prompt and the answer can have {num_tokens} tokens together, and the model was trained on "
+            f"{config.max_position_embeddings}; beyond that the original Qwen model changes its attention, and the Qwen2 form "
+            "does not",
+            fix="give a shorter prompt, or allow fewer new tokens",
+        )
 
 
 def generate(
@@ -73,6 +93,7 @@ def generate(
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     else:
         inputs = tokenizer(question, return_tensors="pt")
+    check_trained_length(model, inputs["input_ids"].shape[1] + max_new_tokens)
     inputs = {key: value.to(model.device) for key, value in inputs.items() if key in ("input_ids", "attention_mask")}
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}

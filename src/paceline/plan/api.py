@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.parallel.deepspeed_config import stage_of
+from paceline.plan.advice import Advice, advise
 from paceline.plan.choose import Choice, choose, here
 from paceline.plan.described import Described, describe
 from paceline.plan.devices import find_device
@@ -51,6 +53,14 @@ class Plan:
         found = (one for one in self.choice.modes if one.layout == wanted and one.settings.get("deepspeed_stage") == stage)
         return next(found, None)
 
+    @cached_property
+    def advice(self) -> Advice | None:
+        """What makes the mode that the config names fit; None if it fits, cannot be laid out, or none is named."""
+        mode = self.configured
+        if mode is None or mode.fits or mode.cost is None:
+            return None
+        return advise(self.config, self.described, self.batch, self.machine, mode)
+
     @property
     def misfit(self) -> ConfigError | None:
         """Why the layout that the config names cannot be."""
@@ -62,7 +72,8 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The value that ``--json`` prints."""
-        taken, named, wrong = self.choice.taken, self.configured, self.misfit
+        taken, named, wrong, advice = self.choice.taken, self.configured, self.misfit, self.advice
+        smallest = None if advice is None else advice.smallest
         return {
             "world_size": self.machine.count,
             "device_memory_bytes": self.machine.memory_bytes,
@@ -71,6 +82,9 @@ class Plan:
             "chosen": None if taken is None else taken.name,
             "why": self.choice.why,
             "configured": None if named is None else named.name,
+            "changes": None if advice is None else [change.as_dict(self.machine.count) for change in advice.single],
+            "smallest_change": None if smallest is None else smallest.as_dict(self.machine.count),
+            "precision": self.config.train_args.precision,
             "misfit": None if wrong is None else {"what": wrong.what, "allowed": wrong.allowed, "fix": wrong.fix},
             "device": self.machine.name,
             "tokens_per_micro_batch": self.batch.positions if self.batch.has_tokens else None,
@@ -113,9 +127,28 @@ def make_plan(
     if config.task not in ("sft", "pretrain", "classify"):
         load_task(config)  # a task that cannot be had is an error before anything is measured
     machine = _machine(config, world_size, memory, device)
+    if config.train_args.precision == "auto":
+        precision, reason = _precision_on(machine)
+        config = config.model_copy(update={"train_args": config.train_args.model_copy(update={"precision": precision})})
+        if precision != "32":
+            machine = _machine(config, world_size, memory, device)
+        machine = replace(machine, notes=(*machine.notes, f"precision: {precision}, chosen by `precision: auto`: {reason}"))
     described = describe(config)
     batch = micro_batch(config)
     return Plan(config, machine, described, batch, choose(config, described, batch, machine))
+
+
+def _precision_on(machine: Machine) -> tuple[str, str]:
+    """What ``precision: auto`` is on the devices planned for, and why."""
+    if machine.is_cpu:
+        return "32", "float32 on a CPU"
+    if machine.device is None:
+        return "32", f"whether {machine.name} supports bfloat16 is not known"
+    if machine.name_is_assumed:
+        return "bf16-mixed", "no device is named, and most accelerators support bfloat16"
+    if machine.device.supports_bfloat16:
+        return "bf16-mixed", f"bfloat16 is supported by {machine.device.name}"
+    return "fp16-mixed", f"bfloat16 is not supported by {machine.device.name}"
 
 
 def _machine(config: Config, world_size: int | None, memory: int | None, device: str | None) -> Machine:

@@ -11,6 +11,7 @@ from paceline.core.files import human_bytes
 from paceline.core.words import counted
 from paceline.doctor import profile
 from paceline.parallel import OTHER_TRAINING, Layout, layout
+from paceline.plan.advice import advise
 from paceline.plan.described import Described, describe
 from paceline.plan.devices import recognize
 from paceline.plan.estimate import Mode, estimate
@@ -85,25 +86,8 @@ def nothing_fits(config: Config, described: Described, batch: Batch, machine: Ma
         return "no mode can run this config on these devices; the reasons stand beside each"
     nearest = min(open_to, key=lambda one: one.total)
     text = f"nothing fits {counted(machine.count, 'device')}: the nearest is {nearest.name}, which {nearest.reason}"
-    stage = nearest.settings.get("deepspeed_stage")
-    changes, added = config, []
-    cures = []
-    for key, value in (("gradient_checkpointing", True), ("precision", "bf16-mixed"), ("per_device_train_batch_size", 1)):
-        args = changes.train_args
-        if getattr(args, key) == value or (key == "precision" and args.mixed_dtype):
-            continue
-        update = {key: value}
-        if key == "per_device_train_batch_size":
-            update["gradient_accumulation_steps"] = args.gradient_accumulation_steps * args.per_device_train_batch_size
-        changes = changes.model_copy(update={"train_args": args.model_copy(update=update)})
-        added += [f"{name}={str(one).lower() if isinstance(one, bool) else one}" for name, one in update.items()]
-        low = 2 if changes.train_args.mixed_dtype else 0
-        other = replace(described, shape=replace(described.shape, low_bytes=low))
-        share = changes.train_args.per_device_train_batch_size / args.per_device_train_batch_size
-        batch = replace(batch, positions=batch.positions * share, fullest=batch.fullest * share)
-        if estimate(nearest.layout, changes, other, batch, machine, stage=stage).fits:
-            cures.append("set " + " ".join(added))
-            break
+    smallest = advise(config, described, batch, machine, nearest).smallest
+    cures = [f"set {smallest.text}"] if smallest is not None else []
     if not config.lora.enable and config.task in ("sft", "pretrain"):
         cures.append("train adapters (`lora.enable=true`)")
     more = _more_devices(config, described, batch, machine)

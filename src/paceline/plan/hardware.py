@@ -32,6 +32,7 @@ class Machine:
         flops_s: operations a second that a rank's training reaches, in the precision of the config.
         link_bytes_s: between two ranks.
         device: the row of the table; None for a CPU and for devices that are not in the table.
+        name_is_assumed: no device was named: ``device`` is the nearest in memory.
         rates_known: False if ``flops_s`` and ``link_bytes_s`` only serve to rank modes.
     """
 
@@ -44,6 +45,7 @@ class Machine:
     notes: tuple[str, ...] = ()
     device: Device | None = None
     rates_known: bool = True
+    name_is_assumed: bool = False
 
 
 def parse_size(text: str, flag: str = "--device-memory") -> int:
@@ -100,6 +102,7 @@ def named_machine(
         link,
         notes=notes,
         device=device,
+        name_is_assumed=name is None,
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 from paceline.core.files import human_bytes
 from paceline.core.wording import short_count
 from paceline.core.words import counted
-from paceline.plan.estimate import Mode
+from paceline.plan.estimate import USABLE, Mode
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,6 +47,8 @@ def show(plan: Plan, stream: TextIO | None = None) -> None:
         console.print(Text(f"  {note}"))
     if plan.misfit is not None:
         console.print(Text(f"\nthe config's own: {plan.misfit}", style="bold red"))
+    for line in _configured(plan):
+        console.print(Text(line))
     console.print(Text("\nauto: " + plan.choice.why, style="bold green" if plan.choice.taken else "bold red"))
 
 
@@ -58,6 +60,45 @@ def _head(plan: Plan) -> list[str]:
         f"devices   {machine.count} × {machine.name}, {human_bytes(machine.memory_bytes)} each",
         "",
     ]
+
+
+def _configured(plan: Plan) -> list[str]:
+    """The mode that the config names: what it takes on each rank and on all, and what makes it fit."""
+    mode = plan.configured
+    if mode is None or mode.cost is None:
+        return []
+    usable = human_bytes(USABLE * plan.machine.memory_bytes)
+    fits = "fits" if mode.fits else "does not fit"
+    lines = [f"\nas configured: {mode.name} {fits}: {_memory(mode)}; {usable} per rank can be used"]
+    advice = plan.advice
+    if advice is None:
+        return lines
+    for change in advice.single:
+        verdict = "fits" if change.mode.fits else "does not fit"
+        lines.append(f"  with {change.text}: {_memory(change.mode)}, {verdict}")
+    smallest = advice.smallest
+    if smallest is None:
+        return [*lines, "these changes together do not make it fit"]
+    lines.append(f"the smallest change that fits: {smallest.text}")
+    lines.append(f"  memory: {_memory(smallest.mode)}")
+    cost = "; ".join(smallest.costs)
+    if mode.step_time_s is not None and smallest.mode.step_time_s is not None:
+        cost += f"; {_seconds(smallest.mode.step_time_s)} per step instead of {_seconds(mode.step_time_s)}"
+    before, after = _traffic(mode), _traffic(smallest.mode)
+    if after != before:
+        cost += f"; {human_bytes(after)} sent per step instead of {human_bytes(before)}"
+    lines.append(f"  cost: {cost}")
+    return lines
+
+
+def _memory(mode: Mode) -> str:
+    ranks = mode.layout.world_size
+    whole = f", {human_bytes(mode.total * ranks)} on {counted(ranks, 'rank')}" if ranks > 1 else ""
+    return f"{human_bytes(mode.total)} per rank{whole}"
+
+
+def _traffic(mode: Mode) -> int:
+    return 0 if mode.cost is None else mode.cost.traffic_per_step
 
 
 def _shown(plan: Plan) -> tuple[list[Mode], int]:

@@ -11,6 +11,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models import language
 from paceline.models.files import check_files
+from paceline.models.qwen import CONVERTED_KEY
 from paceline.tasks.base import Prepared, Task
 
 
@@ -70,19 +71,28 @@ class LanguageTask(Task):
     def _choose_rows(self, model: Any) -> list[tuple[str, str]]:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
+        notices = []
+        if getattr(getattr(base, "config", None), CONVERTED_KEY, None):
+            notices.append(("info", "model: first-generation Qwen, converted to Qwen2; it is trained and saved in that form"))
         if not self.packed:
-            return []
+            return notices
         found = language.choose_packing(model, next(model.parameters()).device)
         if found != "none":
             self._told_segments = found == "segments"
-            return [("info", "packing: samples of a micro-batch share one row without padding (checked: they do not mix)")]
+            return [
+                *notices,
+                ("info", "packing: samples of a micro-batch share one row without padding (checked: they do not mix)"),
+            ]
         if self.config.train_args.packing is True:
             raise ConfigError(
                 "`train_args.packing: true`, and this model mixes samples that share a row",
                 fix="set `train_args.packing: auto` or `false`: the same loss, with padding",
             )
         self.packed = False
-        return [("warning", "packing: off; this model mixes samples that share a row, so rows are padded (same loss, slower)")]
+        return [
+            *notices,
+            ("warning", "packing: off; this model mixes samples that share a row, so rows are padded (same loss, slower)"),
+        ]
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
         from paceline.data.collate import collate_packed, collate_padded
