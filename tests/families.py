@@ -229,7 +229,9 @@ def make_model(name: str, folder: Path) -> Path:
     return target
 
 
-def make_trials(name: str, folder: Path, modes: list[str], steps: int, **settings: Any) -> tuple[list[Any], dict[str, str]]:
+def make_trials(
+    name: str, folder: Path, modes: list[str], steps: int, ranks: int = 2, **settings: Any
+) -> tuple[list[Any], dict[str, str]]:
     """The trials of a family, the reference first, and the reasons of modes that are refused before anything starts."""
     from paceline.config.load import Loaded
     from paceline.config.schema import Config
@@ -240,21 +242,21 @@ def make_trials(name: str, folder: Path, modes: list[str], steps: int, **setting
         Config(
             model=str(folder / name),
             dataset="builtin:python-docs#48",
-            parallel={"device": "cpu", "num_gpus": 2},
+            parallel={"device": "cpu", "num_gpus": ranks},
             train_args=args,
             output_dir=str(folder / "out" / name),
             **settings,
         ),
         steps,
     )
-    devices = verify._devices(config, 2)
+    devices = verify._devices(config, ranks)
     refused: dict[str, str] = {}
     found = []
     from paceline.core.errors import ConfigError
     from paceline.launch.verify_modes import make_mode
 
     for mode in ["single", *modes]:
-        made = make_mode(mode, config, 2)
+        made = make_mode(mode, config, ranks)
         try:
             verify._check_mode(made, config)
             found.append(made)
