@@ -116,9 +116,13 @@ class ChatTemplate:
         Raises:
             TemplateRefused: the template raised on the whole chat.
         """
-        if any("tool_calls" in one for one in messages):
+        has_calls = has_marks = False
+        for one in messages:
+            has_calls = has_calls or "tool_calls" in one
+            has_marks = has_marks or _OPEN in one["content"] or _CLOSE in one["content"]
+        if has_calls:
             messages = self._accepted(messages, tools)
-        if self._marked and not any(_OPEN in one["content"] or _CLOSE in one["content"] for one in messages):
+        if self._marked and not has_marks:
             raw = self._raw(messages, False, tools)
             if _OPEN in raw:
                 num_answers = sum(one["role"] == "assistant" for one in messages)

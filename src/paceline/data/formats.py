@@ -54,6 +54,7 @@ _PAIRS = (
 )  # fmt: skip
 _TEXT = ("text", "content", "story", "document")
 _TOOLS = ("tools", "functions")
+_ALPACA = ("instruction", *_INPUT, *_ANSWER, *_SYSTEM, "history", "reasoning_content")
 #: Columns that change what a row means: one that is not empty and not used is an error, unless `ignore_columns` lists it.
 MUST_BE_USED = ("history", "reasoning_content", *_TOOLS)
 
@@ -108,6 +109,8 @@ class _Watched:
     labels: tuple[str, ...]
     media: tuple[str, ...]
     must_be_used: tuple[str, ...]
+    chat: tuple[str, ...]
+    kind: str | None  # the format, if these names decide it and no value is null
 
 
 @dataclass
@@ -181,7 +184,7 @@ class Converter:
         row = self._renamed(row)
         names = tuple(row)
         watched = self._plans.get(names) or self._watch(names)
-        kind = self._kind(row)
+        kind = self._kind(row, watched)
         self._check(row, watched, kind)
         if kind is None:
             kind = find_format(row, self.pretrain) if self.named == "auto" else None
@@ -191,16 +194,16 @@ class Converter:
         self.seen[kind] += 1
         if kind == "text":
             sample = Sample(text=_text(row, _TEXT, "text"))
-            used = (*_TEXT,)
+            used = _TEXT
         elif kind == "prompt_completion":
             sample, used = self._pair(row)
         elif kind == "alpaca":
             chat = Chat(_alpaca(row))
             self._reasoning(row, chat)
-            sample, used = self._chat(chat, row), ("instruction", *_INPUT, *_ANSWER, *_SYSTEM, "history", "reasoning_content")
-            self._check_prompts(row, ("instruction", *_INPUT))
+            sample, used = self._chat(chat, row), _ALPACA
+            self._check_prompts(row, _ALPACA[:3])
         else:
-            key = _chat_column(row)
+            key = _chat_column(row, watched.chat)
             sample, used = self._chat(self._turns(row, key), row), (key, *_SYSTEM)
         self._account(row, names, watched, sample, used)
         return sample
@@ -208,6 +211,8 @@ class Converter:
     # -- columns ----------------------------------------------------------------------------------------------------------
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row under the expected names; an optional column that is read under another name is not read under its own."""
+        if not self.columns and not self.ignore_columns:
+            return row
         if self.ignore_columns:
             for name in self.ignore_columns:
                 if name in row:
@@ -229,15 +234,19 @@ class Converter:
             labels=tuple(name for name in free if name in LABELS),
             media=tuple(name for name in free if name in MEDIA),
             must_be_used=tuple(name for name in free if name in MUST_BE_USED),
+            chat=tuple(name for name in _CHAT if name in names),
+            kind=find_format(dict.fromkeys(names, ""), self.pretrain),
         )
         return watched
 
-    def _kind(self, row: dict[str, Any]) -> str | None:
+    def _kind(self, row: dict[str, Any], watched: _Watched) -> str | None:
         """The format of the columns that hold something, or None."""
         if self.named != "auto":
             return self.named if self._fits(row, self.named) else None
         if None in row.values():
             row = {name: value for name, value in row.items() if value is not None}
+        elif not watched.chat:
+            return watched.kind
         return find_format(row, self.pretrain)
 
     def _fits(self, row: dict[str, Any], kind: str) -> bool:
@@ -320,7 +329,9 @@ class Converter:
                 check_text(value)
 
     def _reasoning(self, row: dict[str, Any], chat: Chat) -> None:
-        thoughts = row.get("reasoning_content")
+        if "reasoning_content" not in row:
+            return
+        thoughts = row["reasoning_content"]
         if holds_nothing(thoughts) or "reasoning_content" in set(self.columns.values()) - set(self.columns):
             return
         if not self._supports("reasoning_content"):
@@ -382,8 +393,9 @@ def _role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, s
     return out
 
 
-def _chat_column(row: dict[str, Any]) -> str:
-    there = [name for name in _CHAT if name in row]
+def _chat_column(row: dict[str, Any], there: tuple[str, ...]) -> str:
+    if len(there) == 1:
+        return there[0]
     return next((name for name in there if isinstance(_unpacked(row[name]), list)), there[0])
 
 
@@ -399,7 +411,9 @@ def _alpaca(row: dict[str, Any]) -> list[Message]:
 
 def _history(row: dict[str, Any]) -> list[Message]:
     """Earlier turns: a list of (question, answer), or of messages."""
-    history = _unpacked(row.get("history"))
+    if "history" not in row:
+        return []
+    history = _unpacked(row["history"])
     if holds_nothing(history):
         return []
     if not isinstance(history, list):

@@ -32,6 +32,22 @@ class Chat:
     off: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """Turns with the same keys.
+
+    Args:
+        role, content: the keys of these, for turns that have nothing else; else None.
+        extra: keys beside the role and the content.
+        is_exchange: the turn is a question with its answer, ``{"human": ..., "assistant": ...}``, as ms-swift allows.
+    """
+
+    role: str | None
+    content: str | None
+    extra: tuple[str, ...]
+    is_exchange: bool
+
+
 @dataclass
 class MessageReader:
     """Reads the turns of one source.
@@ -51,7 +67,7 @@ class MessageReader:
     supports: Callable[[str], bool]
     unused: Counter[str]
     ignored_seen: Counter[str] = field(default_factory=Counter)
-    _extra_keys: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
+    _shapes: dict[tuple[str, ...], _Shape] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._roles = {**ROLES, **{name.lower(): role for name, role in self.roles.items()}}
@@ -75,10 +91,21 @@ class MessageReader:
         for turn in turns:
             if not isinstance(turn, dict):
                 raise Malformed("a message is no object")
-            if self._is_exchange(turn):
+            keys = tuple(turn)
+            shape = self._shapes.get(keys) or self._shape(keys)
+            if shape.role is not None:  # a role and a content alone, as most turns have
+                spelled, content = turn[shape.role], turn[shape.content]
+                role = self._roles.get(spelled) if spelled.__class__ is str else None
+                if role is not None and role != CALL and content.__class__ is str:
+                    if self._checks_text and role != "assistant" and "<" in content:
+                        check_text(content)
+                    chat.messages.append({"role": role, "content": content})
+                    previous_was_call = False
+                    continue
+            if shape.is_exchange:
                 self._add_exchange(turn, chat)
                 continue
-            message, trains, is_call = self._message(turn)
+            message, trains, is_call = self._message(turn, shape.extra)
             has_calls |= "tool_calls" in message
             last = chat.messages[-1] if chat.messages else None
             is_off = message["role"] == "assistant" and trains is False
@@ -98,7 +125,23 @@ class MessageReader:
         return chat
 
     # -- one turn -------------------------------------------------------------------------------------------------------
-    def _message(self, turn: dict[str, Any]) -> tuple[Message, bool | None, bool]:
+    def _shape(self, keys: tuple[str, ...]) -> _Shape:
+        roles = [key for key in self._role_keys if key in keys]
+        contents = [key for key in self._content_keys if key in keys]
+        used = contents if contents[1:] != ["text"] else contents[:1]  # `text` is a content where there is no other
+        extra = tuple(key for key in keys if key not in (*roles, *used) and key not in self.ignored)
+        self.ignored_seen.update(key for key in keys if key in self.ignored)
+        is_plain = len(roles) == len(contents) == 1 and not extra
+        shape = _Shape(
+            roles[0] if is_plain else None,
+            contents[0] if is_plain else None,
+            extra,
+            not roles and any(key in keys for key in _ANSWERS),
+        )
+        self._shapes[keys] = shape
+        return shape
+
+    def _message(self, turn: dict[str, Any], extra: tuple[str, ...]) -> tuple[Message, bool | None, bool]:
         """(message, what the data says about its loss, whether the turn is a tool call alone)."""
         spelled = _first(turn, self._role_keys)
         role = self._roles.get(spelled.lower()) if isinstance(spelled, str) else None
@@ -112,14 +155,6 @@ class MessageReader:
             message = {"role": role, "content": content if isinstance(content, str) else _as_text(content, role)}
             if self._checks_text and role != "assistant" and "<" in message["content"]:
                 check_text(message["content"])
-        keys = tuple(turn)
-        extra = self._extra_keys.get(keys)
-        if extra is None:
-            known = {*self._role_keys, *self._content_keys[:-1], *self.ignored}
-            if not set(keys) & set(self._content_keys[:-1]):
-                known.add("text")
-            self.ignored_seen.update(key for key in keys if key in self.ignored)
-            extra = self._extra_keys[keys] = tuple(key for key in keys if key not in known)
         trains = None
         for key in extra:
             value = turn[key]
@@ -166,10 +201,6 @@ class MessageReader:
             raise template_lacks(name, key)
 
     # -- turns of a question with its answer ------------------------------------------------------------------------------
-    def _is_exchange(self, turn: dict[str, Any]) -> bool:
-        """Whether the turn is ``{"human": ..., "assistant": ...}``, as ms-swift allows."""
-        return not any(key in turn for key in self._role_keys) and any(key in turn for key in _ANSWERS)
-
     def _add_exchange(self, turn: dict[str, Any], chat: Chat) -> None:
         for keys, role in ((_ASKS, "user"), (_ANSWERS, "assistant")):
             text = _first(turn, keys)
