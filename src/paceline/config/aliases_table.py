@@ -6,6 +6,7 @@ from paceline.config import convert as c
 from paceline.config import convert_lora as lora
 from paceline.config import convert_precision as p
 from paceline.config import convert_values as v
+from paceline.config import llamafactory_v1 as v1
 from paceline.config import parallel_values as pv
 from paceline.config.aliases import Alias
 from paceline.config.sources import eval_sources, mixture, mixture_by_share, pretraining_sources, train_sources
@@ -52,7 +53,8 @@ ALIASES: dict[str, Alias] = {
     "dataset_dir": Alias("dataset", "l", c.to("_dataset_dir"), "where names of datasets are files in that folder, these"),
     "max_samples": Alias("dataset", "l", c.to("_max_samples"), "`path#N` for each source that has none"),
     "train_dataset_sample": Alias("dataset", "s", c.to("_max_samples"), "`path#N` for each source that has none"),
-    "eval_dataset": Alias("val_dataset", "lt", eval_sources),
+    "train_dataset": Alias("dataset", "l", v1.train_dataset, "a YAML file that lists data sets, a file, or a hub id"),
+    "eval_dataset": Alias("val_dataset", "lt", v1.eval_dataset),
     "test_datasets": Alias("val_dataset", "a", eval_sources),
     "custom_val_dataset_path": Alias("val_dataset", "s", eval_sources),
     "dataset_test_split": Alias("val_dataset", "t", c.to("_test_split"), "the same source with that split"),
@@ -131,6 +133,7 @@ ALIASES: dict[str, Alias] = {
     "lora_modules_to_save": Alias("lora.modules_to_save", "sat", c.listed("lora.modules_to_save")),
     "modules_to_save": Alias("lora.modules_to_save", "s", c.listed("lora.modules_to_save")),
     "additional_target": Alias("lora.modules_to_save", "l", c.listed("lora.modules_to_save")),
+    "peft_config": Alias("lora.enable", "l", v1.peft_config, "`{name: lora, r: ..., ...}` as the keys of `lora`"),
     "lora_model_dir": Alias("lora.adapter", "a", v.adapter_path),
     "adapter_name_or_path": Alias("lora.adapter", "lt", v.adapter_path),
     "adapters": Alias("lora.adapter", "s", v.adapter_path),
@@ -213,6 +216,7 @@ ALIASES: dict[str, Alias] = {
     },
     "tuner_backend": Alias("", "s", v.tuner_backend, "`peft` as it is here"),
     # -- set nothing; what is said depends on the value
+    "model_class": Alias("", "l", v1.model_class, "`llm`; others are refused"),
     **{
         key: Alias("", tools, pv.context(), "1; context parallelism is refused")
         for key, tools in {

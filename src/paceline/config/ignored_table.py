@@ -53,6 +53,9 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "a": "heads_k_stride ring_attn_func context_parallel_mode",
         "l": "cp_mode sequence_parallel_mode",
     }),
+    ("info", "it concerns how LLaMA-Factory loads, speeds up or samples from a model", {
+        "l": "kernel_config init_config sample_backend batching_workers enable_activation_cpu_offload",
+    }),
     ("info", "Megatron-LM is not used; strategies are chosen with `parallel`", {
         "l": "use_mca",
         "c": "megatron_lm_config",
@@ -208,7 +211,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
     }),
     ("warning", "4-bit and 8-bit loading are not there: the weights are loaded in full, which takes more memory", {
         "at": "load_in_4bit load_in_8bit",
-        "l": "quantization_bit",
+        "l": "quantization_bit quant_config",
         "s": "quant_bits",
         "a": "gptq",
     }),

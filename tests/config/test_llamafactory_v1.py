@@ -1,0 +1,81 @@
+"""Configs of LLaMA-Factory v1 load: data sets listed in a YAML file, `peft_config`, `dist_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.config.load import Loaded
+from paceline.core.errors import ConfigError
+
+Load = Callable[..., Loaded]
+CONFIG = """
+model: Qwen/Qwen3-0.6B
+model_class: llm
+peft_config: {name: lora, r: 16, lora_alpha: 64, lora_dropout: 0.1, target_modules: all}
+kernel_config: {name: auto, include_kernels: auto}
+quant_config: null
+dist_config: {name: fsdp2, dcp_path: null}
+cp_mode: ulysses
+train_dataset: data.yaml
+output_dir: outputs/run
+micro_batch_size: 1
+cutoff_len: 2048
+learning_rate: 1.0e-4
+bf16: true
+max_steps: 10
+sample_backend: hf
+max_new_tokens: 128
+"""
+DATA = """
+identity: {path: data/identity.json, source: local, converter: alpaca}
+demo: {file_name: alpaca_en_demo.json, dataset_dir: data, converter: alpaca, num_samples: 500, weight: 0.5}
+hub: {path: organization/name, source: hf_hub, split: test, size: 1000, streaming: false}
+"""
+
+
+def test_a_whole_config_loads(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data.yaml").write_text(DATA)
+    loaded = load(CONFIG)
+    config = loaded.config
+    assert [one.model_dump(exclude_defaults=True) for one in config.sources()] == [
+        {"path": "data/identity.json", "format": "alpaca"},
+        {"path": "data/alpaca_en_demo.json#500", "format": "alpaca"},
+        {"path": "organization/name#1000", "split": "test"},
+    ]
+    lora = config.lora
+    assert (lora.enable, lora.rank, lora.alpha, lora.dropout, lora.target_modules) == (True, 16, 64, 0.1, "all-linear")
+    assert (config.parallel.mode, config.train_args.precision) == ("zero3", "bf16-mixed")
+    assert config.train_args.per_device_train_batch_size == 1
+    assert any(level == "warning" and "`weight` of demo" in text for level, text in loaded.notices)
+
+
+@pytest.mark.parametrize("value", ["data.jsonl", "organization/name"])
+def test_a_file_or_a_hub_id(load: Load, value: str) -> None:
+    assert load(f"model: m\ntrain_dataset: {value}\neval_dataset: {value}").config.dataset == value
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (None, "there is no file data.yaml"),
+        ("a: {path: x, converter: pair}", "preference data"),
+        ("a: {path: x, convertor: alpaca}", "did you mean `converter`"),
+        ("a: {converter: alpaca}", "names no data"),
+        ("[1, 2]", "does not list data sets"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_what_a_list_of_data_sets_cannot_be(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str | None, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if data is not None:
+        Path("data.yaml").write_text(data)
+    with pytest.raises(ConfigError) as caught:
+        load("model: m\ntrain_dataset: data.yaml")
+    assert words in caught.value.paragraph()
+    assert "`dataset` is missing" not in caught.value.paragraph()
