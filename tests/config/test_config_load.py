@@ -162,6 +162,12 @@ def test_free_mappings_and_sources_are_merged(load: Load) -> None:
         (BASE + "evals_per_epoch: -1\n", ["line 3", "per epoch"]),
         (BASE + "lora_target_modules: '(q_proj'\n", ["line 3", "regular expression"]),
         (BASE + "target_modules: [all-linear, all-router]\n", ["line 3", "all-router", "modules_to_save"]),
+        (BASE + "stage: sft\nchat_template: jinja\n", ["line 4", "chat_template_jinja"]),
+        (
+            "model: m\ndatasets: [{path: a, chat_template: chatml}, {path: b, chat_template: llama3}]\n",
+            ["line 2", "different chat templates"],
+        ),
+        ("model: m\nchat_template: chatml\ndatasets: [{path: a, chat_template: llama3}]\n", ["disagree", "chat_template"]),
         (BASE + "optim: lion\n", ["line 3", "lion", "`adamw`"]),
         (BASE + "optimizer: muon\n", ["line 3", "muon", "`adamw`"]),
         (BASE + "adapters: [a, b]\n", ["line 3", "2 adapters"]),

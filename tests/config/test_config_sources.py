@@ -229,3 +229,11 @@ def test_flags_with_several_values(load: Load) -> None:
     assert path is None
     config = load("model: m\n", overrides).config
     assert (config.dataset, config.train_args.learning_rate) == (["a", "b"], 1e-4)
+
+
+def test_the_chat_template_of_a_source(load: Load) -> None:
+    text = "model: m\ndatasets: [{path: a, type: chat_template, chat_template: chatml}, {path: b, type: chat_template}]\n"
+    loaded = load(text)
+    assert loaded.config.chat_template == "chatml"
+    assert any("`chat_template: chatml`" in words for _, words in loaded.notices)
+    assert load("model: m\ndatasets: [{path: a, chat_template: jinja, chat_template_jinja: ./t.jinja}]\n").config.chat_template

@@ -263,7 +263,7 @@ def test_no_chat_template(tmp_path: Path, bare_tokenizer: str) -> None:
     for row in (CHATS[0], {"instruction": "do", "output": "done"}):
         message = fails(save(tmp_path / "a.jsonl", [row]), tokenizer=bare_tokenizer)
         assert message.startswith("no chat template")
-        assert "chat_template: FILE" in message
+        assert "chat_template: chatml" in message
         assert "task: pretrain" in message
     prepare(save(tmp_path / "b.jsonl", CHATS), "pretrain", tokenizer=bare_tokenizer)  # as that fix says
 

@@ -66,8 +66,11 @@ ALIASES: dict[str, Alias] = {
     "default_system_message": Alias("system", "a", c.to("system")),
     "system_prompt": Alias("system", "t", c.to("system")),
     "system_message": Alias("system", "t", c.to("system")),
-    "chat_template_jinja": Alias("chat_template", "a", v.chat_template),
-    "chat_template_path": Alias("chat_template", "t", v.chat_template),
+    "chat_template_jinja": Alias("chat_template", "a", v.chat_template, "a file, or the template itself"),
+    "chat_template_path": Alias("chat_template", "t", v.chat_template, "a file, or a local folder of a tokenizer"),
+    "chat_template_name": Alias("chat_template", "t", v.chat_template, "a named template"),
+    "template": Alias("chat_template", "sl", v.template_name, "a named template; gives way to `chat_template`"),
+    "template_type": Alias("chat_template", "s", v.template_name, "a named template; gives way to `chat_template`"),
     # -- run
     "resume_from_checkpoint": Alias("resume", "slat", v.resume, "true as `auto`, false as `never`, or a path"),
     "auto_resume_from_checkpoints": Alias("resume", "a", v.resume, "true as `auto`, false as `never`"),

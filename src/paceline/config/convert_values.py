@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.config.chat_roles import ROLES
 from paceline.config.convert import Convert, Out, Refused, as_bool, info, is_off, warning, words
+from paceline.config.template_names import FALLBACK, TEMPLATE_NAMES, TOKENIZER_DEFAULT, canonical_name, is_inline, is_path
 
 # -- the method ----------------------------------------------------------------------------------------------------------
 
@@ -312,17 +313,25 @@ def revision(value: Any) -> Out:
 
 
 def chat_template(value: Any) -> Out:
-    """A file is ours; a name, or a template written out, is theirs."""
+    """A name, a file, or a template written out."""
+    if is_off(value):
+        return Out()
     text = str(value)
-    if "{%" in text or "{{" in text:
-        return warning("a template written out in the config; put it in a file and give the file as `chat_template`")
-    if re.search(r"[/\\]|\.(jinja2?|j2|txt|json)$", text):
+    if text.strip().lower() == "jinja":
+        return Out({"_jinja": True})
+    if is_inline(text) or is_path(text) or text == TOKENIZER_DEFAULT:
         return Out({"chat_template": text})
-    return template_name(value)
+    prefix = FALLBACK if text.startswith(FALLBACK) else ""
+    name = canonical_name(text.removeprefix(FALLBACK))
+    if name is None:
+        return warning(f"there is no template of this name, so the tokenizer's own is used; named: {', '.join(TEMPLATE_NAMES)}")
+    return Out({"chat_template": prefix + name})
 
 
 def template_name(value: Any) -> Out:
-    return info("the tokenizer's own chat template is used; for another give a Jinja file as `chat_template`")
+    """LLaMA-Factory's and ms-swift's `template`, which gives way to `chat_template`."""
+    out = chat_template(value)
+    return Out(weak=out.sets, says=out.says)
 
 
 def variables(value: Any) -> Out:

@@ -136,11 +136,6 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "t": "dataset_streaming",
         "a": "pretrain_multipack_buffer_size streaming_multipack_buffer_size shuffle_before_merging_datasets",
     }),
-    ("info", "the tokenizer's own chat template is used; for another give a Jinja file as `chat_template`", {
-        "sl": "template",
-        "s": "template_type",
-        "t": "chat_template_name",
-    }),
     ("info", "classes are found from the model's own config", {
         "a": "tokenizer_type tokenizer_use_fast "
              "tokenizer_save_jinja_files processor_type "

@@ -314,7 +314,11 @@ class Config(Section):
         description="Share of the dataset held out for validation, from 1 on the number of samples; not with `val_dataset`.",
     )
     system: Text | None = Field(None, description="System message put before samples that have none.")
-    chat_template: Text | None = Field(None, description="File with a Jinja chat template, instead of the tokenizer's.")
+    chat_template: Text | None = Field(
+        None,
+        description="Chat template instead of the tokenizer's: a name (`chatml`, `llama3`, …), a file with a Jinja template, "
+        "or the template itself. `tokenizer_default_fallback_chatml`: for a tokenizer without one.",
+    )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with a hub model.")
     output_dir: Text = Field("./output/run", description="Folder of this run: config, events, checkpoints, report, model.")
     resume: Text = Field("auto", description="`auto`: go on where the run in output_dir stopped; `never`; a checkpoint's path.")

@@ -77,6 +77,13 @@ def _save_in_full(merge: Merge, by: Assigned) -> tuple[str, str]:
     return "info", _save_names(merge, by.value, by)
 
 
+def _jinja(merge: Merge, by: Assigned) -> tuple[str, str]:
+    """axolotl's `chat_template: jinja`, whose template another key holds."""
+    if merge.value_of("chat_template") is None:
+        raise Refused("`chat_template_jinja` is missing", "add it, with the template or the path of its file")
+    return "info", "is the template that `chat_template_jinja` holds"
+
+
 def _save_names(merge: Merge, names: list[str], by: Assigned) -> str:
     """Add modules to those trained in full: embeddings and heads that are named beside all linear layers."""
     before = merge.value_of("lora.modules_to_save") or []
@@ -229,6 +236,7 @@ _ACTS: dict[str, Callable[[Merge, Assigned], tuple[str, str]]] = {
     "_target_linear": _target_linear,
     "_target_regex": _target_regex,
     "_save_in_full": _save_in_full,
+    "_jinja": _jinja,
     "_save_strategy": _save_strategy,
     "_saves_per_epoch": _saves_per_epoch,
     "_evals_per_epoch": _evals_per_epoch,

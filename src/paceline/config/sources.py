@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.convert import Out, Refused, words
-from paceline.config.convert_values import ratio, roles_to_train, train_on_eos
+from paceline.config.convert_values import chat_template, ratio, roles_to_train, train_on_eos
 from paceline.config.schema import DatasetSource
 from paceline.core.errors import nearest
 
@@ -22,20 +22,22 @@ _COLUMNS = {  # their key → the column it names
     "field_chosen": "chosen", "field_rejected": "rejected",
 }  # fmt: skip
 _DROPPED_WORDS = (
-    "conversation chat_template chat_template_jinja revision "
+    "conversation revision "
     "trust_remote_code shards shards_idx preprocess_shards ds_type input_format drop_system_message "
     "data_dir split_thinking "
     "template_thinking_key input_transform skip logprobs_field temperature weight format_string "
     "system_prompt system_format no_input_format seed"
 )
 _DROPPED = set(_DROPPED_WORDS.split())
-_MATTER = {"weight", "revision", "shards", "skip", "drop_system_message", "split_thinking", "input_transform"}
+_TEMPLATE = ("chat_template_jinja", "chat_template")
+_MATTER = {"conversation", "weight", "revision", "shards", "skip", "drop_system_message", "split_thinking", "input_transform"}
 #: Settings of the loss: taken where they say what Paceline does, and refused otherwise.
 _LOSS = {"roles_to_train": roles_to_train, "train_on_eos": train_on_eos, "train_on_eot": train_on_eos}
 #: Keys of a message that `message_property_mappings` may rename.
 _PROPERTIES = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "weight"}
 _FOREIGN = {
-    *_COLUMNS, *_DROPPED, *_LOSS, "type", "data_files", "id", "config", "message_property_mappings", "sampling_ratio",
+    *_COLUMNS, *_DROPPED, *_LOSS, *_TEMPLATE, "type", "data_files", "id", "config", "message_property_mappings",
+    "sampling_ratio",
 }  # fmt: skip
 
 
@@ -93,7 +95,20 @@ def _all(value: Any, key: str) -> Out:
         else:
             raise Refused(f"`{item}` is not a source of samples", "give a path, a hub id, or a mapping with `path`")
     whole: Any = sources[0] if len(sources) == 1 and not isinstance(value, list) else sources
-    return Out({key: whole}, says=tuple(dict.fromkeys(says)))
+    template = _one_template(items)
+    return Out({key: whole, **template.sets}, says=(*dict.fromkeys(says), *template.says))
+
+
+def _one_template(items: list[Any]) -> Out:
+    """The chat template that sources name (axolotl); a run has one for all of them."""
+    named = [item.get(key) for item in items if isinstance(item, dict) for key in _TEMPLATE if item.get(key)]
+    named = list(dict.fromkeys(str(one) for one in named if one != "jinja"))
+    if len(named) > 1:
+        raise Refused(
+            "the sources name different chat templates, and a run has one",
+            "keep one of them, as `chat_template` of the config, or train on one source after the other",
+        )
+    return chat_template(named[0]) if named else Out()
 
 
 def _text(item: str) -> Source:

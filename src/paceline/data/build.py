@@ -16,6 +16,7 @@ from paceline.data.encode import Encoded, Encoder
 from paceline.data.formats import FORMATS, Converter, Malformed, Sample, Unsupported, fits_as
 from paceline.data.media import MEDIA
 from paceline.data.sources import OpenSource, Place
+from paceline.data.templates import AskedTemplate
 from paceline.data.token_dataset import TokenWriter
 from paceline.data.tokenizer import LoadedTokenizer, load_tokenizer
 
@@ -55,7 +56,7 @@ class _Account:
 
 
 def build_entry(
-    folder: Path, sources: list[OpenSource], config: Config, task: str, tokenizer_folder: Path, template: str | None
+    folder: Path, sources: list[OpenSource], config: Config, task: str, tokenizer_folder: Path, template: AskedTemplate
 ) -> dict[str, Any]:
     """Tokenise ``sources`` into ``folder``; the returned value says what is in it (counts, notices, pad token).
 
@@ -63,11 +64,10 @@ def build_entry(
         ConfigError: no row could be used; the text says why.
     """
     tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
-    source = template if template is not None else tokenizer.chat_template
+    source, notices = template.choose(tokenizer)
     encoder = encoder_of(config, task, tokenizer, source)
     total = _Account()
     writer = TokenWriter(folder)
-    notices: list[tuple[str, str]] = []
     formats: Counter[str] = Counter()
     try:
         for one in sources:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config.template_names import TEMPLATE_NAMES
 from paceline.core.errors import ConfigError
 from paceline.data.chat import ChatTemplate, Rendered, Span, TemplateRefused
 from paceline.data.formats import Sample, as_chat
@@ -230,8 +231,9 @@ def no_chat_template() -> ConfigError:
     """What is said where chats meet a tokenizer without a chat template."""
     return ConfigError(
         "no chat template: the dataset holds chats (or instructions), and the tokenizer does not say how the model reads one",
-        fix="give one as `chat_template: FILE.jinja` (or a chat model's tokenizer as `tokenizer: ...`), "
-        "or use a dataset with prompt and completion, or `task: pretrain`",
+        allowed="`chat_template: chatml`, or another of " + ", ".join(TEMPLATE_NAMES) + ", or a file with a Jinja template",
+        fix="for a base model add `chat_template: chatml`; or give a chat model's tokenizer as `tokenizer: ...`; or train on "
+        "plain text with `task: pretrain`, or on a dataset with prompt and completion",
     )
 
 

@@ -14,7 +14,7 @@ from paceline.data.encode import Encoded, Encoder
 from paceline.data.formats import Malformed, Unsupported
 from paceline.data.preview_samples import preview_clicks, preview_images, samples_as_text
 from paceline.data.sources import OpenSource, open_source
-from paceline.data.tokenize import template_text
+from paceline.data.templates import asked_template
 from paceline.data.tokenizer import LoadedTokenizer, find_tokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
 
@@ -49,8 +49,7 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
     tokenizer = load_tokenizer(
         find_tokenizer(resolve_model(config.tokenizer or config.model), config.trust_remote_code), config.trust_remote_code
     )
-    template = template_text(config)
-    source = template if template is not None else tokenizer.chat_template
+    source, notices = asked_template(config).choose(tokenizer)
     encoder = encoder_of(config, config.task, tokenizer, source)
     sources = [open_source(one) for one in config.sources()]
     found = [row for one in sources for row in _rows(one, rows, encoder, tokenizer, config)]
@@ -59,7 +58,7 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
         "max_length": config.train_args.max_length,
         "overlong": config.train_args.overlong,
         "rows": found,
-        "notices": [list(notice) for one in sources for notice in one.notices],
+        "notices": [list(notice) for notice in [*notices, *(notice for one in sources for notice in one.notices)]],
     }
 
 

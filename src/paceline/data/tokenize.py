@@ -16,6 +16,7 @@ from paceline.core.files import cache_dir
 from paceline.core.words import counted
 from paceline.data.cache import build_once, key_of
 from paceline.data.sources import open_source
+from paceline.data.templates import asked_template
 from paceline.data.tokenizer import find_tokenizer, tokenizer_fingerprint
 from paceline.models.builtin import resolve_model
 from paceline.tasks.base import DataCounts
@@ -149,7 +150,7 @@ class _Entry:
     def __init__(self, config: Config, task: TextTask, tokenizer: Path, validation: bool) -> None:
         self.config, self.task, self.tokenizer, self.validation = config, task, tokenizer, validation
         self.sources = [open_source(one) for one in config.sources(validation=validation)]
-        self.template = template_text(config)
+        self.template = asked_template(config)
         args = config.train_args
         key = key_of(
             {
@@ -159,7 +160,7 @@ class _Entry:
                 ],
                 "seed": args.seed if any(one.take is not None for one in self.sources) else None,
                 "tokenizer": tokenizer_fingerprint(tokenizer),
-                "template": self.template,
+                "template": self.template.key,
                 "settings": [task, config.system, args.max_length, args.overlong, args.train_on_inputs, args.train_on_turns],
             }
         )
@@ -200,22 +201,3 @@ class _Entry:
         from paceline.data.token_dataset import LABEL_COUNTS, LENGTHS
 
         return np.load(self.folder / LENGTHS), np.load(self.folder / LABEL_COUNTS)
-
-
-def template_text(config: Config) -> str | None:
-    """The chat template that the config names, or None.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    if config.chat_template is None:
-        return None
-    path = Path(config.chat_template).expanduser()
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"`chat_template: {config.chat_template}` cannot be read ({getattr(error, 'strerror', None) or error})",
-            allowed="the path of a file that holds a Jinja chat template",
-            fix="check the path, or leave the key out to use the tokenizer's own",
-        ) from error

@@ -124,6 +124,10 @@ class LanguageTask(Task):
     def save_model(self, model: Any, folder: Path) -> None:
         tokenizer = None if self.prepared is None else self.prepared.handle.tokenizer_path
         language.save_language_model(model, tokenizer, folder)
+        if tokenizer is not None and self.config.chat_template is not None:
+            from paceline.data.templates import save_template
+
+            save_template(self.config, folder)
 
 
 def _default_rate(config: Config) -> float:
