@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 from paceline.config.schema import Config
 from paceline.models.shape import ModelShape, TensorShape
@@ -50,9 +52,9 @@ def _stages_1_and_2(shape: ModelShape, ranks: int, work: Workload, section: dict
     if section["stage"] == 1:
         gradients = trained * width + bucket
     else:
+        sums = [[0, *accumulate(one.numel for one in group)] for group in groups]
         touched = max(
-            sum(_touched(group, size // ranks, rank) for group, size in zip(groups, padded, strict=True))
-            for rank in range(ranks)
+            sum(_touched(group, size // ranks, rank) for group, size in zip(sums, padded, strict=True)) for rank in range(ranks)
         )
         gradients = bucket + touched * width * (2 if work.micro_batches > 1 else 1)
     reduced = trained * width * (work.micro_batches if section["stage"] == 2 else 1)
@@ -69,14 +71,12 @@ def _stages_1_and_2(shape: ModelShape, ranks: int, work: Workload, section: dict
     )
 
 
-def _touched(group: Sequence[TensorShape], size: int, rank: int) -> int:
-    """Elements of the parameters that rank's partition of ``size`` elements has a share in."""
-    total, position = 0, 0
-    for one in group:
-        if position < (rank + 1) * size and position + one.numel > rank * size:
-            total += one.numel
-        position += one.numel
-    return total
+def _touched(sums: Sequence[int], size: int, rank: int) -> int:
+    """Elements of the parameters that rank's partition of ``size`` elements has a share in. ``sums``: where each parameter
+    begins, and the end of the last."""
+    first = bisect_right(sums, rank * size, lo=1) - 1  # the first that ends behind the partition's start
+    behind = bisect_left(sums, (rank + 1) * size, hi=len(sums) - 1)  # the first that begins at its end or later
+    return sums[behind] - sums[first] if behind > first else 0
 
 
 def _stage_3(shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], config: Config) -> Cost:

@@ -289,13 +289,17 @@ def _widths(weights: list[TensorShape]) -> set[int]:
 
 
 def _shared_bytes(stage: ModelShape, size: int) -> int:
-    """Gradients of weights that several ranks hold, each with a place in one all-reduce."""
+    """Gradients of weights that several ranks hold, each with a place in one all-reduce; computed once per shape."""
+    key = ("shared bytes", size)
+    if key in stage.memo:
+        return int(stage.memo[key])
     total = 0
     for one in stage.trained:
         dim, held = held_ranges(one.name, one.shape, stage.tensor_plan, size)
         for part in held:
             if part.copies > 1:
                 total += one.numel // one.shape[dim] * part.length * (size // part.copies) * 4
+    stage.memo[key] = total
     return total
 
 

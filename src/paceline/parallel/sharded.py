@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -182,11 +183,16 @@ def _check_offload(config: Config, mode: str) -> None:
 
 def _cut(one: TensorShape, num_shards: int) -> tuple[int, int]:
     """Elements of a parameter on the fullest rank, and gathered: with the padding of its cut."""
-    if not one.shape:
+    return _cut_sizes(one.shape, num_shards)
+
+
+@lru_cache(maxsize=4096)
+def _cut_sizes(shape: tuple[int, ...], num_shards: int) -> tuple[int, int]:
+    if not shape:
         return 1, 1
-    dim = shard_dim(one.shape, num_shards)
-    rows = math.ceil(one.shape[dim] / num_shards)
-    rest = one.numel // one.shape[dim] if one.shape[dim] else 0
+    dim = shard_dim(shape, num_shards)
+    rows = math.ceil(shape[dim] / num_shards)
+    rest = math.prod(shape) // shape[dim] if shape[dim] else 0
     return rows * rest, rows * rest * num_shards
 
 
