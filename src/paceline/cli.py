@@ -115,6 +115,7 @@ def _train(tokens: list[str], started_at: float) -> int:
 
 def _plan(tokens: list[str], _: float) -> int:
     from paceline.config.load import load_config, split_cli
+    from paceline.models.positions import fit_length
     from paceline.plan.api import make_plan
 
     names: dict[str, Callable[[str], Any]] = {"world-size": int, "device-memory": str, "device": str}
@@ -125,7 +126,7 @@ def _plan(tokens: list[str], _: float) -> int:
         if token.startswith("--") and (near := nearest(flag, [*names, "json", "debug"], cutoff=0.8)):
             raise ConfigError(f"there is no flag `{token}`", fix=f"did you mean `--{near}`?")
     path, overrides = split_cli(tokens)
-    loaded = load_config(path, overrides)
+    loaded = fit_length(load_config(path, overrides))
     for level, text in loaded.notices:
         print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr)
     plan = make_plan(loaded.config, values.get("world-size"), values.get("device-memory"), values.get("device"))
@@ -141,12 +142,13 @@ def _plan(tokens: list[str], _: float) -> int:
 def _verify(tokens: list[str], _: float) -> int:
     from paceline.config.load import load_config, split_cli
     from paceline.launch.verify import Request, verify
+    from paceline.models.positions import fit_length
 
     flags, tokens = _take_flags(tokens, "json", "debug")
     values, tokens = _take_values(tokens, {"modes": str, "world-size": int, "steps": int, "output": Path})
     path, overrides = split_cli(tokens)
     request = Request(**{key.replace("-", "_"): value for key, value in values.items()})
-    result = verify(load_config(path, overrides), request)
+    result = verify(fit_length(load_config(path, overrides)), request)
     if result.certificate is not None and flags["json"]:
         print(json.dumps(result.certificate, indent=2))
     elif result.certificate is not None:
@@ -269,9 +271,10 @@ def _data(tokens: list[str], _: float) -> int:
 def _data_preview(tokens: list[str], as_json: bool) -> int:
     from paceline.config.load import load_config, split_cli
     from paceline.data.preview import as_text, preview
+    from paceline.models.positions import fit_length
 
     values, tokens = _take_values(tokens, {"rows": int})
-    loaded = load_config(*split_cli(tokens))
+    loaded = fit_length(load_config(*split_cli(tokens)))
     found = preview(loaded.config, **values)
     for level, text in [*loaded.notices, *found["notices"]]:
         print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr)

@@ -70,6 +70,7 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
         PacelineError: with its exit code and one paragraph of text.
     """
     from paceline.launch.preflight import check_early
+    from paceline.models.positions import fit_length
     from paceline.tasks import load_task
     from paceline.world.env import outer_launcher, scheduled_host, with_scheduler
 
@@ -82,7 +83,7 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
                 print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
 
     parallel = with_scheduler(loaded.config.parallel, scheduled_host() if outer is None else None)
-    loaded = loaded.with_parallel(parallel)
+    loaded = fit_length(loaded.with_parallel(parallel))
     for level, text in loaded.notices:
         say(level, text)
     check_early(loaded.config)

@@ -35,8 +35,10 @@ def show_stats(tokens: list[str], output: str | None, as_json: bool) -> int:
         named = next((one.partition("=")[2] for one in overrides if one.startswith("tokenizer=")), _MODEL)
         overrides = [*overrides, f"model={named}"]
         print(f"no model is given: tokens are those of {named}", file=sys.stderr)
-    loaded = load_config(path, overrides)
     from paceline.data.stats import dataset_stats
+    from paceline.models.positions import fit_length
+
+    loaded = fit_length(load_config(path, overrides))
 
     figures, prepared = dataset_stats(loaded.config)
     for level, text in [*loaded.notices, *prepared.notices]:

@@ -58,8 +58,10 @@ def _build_and_check(config: Config, layout: Layout) -> list[Notice]:
     from paceline.engine.precision import checkpoint_activations
     from paceline.models.adapters import adapter_notices
     from paceline.models.meta import language_model_on_meta
+    from paceline.models.positions import check_length
 
     model: Any = language_model_on_meta(config)
+    check_length(config, model.config.to_dict())
     if config.train_args.gradient_checkpointing:
         try:
             checkpoint_activations(model)
@@ -88,7 +90,12 @@ def _remembered(config: Config, layout: Layout) -> Path | None:
     except metadata.PackageNotFoundError:
         return None
     lora = {**config.lora.model_dump(mode="json"), "set": sorted(config.lora.model_fields_set)}
-    settings = [config.train_args.gradient_checkpointing, config.parallel.tensor_plan, layout.axes.tensor]
+    settings = [
+        config.train_args.max_length,
+        config.train_args.gradient_checkpointing,
+        config.parallel.tensor_plan,
+        layout.axes.tensor,
+    ]
     return cache_dir() / "models-checked" / f"{key_of([content, versions, lora, settings])}.json"
 
 

@@ -18,6 +18,8 @@ from paceline.engine import checkpoint
 Say = Callable[[str, str], None]
 
 _AGAIN = " To go on: give the same command again; it resumes from the newest checkpoint."
+_REPEATS = " Repeating the command would fail in the same way: fix the cause first. The newest checkpoint is kept."
+_REPEATS_WITHOUT_CHECKPOINT = " Repeating the command would fail in the same way: fix the cause first."
 
 
 class Recovery:
@@ -57,7 +59,9 @@ class Recovery:
         why_not = self._why_not(outcome, made)
         if why_not is not None:
             told = {**outcome, "text": outcome["text"] + why_not}
-            if outcome.get("fault") is not False:
+            if self._would_repeat(outcome, made):
+                told["text"] += _REPEATS if newest is not None else _REPEATS_WITHOUT_CHECKPOINT
+            elif outcome.get("fault") is not False:
                 told["text"] += _AGAIN
             self._end("failed", told["text"], made)
             return None, told
@@ -80,6 +84,14 @@ class Recovery:
             "seen_at": time.time(),
         }, outcome
 
+    def _would_repeat(self, outcome: dict[str, Any], made: int | None) -> bool:
+        """Whether the same command would end in the same exception of the program."""
+        if outcome["exit_code"] == 2:
+            return False  # says itself what to change
+        if outcome.get("repeats"):
+            return True
+        return outcome.get("fault") is None and (made is None or _kind(outcome) == self._last_text)
+
     def _why_not(self, outcome: dict[str, Any], made: int | None) -> str | None:
         """Why the ranks are not started again: a sentence to be added, "" where what happened says enough. None: they are."""
         fault, allowed = outcome.get("fault"), self.config.recovery.max_restarts
@@ -88,7 +100,7 @@ class Recovery:
         if fault is None and made is None:
             return ""  # a program that fails before its first step fails again
         if fault is None and _kind(outcome) == self._last_text:
-            return " It came again after a restart, so it is not tried once more."
+            return " It occurred again after a restart, so there is no further retry."
         if self._restarts >= allowed:
             return (
                 f" {counted(self._restarts, 'restart')} brought no new checkpoint (`recovery.max_restarts`)." if allowed else ""

@@ -40,6 +40,20 @@ _OF_A_LINK_OR_DEVICE = re.compile(
     r"connection (closed|reset|refused)|timed? ?out|broken pipe|socket|NCCL|CUDA error|unhandled system error", re.IGNORECASE
 )
 
+#: Exceptions of Python that the same code on the same data raises again.
+_REPEATABLE = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, NameError, NotImplementedError,
+    RecursionError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+
+#: How torch reports shapes, types and indices that do not fit.
+_OF_THE_PROGRAM = re.compile(
+    r"size mismatch|must match|shapes? .*(cannot|invalid|incompatible|mismatch)|is invalid for input of size|"
+    r"out of (range|bounds)|expected (scalar type|all tensors|.*(dtype|dimension|size))|not implemented for|"
+    r"same (dtype|device|shape|size)|does not require grad|inplace operation|backward through the graph a second",
+    re.IGNORECASE,
+)
+
 #: What a rank does: (job, who it is, whether it shall stop) → {"status": "done" | "stopped", "report": …}. ``job.config`` is
 #: its config.
 RunRank = Callable[[Any, RankEnv, StopFlag], dict[str, Any]]
@@ -85,7 +99,8 @@ def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank)
         told["every_rank"] = isinstance(error, SaveError)
         return {**told, "of_all": isinstance(error, MismatchError) or blamed is not None, "blamed": blamed}
     except BaseException as error:  # the launcher must hear of anything that ends a rank
-        return _failed(env, EXIT_FAILED, _describe(error, job), _is_fault(error))
+        fault = _is_fault(error)
+        return {**_failed(env, EXIT_FAILED, _describe(error, job), fault), "repeats": fault is False}
     if outcome["status"] == "stopped":
         outcome["exit_code"] = EXIT_SIGINT if stop.signal == signal.SIGINT else EXIT_SIGTERM
     else:
@@ -99,12 +114,24 @@ def _failed(env: RankEnv, exit_code: int, text: str, fault: bool | None) -> dict
 
 
 def _is_fault(error: BaseException) -> bool | None:
-    """Whether going back to a checkpoint may mend what torch, or what a task's own code, has raised. None: not known."""
-    from torch import distributed
+    """Return True if resuming from a checkpoint may succeed after this exception of torch or of a task's code, False if the
+    exception would be raised again, None if that is not known."""
+    from torch import OutOfMemoryError, distributed
 
     if isinstance(error, distributed.DistError):
         return True
-    return True if isinstance(error, RuntimeError) and _OF_A_LINK_OR_DEVICE.search(str(error)) else None
+    if isinstance(error, OSError):  # some are values errors too, and a file or a link may come back
+        return None
+    if isinstance(error, (*_REPEATABLE, OutOfMemoryError)) and not isinstance(error, EOFError):
+        return False
+    if not isinstance(error, RuntimeError):
+        return None
+    text = str(error)
+    if "device-side assert" in text:  # mostly an index beyond a table
+        return False
+    if _OF_A_LINK_OR_DEVICE.search(text):
+        return True
+    return False if _OF_THE_PROGRAM.search(text) else None
 
 
 def _end_by_fault(folder: Path, env: RankEnv, text: str, blamed: Sequence[int]) -> None:

@@ -40,6 +40,8 @@ def load_language_model(config: Config) -> nn.Module:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from paceline.models.positions import check_length
+
     name = str(Path(resolve_model(config.model)).expanduser())
     if (original := qwen_folder(name)) is not None:
         name = str(qwen.converted_folder(original))
@@ -56,6 +58,7 @@ def load_language_model(config: Config) -> nn.Module:
             allowed="a folder with config.json and weights, a hub id that this machine can download, or builtin:qwen2-tiny",
             fix="download the model where there is a network and give its folder: `model=/path/to/folder`",
         ) from error
+    check_length(config, model.config.to_dict())
     model.config.use_cache = False
     if not config.lora.enable:
         return model  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.models.positions import fit_length
 from paceline.parallel.deepspeed_config import stage_of
 from paceline.plan.advice import Advice, advise
 from paceline.plan.choose import Choice, choose, here
@@ -114,7 +115,7 @@ def plan(
         ConfigError: the config, the model or an argument is wrong.
     """
     loaded = load_config(None, {**config, **overrides}) if isinstance(config, Mapping) else load_config(config, overrides)
-    return make_plan(loaded.config, world_size, device_memory, device).as_dict()
+    return make_plan(fit_length(loaded).config, world_size, device_memory, device).as_dict()
 
 
 def make_plan(

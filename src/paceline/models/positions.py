@@ -1,0 +1,131 @@
+"""How many positions a language model has, from its configuration alone, and whether ``max_length`` fits in. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.config.load import Loaded
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.models.language import config_numbers
+
+#: Names of the number in a config.json, the most telling first.
+_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "n_ctx",
+    "context_length",
+    "seq_length",
+)
+
+#: Models without a table or range of positions: linear biases (ALiBi), recurrent states.
+_UNLIMITED = frozenset({
+    "bloom", "mpt", "rwkv", "mamba", "mamba2", "falcon_mamba", "xlstm", "recurrent_gemma",
+})  # fmt: skip
+
+#: Models whose positions begin after the padding token's number.
+_OFFSET = frozenset({
+    "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "xmod",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PositionLimit:
+    """The most tokens of a sample.
+
+    Args:
+        tokens: the limit.
+        key: where it comes from, e.g. ``n_positions``.
+        is_fixed: False if the model computes on longer samples as well.
+    """
+
+    tokens: int
+    key: str
+    is_fixed: bool
+
+
+def position_limit(content: Mapping[str, Any]) -> PositionLimit | None:
+    """Return the limit that a config.json names, rope scaling included; None if it names none."""
+    text = content.get("text_config")
+    content = {**content, **text} if isinstance(text, Mapping) else content
+    for key in _KEYS:
+        value = content.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            kind = content.get("model_type")
+            if kind in _OFFSET:
+                padding = content.get("pad_token_id")
+                value -= (padding if isinstance(padding, int) else 1) + 1
+            is_fixed = kind not in _UNLIMITED and not content.get("alibi")
+            return PositionLimit(max(value, _scaled(content, value)), key, is_fixed)
+    return None
+
+
+def _scaled(content: Mapping[str, Any], positions: int) -> int:
+    """The positions that rope scaling covers; 0 without it."""
+    scaling = content.get("rope_scaling") or content.get("rope_parameters")
+    if not isinstance(scaling, Mapping):
+        return 0
+    nested = [value for value in scaling.values() if isinstance(value, Mapping)]
+    return max((_scaled_by(one, positions) for one in (scaling, *nested)), default=0)
+
+
+def _scaled_by(scaling: Mapping[str, Any], positions: int) -> int:
+    factor = scaling.get("factor")
+    if not isinstance(factor, int | float) or scaling.get("rope_type", scaling.get("type")) in (None, "default"):
+        return 0
+    original = scaling.get("original_max_position_embeddings")
+    return int(factor * (original if isinstance(original, int) else positions))
+
+
+def fit_length(loaded: Loaded) -> Loaded:
+    """Check ``train_args.max_length`` against the positions of the model, if its configuration can be read here. The default
+    is lowered to the limit, with a notice.
+
+    Raises:
+        ConfigError: a value of the user's that is beyond a fixed limit.
+    """
+    config = loaded.config
+    if config.task not in ("sft", "pretrain"):
+        return loaded
+    limit = position_limit(config_numbers(config.model))
+    args = config.train_args
+    if limit is None or args.max_length <= limit.tokens:
+        return loaded
+    if not limit.is_fixed:
+        return replace(loaded, notices=[*loaded.notices, ("warning", _beyond_trained(config, limit))])
+    if "max_length" in args.model_fields_set:
+        raise _too_long(config, limit)
+    lowered = args.model_copy(update={"max_length": limit.tokens})
+    text = f"max_length: {args.max_length} (the default) → {limit.tokens}, the positions of the model (`{limit.key}`)"
+    return replace(loaded, config=config.model_copy(update={"train_args": lowered}), notices=[*loaded.notices, ("info", text)])
+
+
+def check_length(config: Config, content: Mapping[str, Any]) -> None:
+    """The same check where the model itself is at hand: a model of the hub has no configuration before.
+
+    Raises:
+        ConfigError: ``max_length`` is beyond a fixed limit.
+    """
+    limit = position_limit(content)
+    if limit is not None and limit.is_fixed and config.train_args.max_length > limit.tokens:
+        raise _too_long(config, limit)
+
+
+def _too_long(config: Config, limit: PositionLimit) -> ConfigError:
+    return ConfigError(
+        f"`train_args.max_length: {config.train_args.max_length}` is beyond the {limit.tokens} positions of the model "
+        f"(`{limit.key}` in its config.json)",
+        allowed=f"at most {limit.tokens}; a model with rotary positions can be extended by `rope_scaling` in its config.json",
+        fix=f"set `train_args.max_length: {limit.tokens}`; what happens to longer samples is set by `train_args.overlong`",
+    )
+
+
+def _beyond_trained(config: Config, limit: PositionLimit) -> str:
+    return (
+        f"train_args.max_length: {config.train_args.max_length} is beyond the {limit.tokens} tokens of the model's "
+        f"`{limit.key}`. The model has no fixed limit, so longer samples are trained on as they are"
+    )
