@@ -229,20 +229,26 @@ def make_model(name: str, folder: Path) -> Path:
     return target
 
 
+PADDED = "padded"  # a trial of `single` without packing
+
+
 def make_trials(
     name: str, folder: Path, modes: list[str], steps: int, ranks: int = 2, **settings: Any
 ) -> tuple[list[Any], dict[str, str]]:
     """The trials of a family, the reference first, and the reasons of modes that are refused before anything starts."""
     from paceline.config.load import Loaded
     from paceline.config.schema import Config
+    from paceline.core.errors import ConfigError
     from paceline.launch import verify
+    from paceline.launch.verify_modes import make_mode
 
     args = {"per_device_train_batch_size": 2, "max_length": 48, **settings.pop("train_args", {})}
+    parallel = {"device": "cpu", "num_gpus": ranks, **settings.pop("parallel", {})}
     config = verify._calm(
         Config(
             model=str(folder / name),
             dataset="builtin:python-docs#48",
-            parallel={"device": "cpu", "num_gpus": ranks},
+            parallel=parallel,
             train_args=args,
             output_dir=str(folder / "out" / name),
             **settings,
@@ -252,18 +258,23 @@ def make_trials(
     devices = verify._devices(config, ranks)
     refused: dict[str, str] = {}
     found = []
-    from paceline.core.errors import ConfigError
-    from paceline.launch.verify_modes import make_mode
-
     for mode in ["single", *modes]:
-        made = make_mode(mode, config, ranks)
+        made = make_mode("single" if mode == PADDED else mode, config, ranks)
+        own = config
+        if mode == PADDED:
+            made = replace(made, name=PADDED)
+            own = config.model_copy(update={"train_args": config.train_args.model_copy(update={"packing": False})})
         try:
-            verify._check_mode(made, config)
-            found.append(made)
+            verify._check_mode(made, own)
+            found.append((made, own))
         except ConfigError as error:
             refused[mode] = error.paragraph()
     base = verify._base_job(Loaded(config, [], None), devices, folder / "out")
-    return [verify._trial(number, mode, config, base) for number, mode in enumerate(found)], refused
+    trials = [
+        verify._trial(number, mode, own, replace(base, config=own.model_copy(update={"output_dir": base.config.output_dir})))
+        for number, (mode, own) in enumerate(found)
+    ]
+    return trials, refused
 
 
 def run_trials(world: Any, named: dict[str, list[Any]], steps: int, folder: str) -> dict[str, dict[str, Any]]:
@@ -315,4 +326,20 @@ def judged(table: list[dict[str, dict[str, Any]]], trials: dict[str, list[Any]])
     return out
 
 
-__all__ = ["FAMILIES", "judged", "make_model", "make_trials", "replace", "run_trials"]
+def outcomes(names: list[str], modes: list[str], folder: Path, steps: int = 3) -> dict[str, dict[str, str]]:
+    """{family: {mode: "ok", or what is wrong}}; under "packed" whether samples share rows. All on one pair of ranks."""
+    from ranks import run_ranks
+
+    trials, refused = {}, {}
+    for name in names:
+        make_model(name, folder)
+        trials[name], refused[name] = make_trials(name, folder, [*modes, PADDED], steps)
+    table = run_ranks(run_trials, 2, trials, steps, str(folder), timeout_s=100.0 * len(names))
+    found: dict[str, dict[str, str]] = {}
+    for name, verdicts in judged(table, trials).items():
+        found[name] = {mode: "ok" if one["ok"] else f"{one['reason']}" for mode, one in verdicts.items()} | refused[name]
+        notices = table[0][name]["single"].get("notices", [])
+        packed = PADDED if any("packing: off" in one for one in notices) else "packed"
+        padded = found[name].pop(PADDED)
+        found[name]["packed"] = packed if padded == "ok" else padded
+    return found

@@ -65,7 +65,7 @@ class Parallel(Section):
     tensor_plan: dict[str, str] = Field(
         default_factory=dict,
         description="How tensor parallelism cuts modules that the model's own plan does not name, as `{pattern: colwise}`; "
-        "patterns such as `layers.*.mlp.up_proj`, styles `colwise`, `rowwise`.",
+        "patterns such as `layers.*.mlp.up_proj`, styles such as `colwise`, `rowwise`, `packed_colwise:3`.",
     )
     sequence_parallel: bool = Field(
         False, description="With `tensor`: keep activations between the cut layers in parts too, cut along the tokens."

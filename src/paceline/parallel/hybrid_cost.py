@@ -320,7 +320,8 @@ def _last_rows(shape: ModelShape) -> set[str]:
     blocks = set(shape.blocks)
     for name, style in shape.tensor_plan.items():
         block = next((one for one in (*modules_around(name), name) if one in blocks), None)
-        if block is not None and kind_of(style) in (ROW, ROW_SPLIT, EXPERTS):
+        of_experts = kind_of(shape.tensor_plan.get(name.rpartition(".")[0], COLUMN)) == EXPERTS
+        if block is not None and kind_of(style) in (ROW, ROW_SPLIT, EXPERTS) and not of_experts:
             last[block] = name
     return set(last.values())
 

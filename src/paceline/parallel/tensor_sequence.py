@@ -112,7 +112,7 @@ def _check_blocks(
     for parent in parents:
         styles = {kind_of(style) for name, style in plan.items() if name.rpartition(".")[0] == parent}
         if not any(_inside(parent, name) for name, _ in blocks):
-            raise _refused(f"`{parent or 'the model itself'}` holds cut layers and is no part of a block")
+            raise _refused(f"`{parent or 'the model itself'}` holds cut layers itself and is not a module inside a block")
         if not {COLUMN, ROW} <= styles <= {COLUMN, ROW, SUMMED}:
             raise _refused(f"the layers of `{parent}` are cut as {', '.join(sorted(styles))}, not as colwise and rowwise")
     for name, block in blocks:
