@@ -130,7 +130,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_heads": 4,
             "n_layers": 2,
             "max_seq_len": 128,
-            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
             "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
         },
     ),

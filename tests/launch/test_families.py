@@ -17,7 +17,7 @@ _NO_PLAN = "does not say how its layers are cut"
 #: What differs from "ok" and "packed": (family, mode) → a pattern of the outcome.
 EXPECTED: dict[tuple[str, str], str] = {}
 #: Their samples would mix in a shared row: alibi, convolutions, state spaces, or masks built without position_ids.
-PADDED: set[str] = set()
+PADDED = {"bloom", "falcon_7b", "falcon_40b", "falcon_rw", "mpt", "lfm2", "xglm", "openai-gpt", "jamba", "gpt_oss"}
 _GROUP = 12
 
 
