@@ -94,7 +94,7 @@ def test_step_labels_are_refused() -> None:
         {"text": "spam", "label": True},
         {"text": "spam", "label": 1},
         {"prompt": "q", "completion": "a", "label": 3},
-        {"prompt": "q", "completion": "a", "rejected": False},
+        {"prompt": "q", "completion": "a", "rejected": False, "images": 0},
     ],
 )
 def test_empty_columns_and_class_labels_are_no_preference_data(row: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ def test_images_video_and_audio_are_refused(row: dict[str, Any]) -> None:
     [
         "Use `<image>` in the prompt.", "How do I use the <image> tag in SVG?", "a < b and c > d", "<think>hm</think>",
         "Parse this:\n<image>\n<url>x</url>\n</image>", "<svg><image href='a.png'/></svg>", 'He wrote "<image>" there.',
-        "```\n<image>\n```", "What is <video>, an HTML element?",
+        "```\n<image>\n```", "Write this:\n<div>\n<image>\n</div>", "What is <video>, an HTML element?",
     ],
 )  # fmt: skip
 def test_talk_about_markup_is_text(text: str) -> None:
@@ -183,6 +183,7 @@ def test_placeholders_of_answers_and_of_ignored_images_are_text() -> None:
         ({"messages": CHAT, "history": [["q", "a"]]}, "history"),
         ({"text": "t", "history": [["q", "a"]]}, "history"),
         ({"text": "t", "tools": [{"name": "f"}]}, "tools"),
+        ({"text": "t", "rejected": 3}, "rejected"),
         ({"messages": CHAT, "reasoning_content": "hm"}, "reasoning_content"),
         ({"messages": [{**ASK, "tools": [{"name": "f"}]}, ANSWER]}, "tools"),
     ],

@@ -256,6 +256,19 @@ def test_templates_of_every_manner_get_calls_as_they_need_them(tmp_path: Path, c
     assert labelled(tokens) == [f"{expected}<|im_end|>", "It rains.<|im_end|>"]
 
 
+def test_a_call_ends_with_its_end_of_turn_token() -> None:
+    """Also where tools change the text before the call (Mistral's way), and without the white space after the token."""
+    source = (
+        "{% set last = messages | selectattr('role', 'equalto', 'user') | list | last %}{% for m in messages %}"
+        "{% if m.role == 'user' %}{% if tools and m == last %}TOOLS{% endif %}[{{ m.content }}]{% else %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}</s>\n{% endif %}{% endfor %}"
+    )
+    messages = [*OPENAI["messages"], {"role": "user", "content": "Ok?"}, {"role": "assistant", "content": "Yes."}]
+    sample = Converter("here", template=ChatTemplate(source, {}))({**OPENAI, "messages": messages})
+    rendered = ChatTemplate(source, {}).answers(sample.messages or [], sample.tools)
+    assert [rendered.text[start:end] for start, end in rendered.spans] == ["CALL news</s>", "It rains.</s>", "Yes.</s>"]
+
+
 def test_parallel_calls_and_an_answer_with_its_call_are_one_turn() -> None:
     call = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Wait."}, call, call,

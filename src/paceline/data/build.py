@@ -247,7 +247,8 @@ def _about_columns(source: OpenSource, converter: Converter) -> list[tuple[str, 
 
 
 def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+    parts = (name.partition(" (") for name in names)  # what follows the name says where it was found
+    return ", ".join(f"`{name}`{mark}{place}" for name, mark, place in parts)
 
 
 def _about_rows(account: _Account, encoder: Encoder, formats: Counter[str], config: Config) -> list[tuple[str, str]]:
@@ -283,7 +284,11 @@ def _about_rows(account: _Account, encoder: Encoder, formats: Counter[str], conf
             "no chat template: prompts and completions are joined as they are, the end-of-text token after them",
         ),
         (formats["text"] and answers, "plain text has no answers: every token of it carries loss"),
-        (answers and config.train_args.train_on_inputs, "train_on_inputs: every token carries loss, not the answers alone"),
+        (
+            answers and config.train_args.train_on_inputs,
+            "train_on_inputs: every token carries loss, not the answers alone"
+            + (", except on the turns that the data switches off" if account.excluded_turns else ""),
+        ),
     ]
     said = [("warning", *one) for one in warnings] + [("info", *one) for one in infos]
     return [(level, text) for level, is_so, text in said if is_so]

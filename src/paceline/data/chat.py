@@ -169,7 +169,7 @@ class ChatTemplate:
         before = self._try(messages[:index], True, tools)
         prefix = len(before) if before and full.startswith(before) else None
         if "tool_calls" in messages[index] and prefix is None and before and upto and upto.startswith(before):
-            text = upto[len(before) :]  # a call's text is the template's
+            text = upto[len(before) :].rstrip()  # a call's text is the template's
         content = self._find_content(full, upto, text, max(cursor, prefix or 0))
         if before and prefix is not None and (content is None or self._prompts(messages[:index], before, tools)):
             start = prefix
@@ -178,7 +178,7 @@ class ChatTemplate:
         else:
             return None
         if upto is not None and len(upto) > start and full.startswith(upto):
-            return start, _trimmed(full, start, len(upto), text)
+            return start, _trimmed(full, start, len(upto), messages[index]["content"])
         return (start, content[1]) if content else None
 
     def _try(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str | None:
@@ -209,7 +209,7 @@ class ChatTemplate:
 def _trimmed(full: str, start: int, end: int, content: str) -> int:
     """The end of a turn without the white space that follows its end-of-turn token; where there is no such token, with it."""
     turn = full[start:end].rstrip()
-    return end if turn.endswith(content.strip()) else start + len(turn)
+    return end if content.strip() and turn.endswith(content.strip()) else start + len(turn)
 
 
 def _num_marked(raw: str) -> int:

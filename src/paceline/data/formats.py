@@ -56,7 +56,7 @@ _TEXT = ("text", "content", "story", "document")
 _TOOLS = ("tools", "functions")
 _ALPACA = ("instruction", *_INPUT, *_ANSWER, *_SYSTEM, "history", "reasoning_content")
 #: Columns that change what a row means: one that is not empty and not used is an error, unless `ignore_columns` lists it.
-MUST_BE_USED = ("history", "reasoning_content", *_TOOLS)
+MUST_BE_USED = ("history", "reasoning_content", "rejected", "rejected_response", *_TOOLS)
 
 FORMATS = {
     "alpaca": "instruction, output (and input, system, history)",

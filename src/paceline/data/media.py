@@ -75,6 +75,7 @@ def find_placeholder(text: str) -> str | None:
         if f"</{found[0][1:]}" in text:
             continue
         starts_line = not plain[: found.start()].rpartition("\n")[2].strip()
+        starts_line = starts_line and not _OTHER_TAG.search(plain[: found.start()])
         if starts_line or not (_ABOUT_MARKUP.search(plain) or _OTHER_TAG.search(plain)):
             return found[0]
     return None

@@ -36,7 +36,7 @@ def holds_nothing(value: Any) -> bool:
         return all(holds_nothing(item) for item in value.values())
     if isinstance(value, list | tuple):
         return all(holds_nothing(item) for item in value)
-    return value is None or value is False or value != value
+    return not value or value != value
 
 
 def without_nulls(value: Any) -> Any:
