@@ -7,6 +7,9 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -31,3 +34,26 @@ def end_by_parent_alone(number: int) -> None:
         os._exit(128 + number)
 
     threading.Thread(target=watch, name="signal-watch", daemon=True).start()
+
+
+_hiding = threading.Lock()
+_hidden: list[dict[str, Any]] = []  # what was hidden, once for each block under way
+
+
+@contextmanager
+def hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script again in every process it starts: a script that calls
+    paceline.train() needs no ``if __name__ == "__main__"``. Blocks of several threads may overlap."""
+    names = vars(sys.modules["__main__"])
+    with _hiding:
+        _hidden.append({name: names.pop(name) for name in ("__file__", "__spec__") if name in names} if not _hidden else {})
+        names["__spec__"] = None
+    try:
+        yield
+    finally:
+        with _hiding:
+            kept = _hidden.pop()
+            if _hidden:
+                _hidden[0].update(kept)  # for the block that ends last
+            else:
+                names.update(kept)

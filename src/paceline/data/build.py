@@ -10,194 +10,171 @@ from typing import Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.core.interruption import poll
-from paceline.data.chat import ChatTemplate
-from paceline.data.encode import Encoded, Encoder
-from paceline.data.formats import FORMATS, Converter, Malformed, Sample, Unsupported, fits_as
+from paceline.data.chunks import (
+    NO_ANSWER,
+    TOO_LONG,
+    Account,
+    Chunk,
+    Setup,
+    chunks_of,
+    converter_of,
+    encode_chunks,
+    encoder_of,
+)
+from paceline.data.encode import Encoder
+from paceline.data.formats import FORMATS, Converter, fits_as
 from paceline.data.media import MEDIA
-from paceline.data.sources import OpenSource, Place
+from paceline.data.progress import Progress
+from paceline.data.readers import is_text
+from paceline.data.sources import OpenSource
 from paceline.data.templates import AskedTemplate
 from paceline.data.token_dataset import TokenWriter
-from paceline.data.tokenizer import LoadedTokenizer, load_tokenizer
+from paceline.data.tokenizer import load_tokenizer
+from paceline.world.device import cpu_cores
 
-_BATCH_ROWS, _BATCH_CHARS = 1024, 4 << 20
+#: Less text than this is encoded sooner than worker processes have started.
+_PARALLEL_BYTES = 16 << 20
+_MOST_WORKERS = 32
 _COLUMNS_FIX = "say which column is which: `dataset: {path: ..., columns: {prompt: YOURS, completion: YOURS}}`"
-_TOO_LONG, _NO_ANSWER = "longer than max_length", "no answer left after truncation"
-
-
-@dataclass
-class _Account:
-    """What became of the rows of one entry, and where the first of each kind of dropped row stood."""
-
-    read: int = 0
-    kept: int = 0
-    truncated: int = 0
-    documents_cut: int = 0
-    lone_tokens: int = 0
-    excluded_turns: int = 0
-    shortest_overlong: int | None = None
-    dropped: Counter[str] = field(default_factory=Counter)
-    first: dict[str, Place] = field(default_factory=dict)
-
-    def add(self, other: _Account) -> None:
-        """Take in the account of another source."""
-        for name in ("read", "kept", "truncated", "documents_cut", "lone_tokens", "excluded_turns"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.dropped.update(other.dropped)
-        self.first = {**other.first, **self.first}
-
-    def drop(self, reason: str, place: Place) -> None:
-        self.dropped[reason] += 1
-        self.first.setdefault(reason, place)
-
-    def counts(self) -> dict[str, Any]:
-        out = {"read": self.read, "kept": self.kept, "truncated": self.truncated, "dropped": dict(self.dropped)}
-        return {**out, "excluded_turns": self.excluded_turns}
 
 
 def build_entry(
-    folder: Path, sources: list[OpenSource], config: Config, task: str, tokenizer_folder: Path, template: AskedTemplate
+    folder: Path,
+    sources: list[OpenSource],
+    config: Config,
+    task: str,
+    tokenizer_folder: Path,
+    template: AskedTemplate,
+    workers: int | None = None,
 ) -> dict[str, Any]:
     """Tokenise ``sources`` into ``folder``; the returned value says what is in it (counts, notices, pad token).
+
+    Args:
+        workers: processes that encode; None: as many as pay. What is written does not depend on it.
 
     Raises:
         ConfigError: no row could be used; the text says why.
     """
     tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
-    source, notices = template.choose(tokenizer)
-    encoder = encoder_of(config, task, tokenizer, source)
-    total = _Account()
+    text, notices = template.choose(tokenizer)
+    encoder = encoder_of(config, task, tokenizer, text)
+    is_sent = None if tokenizer.python is not None else tokenizer
+    setup = Setup(config, task, tokenizer_folder, is_sent, text, tuple(one.given for one in sources))
+    results = [_SourceResult(one, converter_of(one, encoder, config)) for one in sources]
     writer = TokenWriter(folder)
-    formats: Counter[str] = Counter()
+    chunks = (chunk for number, one in enumerate(sources) for chunk in _nonempty_chunks(number, one, config))
+    progress = Progress(_line_bytes(sources))
     try:
-        for one in sources:
-            converter = converter_of(one, encoder, config)
-            account = _Account()
-            _fill(writer, one, converter, encoder, account, config)
-            if account.read == 0:
-                raise ConfigError(f"the dataset `{one.label}` has no rows", fix="check that this is the file you meant")
-            if account.kept == 0:
-                raise _nothing_kept(one, converter, encoder, account, config)
-            if len(sources) > 1:
-                notices.append(("info", f"{one.label}: {account.read:,} rows read, {account.kept:,} kept"))
-            total.add(account)
-            notices += _about_columns(one, converter)
-            formats.update(converter.seen)
+        _encode_all(chunks, setup, encoder, results, writer, progress, _workers(sources) if workers is None else workers)
     finally:
+        progress.close()
         writer.close()
+    return _described(results, notices, writer, encoder, config, tokenizer.pad_token_id)
+
+
+@dataclass
+class _SourceResult:
+    """What became of a source's rows; the converter holds the counters."""
+
+    source: OpenSource
+    converter: Converter
+    account: Account = field(default_factory=Account)
+
+
+def _nonempty_chunks(number: int, source: OpenSource, config: Config) -> Iterator[Chunk]:
+    is_empty = True
+    for chunk in chunks_of(number, source, config.train_args.seed):
+        is_empty = False
+        yield chunk
+    if is_empty:
+        raise ConfigError(f"the dataset `{source.label}` has no rows", fix="check that this is the file you meant")
+
+
+def _encode_all(
+    chunks: Iterator[Chunk],
+    setup: Setup,
+    encoder: Encoder,
+    results: list[_SourceResult],
+    writer: TokenWriter,
+    progress: Progress,
+    workers: int,
+) -> None:
+    """Write all samples, add up what was counted, and check at the end of each source that some of its rows were kept."""
+    facts: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
+
+    def finish(result: _SourceResult) -> None:
+        encoder.facts, encoder.refusals = facts, refusals
+        if result.account.kept == 0:
+            raise _nothing_kept(result.source, result.converter, encoder, result.account, setup.config)
+
+    last = 0
+    for encoded in encode_chunks(chunks, setup, encoder, workers):
+        if encoded.source != last:
+            finish(results[last])
+            last = encoded.source
+        result = results[last]
+        writer.extend(encoded.tokens, encoded.mask, encoded.lengths, encoded.label_counts)
+        result.account.add(encoded.account)
+        for name, counter in encoded.converted.items():
+            getattr(result.converter, name).update(counter)
+        facts.update(encoded.facts)
+        refusals.update(encoded.refusals)
+        progress.add(encoded.num_rows, encoded.size_bytes)
+    finish(results[last])
+
+
+def _described(
+    results: list[_SourceResult],
+    notices: list[tuple[str, str]],
+    writer: TokenWriter,
+    encoder: Encoder,
+    config: Config,
+    pad_token_id: int,
+) -> dict[str, Any]:
+    """What the entry's meta file says."""
+    total = Account()
+    formats: Counter[str] = Counter()
+    for one in results:
+        if len(results) > 1:
+            notices.append(("info", f"{one.source.label}: {one.account.read:,} rows read, {one.account.kept:,} kept"))
+        total.add(one.account)
+        notices += _about_columns(one.source, one.converter)
+        formats.update(one.converter.seen)
     notices += _about_rows(total, encoder, formats, config)
     return {
         "samples": len(writer.lengths),
         "tokens": sum(writer.lengths),
         "label_tokens": sum(writer.label_counts),
-        "pad_token_id": tokenizer.pad_token_id,
+        "pad_token_id": pad_token_id,
         "counts": total.counts(),
         "notices": notices,
     }
 
 
-def encoder_of(config: Config, task: str, tokenizer: LoadedTokenizer, template: str | None) -> Encoder:
-    """The encoder of a config's samples; ``template`` is the source of the chat template."""
-    return Encoder(
-        tokenizer,
-        ChatTemplate(template, tokenizer.special_tokens) if template else None,
-        pretrain=task == "pretrain",
-        train_on_inputs=config.train_args.train_on_inputs,
-        last_turn_only=config.train_args.train_on_turns == "last",
-        system=config.system,
-    )
+def _line_bytes(sources: list[OpenSource]) -> int | None:
+    sizes = [one.line_bytes() for one in sources]
+    return None if None in sizes else sum(one for one in sizes if one is not None)
 
 
-def converter_of(source: OpenSource, encoder: Encoder, config: Config) -> Converter:
-    """What turns the rows of ``source`` into samples for ``encoder``."""
-    given = source.given
-    return Converter(
-        source.label, given.format, given.columns, config.system, encoder.pretrain,
-        ignore_columns=given.ignore_columns, roles=given.roles, template=encoder.template,
-    )  # fmt: skip
-
-
-def refusal(error: Unsupported, place: Place) -> ConfigError:
-    """The error that ends the preparation of a dataset with a row for another kind of training."""
-    return ConfigError(f"{place}: {error.what}", allowed=error.allowed, fix=error.fix)
-
-
-def _fill(
-    writer: TokenWriter, source: OpenSource, converter: Converter, encoder: Encoder, account: _Account, config: Config
-) -> None:
-    for batch in _batches(source, converter, account, config.train_args.seed):
-        poll()
-        encoded = encoder([sample for _, sample in batch])
-        for (place, _), one in zip(batch, encoded, strict=True):
-            if isinstance(one, str):
-                account.drop(one, place)
-            elif one.is_document:
-                _cut(writer, one, account, config.train_args.max_length)
-            else:
-                _add(writer, one, place, account, config)
-
-
-def _batches(source: OpenSource, converter: Converter, account: _Account, seed: int) -> Iterator[list[tuple[Place, Sample]]]:
-    batch: list[tuple[Place, Sample]] = []
-    size = 0
-    for place, row in source.rows(seed):
-        account.read += 1
-        try:
-            sample = converter(row)
-        except Malformed as reason:
-            account.drop(str(reason), place)
-            continue
-        except Unsupported as error:
-            raise refusal(error, place) from None
-        batch.append((place, sample))
-        size += len(sample.text or "")
-        if len(batch) >= _BATCH_ROWS or size >= _BATCH_CHARS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _add(writer: TokenWriter, one: Encoded, place: Place, account: _Account, config: Config) -> None:
-    limit = config.train_args.max_length
-    ids, mask = one.input_ids, one.labels_mask
-    if not mask[1:].any():
-        account.drop("nothing to learn from", place)
-        return
-    if len(ids) > limit:
-        account.shortest_overlong = min(len(ids), account.shortest_overlong or len(ids))
-        if config.train_args.overlong == "drop":
-            account.drop(_TOO_LONG, place)
-            return
-        ids, mask = ids[:limit], mask[:limit]
-        if not mask[1:].any():
-            account.drop(_NO_ANSWER, place)
-            return
-        account.truncated += 1
-    account.kept += 1
-    account.excluded_turns += one.excluded_turns
-    writer.add(ids, mask)
-
-
-def _cut(writer: TokenWriter, one: Encoded, account: _Account, limit: int) -> None:
-    """A document becomes consecutive samples of ``limit`` tokens, the last one shorter; one lone token predicts nothing."""
-    account.kept += 1
-    account.documents_cut += len(one.input_ids) > limit
-    for start in range(0, len(one.input_ids), limit):
-        ids = one.input_ids[start : start + limit]
-        if len(ids) < 2:
-            account.lone_tokens += 1
-            continue
-        writer.add(ids, one.labels_mask[start : start + limit])
+def _workers(sources: list[OpenSource]) -> int:
+    """How many processes encode: one for each core, if there is so much to do that starting them pays."""
+    sizes = [one.text_bytes() for one in sources]
+    known = sum(one for one in sizes if one is not None)
+    # Whole documents are few: the tokenizer itself works on the pieces of one on all cores.
+    documents = all(is_text(file) for one in sources for file in one.files) and all(one.hub is None for one in sources)
+    if documents or (None not in sizes and known < _PARALLEL_BYTES):
+        return 1
+    return min(cpu_cores(), _MOST_WORKERS)
 
 
 # -- words ----------------------------------------------------------------------------------------------------------------
-def _reasons(account: _Account) -> str:
+def _reasons(account: Account) -> str:
     each = (f"{reason}: {number:,} (first: {account.first[reason]})" for reason, number in account.dropped.most_common())
     return "; ".join(each)
 
 
-def _nothing_kept(source: OpenSource, converter: Converter, encoder: Encoder, account: _Account, config: Config) -> ConfigError:
+def _nothing_kept(source: OpenSource, converter: Converter, encoder: Encoder, account: Account, config: Config) -> ConfigError:
     dropped = account.dropped
     if converter.misfits and sum(converter.misfits.values()) == sum(dropped.values()):
         columns = next(iter(converter.misfits))
@@ -210,13 +187,13 @@ def _nothing_kept(source: OpenSource, converter: Converter, encoder: Encoder, ac
             fix=(f"name the format `{fitting[0]}` or leave it out; " if fitting else "")
             + _COLUMNS_FIX,
         )  # fmt: skip
-    if dropped and set(dropped) <= {_TOO_LONG, _NO_ANSWER}:
+    if dropped and set(dropped) <= {TOO_LONG, NO_ANSWER}:
         return ConfigError(
             f"every sample of `{source.label}` is too long: the shortest has {account.shortest_overlong:,} tokens, "
             f"train_args.max_length is {config.train_args.max_length:,}"
-            + ("" if _TOO_LONG in dropped else ", and no answer begins before that"),
+            + ("" if TOO_LONG in dropped else ", and no answer begins before that"),
             fix=f"set `train_args.max_length` to {account.shortest_overlong} or more"
-            + (", or `train_args.overlong: truncate`" if _TOO_LONG in dropped else ""),
+            + (", or `train_args.overlong: truncate`" if TOO_LONG in dropped else ""),
         )
     refusal = f". The template says: {encoder.refusals.most_common(1)[0][0]}" if encoder.refusals else ""
     return ConfigError(
@@ -251,7 +228,7 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`{mark}{place}" for name, mark, place in parts)
 
 
-def _about_rows(account: _Account, encoder: Encoder, formats: Counter[str], config: Config) -> list[tuple[str, str]]:
+def _about_rows(account: Account, encoder: Encoder, formats: Counter[str], config: Config) -> list[tuple[str, str]]:
     limit, facts = config.train_args.max_length, encoder.facts
     pairs, answers = formats["prompt_completion"], not encoder.pretrain
     dropped = sum(account.dropped.values())

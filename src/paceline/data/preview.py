@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.build import converter_of, encoder_of, refusal
+from paceline.data.chunks import converter_of, encoder_of, refusal
 from paceline.data.encode import Encoded, Encoder
 from paceline.data.formats import Malformed, Unsupported
 from paceline.data.preview_samples import preview_clicks, preview_images, samples_as_text

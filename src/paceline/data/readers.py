@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
 from paceline.data.opening import (
@@ -15,6 +16,7 @@ from paceline.data.opening import (
     compression_of,
     data_suffix,
     encoding_of,
+    not_text,
     open_data,
     read_text,
     text_lines,
@@ -46,7 +48,15 @@ def split_name(word: str) -> str | None:
     return next((name for name, words in _SPLITS.items() if base in words), None)
 
 
-def read_file(path: Path, split: str = "train", notices: list[Notice] | None = None) -> Numbered:
+class RawLine(NamedTuple):
+    """A line of a JSON lines file as it is in the file, to be parsed later, perhaps in another process."""
+
+    data: bytes
+    number: int
+    path: Path
+
+
+def read_file(path: Path, split: str = "train", notices: list[Notice] | None = None, raw: bool = False) -> Numbered:
     """Rows of ``path`` as (number, row): lines for JSON lines and CSV, rows from 1 for the others.
 
     JSON, CSV and plain text may be compressed (see :mod:`paceline.data.opening`) and may be UTF-16 with a byte order mark.
@@ -54,13 +64,16 @@ def read_file(path: Path, split: str = "train", notices: list[Notice] | None = N
     Args:
         split: which list to take of a JSON object that holds several.
         notices: gets what to report about the file.
+        raw: give UTF-8 lines of JSON as :class:`RawLine`.
 
     Raises:
         ConfigError: a kind that is not known, a broken line (with its number and the text near it), bytes that are not text.
     """
     suffix = data_suffix(path)
     if suffix in (".jsonl", ".ndjson"):
-        return _json(path, split, notices) if _first_char(path) == "[" else _json_lines(path)
+        if _first_char(path) == "[":
+            return _json(path, split, notices)
+        return _raw_lines(path) if raw else _json_lines(path)
     if suffix == ".json":
         return _json(path, split, notices)
     if suffix in (".csv", ".tsv"):
@@ -113,13 +126,47 @@ def _first_char(path: Path) -> str:
 def _json_lines(path: Path) -> Numbered:
     with open_data(path) as handle:
         for number, line in enumerate(text_lines(handle, path), 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.rstrip("\r\n"))
-            except ValueError as error:
-                raise _broken(path, number, line, error) from error
-            yield number, row
+            if line.strip():
+                yield number, _parsed(line, number, path)
+
+
+def _raw_lines(path: Path) -> Numbered:
+    with open_data(path) as handle:
+        head = handle.peek(4096)[:4096] if hasattr(handle, "peek") else b""
+        if not encoding_of(head, path).startswith("utf-8"):
+            for number, line in enumerate(text_lines(handle, path), 1):
+                if line.strip():
+                    yield number, _parsed(line, number, path)
+            return
+        for number, data in enumerate(handle, 1):
+            if number == 1:
+                data = data.removeprefix(codecs.BOM_UTF8)
+            if data.strip():
+                yield number, RawLine(data, number, path)
+
+
+#: A line that holds white space only.
+BLANK = object()
+
+
+def parse_line(line: RawLine) -> Any:
+    """The row in a line, or :data:`BLANK`.
+
+    Raises:
+        ConfigError: it is not UTF-8 or not JSON.
+    """
+    try:
+        text = line.data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_text(line.path, f"line {line.number}", error) from error
+    return _parsed(text, line.number, line.path) if text.strip() else BLANK
+
+
+def _parsed(line: str, number: int, path: Path) -> Any:
+    try:
+        return json.loads(line.rstrip("\r\n"))
+    except ValueError as error:
+        raise _broken(path, number, line, error) from error
 
 
 def _broken(path: Path, number: int, line: str, error: ValueError) -> ConfigError:

@@ -16,7 +16,7 @@ from paceline.data import hub
 from paceline.data.builtin import builtin_dataset
 from paceline.data.cache import fingerprint
 from paceline.data.hub_names import HUB_NAMES, find_hub_name
-from paceline.data.opening import data_suffix
+from paceline.data.opening import COMPRESSED_SUFFIXES, data_suffix
 from paceline.data.readers import KINDS, is_table, is_text, read_file, unknown_kind
 
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "license.txt", "license.md"}
@@ -56,20 +56,33 @@ class OpenSource:
     def label(self) -> str:
         return self.given.path
 
+    def text_bytes(self) -> int | None:
+        """About how many bytes of text there are to tokenize, for a guess at the work; None for a hub dataset."""
+        if self.hub is not None:
+            return None
+        packed = (".parquet", ".arrow", *COMPRESSED_SUFFIXES)
+        return sum(one.stat().st_size * (3 if one.suffix.lower() in packed else 1) for one in self.files)
+
+    def line_bytes(self) -> int | None:
+        """The size of the lines that are read raw, if these are all that the source has; for the progress line."""
+        plain = self.take is None and self.files and all(one.suffix.lower() in (".jsonl", ".ndjson") for one in self.files)
+        return sum(one.stat().st_size for one in self.files) if plain else None
+
     def fingerprint(self) -> list[Any]:
         """What tells the rows of this source from any others'."""
         if self.hub is not None:
             return ["hub", *self.hub.fingerprint(), self.take]
         return ["files", [[data_suffix(one), *fingerprint(one)] for one in self.files], self.given.split, self.take]
 
-    def rows(self, seed: int) -> Iterator[tuple[Place, Any]]:
-        """(place, row) in order; with `#N` the first N of a shuffle that ``seed`` fixes, in the order of the file.
+    def rows(self, seed: int, raw: bool = False) -> Iterator[tuple[Place, Any]]:
+        """(place, row) in order; with `#N` the first N of a shuffle that ``seed`` fixes, in the order of the file. ``raw``: a
+        line of JSON need not be parsed (see :func:`~paceline.data.readers.read_file`).
 
         Raises:
             ConfigError: a broken file.
         """
         if self.take is None:
-            yield from self._all()
+            yield from self._all(raw)
             return
         import numpy as np
 
@@ -81,14 +94,14 @@ class OpenSource:
             if index in chosen:
                 yield found
 
-    def _all(self) -> Iterator[tuple[Place, Any]]:
+    def _all(self, raw: bool = False) -> Iterator[tuple[Place, Any]]:
         if self.hub is not None:
             for number, row in enumerate(self.hub.rows(), 1):
                 yield f"row {number:,} of {self.hub.repo}", row
             return
         for file in self.files:
             word = "line" if data_suffix(file) in (".jsonl", ".ndjson", ".csv", ".tsv") else "row"
-            for number, row in read_file(file, self.given.split, self.notices):
+            for number, row in read_file(file, self.given.split, self.notices, raw):
                 yield f"{word} {number} of {file}", row
 
 

@@ -80,6 +80,13 @@ class TokenWriter:
         self.lengths.append(len(input_ids))
         self.label_counts.append(int(np.count_nonzero(labels_mask[1:])))
 
+    def extend(self, tokens: bytes, mask: bytes, lengths: list[int], label_counts: list[int]) -> None:
+        """Several samples at once: int32 and bool values one after the other, with their numbers for each sample."""
+        self._tokens.write(tokens)
+        self._mask.write(mask)
+        self.lengths.extend(lengths)
+        self.label_counts.extend(label_counts)
+
     def close(self) -> None:
         self._tokens.close()
         self._mask.close()

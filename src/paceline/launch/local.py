@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM
+from paceline.core.processes import hidden_main
 from paceline.launch.processes import Place, RankProcesses, open_store
 from paceline.launch.worker import RunRank
 
@@ -193,20 +194,6 @@ def _lost_earlier(ranks: RankProcesses, job: Any) -> str:
     """The ranks that the run had gone on without, for a person."""
     told = [f"rank {rank}{_role(job, rank)} (process {one['pid']}), {one['reason']}" for rank, one in ranks.told.items()]
     return f" Lost earlier: {'; '.join(told)}." if told else ""
-
-
-@contextlib.contextmanager
-def hidden_main() -> Any:
-    """Keep multiprocessing from running the caller's script again in every rank: a script that calls paceline.train() needs no
-    ``if __name__ == "__main__"``."""
-    names = vars(sys.modules["__main__"])
-    kept = {name: names[name] for name in ("__file__", "__spec__") if name in names}
-    names.pop("__file__", None)
-    names["__spec__"] = None
-    try:
-        yield
-    finally:
-        names.update(kept)
 
 
 def stop_code(number: int) -> int:

@@ -138,7 +138,7 @@ class _CheckBeside:
             raise ConfigError(what, allowed=allowed, fix=fix)
 
     def _start(self) -> None:
-        from paceline.launch.local import hidden_main
+        from paceline.core.processes import hidden_main
 
         self._scratch = Scratch()
         context = multiprocessing.get_context("forkserver")

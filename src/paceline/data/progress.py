@@ -1,0 +1,67 @@
+"""A progress line on standard error for work that takes long: rows, rate, time left."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import TextIO
+
+from paceline.core import wording
+
+_QUIET_S = 2.0  # short work needs no progress line
+_TERMINAL_EVERY_S, _PLAIN_EVERY_S = 0.2, 10.0
+
+
+class Progress:
+    """Counts rows and prints how far tokenization is: redrawn in place on a terminal, elsewhere a line now and then.
+
+    Args:
+        total_bytes: of all rows, or None if it is not known; then no time left is given.
+    """
+
+    def __init__(self, total_bytes: int | None, stream: TextIO | None = None) -> None:
+        self.stream = sys.stderr if stream is None else stream
+        self.total_bytes = total_bytes
+        self.rows = self.done_bytes = 0
+        self._begun = time.monotonic()
+        self._next = self._begun + _QUIET_S
+        self._width = 0
+        self._on_terminal = self.stream.isatty()
+
+    def add(self, rows: int, size_bytes: int) -> None:
+        """Count rows that are done."""
+        self.rows += rows
+        self.done_bytes += size_bytes
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + (_TERMINAL_EVERY_S if self._on_terminal else _PLAIN_EVERY_S)
+            self._print(self.text(now - self._begun))
+
+    def text(self, elapsed_s: float) -> str:
+        """The line after ``elapsed_s`` seconds."""
+        parts = [f"tokenizing: {self.rows:,} rows", f"{self.rows / max(elapsed_s, 1e-9):,.0f} rows/s"]
+        if self.total_bytes and self.done_bytes:
+            share = min(1.0, self.done_bytes / self.total_bytes)
+            filled = round(20 * share)
+            parts.insert(0, f"[{'#' * filled}{'.' * (20 - filled)}] {share:.0%}")
+            parts.append(f"ETA {wording.clock(elapsed_s * (1 - share) / share)}")
+        return "  ".join(parts)
+
+    def close(self) -> None:
+        """Remove the line from a terminal."""
+        if self._width:
+            self._write("\r" + " " * self._width + "\r")
+            self._width = 0
+
+    def _print(self, text: str) -> None:
+        if self._on_terminal:
+            self._write("\r" + text.ljust(self._width))
+            self._width = max(self._width, len(text))
+        else:
+            self._write(text + "\n")
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # whoever read this has gone
+            self.stream.write(text)
+            self.stream.flush()
