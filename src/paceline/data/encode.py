@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.data.tokenizer import LoadedTokenizer
 
 #: A document is tokenised in pieces of about this many characters, cut at line ends, so that memory stays small.
 _PIECE_CHARS = 1 << 18
+_PIECES_AT_A_TIME = 32
 #: How many tokens from the end of a turn its end-of-turn token is looked for; those after it are white space.
 _END_TOKENS = 8
 
@@ -198,14 +200,24 @@ class Encoder:
 
     def _encode_text(self, text: str, is_document: bool) -> Encoded:
         ids: list[int] = []
-        for piece in _pieces(text):
-            # The tokenizer's own first token (where it has one) stands once, at the start.
-            ids += self._ids(piece, add_special_tokens=not ids)
+        for encoded in self._encode_pieces(_pieces(text)):
+            ids += encoded
             if self._eos() and ids and ids[-1:] == self._eos():
                 ids.pop()
         ids += self._eos()
         array = np.array(ids, dtype=np.int32)
         return Encoded(array, np.ones(len(array), dtype=np.bool_), is_document)
+
+    def _encode_pieces(self, pieces: list[str]) -> Iterator[list[int]]:
+        """The ids of each piece; the tokenizer's own first token (if it has one) is put once, at the start. Several pieces
+        at a time: the tokenizer encodes them on all cores."""
+        start, has_begun = 0, False
+        while start < len(pieces) and not has_begun:
+            ids = self._ids(pieces[start], add_special_tokens=True)
+            start, has_begun = start + 1, bool(ids)
+            yield ids
+        for at in range(start, len(pieces), _PIECES_AT_A_TIME):
+            yield from self._ids_batch(pieces[at : at + _PIECES_AT_A_TIME], add_special_tokens=False)
 
     def _eos(self) -> list[int]:
         if self.tokenizer.eos_token_id is None:
