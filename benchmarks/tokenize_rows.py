@@ -2,10 +2,10 @@
 
     python benchmarks/tokenize_rows.py --rows 300000 --rounds 3 --output benchmarks/results/2030-01-31-tokenize
 
-Both read one file of JSON lines (instruction, input, output; words of Python's documentation; everything follows from one seed),
-render each row with the model's chat template, and tokenize it; rows are cut to the same length. The rival is what one writes with
-`datasets` and `transformers`: `load_dataset("json")`, then `map` in batches with `apply_chat_template` and the fast tokenizer. It
-makes no label mask and counts nothing. Both begin without a cache. The number of tokens of both must be equal.
+Both read one file of JSON lines (instruction, input, output; words of Python's documentation; everything follows from one
+seed), render each row with the model's chat template, and tokenize it; rows are cut to the same length. The rival is what one
+writes with `datasets` and `transformers`: `load_dataset("json")`, then `map` in batches with `apply_chat_template` and the fast
+tokenizer. It makes no label mask and counts nothing. Both begin without a cache. Both must produce the same number of tokens.
 """
 
 from __future__ import annotations
@@ -23,32 +23,27 @@ import time
 from pathlib import Path
 from typing import Any
 
-MAX_LENGTH = 1024
-
-PACELINE = (
-    """
+PACELINE = """
 import sys, json
 from pathlib import Path
 from paceline.config.schema import Config
 from paceline.data.build import build_entry
 from paceline.data.sources import open_source
+from paceline.data.templates import AskedTemplate
 from paceline.models.builtin import resolve_model
 
 def main():
     model, data, folder, workers = sys.argv[1:]
-    config = Config(model=model, dataset=data, train_args={"max_length": %d})
+    config = Config(model=model, dataset=data, train_args={"max_length": 1024})
     sources = [open_source(one) for one in config.sources()]
-    meta = build_entry(Path(folder), sources, config, "sft", Path(resolve_model(model)), None, workers=int(workers))
+    meta = build_entry(Path(folder), sources, config, "sft", Path(resolve_model(model)), AskedTemplate(), workers=int(workers))
     print(json.dumps(meta["tokens"]))
 
 if __name__ == "__main__":
     main()
 """
-    % MAX_LENGTH
-)
 
-DATASETS = (
-    """
+DATASETS = """
 import sys, json, functools
 import datasets
 from transformers import AutoTokenizer
@@ -59,7 +54,7 @@ def encode(tokenizer, batch):
         question = instruction + "\\n" + more if more else instruction
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
         texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
-    return {"input_ids": tokenizer(texts, add_special_tokens=False, truncation=True, max_length=%d)["input_ids"]}
+    return {"input_ids": tokenizer(texts, add_special_tokens=False, truncation=True, max_length=1024)["input_ids"]}
 
 def main():
     model, data, folder, workers = sys.argv[1:]
@@ -76,8 +71,6 @@ def total(rows):
 if __name__ == "__main__":
     main()
 """
-    % MAX_LENGTH
-)
 
 
 def write_rows(path: Path, count: int) -> None:

@@ -20,6 +20,7 @@ from paceline.core.errors import ConfigError
 from paceline.data import build
 from paceline.data.progress import Progress
 from paceline.data.sources import open_source
+from paceline.data.templates import AskedTemplate
 from paceline.models.builtin import resolve_model
 
 MODEL = "builtin:qwen2-micro"
@@ -54,7 +55,7 @@ def config_of(*datasets: str, **train_args: Any) -> Config:
 def built(folder: Path, config: Config, workers: int | None) -> tuple[dict[str, bytes], dict[str, Any]]:
     folder.mkdir()
     sources = [open_source(one) for one in config.sources()]
-    meta = build.build_entry(folder, sources, config, "sft", Path(resolve_model(MODEL)), None, workers=workers)
+    meta = build.build_entry(folder, sources, config, "sft", Path(resolve_model(MODEL)), AskedTemplate(), workers=workers)
     return {one.name: one.read_bytes() for one in folder.iterdir()}, meta
 
 
