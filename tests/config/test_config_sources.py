@@ -52,6 +52,10 @@ Load = Callable[..., Loaded]
             "dataset_mixture: {datasets: [{id: a, config: c, split: s, columns: [m], weight: 1.0}], test_split_size: 0.1}",
             [{"path": "a", "name": "c", "split": "s"}],
         ),
+        (
+            "dataset_mixer: {a: 1.0}\ndataset_splits: [train_sft, test_sft]\ndataset_configs: [en]",
+            [{"path": "a", "split": "train_sft", "name": "en"}],
+        ),
         ("dataset_mixer: {a: 1.0, b: 0.5}", [{"path": "a"}, {"path": "b"}]),
         (
             "datasets: [{path: a, type: chat_template, field_messages: conv, message_property_mappings: {role: from, "
@@ -237,3 +241,13 @@ def test_the_chat_template_of_a_source(load: Load) -> None:
     assert loaded.config.chat_template == "chatml"
     assert any("`chat_template: chatml`" in words for _, words in loaded.notices)
     assert load("model: m\ndatasets: [{path: a, chat_template: jinja, chat_template_jinja: ./t.jinja}]\n").config.chat_template
+
+
+def test_listed_splits_also_give_the_validation_data(load: Load) -> None:
+    config = load("model: m\ndataset_mixer: {a: 1.0, b: 1.0}\ndataset_splits: [train_sft, test_sft]\n").config
+    assert [(one.path, one.split) for one in config.sources()] == [("a", "train_sft"), ("b", "train_sft")]
+    assert [(one.path, one.split) for one in config.sources(validation=True)] == [("a", "test_sft"), ("b", "test_sft")]
+    with pytest.raises(ConfigError, match="for training if its name has `train`"):
+        load("model: m\ndataset_mixer: {a: 1.0}\ndataset_splits: [dev]\n")
+    with pytest.raises(ConfigError, match="2 names for 1 sources"):
+        load("model: m\ndataset_mixer: {a: 1.0}\ndataset_configs: [x, y]\n")

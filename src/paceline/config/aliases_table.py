@@ -47,6 +47,8 @@ ALIASES: dict[str, Alias] = {
     "pretraining_dataset": Alias("dataset", "a", pretraining_sources, "with `task: pretrain` and `format: text`"),
     "dataset_config": Alias("dataset", "t", c.to("_name"), "the `name` of each source"),
     "dataset_config_name": Alias("dataset", "t", c.to("_name"), "the `name` of each source"),
+    "dataset_splits": Alias("dataset", "t", c.to("_listed_splits"), "`split` of each source: with `train`, or with `test`"),
+    "dataset_configs": Alias("dataset", "t", c.to("_listed_configs"), "the `name` of each source, in order"),
     "dataset_train_split": Alias("dataset", "t", c.to("_split"), "the `split` of each source"),
     "dataset_split": Alias("dataset", "t", c.to("_split"), "the `split` of each source"),
     "dataset_text_field": Alias("dataset", "t", c.to("_text_field"), "`columns: {text: ...}` of each source, where not `text`"),

@@ -1,4 +1,4 @@
-"""Writes ``docs/config.md`` and ``docs/config.schema.json`` from the schema and the tables of other tools' keys.
+"""Writes the generated pages of ``docs/``: config.md, config.schema.json and keys-of-other-tools.md.
 
 ``python -m paceline.config.docs`` writes them, ``--check`` exits with 1 where they are stale.
 """
@@ -47,6 +47,21 @@ to the default. Environment variables never change a value.
 
 **Mistakes.** An unknown key is refused with its line and the nearest key there is; all mistakes of a file are told at once.
 Keys of `train_args` may stand at the top level too.
+"""
+
+_BY_TOOL = """# Keys of other tools, by tool
+
+Generated from the tables by `python -m paceline.config.docs`; do not edit by hand. How to use the files of these tools:
+[coming from other tools](how-to/other-tools.md). The same keys by what becomes of them: [the config](config.md#keys-of-other-tools).
+
+- A key of Paceline in the second column: it is read as that key.
+- `by value`: it sets nothing; what is reported depends on the value.
+- `warning`: it changes what is learned or how much memory is used, and has no effect here. The reason states what happens
+  instead.
+- `info`: it has no effect here, and changes neither.
+- `refused`: it belongs to a training method that Paceline does not have.
+
+Keys of transformers' TrainingArguments that have the same name in Paceline (`learning_rate`, `max_steps`, …) are not listed.
 """
 
 _OTHER = """## Keys of other tools
@@ -161,10 +176,33 @@ def _refused() -> str:
     return f"### Refused: other training methods\n\n{words}\n\n{listed}\n\n" + _table(["keys", "read by trainers of"], rows)
 
 
+def by_tool() -> str:
+    """The text of docs/keys-of-other-tools.md: every key of each tool, and what becomes of it."""
+    parts = [_BY_TOOL]
+    for letter, tool in TOOLS.items():
+        rows = {}
+        for key, alias in ALIASES.items():
+            if letter in alias.tools:
+                target = f"`{alias.target}`" if alias.target else "by value"
+                rows[key] = [f"`{key}`", target, alias.meaning]
+        for key, ignored in IGNORED.items():
+            if letter in ignored.tools:
+                rows[key] = [f"`{key}`", ignored.level, ignored.reason]
+        for key, (tools, methods) in METHOD_KEYS.items():
+            if letter in tools:
+                rows[key] = [f"`{key}`", "refused", f"a setting of {', '.join(methods)}"]
+        parts.append(f"## {tool}\n\n" + _table(["key", "becomes", "how, or why"], [rows[key] for key in sorted(rows)]))
+    return "\n".join(parts)
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Write the two files, or with ``--check`` say which are stale. Returns the exit code."""
+    """Write the files, or with ``--check`` say which are stale. Returns the exit code."""
     folder = Path(__file__).resolve().parents[3] / "docs"
-    texts = {folder / "config.md": markdown(), folder / "config.schema.json": schema_json()}
+    texts = {
+        folder / "config.md": markdown(),
+        folder / "config.schema.json": schema_json(),
+        folder / "keys-of-other-tools.md": by_tool(),
+    }
     if "--check" in arguments:
         stale = [path.name for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
         if stale:

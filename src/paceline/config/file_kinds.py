@@ -30,6 +30,12 @@ def check_kind(tree: Mapping[str, Any], file: Path) -> None:
             fix=f"name it in your config as `deepspeed: {file}`, or pass it beside the config: "
             f"`paceline sft CONFIG.yaml --deepspeed {file}`",
         )
+    if any("_component_" in str(key) or (isinstance(value, Mapping) and "_component_" in value) for key, value in tree.items()):
+        raise ConfigError(
+            f"{file} is a config of torchtune (it has `_component_`), whose keys Paceline does not read",
+            allowed="a config of Paceline, LLaMA-Factory, ms-swift, axolotl, TRL or alignment-handbook",
+            fix="write a config with `model: FOLDER_OR_HUB_ID` and `dataset: ...` (docs/config.md), or use torchtune",
+        )
     rest = [key for key in tree if not key.startswith(("_", "fsdp"))]
     if not rest and any(key.startswith("fsdp") for key in tree):
         raise ConfigError(

@@ -261,8 +261,8 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "s": "vit_lr aligner_lr optimizer_group lisa_activated_layers lisa_step_interval",
     }),
     ("warning",
-     "give `lr_scheduler_type: cosine_with_min_lr` and `lr_scheduler_kwargs: {min_lr_rate: ...}` for a "
-     "floor", {
+     "the schedule is that of `lr_scheduler_type`, without this setting; for a floor give `cosine_with_min_lr` and "
+     "`lr_scheduler_kwargs: {min_lr_rate: ...}`", {
         "a": "cosine_min_lr_ratio cosine_constant_lr_ratio lr_quadratic_warmup lr_div_factor",
     }),
     ("warning",
@@ -277,9 +277,6 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "l": "mix_strategy interleave_probs",
         "s": "interleave_prob",
         "t": "dataset_weights dataset_mixer_eval",
-    }),
-    ("warning", "name the split of each source: `dataset: [{path: ..., split: ...}]`", {
-        "t": "dataset_splits dataset_configs",
     }),
     ("warning", "all rows that fit a format are kept, once each", {
         "a": "dataset_exact_deduplication min_sample_len drop_long_sequences",

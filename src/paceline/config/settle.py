@@ -118,7 +118,9 @@ def _per_epoch(merge: Merge, by: Assigned, target: str, count: float) -> tuple[s
     if merge.value_of(target) is not None:
         raise Refused(f"`{name}` is given too, and both tell how often", f"keep one of `{by.entry.name}` and `{name}`")
     epochs = merge.value_of(f"{_T}num_train_epochs")
-    epochs = epochs if isinstance(epochs, int | float) and epochs > 0 else TrainArgs.model_fields["num_train_epochs"].default
+    if not isinstance(epochs, int | float) or epochs <= 0:
+        # where a number of steps ends the run, the other tool counts one epoch
+        epochs = 1 if merge.value_of(f"{_T}max_steps") else TrainArgs.model_fields["num_train_epochs"].default
     times = count * epochs
     if times <= 1 or (name == "eval_steps" and count == 1):
         _set(merge, target, 0, by)
@@ -192,8 +194,12 @@ def _default_dataset_dir(merge: Merge, notices: Notices) -> None:
     is_theirs = merge.scores["l"] > 0 and merge.scores["l"] == max(merge.scores.values())
     if "_dataset_dir" in merge.winners or data is None or not is_theirs or not table.is_file():
         return
-    level, words = _dataset_dir(merge, Assigned("_dataset_dir", "data", data.entry))
-    notices.append((level, f"{table}, LLaMA-Factory's default, {words}"))
+    try:
+        level, words = _dataset_dir(merge, Assigned("_dataset_dir", "data", data.entry))
+    except Refused as refused:
+        merge.problems.append(Problem(f"{data.entry.shown()}: {refused.why}", data.entry, fix=refused.fix))
+    else:
+        notices.append((level, f"{table}, LLaMA-Factory's default, {words}"))
 
 
 def _max_samples(merge: Merge, by: Assigned) -> tuple[str, str]:
@@ -232,6 +238,48 @@ def _test_split(merge: Merge, by: Assigned) -> tuple[str, str]:
     return "info", f"is read as `val_dataset: {short(split)}`"
 
 
+def _listed_splits(merge: Merge, by: Assigned) -> tuple[str, str]:
+    """alignment-handbook's `dataset_splits`: of each source, the splits with `train` in their name train, those with `test`
+    evaluate."""
+    named = [str(one) for one in (by.value if isinstance(by.value, list) else [by.value])]
+    train = [one for one in named if "train" in one]
+    test = [one for one in named if "test" in one]
+    if not train or len(train) + len(test) < len(named):
+        raise Refused(
+            f"{short(named)}: a split is for training if its name has `train`, and for evaluation if it has `test`",
+            "name the split of each source: `dataset: [{path: ..., split: ...}]`",
+        )
+    before = merge.winners.get("dataset")
+
+    def change(splits: list[str]) -> Callable[[list[Any]], list[Any]]:
+        return lambda listed: [one for split in splits for one in with_fields(listed, {"split": split})]
+
+    if before is None or not _each_source(merge, by, change(train)):
+        return "info", _OTHER_DATA
+    words = f"is read as the split of each source: {short(merge.value_of('dataset'))}"
+    if test and merge.value_of("val_dataset") is None and not merge.value_of("split_dataset_ratio"):
+        listed = before.value if isinstance(before.value, list) else [before.value]
+        _set(merge, "val_dataset", change(test)(listed), by)
+        words += f", and `val_dataset: {short(merge.value_of('val_dataset'))}`"
+    return "info", words
+
+
+def _listed_configs(merge: Merge, by: Assigned) -> tuple[str, str]:
+    """alignment-handbook's `dataset_configs`: one name for each source, in order."""
+    names = by.value if isinstance(by.value, list) else [by.value]
+    data = merge.value_of("dataset")
+    count = len(data) if isinstance(data, list) else 1
+    if len(names) != count:
+        raise Refused(f"{len(names)} names for {count} sources", "give one name for each source")
+
+    def change(listed: list[Any]) -> list[Any]:
+        return [with_fields([one], {"name": name})[0] for one, name in zip(listed, names, strict=True)]
+
+    if not _each_source(merge, by, change):
+        return "info", _OTHER_DATA
+    return "info", f"is read as the `name` of each source: {short(merge.value_of('dataset'))}"
+
+
 _ACTS: dict[str, Callable[[Merge, Assigned], tuple[str, str]]] = {
     "_target_linear": _target_linear,
     "_target_regex": _target_regex,
@@ -241,6 +289,8 @@ _ACTS: dict[str, Callable[[Merge, Assigned], tuple[str, str]]] = {
     "_saves_per_epoch": _saves_per_epoch,
     "_evals_per_epoch": _evals_per_epoch,
     "_dataset_dir": _dataset_dir,
+    "_listed_configs": _listed_configs,
+    "_listed_splits": _listed_splits,
     "_name": _field("name"),
     "_test_split": _test_split,
     "_split": _field("split"),

@@ -148,7 +148,7 @@ def _mapping(item: dict[str, Any], says: list[tuple[str, str]]) -> list[Source]:
         columns |= {"conversations": turns} if turns != "conversations" else {}
     if columns:
         out["columns"] = {**columns, **out.get("columns", {})}
-    dropped = [key for key in item if key in _DROPPED and item[key] is not None]
+    dropped = [key for key in item if key in _DROPPED and item[key] is not None and (key, item[key]) != ("weight", 1)]
     if dropped:
         level = "warning" if _MATTER & set(dropped) else "info"
         says.append((level, f"{_names(dropped)} of a source: without effect here"))
