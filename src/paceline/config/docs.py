@@ -52,7 +52,8 @@ Keys of `train_args` may stand at the top level too.
 _BY_TOOL = """# Keys of other tools, by tool
 
 Generated from the tables by `python -m paceline.config.docs`; do not edit by hand. How to use the files of these tools:
-[coming from other tools](how-to/other-tools.md). The same keys by what becomes of them: [the config](config.md#keys-of-other-tools).
+[coming from other tools](how-to/other-tools.md). The same keys by what becomes of them:
+[the config](config.md#keys-of-other-tools).
 
 - A key of Paceline in the second column: it is read as that key.
 - `by value`: it sets nothing; what is reported depends on the value.
