@@ -18,7 +18,7 @@ from paceline.data.tokenizer import find_tokenizer, load_tokenizer
 from paceline.engine.export import export
 from paceline.engine.generate import generate, load_model
 from paceline.models.language import config_numbers, load_language_model, save_language_model
-from paceline.models.qwen import converted_folder
+from paceline.models.qwen import converted_folder, module_notice
 from paceline.tasks import load_task
 
 TEXT = (
@@ -175,3 +175,15 @@ def test_adapters_are_saved_generated_from_and_merged_in_the_qwen2_form(checkpoi
     assert isinstance(generate(run, "Hello", max_new_tokens=3), str)
     with pytest.raises(ConfigError, match=f"the model was trained on {SEQ_LENGTH}"):
         generate(run, "Hello", max_new_tokens=SEQ_LENGTH)
+
+
+def test_module_names_of_the_original_are_those_of_the_qwen2_form(checkpoint: Path) -> None:
+    def adapted(targets: Any) -> set[str]:
+        model = load_language_model(config(checkpoint, lora={"enable": True, "rank": 2, "target_modules": targets}))
+        return {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if ".lora_A" in name}
+
+    assert adapted(["c_attn"]) == adapted("c_attn") == {"q_proj", "k_proj", "v_proj"}
+    assert adapted(["c_attn", "attn.c_proj", "w1", "w2"]) == {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj"}
+    assert adapted(["q_proj", "mlp.c_proj"]) == {"q_proj", "down_proj"}
+    text = module_notice(config(checkpoint, lora={"enable": True, "target_modules": ["c_attn", "w1"]}))
+    assert text.endswith("c_attn is q_proj, k_proj, v_proj; w1 is up_proj")

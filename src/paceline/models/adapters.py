@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, nearest
+from paceline.models import qwen
 
 Notice = tuple[str, str]
 
@@ -40,6 +41,8 @@ def add_adapters(model: Any, config: Config, read_weights: bool = True) -> nn.Mo
     """
     import torch
 
+    if getattr(getattr(model, "config", None), qwen.CONVERTED_KEY, None):
+        config = qwen.with_qwen2_modules(config)
     adapted = _create_adapters(model, config) if config.lora.adapter is None else _load_adapters(model, config, read_weights)
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):

@@ -44,6 +44,7 @@ def load_language_model(config: Config) -> nn.Module:
 
     name = str(Path(resolve_model(config.model)).expanduser())
     if (original := qwen_folder(name)) is not None:
+        qwen.check_length(config, read_raw_config(str(original)))
         name = str(qwen.converted_folder(original))
     low = getattr(torch, config.train_args.mixed_dtype or "float32")
     dtype = low if config.lora.enable else torch.float32

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -119,6 +119,44 @@ def check_length(config: Config, content: Mapping[str, Any] | None) -> None:
             "which Qwen2, the form in which it is trained here, does not have",
             fix=f"set `train_args.max_length: {longest}`",
         )
+
+
+# -- names of modules in `lora` -----------------------------------------------------------------------------------------------
+#: What configs for the original models name, and where it is in the Qwen2 form.
+_MODULES = {
+    "c_attn": ["q_proj", "k_proj", "v_proj"],
+    "c_proj": ["o_proj", "down_proj"],
+    "attn.c_proj": ["o_proj"],
+    "mlp.c_proj": ["down_proj"],
+    "w1": ["up_proj"],
+    "w2": ["gate_proj"],
+    "wte": ["embed_tokens"],
+}
+
+
+def with_qwen2_modules(config: Config) -> Config:
+    """The config with module names of the original Qwen models in ``lora`` replaced by those of the Qwen2 form."""
+    lora = config.lora
+    targets = lora.target_modules
+    if isinstance(targets, str):
+        targets = _MODULES.get(targets, targets)
+    else:
+        targets = _translated(targets)
+    update = {"target_modules": targets, "modules_to_save": _translated(lora.modules_to_save)}
+    return config.model_copy(update={"lora": lora.model_copy(update=update)})
+
+
+def module_notice(config: Config) -> str:
+    """Which of the config's module names were replaced, for a person; empty if none."""
+    targets = config.lora.target_modules
+    names = [targets] if isinstance(targets, str) else targets
+    replaced = [name for name in (*names, *config.lora.modules_to_save) if name in _MODULES]
+    pairs = "; ".join(f"{name} is {', '.join(_MODULES[name])}" for name in dict.fromkeys(replaced))
+    return f"lora: modules of the original Qwen model, in the Qwen2 form: {pairs}" if pairs else ""
+
+
+def _translated(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(new for name in names for new in _MODULES.get(name, [name])))
 
 
 def _number(content: Mapping[str, Any], name: str, *keys: str) -> int:

@@ -11,7 +11,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models import language
 from paceline.models.files import check_files
-from paceline.models.qwen import CONVERTED_KEY
+from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.tasks.base import Prepared, Task
 
 
@@ -74,6 +74,8 @@ class LanguageTask(Task):
         notices = []
         if getattr(getattr(base, "config", None), CONVERTED_KEY, None):
             notices.append(("info", "model: first-generation Qwen, converted to Qwen2; it is trained and saved in that form"))
+            if self.config.lora.enable and (text := module_notice(self.config)):
+                notices.append(("info", text))
         if not self.packed:
             return notices
         found = language.choose_packing(model, next(model.parameters()).device)
