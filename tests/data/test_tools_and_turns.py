@@ -305,6 +305,17 @@ def test_a_template_without_tools_is_reported(tmp_path: Path) -> None:
     assert prepare(tmp_path / "a.jsonl", [only_tools], chat_template=plain, ignore_columns=["tools"]).counts.kept == 1
 
 
+def test_chats_with_tools_use_the_tokenizers_own_template_beside_a_named_one(tmp_path: Path) -> None:
+    tokens = prepare(tmp_path / "a.jsonl", [GLAIVE, chat()], chat_template="qwen")
+    assert labelled(tokens)[0].startswith('<tool_call>{"name": "news"')
+    assert "You are Qwen" not in runs(tokens)[0][1]
+    assert "You are Qwen" in runs(tokens, 1)[0][1]
+    assert any(
+        text.startswith("1 chats with tools or reasoning are written with the tokenizer's own") for _, text in tokens.notices
+    )
+    assert "does not use `tool_calls`" in fails(tmp_path / "a.jsonl", [GLAIVE], chat_template="gemma")
+
+
 # -- reasoning ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "row",

@@ -57,9 +57,10 @@ def build_entry(
     """
     tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
     text, notices = template.choose(tokenizer)
-    encoder = encoder_of(config, task, tokenizer, text)
+    for_tools = template.for_tools(tokenizer)
+    encoder = encoder_of(config, task, tokenizer, text, for_tools)
     is_sent = None if tokenizer.python is not None else tokenizer
-    setup = Setup(config, task, tokenizer_folder, is_sent, text, tuple(one.given for one in sources))
+    setup = Setup(config, task, tokenizer_folder, is_sent, text, for_tools, tuple(one.given for one in sources))
     results = [_SourceResult(one, converter_of(one, encoder, config)) for one in sources]
     writer = TokenWriter(folder)
     chunks = (chunk for number, one in enumerate(sources) for chunk in _nonempty_chunks(number, one, config))
@@ -251,6 +252,11 @@ def _about_rows(account: Account, encoder: Encoder, formats: Counter[str], confi
         (account.documents_cut, f"{account.documents_cut:,} documents cut into samples of {limit:,} tokens"),
         (account.lone_tokens, f"{account.lone_tokens:,} last samples of one token left off: there is nothing to predict"),
         (account.excluded_turns, f"{account.excluded_turns:,} turns of the assistant carry no loss ({excluded_by})"),
+        (
+            facts["other_template"],
+            f"{facts['other_template']:,} chats with tools or reasoning are written with the tokenizer's own chat template, "
+            f"because `{config.chat_template}` does not write these",
+        ),
         (facts["left_off"], f"{facts['left_off']:,} chats end with a turn that is no answer; those turns are left off"),
         (
             pairs and answers and encoder.template is not None,

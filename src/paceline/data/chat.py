@@ -48,20 +48,31 @@ class ChatTemplate:
     Args:
         source: the template.
         special_tokens: name to text, given to the template as variables.
+        for_tools: another template, for chats with tools, tool calls or reasoning that this one does not write.
 
     Raises:
         ConfigError: the template is no valid Jinja.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str], for_tools: str | None = None) -> None:
+        self._for_tools = None if for_tools is None else ChatTemplate(for_tools, special_tokens)
         self._template, self._words = _compile(source)
         self._variables = {"bos_token": "", "eos_token": "", **special_tokens}
         self._marked = re.search(r"{%-?\s*generation\b", source) is not None
         self._has_prompt: bool | None = None
 
     def uses(self, name: str) -> bool:
-        """Whether the template looks at `tools`, `tool_calls` or `reasoning_content`."""
-        return name in self._words or (name == "reasoning_content" and "thinking" in self._words)
+        """Whether the template, or the one for chats with tools, looks at `tools`, `tool_calls` or `reasoning_content`."""
+        is_used = name in self._words or (name == "reasoning_content" and "thinking" in self._words)
+        return is_used or (self._for_tools is not None and self._for_tools.uses(name))
+
+    def chosen(self, messages: list[Message], tools: Tools) -> ChatTemplate:
+        """The template that writes this chat: this one, or the one for chats with tools."""
+        if self._for_tools is None:
+            return self
+        needs = {key for one in messages for key in ("tool_calls", "reasoning_content") if key in one}
+        needs |= {"tools"} if tools else set()
+        return self._for_tools if needs - self._words else self
 
     def render(self, messages: list[Message], add_generation_prompt: bool = False, tools: Tools = None) -> str:
         """The chat as text.
@@ -69,7 +80,8 @@ class ChatTemplate:
         Raises:
             TemplateRefused: the template raised.
         """
-        return self._raw(messages, add_generation_prompt, tools).replace(_OPEN, "").replace(_CLOSE, "")
+        template = self.chosen(messages, tools)
+        return template._raw(messages, add_generation_prompt, tools).replace(_OPEN, "").replace(_CLOSE, "")
 
     def _raw(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
         try:
@@ -116,6 +128,8 @@ class ChatTemplate:
         Raises:
             TemplateRefused: the template raised on the whole chat.
         """
+        if (template := self.chosen(messages, tools)) is not self:
+            return template.answers(messages, tools, off)
         has_calls = has_marks = False
         for one in messages:
             has_calls = has_calls or "tool_calls" in one

@@ -107,6 +107,7 @@ class Setup:
     Args:
         tokenizer: loaded, or None if it cannot be sent; then each process loads it from ``tokenizer_folder``.
         template: source of the chat template, or None.
+        for_tools: source of the one for chats with tools, if it is another.
     """
 
     config: Config
@@ -114,14 +115,18 @@ class Setup:
     tokenizer_folder: Path
     tokenizer: LoadedTokenizer | None
     template: str | None
+    for_tools: str | None
     sources: tuple[Any, ...]  # DatasetSource
 
 
-def encoder_of(config: Config, task: str, tokenizer: LoadedTokenizer, template: str | None) -> Encoder:
-    """The encoder of a config's samples; ``template`` is the source of the chat template."""
+def encoder_of(
+    config: Config, task: str, tokenizer: LoadedTokenizer, template: str | None, for_tools: str | None = None
+) -> Encoder:
+    """The encoder of a config's samples; ``template`` is the source of the chat template, ``for_tools`` that of the one for
+    chats with tools if it is another."""
     return Encoder(
         tokenizer,
-        ChatTemplate(template, tokenizer.special_tokens) if template else None,
+        ChatTemplate(template, tokenizer.special_tokens, for_tools) if template else None,
         pretrain=task == "pretrain",
         train_on_inputs=config.train_args.train_on_inputs,
         last_turn_only=config.train_args.train_on_turns == "last",
@@ -173,7 +178,7 @@ class ChunkEncoder:
         config = setup.config
         if encoder is None:
             tokenizer = setup.tokenizer or load_tokenizer(setup.tokenizer_folder, config.trust_remote_code)
-            encoder = encoder_of(config, setup.task, tokenizer, setup.template)
+            encoder = encoder_of(config, setup.task, tokenizer, setup.template, setup.for_tools)
         self.config, self.encoder = config, encoder
         self.sources = [OpenSource(given) for given in setup.sources]
 

@@ -104,6 +104,7 @@ class Encoder:
         if self.last_turn_only:
             answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
             off = off.union(answers[:-1])
+        self.facts["other_template"] += self.template.chosen(messages, sample.tools) is not self.template
         try:
             rendered = self.template.answers(messages, sample.tools, off)
         except TemplateRefused as error:

@@ -49,8 +49,9 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
     tokenizer = load_tokenizer(
         find_tokenizer(resolve_model(config.tokenizer or config.model), config.trust_remote_code), config.trust_remote_code
     )
-    source, notices = asked_template(config).choose(tokenizer)
-    encoder = encoder_of(config, config.task, tokenizer, source)
+    asked = asked_template(config)
+    source, notices = asked.choose(tokenizer)
+    encoder = encoder_of(config, config.task, tokenizer, source, asked.for_tools(tokenizer))
     sources = [open_source(one) for one in config.sources()]
     found = [row for one in sources for row in _rows(one, rows, encoder, tokenizer, config)]
     return {

@@ -245,6 +245,14 @@ class AskedTemplate:
             notices = [("warning", text)]
         return self.source, [*notices, *_about_marks(self.name, form, tokenizer)]
 
+    def for_tools(self, tokenizer: LoadedTokenizer) -> str | None:
+        """The tokenizer's own template, for chats with tools, which named ones lack; None if it is of another family."""
+        own = tokenizer.chat_template
+        if self.name is None or not own or self.choose(tokenizer)[0] == own:
+            return None
+        marks = FORMATS[self.name].marks
+        return own if marks and all(mark in own for mark in marks) else None
+
 
 def _about_marks(name: str, form: Format, tokenizer: LoadedTokenizer) -> list[Notice]:
     """What a tokenizer lacks of the tokens that a template writes."""
