@@ -13,6 +13,7 @@ from commands import run
 from safetensors.torch import load_file, save_file
 
 from paceline.cli import main
+from paceline.core.files import sha256_file
 from paceline.models.builtin import resolve_model
 
 pytestmark = pytest.mark.slow
@@ -176,3 +177,26 @@ def test_a_checkpoint_that_is_not_whole(here: Path, capsys: pytest.CaptureFixtur
     said = refused(here, capsys, resume=FIRST)
     assert f"`resume: {FIRST}` is not whole" in said
     assert word in said
+
+
+def test_another_precision(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(here, capsys, bf16="true")
+    assert "made with another precision" in text
+    assert "train_args.precision: '32' → 'bf16-mixed'" in text
+    assert "set `train_args.precision=32` to resume" in text
+
+
+def test_a_checkpoint_with_the_keys_of_an_older_version(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`bf16: false` and `fp16: false` in its stored config are float32, which `precision: auto` is on a CPU."""
+    for meta_file in (here / "run" / "checkpoints").glob("*/meta.json"):
+        meta = json.loads(meta_file.read_text())
+        args = meta["config"]["train_args"]
+        assert args.pop("precision") == "32"
+        args |= {"bf16": False, "fp16": False}
+        meta_file.write_text(json.dumps(meta))
+        manifest_file = meta_file.with_name("manifest.json")
+        manifest = json.loads(manifest_file.read_text())
+        manifest["files"]["meta.json"] = {"size_bytes": meta_file.stat().st_size, "sha256": sha256_file(meta_file)}
+        manifest_file.write_text(json.dumps(manifest))
+    assert main(words()) == 0
+    assert "nothing left to do" in capsys.readouterr().err

@@ -171,10 +171,11 @@ def test_auto_takes_the_plainest_where_there_is_room() -> None:
 
 def test_the_bound_is_above_the_plan(tmp_path: Path) -> None:
     for keys in (
-        {},
-        {"lora": {"enable": True}},
+        {"train_args": {"precision": "32"}},
+        {"train_args": {"precision": "32"}, "lora": {"enable": True}},
         {"train_args": {"precision": "bf16-mixed"}},
-        {"lora": {"enable": True, "dropout": 0.0}},
+        {"train_args": {"precision": "32"}, "lora": {"enable": True, "dropout": 0.0}},
+        {"train_args": {"precision": "fp16-mixed"}, "lora": {"enable": True}},
     ):
         keys = {"train_args": {"precision": "32"}, **keys}
         given = config(model=wide(tmp_path), dataset="none", **keys)
@@ -217,3 +218,20 @@ def test_parameters_by_the_weights_headers(tmp_path: Path) -> None:
     assert 8192 * 64 < found < 8192 * 64 + 150_000  # embeddings, and two layers of 64
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 32)
     assert stored_parameters(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [("A10", "bf16-mixed"), ("T4", "fp16-mixed"), ("V100-32GB", "fp16-mixed"), ("P100-PCIe-16GB", "fp16-mixed")],
+)
+def test_auto_precision_follows_the_named_device(device: str, precision: str) -> None:
+    given = {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#8", "lora": {"enable": True}}
+    found = paceline.plan(given, world_size=2, device=device)
+    assert found["precision"] == precision
+    assert any("chosen by `precision: auto`" in note and device[:4] in note for note in found["notes"])
+    weights = {one["mode"]: one["memory_bytes"]["parameters"] for one in found["modes"] if one["memory_bytes"]}
+    full = paceline.plan({**given, "train_args": {"precision": 32}}, world_size=2, device=device)
+    assert full["precision"] == "32"
+    frozen = found["parameters"] - found["trainable_parameters"]
+    in_full = next(one["memory_bytes"]["parameters"] for one in full["modes"] if one["mode"] == "ddp")
+    assert in_full - weights["ddp"] == 2 * frozen

@@ -31,11 +31,11 @@ def model_type(name: str) -> str | None:
 
 
 def load_language_model(config: Config) -> nn.Module:
-    """The model to train on the CPU: float32, or, where adapters are trained in mixed precision, the frozen weights in
-    that precision. With LoRA the adapters are put in.
+    """Load the model to train, on the CPU: in float32, or, with LoRA in mixed precision, straight in the compute type, as its
+    weights are frozen. With LoRA the adapters are added, in float32.
 
     Raises:
-        ConfigError: the model cannot be loaded; the text says how to give a local path.
+        ConfigError: the model cannot be loaded, or some of its frozen weights are not finite in float16.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -63,9 +63,30 @@ def load_language_model(config: Config) -> nn.Module:
     model.config.use_cache = False
     if not config.lora.enable:
         return model  # type: ignore[no-any-return]
+    check_finite(model, config)
     from paceline.models.adapters import add_adapters
 
     return add_adapters(model, config)
+
+
+def check_finite(model: nn.Module, config: Config) -> None:
+    """Raise ConfigError if weights that float16 was loaded into are not finite: float16 ends at 65,504."""
+    import torch
+
+    if config.train_args.mixed_dtype != "float16":
+        return
+    lost = [
+        name for name, one in model.named_parameters() if one.dtype == torch.float16 and not bool(one.detach().isfinite().all())
+    ]
+    if lost:
+        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+        raise ConfigError(
+            f"`precision: fp16-mixed`: frozen weights of `{config.model}` are not finite in float16, whose largest number is "
+            f"65,504: {', '.join(lost[:5])}{more}",
+            allowed="`precision: bf16-mixed` (slow on V100 and T4, which emulate it) or `precision: 32`",
+            fix="set `train_args.precision: bf16-mixed`, or `32` if the memory is enough; if the weights are not finite in the "
+            "model's files either, replace the files",
+        )
 
 
 def check_first_generation_qwen(config: Config) -> None:

@@ -22,6 +22,7 @@ from paceline.plan.hardware import Machine, named_machine, parse_size
 from paceline.plan.layouts import configured, misfit
 from paceline.plan.workload import Batch, micro_batch
 from paceline.tasks import load_task
+from paceline.world.precision import resolve
 
 MOST_DEVICES = 65536
 
@@ -129,7 +130,7 @@ def make_plan(
         load_task(config)  # a task that cannot be had is an error before anything is measured
     machine = _machine(config, world_size, memory, device)
     if config.train_args.precision == "auto":
-        precision, reason = _precision_on(machine)
+        precision, reason = _precision_on(machine) if device is not None or memory is not None else _local_precision(machine)
         config = config.model_copy(update={"train_args": config.train_args.model_copy(update={"precision": precision})})
         if precision != "32":
             machine = _machine(config, world_size, memory, device)
@@ -139,8 +140,16 @@ def make_plan(
     return Plan(config, machine, described, batch, choose(config, described, batch, machine))
 
 
+def _local_precision(machine: Machine) -> tuple[str, str]:
+    """What a run on this machine takes for ``precision: auto``, and why."""
+    from paceline.world.device import accelerators
+
+    kind, names = accelerators()
+    return resolve("cpu") if machine.is_cpu or kind is None else resolve(kind, names[: machine.count])
+
+
 def _precision_on(machine: Machine) -> tuple[str, str]:
-    """What ``precision: auto`` is on the devices planned for, and why."""
+    """What ``precision: auto`` is on devices of the table, and why."""
     if machine.is_cpu:
         return "32", "float32 on a CPU"
     if machine.device is None:

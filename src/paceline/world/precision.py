@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from paceline.config.schema import Config
-
-#: Names of NVIDIA GPUs without bfloat16 arithmetic, as drivers and the planner's table write them: compute capability below
-#: 8.0 ("CUDA GPU Compute Capability", developer.nvidia.com/cuda-gpus). Volta, Turing, Pascal, Maxwell and Kepler.
-_NO_BF16 = re.compile(
-    r"\b(v100s?|titan|t4g?|t[1-9]00|t[12]000|p100|p40|p4|m10|m40|m60|k[1-8]0|gv100|gp100|quadro|gtx ?\w+|"
-    r"(rtx ?)?(20[5-8]0|1[06][5-8]0)( ?ti| ?super)?|rtx [3-8]000)\b",
-    re.IGNORECASE,
-)
-_NEW = re.compile(r"\bada\b|blackwell", re.IGNORECASE)  # such as RTX 4000 Ada Generation, where RTX 4000 is a Turing
-
-
-def name_supports_bf16(name: str) -> bool:
-    """Whether a GPU computes in bfloat16, by its name: for devices that are not in this machine."""
-    return _NEW.search(name) is not None or _NO_BF16.search(name.replace("-", " ").replace("_", " ")) is None
 
 
 def with_precision(config: Config, device_type: str, names: Sequence[str] = ()) -> tuple[Config, str]:
