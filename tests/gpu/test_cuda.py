@@ -51,7 +51,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 
 def test_one_gpu_in_float32_gives_the_losses_of_the_cpu(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
-    said = train(tmp_path / "run", 1, env=visible(0))
+    said = train(tmp_path / "run", 1, "precision=32", env=visible(0))
     found = report(tmp_path / "run")
     assert (found["status"], found["device"], found["world_size"]) == ("done", "cuda", 1)
     assert "cuda:0" in said
@@ -59,8 +59,11 @@ def test_one_gpu_in_float32_gives_the_losses_of_the_cpu(on_cpu: dict[str, list[f
     assert found["peak_memory_bytes"][0] > 0
 
 
-def test_adapters_in_bfloat16(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
-    train(tmp_path / "run", 1, "lora.enable=true", "lora.dropout=0", "bf16=true", env=visible(0))
+def test_adapters_in_the_default_precision(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
+    said = train(tmp_path / "run", 1, "lora.enable=true", "lora.dropout=0", env=visible(0))
+    precision = "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16-mixed"
+    assert f"precision: {precision}, chosen by `precision: auto`" in said
+    assert report(tmp_path / "run")["precision"] == precision
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["lora"], rel=2e-2)
     assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
 
@@ -73,7 +76,7 @@ def test_float16_with_loss_scaling(on_cpu: dict[str, list[float]], tmp_path: Pat
 
 
 def test_recomputed_activations_and_padding_and_loader_processes(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
-    words = ("gradient_checkpointing=true", "packing=false", "dataloader_num_workers=1")
+    words = ("gradient_checkpointing=true", "packing=false", "dataloader_num_workers=1", "precision=32")
     train(tmp_path / "run", 1, *words, env=visible(0))
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["full"], rel=1e-3)
 
@@ -82,7 +85,7 @@ def test_all_visible_gpus_by_default(on_cpu: dict[str, list[float]], tmp_path: P
     count = torch.cuda.device_count()
     ranks = max(one for one in (1, 2, 4, 8, 16) if one <= count)
     env = visible(*range(ranks))
-    said = train(tmp_path / "run", ranks, env=env)
+    said = train(tmp_path / "run", ranks, "precision=32", env=env)
     found = report(tmp_path / "run")
     assert (found["device"], found["world_size"], len(found["peak_memory_bytes"])) == ("cuda", ranks, ranks)
     assert f"devices: {ranks} of {ranks} visible (CUDA_VISIBLE_DEVICES='{env['CUDA_VISIBLE_DEVICES']}')" in said

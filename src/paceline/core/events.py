@@ -3,9 +3,9 @@
 Types and their fields (every line also has ``time``, seconds since the epoch, and ``type``):
 
 - ``run_start``: ``config`` (resolved), ``derived`` (see :class:`paceline.config.resolve.Derived`), ``world_size``,
-  ``device``, ``strategy``, ``model`` {name, parameters, trainable_parameters}, ``data`` {read, kept, truncated, dropped, and
-  excluded_turns where the loss is switched off for turns}, ``versions``; ``mesh`` {axes: {name: size}, ranks: [{rank, host,
-  device, coordinates: {axis: n}}]} (no coordinates and a ``role`` where a rank only serves others); ``predicted``
+  ``device``, ``precision``, ``strategy``, ``model`` {name, parameters, trainable_parameters}, ``data`` {read, kept, truncated,
+  dropped, and excluded_turns where the loss is switched off for turns}, ``versions``; ``mesh`` {axes: {name: size}, ranks:
+  [{rank, host, device, coordinates: {axis: n}}]} (no coordinates and a ``role`` where a rank only serves others); ``predicted``
   {memory_bytes: {parameters, gradients, optimizer, activations, total}, traffic_bytes_per_step, traffic_bytes: {collective:
   bytes}, traffic_is_bound}, as the strategy declares it: memory of the fullest rank, traffic of the busiest. ``total`` is the
   sum of what is known.
