@@ -10,7 +10,10 @@ from training import Plain
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.parallel import check_strategy
+from paceline.parallel.communication import break_even_ratio, communication_cost, compression_notice
+from paceline.parallel.cost import TensorShape
 from paceline.world.mesh import Axes
+from paceline.world.volume import all_reduce_bytes
 
 #: by name: settings, and the loss that 60 steps must reach; plain ddp goes from 3.35 to 0.09
 LEARNS = {
@@ -219,3 +222,30 @@ def test_settings_that_do_not_go_together_are_refused(more, words):
 def test_out_of_range_is_refused_by_the_schema(wrong):
     with pytest.raises(ValueError, match="compression"):
         Config(model="m", dataset="d", compression=wrong)
+
+
+@pytest.mark.parametrize("method", ["topk", ["topk", "bf16"], ["topk", "int8"], "randomk"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_ratio_that_saves_nothing_is_reported(method, ranks):
+    """At the break-even ratio as many bytes are sent as by `ddp` without compression."""
+
+    def config(ratio):
+        return Config(model="m", dataset="d", compression={"method": method, "ratio": ratio})
+
+    limit = break_even_ratio(config(0.01), ranks)
+    trained = [TensorShape("w", (1000, 64), 4, trainable=True)]
+    sent = communication_cost(trained, config(limit), ranks).traffic
+    assert sum(sent.values()) == pytest.approx(all_reduce_bytes(4 * 64_000, ranks), rel=0.01)
+    level, text = compression_notice(config(limit), ranks)
+    assert level == "warning"
+    assert f"break-even ratio {limit:.3g}" in text
+    assert "as many bytes as" in text
+    assert compression_notice(config(0.9 * limit), ranks) is None
+    if method == "topk":
+        assert limit == 1 / ranks
+        assert "2 times the bytes" in compression_notice(config(min(1, 2 * limit)), ranks)[1]
+
+
+def test_other_methods_have_no_ratio():
+    for method in ("none", "bf16", "int8", "powersgd", "signsgd"):
+        assert compression_notice(Config(model="m", dataset="d", compression={"method": method, "ratio": 1.0}), 2) is None

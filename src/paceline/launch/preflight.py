@@ -23,6 +23,7 @@ from paceline.launch.layout import check_row_state
 from paceline.launch.model_check import check_model, checking_beside
 from paceline.launch.sizes import check_sizes, sharing_text
 from paceline.parallel import Layout, mode_of, strategy_class
+from paceline.parallel.communication import compression_notice
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared
 from paceline.world.env import outer_launcher
@@ -125,6 +126,10 @@ def plan_run(
     for level, text in crowded:
         say(level, text)
     notices += crowded
+    wasted = compression_notice(config, layout.axes.data)
+    if wasted is not None:
+        say(*wasted)
+        notices.append(wasted)
     if elsewhere is not None:
         path = elsewhere.path
     else:

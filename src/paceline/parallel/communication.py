@@ -97,6 +97,37 @@ def momentum_correction(config: Config) -> float:
     return args.momentum if sparse and args.optim == "sgd" and settings.momentum_correction is not False else 0.0
 
 
+def break_even_ratio(config: Config, num_ranks: int) -> float | None:
+    """The ``compression.ratio`` from which `topk` or `randomk` sends at least as many bytes as `ddp` without compression; None
+    for other methods.
+
+    With `topk` a rank sends 4 bytes of index and a value for each chosen element to N-1 others, with a float32 all-reduce
+    2 · 4 (N-1)/N bytes for each element. `randomk` all-reduces its values, without an index.
+    """
+    chain = config.compression.chain
+    if chain[:1] not in (("topk",), ("randomk",)) or num_ranks < 2:
+        return None
+    from paceline.compress.codes import CODES
+
+    value_bytes = CODES[chain[1]].width if len(chain) > 1 else 4
+    return 4 / value_bytes if chain[0] == "randomk" else 8 / ((4 + value_bytes) * num_ranks)
+
+
+def compression_notice(config: Config, num_ranks: int) -> tuple[str, str] | None:
+    """A warning for a ratio that saves nothing."""
+    limit, ratio = break_even_ratio(config, num_ranks), config.compression.ratio
+    if limit is None or ratio < limit:
+        return None
+    settings = config.compression
+    index = ", because each value travels with a 4-byte index" if settings.chain[0] == "topk" else ""
+    amount = "as many bytes as" if ratio == limit else f"{ratio / limit:.2g} times the bytes of"
+    text = (
+        f"compression.ratio: {ratio:g} with {settings.text} on {num_ranks} ranks sends {amount} no compression{index}. "
+        f"It saves bytes below the break-even ratio {limit:.3g}"
+    )
+    return "warning", text
+
+
 def compressor_of(config: Config) -> Compressor | None:
     """What the config asks for; None where nothing is compressed."""
     if not config.compression.chain:

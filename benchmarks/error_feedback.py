@@ -1,0 +1,118 @@
+"""What `topk` needs to train well: the residual fed back, and the signs of what is sent.
+
+Trains a built-in model on two CPU ranks four times from the same start: `ddp`, `topk`, `topk` that forgets what it did not
+send, and `topk` that sends magnitudes. Prints the training loss of the last steps and the loss on held-out samples.
+
+    python benchmarks/error_feedback.py [--steps 200] [--ratio 0.01] [--optim adamw] [--rate 1e-3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from paceline.compress.sparse import TopK
+from paceline.parallel.replicated import DistributedDataParallel
+
+
+class WithoutResidual(TopK):
+    """Drops what is not sent."""
+
+    def reduce(self, flat: Any, bucket: Any, state: Any, line: Any, step: int) -> None:
+        super().reduce(flat, bucket, state, line, step)
+        state.flats["residual"].zero_()
+
+
+class _AbsoluteValues:
+    """float32 values without their sign, in the form of :mod:`paceline.compress.codes`."""
+
+    def __init__(self, code: Any) -> None:
+        self.code = code
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.code, name)
+
+    def encode(self, values: Any, generator: Any) -> Any:
+        return self.code.encode(values.abs(), generator)
+
+
+class Magnitudes(TopK):
+    """Chooses as `topk` does, feeds the residual back, and sends magnitudes in place of signed values."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.code = _AbsoluteValues(self.code)  # type: ignore[assignment]
+
+    def _keep(self, state: Any, chosen: Any, kept: Any) -> None:
+        super()._keep(state, chosen, None)
+
+
+class _Varied(DistributedDataParallel):
+    compressor: type[TopK]
+
+    def sum_in_buckets(self, line: Any) -> Any:
+        buckets = super().sum_in_buckets(line)
+        original: Any = self.reduction.compressor  # type: ignore[union-attr]
+        self.reduction.compressor = self.compressor(original.settings, self.config.train_args.seed, original.momentum)  # type: ignore[union-attr]
+        return buckets
+
+
+class NoFeedback(_Varied):
+    name = "no-feedback"
+    compressor = WithoutResidual
+
+
+class NoSigns(_Varied):
+    name = "no-signs"
+    compressor = Magnitudes
+
+
+VARIANTS = {
+    "ddp, nothing compressed": ["parallel.mode=ddp"],
+    "topk": ["parallel.mode=ddp", "compression.method=topk"],
+    "topk without error feedback": ["parallel.mode=error_feedback:NoFeedback", "compression.method=topk"],
+    "topk with magnitudes": ["parallel.mode=error_feedback:NoSigns", "compression.method=topk"],
+}
+
+
+def measure(words: list[str], options: argparse.Namespace, folder: Path) -> tuple[float, float]:
+    """(mean training loss of the last tenth of the steps, loss on held-out samples)."""
+    fixed = [
+        "model=builtin:qwen2-micro", "dataset=builtin:python-docs#800", "split_dataset_ratio=0.1", "max_length=128",
+        "per_device_train_batch_size=4", "parallel.device=cpu", "parallel.num_gpus=2", f"max_steps={options.steps}",
+        "eval_strategy=steps", f"eval_steps={options.steps}", f"optim={options.optim}", f"learning_rate={options.rate}",
+        f"output_dir={folder}", f"compression.ratio={options.ratio}", "logging_steps=1",
+    ]  # fmt: skip
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    subprocess.run(
+        [sys.executable, "-m", "paceline", "sft", *fixed, *words],
+        env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    losses = [event["loss"] for event in events if event["type"] == "step"]
+    return fmean(losses[-len(losses) // 10 :]), json.loads((folder / "report.json").read_text())["final_eval_loss"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--optim", default="adamw")
+    parser.add_argument("--rate", type=float, default=1e-3)
+    options = parser.parse_args()
+    print(f"{'':30}{'training loss':>15}{'held-out loss':>15}")
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, words) in enumerate(VARIANTS.items()):
+            training, held_out = measure(words, options, Path(folder) / str(number))
+            print(f"{name:30}{training:15.3f}{held_out:15.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
