@@ -214,6 +214,8 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
         ("deepspeed: ds_z3.json\nparallel: {mode: zero2}", "disagree: both set `parallel.mode`"),
         ("deepspeed: {zero_optimization: {stage: 2, zero_quantized_weights: true}}", "zero_quantized_weights"),
         ("deepspeed: {zero_optimization: {stage: 3, offload_param: {device: nvme}}}", "nvme"),
+        ("deepspeed: {stage: 3}", "stage: not a key of DeepSpeed that Paceline knows"),
+        ("deepspeed: {zero_optimization: {stage: 2}, optimizer: {type: Lamb}}", "deepspeed: `optimizer.type: Lamb`"),
         ("fsdp: full_sard", "did you mean `full_shard`"),
         ("fsdp_config: {fsdp_shardng_strategy: FULL_SHARD}", "did you mean `sharding_strategy`"),
         ("fsdp_config: {xla: true}", "TPUs"),
@@ -321,6 +323,10 @@ def test_a_config_of_accelerate_is_named_as_one_and_works_with_a_model_and_data(
     assert "is a config of Accelerate" in text
     assert "`parallel.mode: zero3`; `train_args.precision: bf16-mixed`" in text
     assert "model=... dataset=..." in text
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["mixed_precision=fp8"])
+    assert "is a config of Accelerate" in caught.value.paragraph()
+    assert "`fp8` is not a precision" in caught.value.paragraph()
     loaded = load_config(path, ["model=m", "dataset=d"])
     assert parallel_of(loaded) == {"mode": "zero3", "num_gpus": 8, "node_rank": 0}
     assert loaded.config.train_args.precision == "bf16-mixed"

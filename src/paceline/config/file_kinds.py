@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.deepspeed_json import interpret, looks_like_deepspeed
+from paceline.config.entries import Problem
 from paceline.core.errors import ConfigError
 
 _ACCELERATE = (
@@ -44,15 +45,15 @@ def check_kind(tree: Mapping[str, Any], file: Path) -> None:
         )
 
 
-def accelerate_error(file: Path, settings: Mapping[str, Any]) -> ConfigError:
-    """The error for a config of Accelerate without a model and data.
+def accelerate_problem(file: Path, settings: Mapping[str, Any]) -> Problem:
+    """The mistake in passing a config of Accelerate without a model and data.
 
     Args:
         settings: what its keys are read as, by dotted key of Paceline.
     """
     lines = "; ".join(f"`{key}: {value}`" for key, value in settings.items())
-    return ConfigError(
-        f"{file} is a config of Accelerate: it says how processes start, and names no model and no dataset"
+    return Problem(
+        "this is a config of Accelerate: it says how processes start, and names no model and no dataset"
         + (f". It is read as {lines}" if lines else ""),
         fix=f"pass the model and the dataset with it (`paceline sft {file} model=... dataset=...`), or copy its keys into "
         "your own config",

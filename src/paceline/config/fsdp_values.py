@@ -66,7 +66,7 @@ def fsdp_plan(flags: list[str], config: Mapping[str, Any]) -> FsdpPlan:
         elif word not in _OTHER_WORDS:
             near = nearest(word, [*_STRATEGIES, *_OTHER_WORDS])
             raise Refused(
-                f"`{word}` is not a setting of FSDP", f"did you mean `{near}`?" if near else f"use {', '.join(_STRATEGIES)}"
+                f"`{word}` is not a setting of FSDP", f"did you mean `{near}`?" if near else f"use {', '.join(_BY_NUMBER)}"
             )
     plan.offload = "offload" in flags
     settings = {key.lower().removeprefix("fsdp_"): value for key, value in config.items() if not key.startswith("_")}

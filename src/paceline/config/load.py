@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from paceline.config.aliases import tool_scores
 from paceline.config.entries import FILE, OVERRIDE, Entry, Problem, Walk, meaning_of, short, split_key
 from paceline.config.explain import explain, strict_problems
-from paceline.config.file_kinds import accelerate_error, check_kind, is_accelerate
+from paceline.config.file_kinds import accelerate_problem, check_kind, is_accelerate
 from paceline.config.merge import RESET, Merge
 from paceline.config.methods_refusal import hints_of, refusal
 from paceline.config.overrides import parse_tokens, split_cli
@@ -112,9 +112,8 @@ def _load(document: Document | None, file: Path | None, overrides: Sequence[str]
     if document is not None and file is not None and is_accelerate(document.value):
         named = {one.target for one in merge.winners.values()} | {one.target for one in merge.problems if one.target}
         if not named & {"model", "dataset"}:
-            raise accelerate_error(
-                file, {key: short(one.value) for key, one in merge.winners.items() if one.value is not RESET}
-            )
+            settings = {key: short(one.value) for key, one in merge.winners.items() if one.value is not RESET}
+            raise _error([accelerate_problem(file, settings), *merge.problems], file)
     config = _validate(merge, file)
     notices = [*merge.notices(), *settled, *_summary(merge)]
     return Loaded(config, list(dict.fromkeys(notices)), file)
@@ -234,7 +233,7 @@ def _placed(problem: Problem, file: Path | None) -> str:
     entry = problem.entry
     if entry is None:
         return f"{file}: {problem.what}" if file is not None else problem.what
-    if entry.layer == OVERRIDE:
+    if entry.layer == OVERRIDE or entry.source:
         return f"{entry.place()}: {problem.what}"
     return f"{file} line {entry.line}: {problem.what}" if entry.line else f"{file}: {problem.what}"
 

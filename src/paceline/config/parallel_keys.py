@@ -308,7 +308,7 @@ def _accelerate_deepspeed(keys: _Keys, by: Entry, value: Mapping[str, Any]) -> t
 def _apply_json(keys: _Keys, by: Entry, parsed: DeepSpeedJson, name: str, mode: str) -> None:
     """Let the values of a JSON set what the config leaves out, and report what is ignored and what cannot be honored."""
     overridden = keys.overridden(by, mode)
-    if parsed.problems and not overridden and mode == "deepspeed":
+    if parsed.problems and not overridden:
         text = "settings that cannot be honored:\n  " + "\n  ".join(parsed.problems)
         keys.refuse(by, text, "remove these settings, or set them as the lines above say")
     for setting in parsed.settings:

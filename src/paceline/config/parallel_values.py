@@ -105,7 +105,9 @@ def size(target: str) -> Convert:
     """The size of an axis. 1 sets nothing, and neither does -1 (what the other axes leave)."""
 
     def convert(value: Any) -> Out:
-        return info("1 is the default") if _no_axis(value) else Out({target: value})
+        if value == 1 and not isinstance(value, bool):
+            return info("1 is the default")
+        return info("it follows from the number of ranks") if _no_axis(value) else Out({target: value})
 
     return convert
 
