@@ -107,17 +107,18 @@ def _exclusive(config: Config, say: Any) -> LaunchLock:
 
 def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) -> Result:
     from paceline.doctor.quick import quick_checks
-    from paceline.launch.layout import choose_layout, without_idle_offload
+    from paceline.launch.layout import choose_layout
     from paceline.launch.preflight import plan_run
-    from paceline.world.device import choose_devices
+    from paceline.world.device import choose_devices, without_idle_offload
     from paceline.world.env import outer_launcher
     from paceline.world.precision import with_precision
 
     config = loaded.config
     outer = outer_launcher()
     devices = choose_devices(config.parallel, ranks_given=None if outer is None else outer.local_world_size)
-    loaded = loaded.with_parallel(without_idle_offload(config.parallel, devices))
-    config = loaded.config
+    parallel, notices = without_idle_offload(config.parallel, devices.type)
+    devices.notices.extend(notices)
+    config = config.model_copy(update={"parallel": parallel})
     for one in quick_checks(config, devices.type, devices.count):
         if one.fatal:
             raise ConfigError(f"this machine cannot run it: {one.name}: {one.value}", fix=one.advice)

@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.config.schema import Config, Parallel
+from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.words import counted
 from paceline.parallel import Layout, check_strategy, layout, mode_of, strategy_class
 
 if TYPE_CHECKING:
-    from paceline.world.device import Devices
     from paceline.world.env import RankEnv
 
 Say = Callable[[str, str], None]
@@ -73,15 +72,6 @@ def choose_layout(config: Config, num_devices: int, device_type: str, outer: Ran
             fix="set `on_worker_loss: stop`: all ranks then go back to the newest checkpoint",
         )
     return replace(chosen, num_processes=chosen.num_processes + serving)
-
-
-def without_idle_offload(parallel: Parallel, devices: Devices) -> Parallel:
-    """``parallel`` without `offload` on a CPU, where all state is in the host's memory already; reported as a notice."""
-    if devices.type != "cpu" or parallel.offload == "none":
-        return parallel
-    text = f"`parallel.offload: {parallel.offload}` has no effect on a CPU: all state is in the host's memory already"
-    devices.notices.append(("info", text))
-    return parallel.model_copy(update={"offload": "none"})
 
 
 def check_row_state(config: Config, stored: Config, path: Path) -> None:

@@ -59,6 +59,7 @@ def verify(loaded: Loaded, request: Request) -> Certified:
     """
     from paceline.launch.preload import start_fork_server
     from paceline.tasks import load_task
+    from paceline.world.device import without_idle_offload
     from paceline.world.precision import with_precision
 
     _check(request)
@@ -66,6 +67,10 @@ def verify(loaded: Loaded, request: Request) -> Certified:
         _say(level, text)
     config = _calm(loaded.config, request.steps)
     devices = _devices(config, request.world_size)
+    parallel, notices = without_idle_offload(config.parallel, devices.type)
+    config = config.model_copy(update={"parallel": parallel})
+    for level, text in notices:
+        _say(level, text)
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
     _say("info", f"{precision}; all modes are compared in it")
     names = _names(config, devices.count, request.modes)

@@ -22,6 +22,7 @@ from paceline.plan.hardware import Machine, named_machine, parse_size
 from paceline.plan.layouts import configured, misfit
 from paceline.plan.workload import Batch, micro_batch
 from paceline.tasks import load_task
+from paceline.world.device import without_idle_offload
 from paceline.world.precision import resolve
 
 MOST_DEVICES = 65536
@@ -135,6 +136,9 @@ def make_plan(
         if precision != "32":
             machine = _machine(config, world_size, memory, device)
         machine = replace(machine, notes=(*machine.notes, f"precision: {precision}, chosen by `precision: auto`: {reason}"))
+    parallel, notices = without_idle_offload(config.parallel, "cpu" if machine.is_cpu else "")
+    config = config.model_copy(update={"parallel": parallel})
+    machine = replace(machine, notes=(*machine.notes, *(text for _, text in notices)))
     described = describe(config)
     batch = micro_batch(config)
     return Plan(config, machine, described, batch, choose(config, described, batch, machine))

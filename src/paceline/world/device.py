@@ -20,6 +20,14 @@ class Devices:
     notices: list[tuple[str, str]] = field(default_factory=list)
 
 
+def without_idle_offload(parallel: Parallel, device_type: str) -> tuple[Parallel, list[tuple[str, str]]]:
+    """``parallel`` without `offload` on a CPU, where all state is in the host's memory already, and the notice of it."""
+    if device_type != "cpu" or parallel.offload == "none":
+        return parallel, []
+    text = f"`parallel.offload: {parallel.offload}` has no effect on a CPU: all state is in the host's memory already"
+    return parallel.model_copy(update={"offload": "none"}), [("info", text)]
+
+
 def cpu_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
