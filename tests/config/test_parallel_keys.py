@@ -86,6 +86,7 @@ ND = "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_vers
         ("deepspeed: {zero_optimization: {stage: 1}}", deepspeed(1, INLINE)),
         ("deepspeed: '{\"zero_optimization\": {\"stage\": 1}}'", deepspeed(1, INLINE)),
         ("parallel: {deepspeed: zero2}", deepspeed(2)),
+        ("zero_stage: 3", deepspeed(3)),
         ("train_args: {deepspeed: ds_z3.json}", deepspeed(3, "ds_z3.json")),
         ("deepspeed: null", {}),
         ("deepspeed: ''", {}),

@@ -98,6 +98,7 @@ ALIASES: dict[str, Alias] = {
     # -- strategy
     "deepspeed": Alias("parallel.mode", "slat", pv.deepspeed, "a JSON, a mapping, or `zero0` … `zero3_offload`"),
     "deepspeed_config": Alias("parallel.mode", "tc", pv.deepspeed_config, "a JSON, or `{zero_stage: 3, ...}`"),
+    "zero_stage": Alias("parallel.mode", "c", pv.zero_stage, "`deepspeed` with that stage"),
     "fsdp": Alias("parallel.mode", "slat", pv.fsdp, "`full_shard` as `zero3`, `shard_grad_op` as `zero2`; `offload`"),
     "fsdp_config": Alias("parallel.mode", "slatc", pv.fsdp_config, "`zero3`, `zero2`, shards with replicas, offload"),
     "fsdp_version": Alias("parallel.mode", "a", pv.fsdp_version, "`zero3`, or as `fsdp_config` says"),

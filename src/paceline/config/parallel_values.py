@@ -46,6 +46,11 @@ def deepspeed_config(value: Any) -> Out:
     return Out({"_deepspeed_config": value}) if isinstance(value, Mapping) else deepspeed(value)
 
 
+def zero_stage(value: Any) -> Out:
+    """`accelerate launch --zero_stage`."""
+    return deepspeed(f"zero{value}")
+
+
 def fsdp(value: Any) -> Out:
     """`fsdp` of transformers: words such as ``full_shard auto_wrap offload``, as text or as a list."""
     value = as_bool(value)
