@@ -104,6 +104,14 @@ def test_masks_that_paceline_does_not_have_are_refused(load: Load, text: str) ->
         load(f"model: m\n{text}\n")
 
 
+@pytest.mark.parametrize(
+    "text", ["ignore_columns: [a, b]", "ignore_columns: a, b", "ignore_columns: b\ndataset.ignore_columns: a"]
+)
+def test_ignore_columns_is_a_list_or_text(load: Load, text: str) -> None:
+    config = load(f"model: m\ndataset: {{path: d}}\n{text}\n").config
+    assert sorted(config.sources()[0].ignore_columns) == ["a", "b"]
+
+
 def test_tools_and_roles_of_dataset_info(load: Load, tmp_path: Path) -> None:
     tags = {"role_tag": "who", "content_tag": "said", "user_tag": "me", "assistant_tag": "gpt", "function_tag": "call"}
     share = {"messages": "talk", "tools": "functions"}

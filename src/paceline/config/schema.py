@@ -16,7 +16,7 @@ from paceline.config.schema_local import LocalSgd
 from paceline.config.schema_recommend import Recommend
 from paceline.config.schema_recovery import Recovery
 from paceline.config.schema_server import ParameterServer
-from paceline.config.section import Auto, Section, Text
+from paceline.config.section import Auto, Names, Section, Text
 
 #: a share of all steps of a run, as transformers takes it for `save_steps`, `eval_steps` and `logging_steps`
 ShareOfSteps = Annotated[float, Field(gt=0, lt=1)]
@@ -36,7 +36,7 @@ class DatasetSource(Section):
         description="Names of the columns where they are not the usual ones, as `{expected: yours}`; "
         "e.g. `{prompt: question, completion: answer}`. An empty name means that the column is not read.",
     )
-    ignore_columns: list[Text] = Field(
+    ignore_columns: Names = Field(
         default_factory=list, description="Columns (and keys of messages) to leave out, beside those of the top level."
     )
     roles: dict[str, Text | list[Text]] = Field(
@@ -302,7 +302,7 @@ class Config(Section):
     format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"] = Field(
         "auto", description="Shape of the rows of every source that does not say its own."
     )
-    ignore_columns: list[Text] = Field(
+    ignore_columns: Names = Field(
         default_factory=list,
         description="Columns (and keys of messages) to leave out, such as `rejected` or `images`, which are errors otherwise.",
     )

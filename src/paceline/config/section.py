@@ -17,6 +17,14 @@ def _only_str(value: object) -> object:
 Text = Annotated[str, BeforeValidator(_only_str)]
 
 
+def _words(value: object) -> object:
+    return [word for word in (part.strip() for part in value.split(",")) if word] if isinstance(value, str) else value
+
+
+#: A list of names, also written as text with commas.
+Names = Annotated[list[Text], BeforeValidator(_words)]
+
+
 class Section(BaseModel):
     """A part of the config. Unknown keys are refused."""
 

@@ -305,5 +305,5 @@ def _ignored(config: Config) -> list[tuple[str, str]]:
     named = [key for key in _LANGUAGE_KEYS if getattr(config, key) != Config.model_fields[key].default]
     named += [f"train_args.{key}" for key in _LANGUAGE_ARGS if getattr(config.train_args, key) != getattr(defaults, key)]
     for source in config.sources() + config.sources(validation=True):
-        named += [f"dataset.{key}" for key in ("columns", "name") if getattr(source, key)]
+        named += [f"dataset.{key}" for key in ("columns", "name", "ignore_columns", "roles") if getattr(source, key)]
     return [("warning", f"`{key}` has no effect on `task: recommend`") for key in named]
