@@ -86,6 +86,7 @@ export const help = {
   "train_args.max_length": "一个样本最多的 token 数。",
   "train_args.overlong": "样本过长时如何处理;数量会打印并写入报告。",
   "train_args.packing": "把一个微批次的样本放进同一行而不填充;样本互不可见,批次大小仍按样本计,梯度与填充时相同。`auto`:模型在开始时通过检查则启用。",
+  "train_args.shuffle": "每轮打乱样本,顺序由 `seed` 决定;false 保持数据集的顺序。",
   "train_args.train_on_inputs": "提示也计入损失,而不只是回答。",
   "train_args.train_on_turns": "计入损失的助手回合:`all` 为对话中的全部回合,`last` 只取最后一个。",
   "train_args.logging_steps": "每隔这么多步写一次 `step` 事件和进度行。",
