@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir, write_json_atomic
+from paceline.core.hub import FIX, go_offline, unreachable
 from paceline.data.tokenizer import first_line
 
 _TIMEOUT_S = 10.0
@@ -26,12 +27,22 @@ class HubDataset:
     offline: bool = False
     _loaded: Any = field(default=None, repr=False)
 
+    def check(self) -> None:
+        """Raise ConfigError if the hub cannot be reached and no copy was downloaded before."""
+        reason = unreachable()
+        if reason is not None and not self._memo().is_file():
+            raise self._error(reason, FIX)
+
     def find(self) -> list[tuple[str, str]]:
         """Ask the hub which commit is current; without a network use the commit seen last. Returns notices.
 
         Raises:
             ConfigError: the hub has no such dataset, or it cannot be reached and no copy was downloaded before.
         """
+        offline = unreachable()
+        if offline is not None:
+            go_offline()
+            return self._without_network(offline, None)
         from huggingface_hub import HfApi
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -48,13 +59,13 @@ class HubDataset:
         write_json_atomic(self._memo(), {"repo": self.repo, "revision": self.revision})
         return []
 
-    def _without_network(self, reason: str, error: Exception) -> list[tuple[str, str]]:
+    def _without_network(self, reason: str, error: Exception | None) -> list[tuple[str, str]]:
         self.offline = True
         try:
             self.revision = json.loads(self._memo().read_text())["revision"]
         except (OSError, ValueError, KeyError):
-            raise self._error(reason) from error
-        return [("warning", f"{self.repo}: the hub cannot be reached ({reason}); using the copy downloaded before")]
+            raise self._error(reason, FIX) from error
+        return [("warning", f"{self.repo}: {reason}; using the copy downloaded before")]
 
     def _memo(self) -> Path:
         return cache_dir() / "hub" / f"{self.repo.replace('/', '--')}.json"
@@ -64,8 +75,8 @@ class HubDataset:
             f"the dataset `{self.repo}` cannot be downloaded from the Hugging Face hub: {reason}",
             allowed="a local file or folder (JSON, JSON lines, CSV, Parquet, text), a hub id that this machine can reach, "
             "or builtin:python-docs",
-            fix=(f"{fix}; or " if fix else "")
-            + "download it where there is a network and give its path: `dataset=/path/to/data`",
+            fix=(f"{fix}; or " if fix and fix != FIX else "")
+            + (f"{FIX}: `dataset=/path/to/data`" if fix == FIX else "download it on another machine: `dataset=/path/to/data`"),
         )
 
     def fingerprint(self) -> list[Any]:

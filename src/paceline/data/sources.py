@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.schema import DatasetSource
+from paceline.config.schema import Config, DatasetSource
 from paceline.core.errors import ConfigError, nearest
 from paceline.data import hub
 from paceline.data.builtin import builtin_dataset
@@ -29,6 +29,8 @@ _SPLITS = {
     "validation": {"validation", "valid", "val", "dev"},
     "test": {"test", "testing"},
 }
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 Place = str
 Notice = tuple[str, str]
@@ -154,6 +156,21 @@ def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
     return data, notices
 
 
+def check_hub_sources(config: Config) -> None:
+    """Check that the hub answers for each dataset on it, or that the dataset was downloaded before. Makes no request.
+
+    Raises:
+        ConfigError: neither.
+    """
+    for given in [*config.sources(), *(config.sources(validation=True) if config.val_dataset is not None else [])]:
+        name = re.sub(r"#\d[\d_,]*$", "", given.path.strip())
+        known = find_hub_name(name)
+        if Path(given.path).expanduser().exists() or Path(name).expanduser().exists():
+            continue
+        if known is not None or (_HUB_ID.fullmatch(name) and not _looks_like_file(name)):
+            hub.HubDataset(name if known is None else known.repo, given.name, given.split).check()
+
+
 def _readable(path: Path) -> Path:
     if not os.access(path, os.R_OK):
         raise ConfigError(f"`{path}` may not be read", fix=f"give yourself the right to: `chmod u+r {path}`")
@@ -167,7 +184,7 @@ def _elsewhere(given: DatasetSource, name: str, path: Path, take: int | None) ->
         dataset = hub.HubDataset(known.repo, given.name or known.name, split)
         notice = ("info", f"{name} is {known.repo} on the Hugging Face hub (split {split})")
         source = OpenSource(given, hub=dataset, take=take, notices=[notice])
-    elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) and not _looks_like_file(name):
+    elif _HUB_ID.fullmatch(name) and not _looks_like_file(name):
         dataset = hub.HubDataset(name, given.name, given.split)
         source = OpenSource(given, hub=dataset, take=take)
     else:

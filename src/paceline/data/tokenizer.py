@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.hub import go_offline_if_unreachable
 from paceline.data.cache import fingerprint
 from paceline.data.qwen_tokenizer import converted_tokenizer, is_qwen_tokenizer
 
@@ -90,6 +91,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
             allowed="a folder that holds a tokenizer, a hub id such as Qwen/Qwen2.5-0.5B, or builtin:qwen2-tiny",
             fix="check the path",
         )
+    go_offline_if_unreachable(name)
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.hub import FIX, go_offline, is_hub_id, unreachable
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
@@ -26,6 +27,36 @@ def check_files(config: Config) -> None:
         _check_model(folder)
     if config.lora.adapter is not None:
         _check_adapter(config)
+
+
+def check_hub(config: Config) -> None:
+    """Check that what ``model``, ``tokenizer`` and ``lora.adapter`` name on the hub can be had: the hub answers, or it was
+    downloaded before. In the latter case the hub's libraries make no request.
+
+    Raises:
+        ConfigError: the hub cannot be reached, and there is no copy.
+    """
+    for key, name in (("model", config.model), ("tokenizer", config.tokenizer), ("lora.adapter", config.lora.adapter)):
+        if name is None or not is_hub_id(name) or (reason := unreachable()) is None:
+            continue
+        go_offline()
+        marks = {"model": "config.json", "tokenizer": "tokenizer_config.json", "lora.adapter": "adapter_config.json"}
+        if not _is_cached(name, marks[key]):
+            raise ConfigError(
+                f"`{key}: {name}` is not a local folder, was not downloaded before, and cannot be downloaded: {reason}",
+                allowed="a local folder, a hub id that was downloaded before or can be downloaded, or builtin:qwen2-tiny",
+                fix=FIX,
+            )
+
+
+def _is_cached(name: str, mark: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, mark), str)
+    except HFValidationError:
+        return False
 
 
 def _check_folder(folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.hub import go_offline_if_unreachable
 from paceline.models import qwen
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import read_config, read_raw_config
@@ -46,6 +47,7 @@ def load_language_model(config: Config) -> nn.Module:
     if (original := qwen_folder(name)) is not None:
         qwen.check_length(config, read_raw_config(str(original)))
         name = str(qwen.converted_folder(original))
+    go_offline_if_unreachable(name)
     low = getattr(torch, config.train_args.mixed_dtype or "float32")
     dtype = low if config.lora.enable else torch.float32
     try:

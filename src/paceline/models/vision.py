@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.files import write_json_atomic
+from paceline.core.hub import go_offline_if_unreachable
 from paceline.data.images import ImageForm
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ def find_form(config: Config, *, digits: bool) -> tuple[ImageForm, list[tuple[st
 def _hub_config(config: Config) -> Any:
     from transformers import AutoConfig, AutoModelForImageClassification
 
+    go_offline_if_unreachable(config.model)
     try:
         found = AutoConfig.from_pretrained(_local(config.model), trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, ImportError) as error:

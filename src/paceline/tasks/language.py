@@ -10,7 +10,7 @@ from typing import Any
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models import language
-from paceline.models.files import check_files
+from paceline.models.files import check_files, check_hub
 from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.tasks.base import Prepared, Task
 
@@ -28,7 +28,11 @@ class LanguageTask(Task):
         self._told_segments = False
 
     def check(self) -> None:
+        from paceline.data.sources import check_hub_sources
+
         check_files(self.config)
+        check_hub(self.config)
+        check_hub_sources(self.config)
         language.check_first_generation_qwen(self.config)
 
     def prepare(self) -> Prepared:

@@ -1,0 +1,86 @@
+"""Whether the Hugging Face hub can be reached, found out once and within two seconds.
+
+The hub's own client retries every request for half a minute, which is too long to learn that a machine has no network.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+#: Variables of huggingface_hub, transformers and datasets that turn every request off.
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+FIX = (
+    "connect to a network; or set HF_ENDPOINT to a mirror that this machine can reach; or download it on another machine and "
+    "give its folder"
+)
+_TIMEOUT_S = 1.5
+
+
+def endpoint() -> str:
+    """The address of the hub: ``HF_ENDPOINT``, or the public one."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name of a model or a dataset means one on the hub: not a built-in one, and not a path."""
+    if name.startswith((".", "/", "~", "builtin:")) or name.count("/") > 1:
+        return False
+    return not Path(name).expanduser().exists()
+
+
+@cache
+def unreachable() -> str | None:
+    """Return why the hub cannot be reached, or None if it can. A server that answers with an error can be reached."""
+    for name in OFFLINE_VARIABLES:
+        if os.environ.get(name, "").strip().upper() in ("1", "ON", "YES", "TRUE"):
+            return f"offline mode is on ({name}={os.environ[name]})"
+    parts = urlsplit(endpoint())
+    if parts.hostname is None:
+        return f"HF_ENDPOINT={os.environ.get('HF_ENDPOINT')} is not an address such as https://hf-mirror.com"
+    through = getproxies().get(parts.scheme) or getproxies().get("all")
+    if through and not proxy_bypass(parts.hostname):
+        proxy = urlsplit(through if "://" in through else f"http://{through}")
+        if proxy.hostname is None:
+            return None  # not understood here; the client decides
+        return _problem(proxy.hostname, proxy.port or 80, f"the proxy {proxy.hostname}")
+    return _problem(parts.hostname, parts.port or (80 if parts.scheme == "http" else 443), endpoint())
+
+
+def _problem(host: str, port: int, name: str) -> str | None:
+    """Why no connection to ``host`` can be opened. Resolving a name has no time limit of its own, so a thread does it."""
+    outcome: list[str | None] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=_TIMEOUT_S).close()
+            outcome.append(None)
+        except OSError as error:
+            outcome.append(error.strerror or str(error))
+
+    thread = threading.Thread(target=connect, name="hub-probe", daemon=True)
+    thread.start()
+    thread.join(_TIMEOUT_S + 0.5)
+    reason = outcome[0] if outcome else "no answer"
+    return None if reason is None else f"{name} cannot be reached from this machine ({reason})"
+
+
+def go_offline() -> None:
+    """Make the hub's libraries use what was downloaded before, without requests, in this process."""
+    constants = importlib.import_module("huggingface_hub.constants")
+    constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+    if "datasets.config" in sys.modules:
+        sys.modules["datasets.config"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+
+
+def go_offline_if_unreachable(name: str) -> None:
+    """Before a library looks up ``name``: without a network, keep it from retrying. A name that is not on the hub passes."""
+    if is_hub_id(name) and unreachable() is not None:
+        go_offline()
