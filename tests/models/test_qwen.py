@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,27 @@ def test_module_names_of_the_original_are_those_of_the_qwen2_form(checkpoint: Pa
     assert adapted(["q_proj", "mlp.c_proj"]) == {"q_proj", "down_proj"}
     text = module_notice(config(checkpoint, lora={"enable": True, "target_modules": ["c_attn", "w1"]}))
     assert text.endswith("c_attn is q_proj, k_proj, v_proj; w1 is up_proj")
+
+
+@pytest.mark.parametrize(
+    ("stored", "written"), [("Qwen/Qwen-7B", "qwen/qwen-7b"), ("somebody/qwen-tuned", "somebody/qwen-tuned")]
+)
+def test_a_downloaded_checkpoint_is_converted_by_its_hub_id(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, written: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / f"models--{stored.replace('/', '--')}"
+    shutil.copytree(checkpoint, repository / "snapshots" / "0123abcd")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abcd")
+    chosen = config(Path(written))
+    load_task(chosen).check()
+    model: Any = load_language_model(chosen)
+    ids = torch.arange(20)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.eval()(input_ids=ids[None]).logits[0], reference_logits(checkpoint, ids), rtol=1e-4, atol=1e-4
+        )
+    assert paceline.plan({"model": written, "dataset": "none"}, world_size=1, device="A10")["parameters"] < 10**6
+    # The length is that of the revision that was downloaded.
+    assert f"above the {SEQ_LENGTH} tokens" in refusal(Path(written), train_args={"max_length": SEQ_LENGTH + 1})

@@ -5,6 +5,7 @@ No torch here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import cache
 from importlib.resources import files
@@ -65,6 +66,14 @@ def config_folder(name: str) -> Path | None:
     except ValueError:  # not the name of a repository
         return None
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def download_config(name: str) -> None:
+    """Download the config.json of a hub id into the hub's cache, if it can be: a failure is reported by who needs the file."""
+    from huggingface_hub import hf_hub_download
+
+    with contextlib.suppress(Exception):  # every kind of network trouble: each client library has its own
+        hf_hub_download(canonical_id(name), "config.json")
 
 
 @cache

@@ -10,7 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.hub import go_offline_if_unreachable
 from paceline.models import qwen
 from paceline.models.builtin import resolve_model
-from paceline.models.hub_configs import read_config, read_raw_config
+from paceline.models.hub_configs import download_config, read_config, read_raw_config
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +114,8 @@ def qwen_folder(name: str) -> Path | None:
     Raises:
         ConfigError: it cannot be downloaded.
     """
+    if read_raw_config(name) is None and not Path(name).expanduser().exists():
+        download_config(name)
     if not qwen.is_qwen(read_raw_config(name)):
         return None
     folder = Path(name).expanduser()

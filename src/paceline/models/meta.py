@@ -12,7 +12,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models import language, qwen
 from paceline.models.builtin import resolve_model
-from paceline.models.hub_configs import config_folder, known_ids, read_config
+from paceline.models.hub_configs import config_folder, download_config, known_ids, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +62,9 @@ def _config_of(name: str, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     content = read_config(name)
+    if content is None:
+        download_config(name)
+        content = read_config(name)
     folder = config_folder(name)
     if content is None or (folder is not None and qwen.CONVERTED_KEY not in content):
         return AutoConfig.from_pretrained(name if folder is None else str(folder), trust_remote_code=trust_remote_code)
