@@ -10,8 +10,10 @@ from adapter_families import write_config
 
 import paceline
 from paceline.cli import main
+from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.launch import model_check
+from paceline.models.meta import language_model_on_meta
 
 
 def words(model: Path, output: Path, *more: str) -> list[str]:
@@ -64,3 +66,13 @@ def test_a_refused_model_ends_a_long_tokenization(tmp_path: Path, monkeypatch: p
         paceline.train(config)
     assert not list((tmp_path / "cache").glob("paceline/tokens/*"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_divides_the_model_into_stages(tmp_path: Path) -> None:
+    for kind in ("gpt2", "mixtral"):  # without values the second one's forward cannot run, which is not a refusal
+        config = Config(model=str(write_config(kind, tmp_path / kind)), dataset="d", lora={"enable": True})
+        model = language_model_on_meta(config)
+        model_check.check_stages(model, config, 2)
+    model = language_model_on_meta(Config(model=str(tmp_path / "gpt2"), dataset="d"))
+    with pytest.raises(ConfigError, match="pipeline"):
+        model_check.check_stages(model, config, 8)

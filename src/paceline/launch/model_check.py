@@ -75,7 +75,40 @@ def _build_and_check(config: Config, layout: Layout) -> list[Notice]:
         from paceline.parallel.tensor import check_plan_sizes
 
         check_plan_sizes(model, find_tensor_plan(model, config.parallel.tensor_plan), layout.axes.tensor)
+    if layout.axes.pipeline > 1:
+        from paceline.models.blocks import find_blocks
+        from paceline.parallel.pipeline import divide_model
+        from paceline.parallel.pipeline_check import check_blocks
+        from paceline.parallel.pipeline_stages import num_chunks
+
+        blocks = find_blocks(model)
+        _, trace = check_blocks(model, blocks, None)
+        chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.pipeline_chunks)
+        divide_model(model, blocks, layout.axes.pipeline * chunks, trace)
+    if layout.axes.pipeline > 1:
+        check_stages(model, config, layout.axes.pipeline)
     return adapter_notices(model, config) if config.lora.enable else []
+
+
+def check_stages(model: Any, config: Config, num_ranks: int) -> None:
+    """Divide a model on the meta device into the stages of a pipeline.
+
+    Raises:
+        ConfigError: it cannot be divided.
+    """
+    from paceline.models.blocks import find_blocks
+    from paceline.models.trace import trace_model
+    from paceline.parallel.pipeline import divide_model
+    from paceline.parallel.pipeline_check import check_blocks
+    from paceline.parallel.pipeline_stages import num_chunks
+
+    found = trace_model(model)
+    if found is not None and found.error is not None:
+        return  # without values the forward of some models cannot run: the ranks check these
+    blocks = find_blocks(model)
+    _, trace = check_blocks(model, blocks)
+    chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.pipeline_chunks)
+    divide_model(model, blocks, num_ranks * chunks, trace)
 
 
 def _remembered(config: Config, layout: Layout) -> Path | None:
@@ -94,6 +127,7 @@ def _remembered(config: Config, layout: Layout) -> Path | None:
         config.train_args.max_length,
         config.train_args.gradient_checkpointing,
         config.parallel.tensor_plan,
+        [layout.axes.pipeline, config.parallel.pipeline_schedule, config.parallel.pipeline_chunks],
         layout.axes.tensor,
     ]
     return cache_dir() / "models-checked" / f"{key_of([content, versions, lora, settings])}.json"
