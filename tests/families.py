@@ -152,7 +152,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "openai-gpt": ("openai-gpt", GPT2),
-    "zamba2": ("zamba2", {}),
     "bitnet": ("bitnet", LLAMA),
     "qwen3_next": (
         "qwen3_next",

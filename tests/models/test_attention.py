@@ -53,3 +53,13 @@ def test_a_state_space_model_is_not_packed():
     torch.manual_seed(0)
     model = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4))
     assert choose_packing(model, torch.device("cpu")) == "none"
+
+
+def test_chunks_that_are_counted_from_the_beginning_of_the_row_are_not_packed():
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}
+    model = Llama4ForCausalLM(
+        Llama4TextConfig(**sizes, attention_chunk_size=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    )
+    assert choose_packing(model, torch.device("cpu")) == "none"

@@ -16,6 +16,7 @@ from paceline.models.outline import Probe, outline
 from paceline.models.trace import trace, trace_model
 from paceline.parallel.pipeline import divide_model
 from paceline.parallel.pipeline_check import check_blocks
+from paceline.parallel.pipeline_cut import drop
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
 
@@ -103,3 +104,34 @@ def test_the_true_reason_is_given_for_what_cannot_be_cut() -> None:
         check_blocks(model, find_blocks(model), words)
     with pytest.raises(ConfigError, match=r"the order of its modules failed .RuntimeError: "):
         check_blocks(model, find_blocks(model), lambda module: module(torch.ones(2, 3)))
+
+
+class Rescaled(nn.Module):
+    """Changes its weights as it runs, as RWKV does in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            with torch.no_grad():
+                layer.weight.div_(1.0)
+            x = layer(x)
+        return x
+
+
+def test_a_forward_that_changes_its_weights_is_refused() -> None:
+    model = Rescaled()
+    with pytest.raises(ConfigError, match=r"changes its own weights .`layers\.0\.weight`"):
+        check_blocks(model, find_blocks(model), lambda module: module(torch.ones(2, 4)))
+
+
+def test_what_other_stages_hold_keeps_its_type_and_takes_no_memory() -> None:
+    model = lfm2()
+    blocks = find_blocks(model)
+    drop(model, divide_model(model, blocks, 2, check_blocks(model, blocks)[1]), [1])
+    weight = model.model.layers[0].feed_forward.w1.weight
+    assert (weight.shape, weight.dtype, weight.untyped_storage().nbytes()) == ((24, 16), torch.float32, 4)
+    assert bool(weight.isnan().all())
+    assert "model.layers.0.feed_forward.w1.weight" not in dict(model.named_parameters())

@@ -71,6 +71,8 @@ PLANS: dict[str, dict[str, str]] = {
         {"q_proj": _C, "q_b_proj": _C, "kv_a_proj_with_mqa": "mla_kv_a_proj", "kv_b_proj": _C, "o_proj": _R},
     ),
     "granitemoe": _LLAMA_ATTENTION,
+    # The same parts as transformers' colwise_gather_output, with one all-reduce in the place of two gatherings.
+    "qwen3_next": {"layers.*.linear_attn.out_proj": "rowwise_split_input"},
     "phimoe": _LLAMA_ATTENTION,
     "jamba": {**_LLAMA_ATTENTION, **_under("layers.*.feed_forward", _GATED)},
 }
@@ -109,6 +111,8 @@ def unsupported(config: Any) -> str | None:
     kind = getattr(config, "model_type", None)
     if kind == "bloom" and getattr(config, "slow_but_exact", False) and getattr(config, "pretraining_tp", 1) > 1:
         return "`slow_but_exact` with `pretraining_tp` computes with slices of whole weights"
+    if kind in ("llama4", "llama4_text"):
+        return "its experts take every token once for each expert"
     if kind == "stablelm" and getattr(config, "qk_layernorm", False):
         return "`qk_layernorm` has a norm with weights for each head"
     return None

@@ -30,6 +30,7 @@ class Trace:
         order: numbers of the blocks, in the order in which they ran.
         outputs: number of a block → entries of the tuple that it returned; 0 for a plain tensor.
         altered: blocks whose input was not the output of the block before them.
+        written: parameters that the forward changed in place.
         error: why the forward did not complete; None if it did.
     """
 
@@ -37,6 +38,7 @@ class Trace:
     order: list[int] = field(default_factory=list)
     outputs: dict[int, int] = field(default_factory=dict)
     altered: list[int] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -71,6 +73,7 @@ class _Recorder(TorchDispatchMode):
                 if parameter is not None:
                     name = f"{prefix}.{leaf}" if prefix else leaf
                     self.names.setdefault(id(parameter), {})[id(module)] = name
+        self.all_names = {id(one): name for name, one in model.named_parameters()}
         self._active: list[int] = []  # modules outside the blocks that are running
         self._depth = 0
         self._last: object = None
@@ -89,6 +92,8 @@ class _Recorder(TorchDispatchMode):
             if names is not None:
                 users = [names[module] for module in self._active if module in names]
                 self.trace.phases.setdefault(users[-1] if users else next(iter(names.values())), set()).add(self._phase)
+        if args and id(args[0]) in self.all_names and func._schema.is_mutable:
+            self.trace.written.append(self.all_names[id(args[0])])
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             return args[0].dtype.is_floating_point or args[0].dtype == torch.bool  # a guess: "nothing is padded or packed"
         return func(*args, **(kwargs or {}))

@@ -50,6 +50,8 @@ def _check_trace(found: Trace, num_blocks: int) -> None:
         raise _unfit(f"its {num_blocks} blocks run in the order {found.order[:12]}")
     if found.altered:
         raise _unfit(f"block {found.altered[0]} takes something else than what the block before it gives")
+    if found.written:
+        raise _unfit(f"its forward changes its own weights (`{found.written[0]}`)")
     for phase, where in ((INSIDE, "inside its blocks"), (BETWEEN, "between two blocks")):
         names = [name for name, phases in found.phases.items() if phase in phases]
         if names:

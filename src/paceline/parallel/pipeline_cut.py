@@ -159,12 +159,18 @@ def stand_in(like: torch.Tensor, device: torch.device | None = None) -> torch.Te
 
 
 def drop(model: nn.Module, division: Division, mine: list[int]) -> None:
-    """Let go of the parameters and buffers of other ranks' stages: their places stay, holding None."""
+    """Let go of the parameters and buffers of other ranks' stages. A parameter leaves a stand-in without memory: some models
+    ask their embedding for its device or type. A buffer's place holds None."""
     for module_name, module in model.named_modules():
         for kind in (module._parameters, module._buffers):
-            for leaf, value in kind.items():
+            for leaf, value in list(kind.items()):
                 name = f"{module_name}.{leaf}" if module_name else leaf
-                if value is not None and not set(division.stages.get(name, mine)) & set(mine):
+                if value is None or set(division.stages.get(name, mine)) & set(mine):
+                    continue
+                if kind is module._parameters:
+                    del module._parameters[leaf]
+                    setattr(module, leaf, stand_in(value.detach()))
+                else:
                     kind[leaf] = None
 
 
