@@ -34,6 +34,9 @@ def check_blocks(
     container = model.get_submodule(blocks[0][0].rpartition(".")[0])
     if len(container) != len(blocks):  # type: ignore[arg-type]
         raise _unfit("a block stands at several places of its list")
+    if any(hasattr(module, "layers_are_rescaled") for module in model.modules()):
+        # RWKV, only when it changes between training and evaluation: one forward need not show it.
+        raise _unfit("its forward changes its own weights")
     found = trace_model(model, run)
     if found is None:
         return [_as_tensor] * len(blocks), None
