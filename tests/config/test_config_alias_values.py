@@ -56,6 +56,7 @@ def get(loaded: Loaded, key: str) -> Any:
         ("target_regex: '^a$'\ntarget_modules: [q]", "lora.target_modules", "^a$"),
         ("lora: {target_modules: 'q,v'}", "lora.target_modules", ["q", "v"]),
         ("lora: {target_modules: q}", "lora.target_modules", ["q"]),
+        ("lora_target_modules: []", "lora.target_modules", "all-linear"),
         ("lora_target_linear: false\nlora_target_modules: [q]", "lora.target_modules", ["q"]),
         ("lora_target_linear: true", "lora.target_modules", "all-linear"),
         ("lora_target_linear: true\nlora_target_modules: [q]", "lora.target_modules", "all-linear"),

@@ -83,6 +83,7 @@ def test_preference_data_is_refused_by_its_columns(load: Load, data: str) -> Non
     "text",
     [
         "loss_type: nll",
+        "template: qwen\ntrl: {}",
         "loss_type: chunked_nll",
         "loss_type: dft",
         "rl:",
@@ -116,6 +117,12 @@ def test_a_named_task_keeps_the_settings_of_another_method_without_effect(load: 
         load(BASE + "task: sft\nrl: dpo\n")
     with pytest.raises(ConfigError, match="DPO"):
         load(BASE + "task: sft\n", ["rl=dpo"])
+
+
+def test_a_name_that_may_be_a_misspelling_is_not_a_method(load: Load) -> None:
+    for key in ("epsilon", "gamma", "delta"):
+        with pytest.raises(ConfigError, match=f"there is no key `{key}`"):
+            load(BASE + f"{key}: 0.2\n")
 
 
 def test_every_setting_of_such_a_method_is_refused_alone(load: Load) -> None:

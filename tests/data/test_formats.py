@@ -154,6 +154,12 @@ def test_well_known_names() -> None:
     assert len(plain) == len(set(plain))
 
 
+def test_a_renamed_column_counts_as_used() -> None:
+    converter = Converter("here", named="alpaca", columns={"instruction": "question", "output": "answer"})
+    converter({"question": "q", "answer": "a", "other": "x"})
+    assert set(converter.unused) == {"other"}
+
+
 def test_a_column_is_read_under_one_name_and_an_empty_name_leaves_it_out() -> None:
     row = {"input": "question", "target": "answer"}
     used = convert(row, columns={"instruction": "input", "output": "target"}, named="alpaca")

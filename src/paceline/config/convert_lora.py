@@ -29,6 +29,8 @@ def targets(value: Any) -> Out:
             raise Refused(f"it is not a valid regular expression: {error}", "repair it, or give a list of names") from None
         return Out({"lora.target_modules": value})
     names = words(value)
+    if not names:
+        return Out()
     if not any(name.lower() in _ALL_SPELLINGS for name in names):
         _refuse_groups(names)
         return Out({"lora.target_modules": names})

@@ -31,7 +31,8 @@ METHODS = {
 
 _PAIRED = "dpo cpo orpo"
 _GENERATING = "grpo rloo"
-# methods → tools → keys
+# methods → tools → keys. Names that may as well be a misspelling of another key (`epsilon`, `gamma`, …) are left out: a config of
+# such a method has other keys by which it is recognized.
 _GROUPS: list[tuple[str, dict[str, str]]] = [
     ("dpo orpo kto cpo bco online_dpo xpo nash_md grpo rloo gkd", {"st": "beta"}),
     ("dpo orpo kto cpo bco grpo", {"t": "max_prompt_length", "a": "max_prompt_len"}),
@@ -73,14 +74,14 @@ _GROUPS: list[tuple[str, dict[str, str]]] = [
         "l": "ppo_buffer_size ppo_score_norm ppo_target ppo_whiten_rewards",
         "lt": "ppo_epochs",
         "t": "num_ppo_epochs vf_coef cliprange_value adap_kl_ctrl init_kl_coef kl_penalty target_kl ratio_threshold "
-             "use_score_scaling use_score_norm score_clip query_dataset value_model_path value_model_name_or_path gamma lam",
+             "use_score_scaling use_score_norm score_clip query_dataset value_model_path value_model_name_or_path",
     }),
     ("ppo rloo", {
         "t": "total_episodes num_mini_batches cliprange kl_coef whiten_rewards response_length num_sample_generations "
              "local_rollout_forward_batch_size sft_model_path kl_estimator stop_token_id",
     }),
     ("rloo", {"t": "rloo_k token_level_kl normalize_advantage reward_clip_range normalize_reward"}),
-    ("ppo rloo online_dpo xpo nash_md", {"t": "reward_model_path missing_eos_penalty stop_token judge"}),
+    ("ppo rloo online_dpo xpo nash_md", {"t": "reward_model_path missing_eos_penalty stop_token"}),
     ("nash_md", {"t": "mixture_coef"}),
     ("online_dpo", {"t": "beta_list"}),
     ("ppo grpo rloo", {
@@ -91,11 +92,11 @@ _GROUPS: list[tuple[str, dict[str, str]]] = [
     }),
     (_GENERATING, {
         "st": "num_generations reward_funcs reward_weights num_iterations log_completions generation_batch_size "
-              "steps_per_generation epsilon epsilon_high",
+              "steps_per_generation",
         "s": "reward_func num_infer_workers async_generate scale_rewards_by advantage_estimator kl_in_reward dynamic_sample",
     }),
     ("grpo", {
-        "st": "scale_rewards importance_sampling_level top_entropy_quantile delta mask_truncated_completions",
+        "st": "scale_rewards importance_sampling_level top_entropy_quantile mask_truncated_completions",
         "t": "num_completions_to_print wandb_log_unique_prompts use_liger_loss multi_objective_aggregation "
              "ds3_gather_for_generation num_generations_eval off_policy_mask_threshold vllm_importance_sampling_correction",
     }),

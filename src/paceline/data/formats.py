@@ -295,8 +295,9 @@ class Converter:
         """Columns that may be unused, each with those of the same meaning that come before it: it is used if they are empty."""
         known = {*MUST_BE_USED, *self.columns.values()}
         found = [(name, ()) for name in names if isinstance(name, str) and name not in used and name not in known]
+        renamed = set(self.columns.values()) - set(self.columns)  # used, under the name that is expected
         for group in (_SYSTEM, _INPUT, _ANSWER, _TEXT):
-            there = [name for name in group if name in names and name in used]
+            there = [name for name in group if name in names and name in used and name not in renamed]
             found += [(name, tuple(there[:number])) for number, name in enumerate(there) if number]
         return tuple(found)
 
