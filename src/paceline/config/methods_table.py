@@ -29,10 +29,9 @@ METHODS = {
     "diffusion": "diffusion language modeling",
 }
 
-_PAIRED = "dpo cpo orpo"
 _GENERATING = "grpo rloo"
-# methods → tools → keys. Names that may as well be a misspelling of another key (`epsilon`, `gamma`, …) are left out: a config of
-# such a method has other keys by which it is recognized.
+# methods → tools → keys. Names that may as well be a misspelling of another key (`epsilon`, `gamma`, …) are left out: a config
+# of such a method has other keys by which it is recognized.
 _GROUPS: list[tuple[str, dict[str, str]]] = [
     ("dpo orpo kto cpo bco online_dpo xpo nash_md grpo rloo gkd", {"st": "beta"}),
     ("dpo orpo kto cpo bco grpo", {"t": "max_prompt_length", "a": "max_prompt_len"}),
