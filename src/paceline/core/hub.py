@@ -30,8 +30,9 @@ def endpoint() -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name of a model or a dataset means one on the hub: not a built-in one, and not a path."""
-    if name.startswith((".", "/", "~", "builtin:")) or name.count("/") > 1:
+    """Return whether a name of a model or a dataset means one on the hub: not a built-in one, not one of
+    ModelScope, and not a path."""
+    if name.startswith((".", "/", "~", "builtin:", "modelscope:")) or name.count("/") > 1:
         return False
     return not Path(name).expanduser().exists()
 

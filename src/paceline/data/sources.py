@@ -18,6 +18,7 @@ from paceline.data.cache import fingerprint
 from paceline.data.hub_names import HUB_NAMES, find_hub_name
 from paceline.data.opening import COMPRESSED_SUFFIXES, data_suffix
 from paceline.data.readers import KINDS, is_table, is_text, read_file, unknown_kind
+from paceline.models import modelscope
 
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "license.txt", "license.md"}
 _ALLOWED = (
@@ -125,6 +126,8 @@ def open_source(given: DatasetSource) -> OpenSource:
             raise ConfigError(f"`{given.path}` asks for no rows", allowed="`path#N` with N of 1 or more")
     if name.startswith("builtin:"):
         return OpenSource(given, files=[builtin_dataset(name.removeprefix("builtin:"))], take=take)
+    if name.startswith(modelscope.PREFIX):
+        path = Path(modelscope.download(name, "dataset"))
     if path.is_dir():
         files, notices = _folder_files(path, given.split)
         return OpenSource(given, files=[_readable(one) for one in files], take=take, notices=notices)

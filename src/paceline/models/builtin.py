@@ -18,6 +18,7 @@ from paceline.core.files import cache_dir
 from paceline.data.builtin import builtin_dataset, python_version
 from paceline.data.cache import build_once
 from paceline.data.tokenizer import QWEN2_WORDS
+from paceline.models import modelscope
 from paceline.models.hub_configs import canonical_id
 
 if TYPE_CHECKING:
@@ -90,8 +91,8 @@ def builtin_names() -> list[str]:
 
 
 def resolve_model(name: str) -> str:
-    """``builtin:NAME`` to the folder that holds it, made on first use; a well-known hub id to the hub's spelling of it; any
-    other name comes back as it is.
+    """``builtin:NAME`` to the folder that holds it, made on first use; ``modelscope:OWNER/NAME`` to the folder it is
+    downloaded to; a well-known hub id to the hub's spelling of it; any other name comes back as it is.
 
     The folder has ``config.json``, ``model.safetensors`` (float32), ``tokenizer.json``, ``tokenizer_config.json`` with the
     chat template, and ``generation_config.json``.
@@ -99,6 +100,8 @@ def resolve_model(name: str) -> str:
     Raises:
         ConfigError: no built-in model of that name.
     """
+    if name.startswith(modelscope.PREFIX):
+        return modelscope.download(name, "model")
     if not name.startswith("builtin:"):
         return canonical_id(name)
     short = name.removeprefix("builtin:")

@@ -22,7 +22,7 @@ def check_files(config: Config) -> None:
     name = config.model
     folder = Path(name).expanduser()
     looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not name.startswith("builtin:"):
+    if looks_local and not name.startswith(("builtin:", "modelscope:")):
         _check_folder(folder)
         _check_model(folder)
     if config.lora.adapter is not None:

@@ -1,0 +1,46 @@
+"""Ids of ModelScope: how they are read, and what is said without the package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from paceline.config.schema import DatasetSource
+from paceline.core.errors import ConfigError
+from paceline.core.hub import is_hub_id
+from paceline.data.sources import open_source
+from paceline.models.builtin import resolve_model
+
+
+@pytest.mark.parametrize("name", ["modelscope:", "modelscope:owner", "modelscope:a/b/c", "modelscope:a b/c"])
+def test_what_is_not_an_id(name: str) -> None:
+    with pytest.raises(ConfigError, match="modelscope:OWNER/NAME"):
+        resolve_model(name)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    assert not is_hub_id("modelscope:a/b")
+    for look_up in (resolve_model, lambda name: open_source(DatasetSource(path=name))):
+        with pytest.raises(ConfigError, match=r"not installed.*paceline\[modelscope\]"):
+            look_up("modelscope:a/b")
+
+
+def test_the_downloaded_folder_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The package is not among the test dependencies: a module of its interface stands for it."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    package, hub, module = (ModuleType(name) for name in ("modelscope", "modelscope.hub", "modelscope.hub.snapshot_download"))
+    calls: list[str] = []
+    for name in ("snapshot_download", "dataset_snapshot_download"):
+        setattr(module, name, lambda repo, name=name: calls.append(f"{name} {repo}") or str(tmp_path))
+    hub.snapshot_download = module  # type: ignore[attr-defined]
+    for one in (package, hub, module):
+        monkeypatch.setitem(sys.modules, one.__name__, one)
+    assert resolve_model("modelscope:a/b") == str(tmp_path)
+    assert [row for _, row in open_source(DatasetSource(path="modelscope:c/d#1")).rows(0)] == [
+        {"prompt": "a", "completion": "b"}
+    ]
+    assert calls == ["snapshot_download a/b", "dataset_snapshot_download c/d"]
