@@ -9,6 +9,7 @@ from typing import Any
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.hub import FIX, go_offline, is_hub_id, unreachable
+from paceline.models.hub_configs import canonical_id
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
@@ -41,7 +42,7 @@ def check_hub(config: Config) -> None:
             continue
         go_offline()
         marks = {"model": "config.json", "tokenizer": "tokenizer_config.json", "lora.adapter": "adapter_config.json"}
-        if not _is_cached(name, marks[key]):
+        if not _is_cached(canonical_id(name), marks[key]):
             raise ConfigError(
                 f"`{key}: {name}` is not a local folder, was not downloaded before, and cannot be downloaded: {reason}",
                 allowed="a local folder, a hub id that was downloaded before or can be downloaded, or builtin:qwen2-tiny",

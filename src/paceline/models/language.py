@@ -44,10 +44,10 @@ def load_language_model(config: Config) -> nn.Module:
     from paceline.models.positions import check_length
 
     name = str(Path(resolve_model(config.model)).expanduser())
+    go_offline_if_unreachable(name)
     if (original := qwen_folder(name)) is not None:
         qwen.check_length(config, read_raw_config(str(original)))
         name = str(qwen.converted_folder(original))
-    go_offline_if_unreachable(name)
     low = getattr(torch, config.train_args.mixed_dtype or "float32")
     dtype = low if config.lora.enable else torch.float32
     try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.hub import go_offline_if_unreachable
 from paceline.models import language, qwen
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import config_folder, download_config, known_ids, read_config
@@ -63,6 +64,7 @@ def _config_of(name: str, trust_remote_code: bool) -> Any:
 
     content = read_config(name)
     if content is None:
+        go_offline_if_unreachable(name)
         download_config(name)
         content = read_config(name)
     folder = config_folder(name)

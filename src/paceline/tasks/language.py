@@ -31,9 +31,9 @@ class LanguageTask(Task):
         from paceline.data.sources import check_hub_sources
 
         check_files(self.config)
+        language.check_first_generation_qwen(self.config)
         check_hub(self.config)
         check_hub_sources(self.config)
-        language.check_first_generation_qwen(self.config)
 
     def prepare(self) -> Prepared:
         from paceline.data.tokenize import prepare_tokens
