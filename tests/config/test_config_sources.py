@@ -206,7 +206,7 @@ def test_every_key_of_a_dataset_info_is_read(load: Load, tmp_path: Path, entry: 
         ({"file_name": "a.json", "columns": {"images": "images"}}, ["images", "text alone"]),
         ({"hf_hub_url": "o/h", "folder": "python"}, ["`folder: python`", "download"]),
         ({"hf_hub_url": "o/h", "revision": "v2"}, ["`revision: v2`"]),
-        ({"ms_hub_url": "o/h"}, ["ms_hub_url"]),
+        ({"om_hub_url": "o/h"}, ["om_hub_url"]),
         ({"script_url": "o/h"}, ["script_url"]),
         ({"formatting": "sharegpt"}, ["file_name"]),
         ({"file_name": "a.json", "formatting": "parquet"}, ["`formatting: parquet`"]),

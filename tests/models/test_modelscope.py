@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from paceline.config.schema import DatasetSource
+from paceline.config.load import load_config
+from paceline.config.schema import Config, DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.core.hub import is_hub_id
 from paceline.data.sources import open_source
@@ -44,3 +45,30 @@ def test_the_downloaded_folder_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path
         {"prompt": "a", "completion": "b"}
     ]
     assert calls == ["snapshot_download a/b", "dataset_snapshot_download c/d"]
+
+
+def test_use_modelscope_names_every_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows").mkdir()
+    dataset = [
+        "owner/rows",
+        "owner/rows#10",
+        "data/rows",
+        "data/later.jsonl",
+        "alpaca-en",
+        {"path": "owner/more", "split": "test"},
+    ]
+    values = {"model": "owner/model", "tokenizer": "./folder/tokenizer", "dataset": dataset, "use_modelscope": True}
+    config = Config.model_validate(values)
+    assert (config.model, config.tokenizer) == ("modelscope:owner/model", "./folder/tokenizer")
+    assert [source.path for source in config.sources()] == [
+        "modelscope:owner/rows", "modelscope:owner/rows#10", "data/rows", "data/later.jsonl", "alpaca-en",
+        "modelscope:owner/more",
+    ]  # fmt: skip
+    assert Config.model_validate(config.model_dump()) == config  # the config that a run writes loads again
+
+
+@pytest.mark.parametrize(("use_hf", "model"), [("false", "modelscope:owner/model"), ("true", "owner/model")])
+def test_the_hub_that_ms_swift_names(use_hf: str, model: str) -> None:
+    assert load_config(None, {"model": "owner/model", "dataset": "rows.jsonl", "use_hf": use_hf}).config.model == model

@@ -25,6 +25,7 @@ ALIASES: dict[str, Alias] = {
     "model_id_or_path": Alias("model", "s", c.to("model")),
     "model_id": Alias("model", "s", c.to("model")),
     "model_name": Alias("model", "ts", c.weakly("model"), "gives way to any other name of the model"),
+    "use_hf": Alias("use_modelscope", "s", c.inverse("use_modelscope"), "with the opposite sense"),
     "model_path": Alias("model", "t", c.to("model")),
     "tokenizer_name_or_path": Alias("tokenizer", "t", c.to("tokenizer")),
     "tokenizer_name": Alias("tokenizer", "t", c.to("tokenizer")),
@@ -151,7 +152,7 @@ ALIASES: dict[str, Alias] = {
     "model_dtype": Alias(f"{_T}precision", "t", p.dtype, _DTYPE),
     "bfloat16": Alias(f"{_T}precision", "a", p.bf16, "as `bf16`"),
     "float16": Alias(f"{_T}precision", "a", p.fp16, "as `fp16`"),
-    "pure_bf16": Alias(f"{_T}precision", "l", p.bf16, "true as `bf16-mixed`: trained weights stay float32"),
+    "pure_bf16": Alias(f"{_T}precision", "l", p.pure_bf16, "true as `bf16-mixed`: trained weights stay float32"),
     "mixed_precision": Alias(f"{_T}precision", "c", p.mixed_precision, _MIXED),
     "activation_checkpointing": Alias(f"{_T}gradient_checkpointing", "t", v.checkpointing),
     "disable_gradient_checkpointing": Alias(

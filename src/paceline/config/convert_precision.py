@@ -65,6 +65,15 @@ def bf16(value: Any) -> Out:
     return Out({BF16: True if value == "full" else _flag(value)})
 
 
+def pure_bf16(value: Any) -> Out:
+    """Trained weights in bfloat16, which is not supported yet."""
+    flag = _flag(value)
+    says = (
+        (("warning", "trained weights and optimizer states stay in float32, which takes more memory"),) if flag is True else ()
+    )
+    return Out({BF16: flag}, says=says)
+
+
 def fp16(value: Any) -> Out:
     return Out({FP16: _flag(value)})
 

@@ -138,13 +138,16 @@ def _path(entry: _Entry, root: Path) -> str:
     """As LLaMA-Factory chooses: the hub before a file."""
     if entry.get("hf_hub_url"):
         return str(entry.get("hf_hub_url"))
-    for key in ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"):
+    if entry.get("ms_hub_url"):
+        return f"modelscope:{entry.get('ms_hub_url')}"
+    for key in ("om_hub_url", "script_url", "cloud_file_name"):
         if entry.get(key):
             raise entry.refused(
-                f"`{key}: {entry.get(key)}` is not read; `hf_hub_url` and `file_name` are", "download it and give `file_name`"
+                f"`{key}: {entry.get(key)}` is not read; `hf_hub_url`, `ms_hub_url` and `file_name` are",
+                "download it and give `file_name`",
             )
     if not entry.get("file_name"):
-        raise entry.refused("it has neither `file_name` nor `hf_hub_url`", "add one of them")
+        raise entry.refused("it has neither `file_name` nor `hf_hub_url` nor `ms_hub_url`", "add one of them")
     return str(root / str(entry.get("file_name")))
 
 

@@ -313,7 +313,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "t": "torch_empty_cache_steps activation_offloading",
         "a": "gpu_memory_limit experimental_skip_move_to_device",
     }),
-    ("info", "models and data come from the Hugging Face hub or a local folder", {"s": "use_hf", "t": "use_auth_token token"}),
+    ("info", "models and data come from the Hugging Face hub or a local folder", {"t": "use_auth_token token"}),
     ("warning", "it fills gaps in a dataset of ms-swift, which is read as it is", {"s": "model_author"}),
     ("warning", "the text that is trained on is that of the chat template, without further settings", {
         "s": "response_prefix agent_template template_backend",

@@ -17,6 +17,7 @@ from paceline.config.schema_recommend import Recommend
 from paceline.config.schema_recovery import Recovery
 from paceline.config.schema_server import ParameterServer
 from paceline.config.section import Auto, Names, Section, Text
+from paceline.core.hub import modelscope_name
 
 #: a share of all steps of a run, as transformers takes it for `save_steps`, `eval_steps` and `logging_steps`
 ShareOfSteps = Annotated[float, Field(gt=0, lt=1)]
@@ -290,6 +291,18 @@ class Classify(Section):
     augment: bool = Field(False, description="Random shifts and flips of training images, fixed by the seed.")
 
 
+Sources = Text | DatasetSource | list[Text | DatasetSource]
+
+
+def _from_modelscope(sources: Sources) -> Sources:
+    def convert(source: Text | DatasetSource) -> Text | DatasetSource:
+        if isinstance(source, str):
+            return modelscope_name(source)
+        return source.model_copy(update={"path": modelscope_name(source.path)})
+
+    return [convert(source) for source in sources] if isinstance(sources, list) else convert(sources)
+
+
 class Config(Section):
     """A run of Paceline."""
 
@@ -319,6 +332,9 @@ class Config(Section):
         description="Chat template instead of the tokenizer's: a name (`chatml`, `llama3`, …), a file with a Jinja template, "
         "or the template itself. `tokenizer_default_fallback_chatml`: for a tokenizer without one.",
     )
+    use_modelscope: bool = Field(
+        False, description="Read hub ids of models, tokenizers and datasets from ModelScope instead of the Hugging Face hub."
+    )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with a hub model.")
     output_dir: Text = Field("./output/run", description="Folder of this run: config, events, checkpoints, report, model.")
     resume: Text = Field("auto", description="`auto`: go on where the run in output_dir stopped; `never`; a checkpoint's path.")
@@ -347,6 +363,15 @@ class Config(Section):
         if value in (None, "none", "None", ["none"]):
             return []
         return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _modelscope_names(self) -> Config:
+        if self.use_modelscope:
+            self.model = modelscope_name(self.model)
+            self.tokenizer = None if self.tokenizer is None else modelscope_name(self.tokenizer)
+            self.dataset = _from_modelscope(self.dataset)
+            self.val_dataset = None if self.val_dataset is None else _from_modelscope(self.val_dataset)
+        return self
 
     @model_validator(mode="after")
     def _turns_and_task(self) -> Config:

@@ -24,6 +24,9 @@ FIX = (
 _TIMEOUT_S = 1.5
 
 
+_FILE_SUFFIXES = {".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".bz2", ".xz", ".zst", ".py"}
+
+
 def endpoint() -> str:
     """The address of the hub: ``HF_ENDPOINT``, or the public one."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
@@ -35,6 +38,13 @@ def is_hub_id(name: str) -> bool:
     if name.startswith((".", "/", "~", "builtin:", "modelscope:")) or name.count("/") > 1:
         return False
     return not Path(name).expanduser().exists()
+
+
+def modelscope_name(name: str) -> str:
+    """Return a hub id, perhaps with ``#N``, as one of ModelScope; any other name as it is."""
+    place = name.partition("#")[0]
+    is_file = Path(place).suffix.lower() in _FILE_SUFFIXES
+    return f"modelscope:{name}" if place.count("/") == 1 and not is_file and is_hub_id(place) else name
 
 
 @cache
