@@ -204,7 +204,7 @@ def test_no_chat_template(here: Path, refused: Refused) -> None:
 
 
 def test_a_model_of_the_hub_without_a_network(refused: Refused) -> None:
-    one_line(refused("model=some-one/some-model"), "some-one/some-model", "cannot be", "model=/path/to/")
+    one_line(refused("model=some-one/some-model"), "some-one/some-model", "cannot be downloaded", "give its folder")
 
 
 # -- the data -------------------------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_row_state_is_in_the_checkpoint(optimizer):
     ("keys", "words"),
     [
         ({"train_args": {"weight_decay": 0.1}}, "weight_decay"),
-        ({"train_args": {"precision": "fp16-mixed"}}, "fp16"),
+        ({"train_args": {"precision": "fp16-mixed"}}, "train_args.precision: fp16-mixed"),
         ({"train_args": {"gradient_checkpointing": True}}, "gradient_checkpointing"),
         ({"task": "sft"}, "`task: sft` has none"),
         ({"parameter_server": {"dense": "ddp", "mode": "bounded"}}, "each worker waits for the slowest"),

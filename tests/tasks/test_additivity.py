@@ -89,9 +89,12 @@ class NoLossInEvalMode(Regression):
 
 
 class InPlace(Regression):
-    """Changes its batch, draws from every generator, and takes gradients itself."""
+    """Changes its batch, draws from every generator, takes gradients itself, and counts its calls."""
+
+    calls = 0
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.calls += 1
         _ = random.random() + np.random.rand() + torch.rand(())
         x = batch[0].requires_grad_()
         slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
@@ -161,6 +164,7 @@ def test_nothing_is_changed_by_the_check() -> None:
     assert check_additive(task, model, dataset, seed=42) == []
     assert [module.training for module in model] == [True, True, False, True]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert task.calls == 0
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])

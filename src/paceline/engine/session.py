@@ -197,7 +197,7 @@ def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None =
         model.to(world.device)  # else a model that no single device holds stays on the CPU until it is cut
     notices = task.setup(model)
     datasets = task.build_datasets()
-    if is_user_task(job.config) and job.resume_from is None and world.is_first:
+    if is_user_task(job.config) and job.resume_from is None:  # on every rank: the loss may call collectives
         notices += _check_loss(task, model, datasets[0], job.config)
     probe = _probe(task, datasets[0]) if job.layout.axes.pipeline > 1 else None
     strategy.probe = None if probe is None else probe.run

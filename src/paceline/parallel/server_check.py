@@ -13,12 +13,17 @@ def check_config(config: Config) -> None:
     args = config.train_args
     wrong = {
         "train_args.weight_decay": args.weight_decay > 0 and "rows that no batch has are not touched",
-        "train_args.precision": args.mixed_dtype == "float16" and "there is no loss scale on the servers",
         "train_args.gradient_checkpointing": args.gradient_checkpointing and "rows would be pulled twice",
     }
     for key, reason in wrong.items():
         if reason:
             raise ConfigError(f"`{key}` does not go with `parallel.mode: parameter_server`: {reason}", fix="take it out")
+    if args.mixed_dtype == "float16":
+        raise ConfigError(
+            f"`train_args.precision: {args.precision}` is not supported with `parallel.mode: parameter_server`: there is no "
+            "loss scale on the servers",
+            fix="set `train_args.precision: 32`",
+        )
     _check_dense(config)
     if config.parameter_server.mode != "sync":
         check_rewind(config, f"parameter_server.mode: {config.parameter_server.mode}")

@@ -6,6 +6,7 @@ twice, which trains with a fraction of the gradient and prints a plausible curve
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,8 @@ class _Split:
 def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> list[Notice]:
     """Compare the task's loss on a few real samples with its losses on two parts of them.
 
-    The model is in eval mode meanwhile. Its buffers and modes, and all random states, are as before when this returns.
+    The model is in eval mode meanwhile. Its buffers and modes, attributes that the loss assigns to the task, and all random
+    states are as before when this returns. Every rank calls this, since a loss may call collectives.
 
     Args:
         model: the model before a strategy has placed it.
@@ -69,6 +71,7 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
     """
     if not task.additive or len(dataset) == 0 or any(param.is_meta for param in model.parameters()):
         return []
+    task = copy.copy(task)  # attributes that the loss assigns, such as a count of its calls, stay as they are
     with _unchanged(model):
         samples = _draw_samples(dataset, seed)
         try:

@@ -103,6 +103,8 @@ def differences(run: Path, text: str) -> list[dict[str, Any]]:
         old = load_config(RunDir(run).config, there).config
     except PacelineError as error:
         raise ConfigError(f"the run's own config cannot be read: {error.what}", fix="start a new run") from error
+    if new.train_args.precision == "auto":  # the run's config holds what it was resolved to
+        new.train_args.precision = old.train_args.precision
     return [
         {"key": key, "old": before, "new": after, "needs_allow": changes_training(key, before, after)}
         for key, before, after in diff_configs(old, new)
