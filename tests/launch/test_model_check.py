@@ -14,6 +14,8 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.launch import model_check
 from paceline.models.meta import language_model_on_meta
+from paceline.parallel import Layout
+from paceline.world.mesh import Axes
 
 
 def words(model: Path, output: Path, *more: str) -> list[str]:
@@ -70,9 +72,12 @@ def test_a_refused_model_ends_a_long_tokenization(tmp_path: Path, monkeypatch: p
 
 def test_a_dry_run_divides_the_model_into_stages(tmp_path: Path) -> None:
     for kind in ("gpt2", "mixtral"):  # without values the second one's forward cannot run, which is not a refusal
-        config = Config(model=str(write_config(kind, tmp_path / kind)), dataset="d", lora={"enable": True})
+        config = Config(
+            model=str(write_config(kind, tmp_path / kind)), dataset="d", lora={"enable": True}, train_args={"max_length": 64}
+        )
         model = language_model_on_meta(config)
         model_check.check_stages(model, config, 2)
+        model_check.check_model(config, Layout("pipeline", Axes(pipeline=2), 2))
     model = language_model_on_meta(Config(model=str(tmp_path / "gpt2"), dataset="d"))
     with pytest.raises(ConfigError, match="pipeline"):
         model_check.check_stages(model, config, 8)

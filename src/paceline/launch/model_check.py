@@ -76,16 +76,6 @@ def _build_and_check(config: Config, layout: Layout) -> list[Notice]:
 
         check_plan_sizes(model, find_tensor_plan(model, config.parallel.tensor_plan), layout.axes.tensor)
     if layout.axes.pipeline > 1:
-        from paceline.models.blocks import find_blocks
-        from paceline.parallel.pipeline import divide_model
-        from paceline.parallel.pipeline_check import check_blocks
-        from paceline.parallel.pipeline_stages import num_chunks
-
-        blocks = find_blocks(model)
-        _, trace = check_blocks(model, blocks, None)
-        chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.pipeline_chunks)
-        divide_model(model, blocks, layout.axes.pipeline * chunks, trace)
-    if layout.axes.pipeline > 1:
         check_stages(model, config, layout.axes.pipeline)
     return adapter_notices(model, config) if config.lora.enable else []
 
