@@ -10,7 +10,7 @@ export const help = {
   "split_dataset_ratio": "未给出 val_dataset 时,从数据集中留作验证的比例。",
   "system": "给没有系统消息的样本加上的系统消息。",
   "chat_template": "Jinja 对话模板文件,代替分词器自带的模板。",
-  use_modelscope: "从 ModelScope(而不是 Hugging Face)读取模型、分词器和数据集。",
+  "use_modelscope": "从 ModelScope(而不是 Hugging Face)读取模型、分词器和数据集。",
   "trust_remote_code": "运行 hub 模型自带的 Python 代码。",
   "output_dir": "本次训练的文件夹:配置、事件、检查点、报告、模型。",
   "resume": "`auto`:从 output_dir 中断处继续;`never`;或某个检查点的路径。",
