@@ -115,7 +115,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "s": "save_last",
         "a": "merge_lora merge_method",
     }),
-    ("info", "the same command goes on where the run stopped; `resume: never` starts anew", {
+    ("info", "the same command resumes the run; `resume: never` starts a new one", {
         "lt": "overwrite_output_dir",
         "l": "load_args",
     }),
@@ -158,7 +158,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "l": "ignore_pad_token_for_loss",
         "st": "packing_num_proc",
     }),
-    ("warning", "`train_args.packing` puts the samples of a micro-batch in one row; there is no other way of packing", {
+    ("warning", "`train_args.packing` puts the samples of a micro-batch in one row; other ways of packing are not supported", {
         "a": "sample_packing_group_size sample_packing_bin_size sample_packing_sequentially pretrain_multipack_attn "
              "eval_sample_packing pretraining_sample_concatenation",
         "t": "eval_packing",
@@ -326,7 +326,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "s": "model_kwargs init_strategy",
         "a": "base_model_config cls_model_config",
     }),
-    ("warning", "the devices are those of `parallel`; there is no limit of memory for each", {
+    ("warning", "the devices are those of `parallel`; a memory limit for each device is not supported", {
         "st": "max_memory",
     }),
     ("warning",
