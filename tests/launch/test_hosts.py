@@ -139,7 +139,7 @@ def test_a_head_that_does_not_answer_and_a_host_that_does_not_come(tmp_path):
     processes = [host(tmp_path / "a", free_port(), 1, **more), host(tmp_path / "b", free_port(), 0, **more)]
     absent, alone = (end(one, expect=2) for one in processes)
     assert "does not answer" in absent
-    assert "parallel.head" in absent
+    assert "parallel.rdzv_endpoint" in absent
     assert "missing: node 1" in alone
     assert not (tmp_path / "a").exists()
     assert not (tmp_path / "b").exists()
@@ -148,13 +148,13 @@ def test_a_head_that_does_not_answer_and_a_host_that_does_not_come(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("parallel.nnodes=2",), "parallel.head"),
-        (("parallel.nnodes=1:2", f"parallel.head=127.0.0.1:{free_port()}", "parallel.mode=single"), "in one process"),
-        (("parallel.nnodes=2", "parallel.head=192.0.2.1", "parallel.node_rank=0"), "not an address of it"),
-        (("parallel.nnodes=2", "parallel.head=127.0.0.1", "parallel.node_rank=2"), "0 to 1"),
-        (("parallel.nnodes=2", "parallel.head=127.0.0.1:x"), "no port"),
-        (("parallel.nnodes=2", "parallel.head=no-such-host.invalid"), "cannot be reached"),
-        (("parallel.nnodes=2", "parallel.head=127.0.0.1", "parallel.interface=eth99"), "eth99"),
+        (("parallel.nnodes=2",), "parallel.rdzv_endpoint"),
+        (("parallel.nnodes=1:2", f"parallel.rdzv_endpoint=127.0.0.1:{free_port()}", "parallel.mode=single"), "in one process"),
+        (("parallel.nnodes=2", "parallel.rdzv_endpoint=192.0.2.1", "parallel.node_rank=0"), "not an address of it"),
+        (("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1", "parallel.node_rank=2"), "0 to 1"),
+        (("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1:x"), "no port"),
+        (("parallel.nnodes=2", "parallel.rdzv_endpoint=no-such-host.invalid"), "cannot be reached"),
+        (("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1", "parallel.interface=eth99"), "eth99"),
     ],
 )
 def test_what_does_not_go_together_is_said_before_anything_starts(tmp_path, given, said):

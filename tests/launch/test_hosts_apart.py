@@ -35,7 +35,12 @@ def apart(request, tmp_path):
 
 def host(disk, own, port, number, *words):
     """The launcher of one host; ``own``: what lies there in the place of ``disk``."""
-    place = ("parallel.num_gpus=1", "parallel.nnodes=2", f"parallel.head=127.0.0.1:{port}", f"parallel.node_rank={number}")
+    place = (
+        "parallel.num_gpus=1",
+        "parallel.nnodes=2",
+        f"parallel.rdzv_endpoint=127.0.0.1:{port}",
+        f"parallel.node_rank={number}",
+    )
     command = [sys.executable, "-m", "paceline", "sft", *MICRO, f"output_dir={disk / 'run'}", *SETTINGS, *place, *words]
     if own != disk:
         command = ["unshare", "-m", "sh", "-c", f"mount --bind {own} {disk} && exec {shlex.join(command)}"]
@@ -155,7 +160,7 @@ def test_a_host_that_is_cut_off_comes_back(request, apart, tmp_path):
     disk, other = apart
     words = ("parallel.mode=zero3", "save_steps=2")
     with two_hosts(request.config) as network:
-        place = ("parallel.num_gpus=1", "parallel.nnodes=2", f"parallel.head={network.addresses[0]}")
+        place = ("parallel.num_gpus=1", "parallel.nnodes=2", f"parallel.rdzv_endpoint={network.addresses[0]}")
         hosts = []
         for number, name in enumerate(network.hosts):
             command = [sys.executable, "-m", "paceline", "sft", *MICRO, f"output_dir={disk / 'run'}", *LONG, *place, *words]

@@ -80,8 +80,8 @@ def test_the_script(here: Path, written: Write) -> None:
     }  # fmt: skip
     words = command_of(script)
     assert words[0] == str(here / "mine.yaml")
-    assert words[-1] == "parallel.head=$address:$port"
-    config = load_config(*split_cli([*words[:-1], "parallel.head=10.0.0.1:20042"])).config
+    assert words[-1] == "parallel.rdzv_endpoint=$address:$port"
+    config = load_config(*split_cli([*words[:-1], "parallel.rdzv_endpoint=10.0.0.1:20042"])).config
     assert config.system == "it's me; rm -rf $HOME"
     assert (config.parallel.mode, config.parallel.nnodes, config.parallel.num_gpus) == ("zero3", 2, 8)
     assert f"{shlex.quote(sys.executable)} -m paceline sft" in script

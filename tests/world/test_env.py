@@ -139,10 +139,12 @@ HOST = HostEnv("Slurm", (2, 2), 1, "gpu003:23456")
 
 def test_what_the_config_leaves_open_is_the_schedulers_to_say() -> None:
     assert with_scheduler(Parallel(), None) == Parallel()
-    assert with_scheduler(Parallel(), HOST) == Parallel(nnodes=2, node_rank=1, head="gpu003:23456")
-    assert with_scheduler(Parallel(nnodes="1:4", head="10.0.0.1"), HOST) == Parallel(nnodes="1:4", node_rank=1, head="10.0.0.1")
+    assert with_scheduler(Parallel(), HOST) == Parallel(nnodes=2, node_rank=1, rdzv_endpoint="gpu003:23456")
+    assert with_scheduler(Parallel(nnodes="1:4", rdzv_endpoint="10.0.0.1"), HOST) == Parallel(
+        nnodes="1:4", node_rank=1, rdzv_endpoint="10.0.0.1"
+    )
     elastic = HostEnv("PET_NNODES", (1, 4), None, "head:7000")
-    assert with_scheduler(Parallel(), elastic) == Parallel(nnodes="1:4", head="head:7000")
+    assert with_scheduler(Parallel(), elastic) == Parallel(nnodes="1:4", rdzv_endpoint="head:7000")
 
 
 @pytest.mark.parametrize(

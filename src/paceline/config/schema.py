@@ -109,13 +109,15 @@ class Parallel(Section):
         "that are there.",
     )
     node_rank: Auto | Annotated[int, Field(ge=0)] = Field(
-        "auto", description="This host's number, from 0. `auto`: 0 where `head` is an address of this host, else any free one."
+        "auto", description="This host's number, from 0. `auto`: 0 on the endpoint host, any free number on the others."
     )
-    head: Text | None = Field(
-        None, description="Address of the host by which all meet, as `10.0.0.1` or `10.0.0.1:29500`; the same on every host."
+    rdzv_endpoint: Text | None = Field(
+        None,
+        description="Rendezvous endpoint: the address of one of the hosts, as `10.0.0.1` or `10.0.0.1:29500`; the same on "
+        "every host.",
     )
     interface: Text | None = Field(
-        None, description="Network interface between the hosts, as `eth0`. Default: the one that leads to `head`."
+        None, description="Network interface between the hosts, as `eth0`. Default: the one that leads to `rdzv_endpoint`."
     )
 
     @field_validator("nnodes", mode="after")

@@ -147,7 +147,7 @@ class Apart:
             raise ConfigError(
                 f"`output_dir: {self.run_dir.root}` holds a run on this host, with {own[-1].name}, and the head {self.head} "
                 f"{'has none' if name is None else f'goes on from {name}'}: the head's folder is the run's",
-                fix="make this host the head (`parallel.head`), copy its folder to the head, or move it away here",
+                fix="make this host the head (`parallel.rdzv_endpoint`), copy its folder to the head, or move it away here",
             )
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ class HostsRun:
                 except CutOff as error:
                     if self._born is None:
                         text = f"what listens at {self._head()} does not answer as the head of a run: {error}"
-                        fix = " To fix: set `parallel.head` to another port, the same on every host"
+                        fix = " To fix: set `parallel.rdzv_endpoint` to another port, the same on every host"
                         return {"status": "failed", "exit_code": 2, "text": text + fix, "traceback": "", "report": None}
                     gone_since = gone_since or time.monotonic()
                     self.say("warning", f"cut off from the head {self._head()} ({error}); this host's ranks are ended, and it "
@@ -132,7 +132,7 @@ class HostsRun:
             if now - (gone_since or begun) > patience:
                 text = (
                     f"the head {self._head()} does not answer ({patience:.0f} s long). To fix: start the same command there; "
-                    "check `parallel.head`, and that no firewall lies between"
+                    "check `parallel.rdzv_endpoint`, and that no firewall lies between"
                 )
                 code = EXIT_FAILED if gone_since else ConfigError.exit_code
                 return {"status": "failed", "exit_code": code, "text": text, "traceback": "", "report": None}

@@ -38,10 +38,10 @@ def meet(config: Config, say: Say) -> Meeting:
         ConfigError: what is said of the hosts does not go together, or no way leads to the head.
     """
     parallel = config.parallel
-    if parallel.head is None:
+    if parallel.rdzv_endpoint is None:
         raise ConfigError(
             f"`parallel.nnodes: {parallel.nnodes}` needs the address by which the hosts meet",
-            fix="set `parallel.head` to an address of one of them that all others reach, e.g. `parallel.head=10.0.0.1`",
+            fix="set `parallel.rdzv_endpoint` to an address of one of them, e.g. `parallel.rdzv_endpoint=10.0.0.1`",
         )
     node_rank = None if parallel.node_rank == "auto" else int(parallel.node_rank)
     if node_rank is not None and node_rank >= parallel.hosts[1]:
@@ -49,20 +49,20 @@ def meet(config: Config, say: Say) -> Meeting:
             f"`parallel.node_rank: {node_rank}` with `parallel.nnodes: {parallel.nnodes}`",
             allowed=f"0 to {parallel.hosts[1] - 1}, or auto",
         )
-    name, port = _split(parallel.head)
+    name, port = _split(parallel.rdzv_endpoint)
     try:
         address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
         own = own_address(address, port)
     except OSError as error:
         raise ConfigError(
-            f"`parallel.head: {parallel.head}` cannot be reached from here: {error.strerror or error}",
+            f"`parallel.rdzv_endpoint: {parallel.rdzv_endpoint}` cannot be reached from here: {error.strerror or error}",
             fix="give an address, or a name that resolves on every host, and see `paceline doctor`",
         ) from error
     local = is_own(address)
     if node_rank == 0 and not local:
         raise ConfigError(
-            f"this host is `parallel.node_rank: 0`, and `parallel.head: {parallel.head}` is not an address of it",
-            fix="set `parallel.head` to an address of node 0, or leave `parallel.node_rank` out",
+            f"this host is `parallel.node_rank: 0`, and `rdzv_endpoint: {parallel.rdzv_endpoint}` is not an address of it",
+            fix="set `parallel.rdzv_endpoint` to an address of node 0, or leave `parallel.node_rank` out",
         )
     if local:
         own = address
@@ -70,7 +70,7 @@ def meet(config: Config, say: Say) -> Meeting:
     if leads and answers(address, port, within_s=1.0):
         raise ConfigError(
             f"port {port} of {address} is in use: another run, or another program, listens there",
-            fix=f"set another port, the same on every host: `parallel.head={name}:{port + 1}`",
+            fix=f"set another port, the same on every host: `parallel.rdzv_endpoint={name}:{port + 1}`",
         )
     interface = parallel.interface or interface_of(own)
     if interface is None or interface not in dict(socket.if_nameindex()).values():
@@ -85,5 +85,7 @@ def _split(head: str) -> tuple[str, int]:
     if not colon or (":" in name and not head.startswith("[")):
         return head.strip("[]"), DEFAULT_PORT
     if not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"`parallel.head: {head}`: {port!r} is no port", allowed="ADDRESS or ADDRESS:PORT, with 1 to 65535")
+        raise ConfigError(
+            f"`parallel.rdzv_endpoint: {head}`: {port!r} is no port", allowed="ADDRESS or ADDRESS:PORT, with 1 to 65535"
+        )
     return name.strip("[]"), int(port)

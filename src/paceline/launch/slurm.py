@@ -127,7 +127,7 @@ def script(request: Request) -> str:
     given = [str(hosts.given.absolute())] if hosts.given is not None else []
     lines = [[sys.executable, "-m", "paceline", "sft", *given], *([one] for one in (*hosts.words, *hosts.own))]
     command = " \\\n  ".join(map(shlex.join, lines))
-    meet, where = (_MEET, ' \\\n  "parallel.head=$address:$port"') if hosts.nodes > 1 else ("", "")
+    meet, where = (_MEET, ' \\\n  "parallel.rdzv_endpoint=$address:$port"') if hosts.nodes > 1 else ("", "")
     gpus = f" --gpus-per-node={hosts.gpus}" if hosts.gpus else ""
     return _SCRIPT.format(
         head=head,

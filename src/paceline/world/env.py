@@ -68,13 +68,13 @@ class HostEnv:
         scheduler: who says so, for a person.
         hosts: the smallest and the largest number of them.
         node_rank: this host's number, from 0; None where it is not said.
-        head: ``address:port`` by which all meet.
+        rdzv_endpoint: ``address:port`` at which all meet.
     """
 
     scheduler: str
     hosts: tuple[int, int]
     node_rank: int | None
-    head: str
+    rdzv_endpoint: str
 
 
 def scheduled_host() -> HostEnv | None:
@@ -119,7 +119,7 @@ def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:
     told = {
         "nnodes": parallel.nnodes if high > 1 else largest if smallest == largest else f"{smallest}:{largest}",
         "node_rank": parallel.node_rank if host.node_rank is None else host.node_rank,
-        "head": parallel.head or host.head,
+        "rdzv_endpoint": parallel.rdzv_endpoint or host.rdzv_endpoint,
     }
     return parallel.model_copy(update=told)
 
@@ -180,7 +180,7 @@ def _address(name: str, port: str) -> str:
     if name not in os.environ:
         raise ConfigError(
             f"the environment says that there are several hosts, and {name} is not set, so nothing says where they meet",
-            fix=f"set {name} to the first host's address, or `parallel.head` in the config",
+            fix=f"set {name} to the first host's address, or `parallel.rdzv_endpoint` in the config",
         )
     return f"{os.environ[name]}:{_number(port, 29500)}"
 

@@ -36,7 +36,7 @@ export const help = {
   "parallel.timeout_s": "集合通信超过这么多秒未结束则训练失败。",
   "parallel.nnodes": "主机数,每台执行同一条命令;`1:4`:至少 1 台、至多 4 台,以在场的主机继续训练。",
   "parallel.node_rank": "本机的编号,从 0 起。`auto`:`head` 是本机地址则为 0,否则取任一空闲编号。",
-  "parallel.head": "所有主机会合的地址,如 `10.0.0.1` 或 `10.0.0.1:29500`;每台主机相同。",
+  "parallel.rdzv_endpoint": "所有主机会合的地址,如 `10.0.0.1` 或 `10.0.0.1:29500`;每台主机相同。",
   "parallel.interface": "主机之间使用的网络接口,如 `eth0`。默认:通往 `head` 的接口。",
   "local_sgd": "`mode: local_sgd` 与 `mode: diloco` 的设置。",
   "local_sgd.steps": "两次同步之间每个 worker 独自进行的步数 H。",
