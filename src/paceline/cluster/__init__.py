@@ -1,0 +1,1 @@
+"""Runs over several hosts: rendezvous, numbering of ranks, failures, and the schedulers that start them."""

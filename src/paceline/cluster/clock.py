@@ -1,0 +1,191 @@
+"""The difference between the clocks of the hosts, measured through the rendezvous store before the rendezvous.
+
+torch elastic compares the heartbeat times of other hosts with the local wall clock, and removes a host whose last heartbeat seems
+too old. With clocks that differ by more than a few seconds it removes healthy hosts.
+
+The endpoint host runs a :class:`ClockServer`; every other host calls :func:`check_clock`. Messages are JSON in queues of the store
+(TCPStore and HashStore have queues, FileStore does not); nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import ConfigError, RunError
+from paceline.core.life import host_name
+from paceline.core.wording import finite
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+#: With keep_alive_interval × keep_alive_max_attempt above this, elastic does not mistake skew for a lost host.
+MAX_SKEW_S = 5.0
+_NUM_ROUND_TRIPS = 5
+_REQUESTS = "paceline/clock/requests"
+_ANSWERS = "paceline/clock/answers/"
+#: A queue read that times out makes torch log warnings; the server waits for a request or for its own stop message.
+_FOREVER = timedelta(days=365)
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class ClockSkew:
+    """Args:
+    host: name of the host that measured.
+    endpoint_host: name of the host that answered.
+    skew_s: how far the clock of ``host`` is ahead of that of ``endpoint_host``.
+    round_trip_s: the shortest round trip; the skew is known to within half of it.
+    """
+
+    host: str
+    endpoint_host: str
+    skew_s: float
+    round_trip_s: float
+
+
+class ClockServer:
+    """A thread on the endpoint host that answers requests for its wall time. A context manager.
+
+    Args:
+        store: the rendezvous store; the thread uses a clone of it.
+        limit_s: as for :func:`check_clock`; the hosts are also compared with each other.
+        clock: replaces the system's wall clock in tests.
+    """
+
+    def __init__(self, store: Store, *, limit_s: float = MAX_SKEW_S, clock: Clock = time.time) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._stop_token = uuid.uuid4().hex
+        self._accepted: dict[str, ClockSkew] = {}
+        self._control = store.clone()
+        self._store = store.clone()
+        self._store.set_timeout(_FOREVER)
+        self._thread = threading.Thread(target=self._serve, name="clock server", daemon=True)
+        self._thread.start()
+        # A daemon thread that is inside a C++ call while the interpreter ends can abort the process.
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Stop the thread. Closing twice is allowed."""
+        atexit.unregister(self.close)
+        if self._thread.is_alive():
+            with suppress(RuntimeError):  # the store is gone, and so the thread ends
+                self._control.queue_push(_REQUESTS, json.dumps({"stop": self._stop_token}))
+                self._thread.join(timeout=5.0)
+
+    def __enter__(self) -> ClockServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                request = _parse(self._store.queue_pop(_REQUESTS))
+                received_at = self._clock()
+                if request.get("stop") == self._stop_token:
+                    return
+                if isinstance(request.get("id"), str):
+                    answer = {"host": host_name(), "time": received_at, **self._compare(request)}
+                    self._store.queue_push(_ANSWERS + request["id"], json.dumps(answer))
+            except RuntimeError:  # torch's DistError: the store is closed
+                return
+
+    def _compare(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Accept a host's measured skew, or name a host that was accepted before and is too far from it."""
+        host, skew_s, round_trip_s = request.get("host"), finite(request.get("skew_s")), finite(request.get("round_trip_s"))
+        if not isinstance(host, str) or skew_s is None or round_trip_s is None:
+            return {}
+        for other in self._accepted.values():
+            if other.host != host and _exceeds(skew_s - other.skew_s, round_trip_s + other.round_trip_s, self._limit_s):
+                return {"conflict": {"host": other.host, "skew_s": other.skew_s}}
+        self._accepted[host] = ClockSkew(host, host_name(), skew_s, round_trip_s)
+        return {}
+
+
+def check_clock(store: Store, limit_s: float = MAX_SKEW_S, *, timeout_s: float = 60.0, clock: Clock = time.time) -> ClockSkew:
+    """Compare this host's clock with the endpoint host's, and with those of the hosts that were checked before.
+
+    Args:
+        store: a client of the rendezvous store; a clone of it is used.
+        timeout_s: how long to wait for each answer.
+        clock: replaces the system's wall clock in tests.
+
+    Raises:
+        ConfigError: two clocks differ by more than ``limit_s``.
+        RunError: no :class:`ClockServer` answered within ``timeout_s``.
+        torch.distributed.DistNetworkError: the connection to the store was lost.
+    """
+    client = store.clone()
+    client.set_timeout(timedelta(seconds=timeout_s))
+    skew = min((_round_trip(client, clock, timeout_s) for _ in range(_NUM_ROUND_TRIPS)), key=lambda trip: trip.round_trip_s)
+    if _exceeds(skew.skew_s, skew.round_trip_s, limit_s):
+        raise _too_far(skew.host, skew.endpoint_host, skew.skew_s, limit_s, endpoint=True)
+    report = {"host": skew.host, "skew_s": skew.skew_s, "round_trip_s": skew.round_trip_s}
+    conflict = _ask(client, report, timeout_s).get("conflict")
+    if isinstance(conflict, dict):
+        difference_s = skew.skew_s - (finite(conflict.get("skew_s")) or 0.0)
+        raise _too_far(skew.host, str(conflict.get("host")), difference_s, limit_s)
+    return skew
+
+
+def _round_trip(store: Store, clock: Clock, timeout_s: float) -> ClockSkew:
+    """As in NTP (RFC 5905, section 8): the other clock against the midpoint of the request and the answer."""
+    sent_at, start = clock(), time.monotonic()
+    answer = _ask(store, {}, timeout_s)
+    round_trip_s = time.monotonic() - start
+    endpoint_time = finite(answer.get("time"))
+    if endpoint_time is None:
+        raise RunError("the rendezvous store contains an answer that is not from Paceline's clock server")
+    return ClockSkew(host_name(), str(answer.get("host")), sent_at + round_trip_s / 2 - endpoint_time, round_trip_s)
+
+
+def _ask(store: Store, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    from torch.distributed import DistStoreError
+
+    identifier = uuid.uuid4().hex
+    store.queue_push(_REQUESTS, json.dumps({"id": identifier, **request}))
+    try:
+        return _parse(store.queue_pop(_ANSWERS + identifier))
+    except DistStoreError as error:  # the timeout; a lost connection is a DistNetworkError
+        raise RunError(
+            f"the rendezvous store accepted a connection, but no clock server answered within {timeout_s:g} s",
+            fix="check that the host at `parallel.rdzv_endpoint` runs the same version of Paceline, and that no other program "
+            "uses that port",
+        ) from error
+
+
+def _parse(message: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(message)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _exceeds(skew_s: float, round_trip_s: float, limit_s: float) -> bool:
+    """Whether the clocks differ by more than the limit even if the measurement is wrong by as much as it can be."""
+    return abs(skew_s) - round_trip_s / 2 > limit_s
+
+
+def _too_far(host: str, other: str, skew_s: float, limit_s: float, *, endpoint: bool = False) -> ConfigError:
+    direction = "ahead of" if skew_s > 0 else "behind"
+    whose = "the rendezvous endpoint's host" if endpoint else "host"
+    return ConfigError(
+        f"the clock of host {host} is {abs(skew_s):.1f} s {direction} the clock of {whose} {other}",
+        allowed=f"at most {limit_s:g} s, because the hosts detect a lost host by comparing heartbeat times",
+        fix="synchronize the clocks of all hosts with NTP (chrony or systemd-timesyncd); `chronyc makestep` corrects a clock "
+        "at once",
+    )
