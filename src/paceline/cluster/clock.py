@@ -1,10 +1,10 @@
 """The difference between the clocks of the hosts, measured through the rendezvous store before the rendezvous.
 
-torch elastic compares the heartbeat times of other hosts with the local wall clock, and removes a host whose last heartbeat seems
-too old. With clocks that differ by more than a few seconds it removes healthy hosts.
+torch elastic compares the heartbeat times of other hosts with the local wall clock, and removes a host whose last heartbeat
+seems too old. With clocks that differ by more than a few seconds it removes healthy hosts.
 
-The endpoint host runs a :class:`ClockServer`; every other host calls :func:`check_clock`. Messages are JSON in queues of the store
-(TCPStore and HashStore have queues, FileStore does not); nothing is unpickled.
+The endpoint host runs a :class:`ClockServer`; every other host calls :func:`check_clock`. Messages are JSON in queues of the
+store (TCPStore and HashStore have queues, FileStore does not); nothing is unpickled.
 """
 
 from __future__ import annotations
