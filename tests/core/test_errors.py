@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from paceline.core.errors import ConfigError, PacelineError, RunError, nearest
+from paceline.core.errors import ConfigError, FaultError, PacelineError, ReportedError, RunError, StoppedError, nearest
 from paceline.core.words import counted
 
 
@@ -25,6 +25,16 @@ def test_exit_codes_and_the_way_between_processes(kind: type[PacelineError], cod
     assert again.exit_code == code
     assert (again.what, again.allowed, again.fix) == ("what", "this", "that")
     assert str(again) == str(error)
+
+
+def test_errors_with_further_arguments_pickle() -> None:
+    fault = pickle.loads(pickle.dumps(FaultError("rank 1 hangs", fix="restart it", ranks=[1])))
+    assert (fault.ranks, fault.fix) == ([1], "restart it")
+    for kind, code in ((ReportedError, 7), (StoppedError, 130)):
+        error = kind("rank 1: it failed", code)
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is kind
+        assert (again.exit_code, again.paragraph()) == (code, error.paragraph())
 
 
 def test_nearest() -> None:

@@ -159,6 +159,53 @@ def test_under_an_outer_torchrun(full, tmp_path):
     assert digest(tmp_path / "run") == digest(folder)
 
 
+SCRIPT = """
+import json, os, pickle, signal, sys, threading
+import paceline
+
+config = {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#64", "output_dir": sys.argv[1],
+          "max_length": 64, "train_args": {"max_steps": 2}, "parallel": {"device": "cpu"}}
+before = signal.getsignal(signal.SIGTERM)
+if sys.argv[2] == "stop":  # rank 1 alone gets the signal, and both ranks stop
+    config["train_args"]["max_steps"] = 100000
+    if os.environ["RANK"] == "1":
+        threading.Timer(8.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+try:
+    report = paceline.train(config)
+    found = {"steps": report["steps"], "world_size": report["world_size"], "loss": report["final_train_loss"]}
+except paceline.core.errors.PacelineError as error:
+    again = pickle.loads(pickle.dumps(error))
+    found = {"kind": type(again).__name__, "text": str(again), "exit_code": again.exit_code}
+found["handlers_restored"] = signal.getsignal(signal.SIGTERM) == before
+with open(f"{sys.argv[3]}-{os.environ['RANK']}", "w") as handle:
+    json.dump(found, handle)
+"""
+
+
+def on_two_ranks(folder, end):
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "run", end, end], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads((folder / f"{end}-{rank}").read_text()) for rank in (0, 1)]
+
+
+def test_every_rank_gets_the_report_under_an_outer_torchrun(tmp_path):
+    first, second = on_two_ranks(tmp_path, "done")
+    assert first == second
+    assert (first["steps"], first["world_size"], first["handlers_restored"]) == (2, 2, True)
+    assert first["loss"] == report(tmp_path / "run")["final_train_loss"]
+
+
+@pytest.mark.soak
+def test_every_rank_raises_that_it_was_stopped_under_an_outer_torchrun(tmp_path):
+    for found in on_two_ranks(tmp_path, "stop"):
+        assert (found["kind"], found["exit_code"], found["handlers_restored"]) == ("StoppedError", 143, True)
+        assert "a checkpoint is in" in found["text"]
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
 def test_json_gives_the_report_alone_on_standard_output(tmp_path):
     done = train(tmp_path / "run", "max_steps=2", "parallel.num_gpus=1", "--json")
     assert json.loads(done.stdout)["steps"] == 2

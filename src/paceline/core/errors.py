@@ -70,6 +70,39 @@ class FaultError(RunError):
         super().__init__(what, allowed=allowed, fix=fix)
         self.ranks = None if ranks is None else list(ranks)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.allowed, self.fix), {"ranks": self.ranks})
+
+
+class ReportedError(RunError):
+    """A failure that a rank has already described in one paragraph, with the exit code of its process.
+
+    Args:
+        text: the whole paragraph.
+        exit_code: what the command exits with.
+    """
+
+    def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+    def paragraph(self) -> str:
+        return self.what
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.what, self.exit_code))
+
+
+class StoppedError(RunError):
+    """A run that a signal stopped, with the exit code of its process (130 for SIGINT, else 143)."""
+
+    def __init__(self, text: str, exit_code: int = EXIT_SIGTERM) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.what, self.exit_code))
+
 
 class MismatchError(RunError):
     """The ranks have issued different collectives. It may be why other ranks are gone without a word, and would only come

@@ -69,7 +69,8 @@ class Job:
 
 
 def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
-    """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``, the report on rank 0 only."""
+    """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``: the report on every rank, or on
+    rank 0 only if a launcher of Paceline collects it."""
     axes = job.layout.axes if job.layout.num_processes > 1 else Axes()
     PULSE.start(active=job.config.recovery.watchdog, on_cpu=job.device_type == "cpu")
     world = open_world(env, job.device_type, job.config.parallel.timeout_s, axes)
@@ -101,9 +102,11 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
                 network = session.judge.said if session.judge is not None else None
                 more = {"network": network} if network is not None else {}
                 events.emit("run_end", status=status, step=session.step, reason=reason, wall_s=report["wall_s"], **more)
+            if job.launcher is None:  # no launcher collects rank 0's report, and each rank's caller wants it
+                report = world.broadcast_object(report)  # type: ignore[assignment]
             world.barrier()
             built.strategy.close()
-            return {"status": status, "report": report if world.is_first else None}
+            return {"status": status, "report": report if world.is_first or job.launcher is None else None}
     except BaseException as caught:
         error = watchdog.explain(caught)
         if world.is_first and job.launcher is None:  # the command line says the same, once, when all ranks have ended

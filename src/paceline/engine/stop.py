@@ -6,14 +6,17 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paceline.core.errors import EXIT_FAILED
 
 # A terminal and a launcher may both pass on one Ctrl-C; signals this close together are one.
 _SAME_SIGNAL_S = 1.0
+
+_HANDLED = {number for name in ("SIGTERM", "SIGINT", "SIGHUP") if (number := getattr(signal, name, None)) is not None}
 
 
 class StopFlag:
@@ -32,14 +35,21 @@ class StopFlag:
     def wanted(self) -> bool:
         return self.signal is not None
 
-    def install(self, sigint: bool) -> None:
-        """``sigint``: False where a launcher of ours answers signals. Haste is then its to show, by SIGKILL: a second SIGTERM
-        may come from a scheduler, which sends it to every process, or by way of another host."""
+    def install(self, sigint: bool) -> bool:
+        """Handle the signals that ask a run to stop. Only the main thread of a process may do that: in any other thread (Ray
+        Train and other schedulers run the training function in one) nothing changes, and the result is False.
+
+        Args:
+            sigint: False if a launcher of Paceline answers signals. A second signal then does not end this process at once,
+                because a scheduler may send SIGTERM to every process; the launcher does it with SIGKILL.
+        """
         self._alone = sigint
+        if threading.current_thread() is not threading.main_thread():
+            return False
         signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal if sigint else signal.SIG_IGN)
-        if hasattr(signal, "SIGHUP"):
-            signal.signal(signal.SIGHUP, self._on_signal if sigint else signal.SIG_IGN)
+        for number in _HANDLED - {signal.SIGTERM}:
+            signal.signal(number, self._on_signal if sigint else signal.SIG_IGN)
+        return True
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         now = time.monotonic()
@@ -49,6 +59,19 @@ class StopFlag:
             with contextlib.suppress(Exception):  # nothing holds up who is in haste
                 self.on_haste(number)
             os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Restore the process's signal handlers after the block: a program that calls ``paceline.train()`` may continue."""
+    before = {number: signal.getsignal(number) for number in _HANDLED}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:  # None: it was not installed from Python, and cannot be restored from Python
+                    signal.signal(number, handler)
 
 
 def _end_by_fault(text: str, blamed: Sequence[int]) -> None:

@@ -11,7 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, PacelineError, RunError
+from paceline.core.errors import (
+    EXIT_DONE,
+    EXIT_SIGINT,
+    EXIT_SIGTERM,
+    EXIT_USAGE,
+    ConfigError,
+    ReportedError,
+    StoppedError,
+)
 
 if TYPE_CHECKING:
     from paceline.config.load import Loaded
@@ -33,7 +41,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: the process's exit code and, from rank 0, the report. ``text`` is the dry run's."""
+    """How a run ended: the process's exit code and the report. Under an outer launcher such as torchrun every rank has it."""
 
     exit_code: int
     report: dict[str, Any] | None = None
@@ -41,7 +49,8 @@ class Result:
 
 
 def train(config: str | Path | Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
-    """Train as ``paceline train CONFIG`` does, and return the report (the content of ``report.json``).
+    """Train as ``paceline train CONFIG`` does, and return the report (the content of ``report.json``). Under an outer launcher
+    (``torchrun script.py``) every rank calls this function, and every rank gets the report.
 
     Args:
         config: path of a config file, or its content as a mapping.
@@ -49,17 +58,22 @@ def train(config: str | Path | Mapping[str, Any], **overrides: Any) -> dict[str,
 
     Raises:
         ConfigError: the config or the data is wrong; nothing was started or written.
-        RunError: the run failed, or was stopped by a signal.
+        RunError: the run failed.
+        StoppedError: a signal stopped the run (a RunError too).
     """
     from paceline.config.load import load_config
+    from paceline.engine.stop import handlers_restored
 
     if isinstance(config, Mapping):
         loaded = load_config(None, {**config, **overrides})
     else:
         loaded = load_config(config, overrides)
-    result = run(loaded, Options(), time.time())
-    if result.report is None or result.exit_code != EXIT_DONE:
-        raise RunError(f"the run was stopped by a signal; a checkpoint is in {loaded.config.output_dir}")
+    with handlers_restored():
+        result = run(loaded, Options(), time.time())
+    if result.report is None:
+        raise StoppedError("the run was stopped by a signal before the training began", result.exit_code)
+    if result.exit_code != EXIT_DONE:
+        raise StoppedError(f"the run was stopped by a signal; a checkpoint is in {loaded.config.output_dir}", result.exit_code)
     return result.report
 
 
@@ -198,23 +212,14 @@ def _result(outcome: dict[str, Any], options: Options, config: Config, say: Any)
     if outcome["status"] == "failed":
         if options.debug and outcome.get("traceback"):
             print(outcome["traceback"], file=sys.stderr)
-        raise _Told(outcome["text"], outcome["exit_code"])
+        if outcome["exit_code"] == EXIT_USAGE:
+            raise ConfigError(outcome["text"])
+        raise ReportedError(outcome["text"], outcome["exit_code"])
     if outcome["status"] == "stopped" and outcome.get("report") is None and outcome["exit_code"] in (EXIT_SIGINT, EXIT_SIGTERM):
         with contextlib.suppress(OSError, ValueError):
             print("stopped before the training began", file=sys.stderr, flush=True)
         return Result(outcome["exit_code"])
     return Result(outcome["exit_code"], outcome["report"])
-
-
-class _Told(PacelineError):
-    """A failure whose paragraph was written on a rank."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-
-    def paragraph(self) -> str:
-        return self.what
 
 
 __all__: Sequence[str] = ["ConfigError", "Options", "Result", "run", "train"]
