@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,20 @@ from not_run import skip_loudly
 
 
 @contextmanager
-def two_hosts(config: pytest.Config) -> Iterator[Any]:
-    """A :class:`netns.Network` of two; a test that cannot have it is skipped, and that is said at the end of the session."""
+def network_of(config: pytest.Config, num_hosts: int, loss: float = 0.0) -> Iterator[Any]:
+    """A :class:`netns.Network` of so many hosts, which loses a share of all packets; a test that cannot have it is skipped, and
+    that is said at the end of the session."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
     from netns import Link, Network, NetworkError
 
     with ExitStack() as stack:
         try:
-            found = stack.enter_context(Network(2, Link(1e9)))
+            network = stack.enter_context(Network(num_hosts, Link(1e9, loss=loss)))
         except NetworkError as error:
             skip_loudly(config, "namespaces", f"between network namespaces: {error}")
-        yield found
+        yield network
+
+
+def two_hosts(config: pytest.Config) -> AbstractContextManager[Any]:
+    """A network of two, without loss."""
+    return network_of(config, 2)
