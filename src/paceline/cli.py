@@ -31,7 +31,7 @@ usage: paceline VERB …
   data         stats CONFIG.yaml [key=value …]  lengths, duplicates, what each max_length would cut (--output PAGE.html)
   data         preview CONFIG.yaml [key=value …]  the first rows as the model will see them (--rows N)
   slurm        CONFIG.yaml [key=value …]     a script for Slurm (--nodes N, --gpus-per-node N, --time 4:00:00, --submit, …)
-  kubernetes   CONFIG.yaml [key=value …]     a manifest for Kubeflow Trainer (--nodes N, --gpus-per-node N, --image IMAGE, …)
+  kubernetes   CONFIG.yaml [key=value …]     manifests for Kubernetes (--nodes N, --gpus-per-node N, --image IMAGE, --variant …)
   bench        collectives                   their latency and bandwidth (--ranks 2,4, --sizes 1KB,25MB, --output …)
 
 Every verb takes --json: the result alone on standard output. Keys: docs/config.md.
@@ -283,8 +283,8 @@ def _data_preview(tokens: list[str], as_json: bool) -> int:
 
 
 def _slurm(tokens: list[str], _: float) -> int:
+    from paceline.cluster.jobs.slurm import VALUES, check_slurm_options, make_request, slurm
     from paceline.config.load import split_cli
-    from paceline.launch.slurm import VALUES, check_slurm_options, make_request, slurm
 
     flags, tokens = _take_flags(tokens, "json", "debug", "submit")
     values, tokens = _take_values(tokens, VALUES)
@@ -294,14 +294,18 @@ def _slurm(tokens: list[str], _: float) -> int:
 
 
 def _kubernetes(tokens: list[str], _: float) -> int:
+    from paceline.cluster.jobs.kubernetes import kubernetes, print_runtime
+    from paceline.cluster.jobs.kubernetes_options import FLAGS, VALUES, check_kubernetes_options, make_options
     from paceline.config.load import split_cli
-    from paceline.launch.kubernetes import VALUES, check_kubernetes_options, kubernetes, make_request
+    from paceline.plan.quick import at_most
 
-    flags, tokens = _take_flags(tokens, "json", "debug")
+    flags, tokens = _take_flags(tokens, "json", "debug", *FLAGS)
     values, tokens = _take_values(tokens, VALUES)
     check_kubernetes_options(tokens)
+    if flags["runtime-manifest"]:
+        return print_runtime(values, flags["coscheduling"], tokens, flags["json"])
     path, overrides = split_cli(tokens)
-    return kubernetes(make_request(path, overrides, values), flags["json"])
+    return kubernetes(make_options(path, overrides, values, flags, at_most), flags["json"])
 
 
 _VERBS: dict[str, Callable[[list[str], float], int]] = {

@@ -77,10 +77,11 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Slurm that runs. ``environment``: what commands need to speak with it."""
+    """A Slurm that runs. ``environment``: what its commands need; ``daemons``: the process of each, slurmd by its node."""
 
     folder: Path
     environment: dict[str, str]
+    daemons: dict[str, subprocess.Popen[bytes]]
 
     def __call__(self, *command: str) -> str:
         """Run a command of Slurm; what it printed."""
@@ -103,6 +104,27 @@ class Cluster:
             time.sleep(0.2)
         raise AssertionError(f"job {number} did not come to {states}: {self.job(number)}{self.logs()}")
 
+    def start(self, name: str, command: list[str]) -> None:
+        """Start a daemon; its log is in the folder."""
+        with (self.folder / f"{name}-output.log").open("ab") as out:
+            self.daemons[name] = subprocess.Popen(command, env=self.environment, stdout=out, stderr=out, start_new_session=True)
+
+    def lose_node(self, node: str) -> None:
+        """The node loses power: all of its processes end at once. Slurm gets to know it now, not after its SlurmdTimeout."""
+        tasks = [process for process in psutil.process_iter() if _environment(process).get("SLURMD_NODENAME") == node]
+        parents = [process.parent() for process in tasks]
+        keepers = [process for process in parents if process is not None and process.name() == "slurmstepd"]
+        for process in (psutil.Process(self.daemons[node].pid), *keepers, *tasks):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.daemons[node].wait()
+        self("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+
+    def boot_node(self, node: str) -> None:
+        """It is back, with none of its processes."""
+        self.start(node, ["slurmd", "-D", "-N", node])
+        self("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
     def logs(self) -> str:
         """The ends of all logs of Slurm's own."""
         found = sorted(self.folder.glob("*.log"))
@@ -124,26 +146,18 @@ def slurm_cluster() -> Iterator[Cluster]:
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
     folder.chmod(0o755)
-    cluster = Cluster(folder, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")})
+    cluster = Cluster(folder, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}, {})
     files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
-    commands = [
-        ["munged", "--foreground", "--force", f"--socket={folder}/munge.sock", *files],
-        ["slurmctld", "-D"],
-        *(["slurmd", "-D", "-N", node] for node in NODES),
-    ]
-    daemons: list[subprocess.Popen[bytes]] = []
     try:
-        for number, command in enumerate(commands):
-            with (folder / f"{number}-{command[0]}.log").open("wb") as out:
-                daemons.append(
-                    subprocess.Popen(command, env=cluster.environment, stdout=out, stderr=out, start_new_session=True)
-                )
-            if command[0] == "munged":
-                _wait_until(cluster, (folder / "munge.sock").exists)
+        cluster.start("munged", ["munged", "--foreground", "--force", f"--socket={folder}/munge.sock", *files])
+        _wait_until(cluster, (folder / "munge.sock").exists)
+        cluster.start("slurmctld", ["slurmctld", "-D"])
+        for node in NODES:
+            cluster.start(node, ["slurmd", "-D", "-N", node])
         _wait_until(cluster, lambda: _idle(cluster) == len(NODES))
         yield cluster
     finally:
-        _stop(cluster, daemons)
+        _stop(cluster)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -160,7 +174,8 @@ def _wait_until(cluster: Cluster, ready) -> None:
         time.sleep(0.1)
 
 
-def _stop(cluster: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
+def _stop(cluster: Cluster) -> None:
+    daemons = list(cluster.daemons.values())
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         _end_jobs(cluster)
     for daemon in reversed(daemons):
@@ -187,6 +202,13 @@ def _end_jobs(cluster: Cluster) -> None:
     deadline = time.monotonic() + 10
     while slurm("squeue", "--noheader").strip() and time.monotonic() < deadline:
         time.sleep(0.2)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
 
 
 def _is_of(process: psutil.Process, cluster: Cluster) -> bool:

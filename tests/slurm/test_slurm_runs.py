@@ -1,9 +1,11 @@
 """`paceline slurm` on a real Slurm: two nodes train one job, Slurm stops it in its several ways; it ends with the same bits."""
 
+import contextlib
 import os
 import shutil
 import time
 
+import psutil
 import pytest
 from commands import MICRO, digest, events, report, run
 from slow_task import SLOW
@@ -21,6 +23,7 @@ _SLOW = (
     *SLOW, "dataloader_num_workers=1", "warmup_steps=3", "parallel.timeout_s=60", "save_steps=0", "task_args.step_s=0.1",
 )  # fmt: skip
 BRIEF = (*_SLOW, "max_steps=120")
+SAVING = (*(word for word in BRIEF if not word.startswith("save_steps")), "save_steps=10")
 LONG = (*_SLOW, "max_steps=400")  # Slurm looks at time limits every 30 s
 # Sums come out the same to the last bit where as many threads make them: a rank alone on its node would take two.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -148,6 +151,67 @@ def test_the_time_limit_comes(cluster, undisturbed, tmp_path):
     first, second = lives(tmp_path)
     assert second[0] == first[1], "a step was lost"
     assert "goes back into the queue" in log_of(tmp_path, number)
+
+
+def commands_of(number, node):
+    """The command that srun started on a node, and the processes of its ranks."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            told = process.environ()
+            if (
+                told.get("SLURM_JOB_ID") == str(number)
+                and told.get("SLURM_NODEID") == str(node)
+                and "SLURM_STEP_NODELIST" in told
+            ):
+                found.append(process)
+    return found
+
+
+@pytest.mark.soak
+def test_the_command_of_the_first_node_is_killed(cluster, undisturbed, tmp_path):
+    """The rendezvous endpoint is gone while the node is not: the batch script puts the job back into the queue."""
+    number = submit(cluster, tmp_path, SAVING)
+    wait_for_step(cluster, tmp_path, number, 25)
+    killed = commands_of(number, 0)
+    assert killed
+    for process in killed:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    cluster.wait_for(number, "PENDING", timeout_s=180)
+    log = log_of(tmp_path, number)
+    assert "killed on a node by signal 9 (time 1 of 3 without a new checkpoint)" in log
+    found = wait_for_end(cluster, tmp_path, number)
+    assert found["Restarts"] == "1"
+    assert digest(tmp_path / "run") == undisturbed(SAVING)
+    *_, last = lives(tmp_path)
+    assert last[0] >= 20, "it resumed from a checkpoint"
+
+
+@pytest.mark.soak
+def test_the_first_node_is_lost(cluster, undisturbed, tmp_path):
+    """With the node its batch script and the rendezvous endpoint are gone: Slurm puts the job back into the queue."""
+    number = submit(cluster, tmp_path, SAVING)
+    wait_for_step(cluster, tmp_path, number, 25)
+    cluster.lose_node("n1")
+    cluster.wait_for(number, "PENDING", timeout_s=180)
+    cluster.boot_node("n1")
+    found = wait_for_end(cluster, tmp_path, number)
+    assert found["Restarts"] == "1"
+    assert digest(tmp_path / "run") == undisturbed(SAVING)
+    *_, last = lives(tmp_path)
+    assert last[0] >= 20, "it resumed from a checkpoint"
+
+
+@pytest.mark.soak
+def test_a_config_error_is_not_tried_again(cluster, tmp_path):
+    words = ("model=builtin:qwen2-micro", "dataset=missing.jsonl", "parallel.device=cpu", "parallel.timeout_s=60")
+    number = submit(cluster, tmp_path, words)
+    with pytest.raises(AssertionError):
+        cluster.wait_for(number, "COMPLETED")
+    found = cluster.job(number)
+    assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("FAILED", "2:0", "0")
+    assert "missing.jsonl" in log_of(tmp_path, number)
 
 
 def test_a_job_that_slurm_refuses(cluster, tmp_path):

@@ -1,5 +1,5 @@
-"""`paceline slurm`: a batch script that trains a config on several nodes, stops with a checkpoint when Slurm says so, goes back
-into the queue, and goes on. What Slurm promises: https://slurm.schedmd.com/sbatch.html."""
+"""`paceline slurm`: a batch script that trains a config on several nodes. It stops with a checkpoint when Slurm sends SIGTERM,
+goes back into the queue, and resumes; so it does when the command of a node was killed. https://slurm.schedmd.com/sbatch.html"""
 
 from __future__ import annotations
 
@@ -14,8 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster.jobs.hosts import (
+    COMMON,
+    Hosts,
+    check_options,
+    check_output,
+    for_hosts,
+    needed,
+    plain,
+    time_limit_s,
+    write,
+)
 from paceline.core.errors import EXIT_DONE, EXIT_SIGTERM, ConfigError, RunError
-from paceline.launch.cluster import COMMON, Hosts, check_options, check_output, for_hosts, needed, plain, write
 
 #: Passed on to Slurm as they are.
 _PASSED = ("partition", "account", "qos", "constraint", "reservation", "mem")
@@ -27,6 +37,7 @@ _WORD = r"[\w.,:@%+/=&|*()\[\]-]+"
 _LEAD_S = 120
 _MOST_LEAD_S = 65535  # Slurm keeps it in 16 bits
 _SUBMIT_TIMEOUT_S = 120.0
+_REJOIN_S = 60
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ def make_request(path: Path | None, words: list[str], values: dict[str, Any]) ->
         ConfigError: an option is missing, unknown or wrong, or the config does not load or does not fit the nodes.
     """
     needed(values, "slurm", "nodes", "gpus-per-node", "time")
-    limit_s = _seconds(values["time"])
+    limit_s = time_limit_s(values["time"])
     lead_s = values.get("signal-lead", _LEAD_S)
     if not 1 <= lead_s <= _MOST_LEAD_S or lead_s >= limit_s:
         raise ConfigError(
@@ -63,7 +74,7 @@ def make_request(path: Path | None, words: list[str], values: dict[str, Any]) ->
             plain(one, values[one], _WORD, "one word, as sbatch takes it")
     output = check_output(values.get("output"))
     hosts = for_hosts(path, words, values["nodes"], values["gpus-per-node"])
-    cpus = values.get("cpus-per-node", _cpus(hosts))
+    cpus = values.get("cpus-per-node", hosts.min_cpus)
     if not 1 <= cpus <= 4096:
         raise ConfigError(f"`--cpus-per-node {cpus}` is out of range", allowed="1 to 4,096")
     passed = tuple((one, values[one]) for one in _PASSED if one in values)
@@ -123,49 +134,78 @@ def script(request: Request) -> str:
         ("requeue", None),
         ("signal", f"TERM@{request.lead_s}"),
     ]
-    head = "\n".join(f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quoted(value)}" for name, value in options)
+    header = "\n".join(
+        f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quoted(value)}" for name, value in options
+    )
     given = [str(hosts.given.absolute())] if hosts.given is not None else []
-    lines = [[sys.executable, "-m", "paceline", "sft", *given], *([one] for one in (*hosts.words, *hosts.own))]
-    command = " \\\n  ".join(map(shlex.join, lines))
-    meet, where = (_MEET, ' \\\n  "parallel.rdzv_endpoint=$address:$port"') if hosts.nodes > 1 else ("", "")
-    gpus = f" --gpus-per-node={hosts.gpus}" if hosts.gpus else ""
+    words = (*hosts.words, *hosts.own, *_own_words(hosts))
+    command = " \\\n  ".join(map(shlex.join, [[sys.executable, "-m", "paceline", "sft", *given], *([word] for word in words)]))
+    rendezvous, endpoint = (_RENDEZVOUS, ' \\\n  "parallel.rdzv_endpoint=$address:$port"') if hosts.nodes > 1 else ("", "")
     return _SCRIPT.format(
-        head=head,
-        meet=meet,
+        header=header,
+        rendezvous=rendezvous,
         nodes=hosts.nodes,
         cpus=request.cpus,
-        gpus=gpus,
+        gpus=f" --gpus-per-node={hosts.gpus}" if hosts.gpus else "",
         command=command,
-        where=where,
+        endpoint=endpoint,
         stopped=EXIT_SIGTERM,
+        checkpoints=shlex.quote(str(Path(hosts.config.output_dir, "checkpoints").expanduser())),
+        max_restarts=hosts.config.recovery.max_restarts,
     )
+
+
+def _own_words(hosts: Hosts) -> list[str]:
+    """Slurm does not start a lost task again within the job, so the others wait for a short interruption at most."""
+    chosen = hosts.nodes == 1 or "rejoin_s" in hosts.config.recovery.model_fields_set
+    return [] if chosen else [f"recovery.rejoin_s={_REJOIN_S}"]
 
 
 _SCRIPT = """\
 #!/bin/bash
-{head}
+{header}
 
-# One launcher a node; it starts the ranks of its node. Slurm's signal goes to the launchers: all ranks finish the same step,
-# write a checkpoint, and end with {stopped}. The job then goes back into the queue, and the same command goes on from there.
-{meet}
+# One command per node, which starts the ranks of its node. When Slurm sends SIGTERM, all ranks finish the same step, write a
+# checkpoint and end with exit code {stopped}.
+{rendezvous}
 srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task={cpus}{gpus} \\
   --cpu-bind=none --kill-on-bad-exit=0 --wait=0 \\
-  {command}{where}
+  {command}{endpoint}
 code=$?
 
-if [ "$code" -eq {stopped} ]; then
-  echo "stopped by a signal: job $SLURM_JOB_ID goes back into the queue; to end it for good: scancel $SLURM_JOB_ID"
+# srun returns the highest exit code of the nodes: 0: done, 1: the run failed, 2: the config or the data are wrong,
+# {stopped}: stopped with a checkpoint, 128 + N: the command of a node was killed by signal N, 253: out of memory.
+reason=
+case "$code" in
+  {stopped})
+    reason="stopped by a signal" ;;
+  129 | 13[1-9] | 1[4-9][0-9])
+    # Slurm does not start the killed command again within this allocation. After a requeue the run resumes from its newest
+    # checkpoint. A job that is killed more than {max_restarts} times without a new checkpoint fails.
+    state=".$SLURM_JOB_NAME-$SLURM_JOB_ID.killed"
+    newest=$(ls -d {checkpoints}/step-* 2> /dev/null | tail -n 1)
+    {{ read -r count && read -r previous; }} 2> /dev/null < "$state" || count=0
+    [ "$newest" = "$previous" ] || count=0
+    count=$((count + 1))
+    printf '%s\\n' "$count" "$newest" > "$state"
+    if [ "$count" -le {max_restarts} ]; then
+      reason="killed on a node by signal $((code - 128)) (time $count of {max_restarts} without a new checkpoint)"
+    fi ;;
+esac
+if [ -n "$reason" ]; then
+  echo "$reason: job $SLURM_JOB_ID goes back into the queue; to end it for good: scancel $SLURM_JOB_ID"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
 """
 
-_MEET = """\
+_RENDEZVOUS = """\
 
-# The first node is the head, under the address that Slurm itself reaches it by; the port follows from the job's number.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(scontrol show node --oneliner "$head" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
-address=${address:-$head}
+# The rendezvous endpoint is the first node, under the address that Slurm itself uses for it; the port follows from the job's
+# number.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+address=${address:-$first}
 port=$((20000 + SLURM_JOB_ID % 10000))
 """
 
@@ -174,42 +214,6 @@ def _quoted(value: object) -> str:
     """For a line of `#SBATCH`, which takes double quotes."""
     text = str(value)
     return f'"{text}"' if re.search(r"\s", text) else text
-
-
-def _cpus(hosts: Hosts) -> int:
-    """The least that the ranks and their loader processes need on a node: a core each."""
-    ranks = hosts.ranks_per_node or 2
-    return ranks * (1 + hosts.config.train_args.dataloader_num_workers)
-
-
-def _seconds(text: str) -> int:
-    """A time limit as Slurm writes it, in seconds.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    numbers = [*([days] if dash else []), *parts]
-    seconds = 0
-    if len(parts) <= 3 and all(re.fullmatch(r"[0-9]{1,6}", one) for one in numbers):
-        fields = [int(one) for one in parts]
-        if dash:
-            hours, minutes, rest_s = [*fields, 0, 0][:3]
-        elif len(fields) == 3:
-            hours, minutes, rest_s = fields
-        else:
-            hours, (minutes, rest_s) = 0, [*fields, 0][:2]
-        leading = [len(fields) == 3 or bool(dash), len(fields) > 1]  # minutes, seconds that follow a larger unit
-        if not (leading[0] and minutes >= 60) and not (leading[1] and rest_s >= 60):
-            seconds = ((int(days) if dash else 0) * 24 + hours) * 3600 + minutes * 60 + rest_s
-    if not seconds:
-        raise ConfigError(
-            f"`--time {text}` is no time limit",
-            allowed="minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, or with :seconds",
-            fix="write e.g. `--time 4:00:00` for four hours",
-        )
-    return seconds
 
 
 def _submit(text: str) -> int:

@@ -90,7 +90,7 @@ def test_the_script(here: Path, written: Write) -> None:
 def test_the_hosts_meet_at_the_first_node_on_a_port_of_the_job(written: Write, tmp_path: Path) -> None:
     """The script's own lines, run by bash with a stand-in for `scontrol` that prints what Slurm prints."""
     script = written("mine.yaml", *OPTIONS)
-    lines = script[script.index("head=$(") : script.index("\nsrun ")]
+    lines = script[script.index("first=$(") : script.index("\nsrun ")]
     stand_in = """scontrol() { case "$2" in
       hostnames) printf 'gpu003\\ngpu004\\n';;
       node) echo "NodeName=$4 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.0.0.3 NodeHostName=gpu003 Version=22.05.8";;
@@ -102,12 +102,52 @@ def test_the_hosts_meet_at_the_first_node_on_a_port_of_the_job(written: Write, t
     assert done.stdout == f"10.0.0.3:{slurm_port(1234567)}\n", done.stderr
 
 
+@pytest.fixture
+def ended(here: Path, written: Write) -> Callable[[int], tuple[int, bool, str]]:
+    """The script, run by bash where srun ends with a code: (its exit code, whether it requeues the job, its output)."""
+    script = written("mine.yaml", *OPTIONS, "recovery.max_restarts=2")
+    for name, line in (("srun", "exit $SRUN_CODE"), ("scontrol", '[ "$1" = requeue ] && echo "$@" >> requeued; echo node1')):
+        (here / name).write_text(f"#!/bin/bash\n{line}\n")
+        (here / name).chmod(0o755)
+
+    def end(code: int) -> tuple[int, bool, str]:
+        (here / "requeued").unlink(missing_ok=True)
+        environment = {"PATH": f"{here}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "SRUN_CODE": str(code)}
+        done = subprocess.run(["bash", "-s"], input=script, env=environment, capture_output=True, text=True, cwd=here)
+        assert done.stderr == ""
+        return done.returncode, (here / "requeued").exists(), done.stdout
+
+    return end
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (2, False), (253, False), (143, True), (137, True)])
+def test_which_exit_codes_put_the_job_back(ended: Callable, code: int, requeued: bool) -> None:
+    assert ended(code)[:2] == (code, requeued)
+
+
+def test_a_job_that_is_killed_again_and_again(here: Path, ended: Callable) -> None:
+    """`recovery.max_restarts` times without a new checkpoint; a stop by a signal in between does not count."""
+    assert [ended(code)[1] for code in (137, 143, 139, 137)] == [True, True, True, False]
+    (here / "output/run/checkpoints/step-00000040").mkdir(parents=True)
+    code, requeued, out = ended(137)
+    assert (code, requeued) == (137, True)
+    assert "killed on a node by signal 9 (time 1 of 2 without a new checkpoint): job 7 goes back into the queue" in out
+    assert [ended(137)[1], ended(137)[1]] == [True, False]
+
+
+def test_how_long_the_other_nodes_wait(written: Write) -> None:
+    assert "recovery.rejoin_s=60" in command_of(written("mine.yaml", *OPTIONS))
+    chosen = command_of(written("mine.yaml", *OPTIONS, "recovery.rejoin_s=300"))
+    assert [word for word in chosen if "rejoin" in word] == ["recovery.rejoin_s=300"]
+
+
 def test_ranks_on_the_cpu_and_a_single_node(written: Write) -> None:
     script = written(
         "mine.yaml", "--nodes=1", "--gpus-per-node=0", "--time=1-0", "parallel.num_gpus=3", "dataloader_num_workers=2"
     )
     assert "gpus-per-node" not in script
-    assert "head" not in script
+    assert "rdzv_endpoint" not in script
+    assert "rejoin_s" not in script
     assert options_of(script)["cpus-per-task"] == "9"
     config = load_config(*split_cli(command_of(script))).config
     assert (config.parallel.device, config.parallel.num_gpus, config.parallel.nnodes) == ("cpu", 3, 1)

@@ -1,4 +1,4 @@
-"""A config on the hosts of a cluster: what the writers of job files, for Slurm and Kubernetes, have in common."""
+"""A config on the hosts of a cluster: what the writers of job files for Slurm and Kubernetes share."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ class Hosts:
         count = self.config.parallel.num_gpus
         return None if count == "auto" else int(count)
 
+    @property
+    def min_cpus(self) -> int:
+        """The cores that a host needs: one for each rank and each of its loader processes."""
+        return (self.ranks_per_node or 2) * (1 + self.config.train_args.dataloader_num_workers)
+
 
 def check_options(tokens: list[str], verb: str, names: Collection[str]) -> None:
     """Raise ConfigError for an option that is neither the verb's own nor a key of the config."""
@@ -96,6 +101,36 @@ def plain(name: str, text: str, pattern: str, allowed: str) -> str:
     if re.fullmatch(pattern, text) is None:
         raise ConfigError(f"`--{name}` is not of the form that is needed: {text!r}", allowed=allowed)
     return text
+
+
+def time_limit_s(text: str) -> int:
+    """A time limit in Slurm's notation, in seconds.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    numbers = [*([days] if dash else []), *parts]
+    seconds = 0
+    if len(parts) <= 3 and all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers):
+        fields = [int(part) for part in parts]
+        if dash:
+            hours, minutes, rest_s = [*fields, 0, 0][:3]
+        elif len(fields) == 3:
+            hours, minutes, rest_s = fields
+        else:
+            hours, (minutes, rest_s) = 0, [*fields, 0][:2]
+        leading = [len(fields) == 3 or bool(dash), len(fields) > 1]  # minutes, seconds that follow a larger unit
+        if not (leading[0] and minutes >= 60) and not (leading[1] and rest_s >= 60):
+            seconds = ((int(days) if dash else 0) * 24 + hours) * 3600 + minutes * 60 + rest_s
+    if not seconds:
+        raise ConfigError(
+            f"`--time {text}` is not a time limit",
+            allowed="minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, or with :seconds",
+            fix="write e.g. `--time 4:00:00` for four hours",
+        )
+    return seconds
 
 
 def for_hosts(path: Path | None, words: list[str], nodes: int, gpus: int) -> Hosts:

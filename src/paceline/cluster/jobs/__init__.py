@@ -1,0 +1,1 @@
+"""Job files for schedulers: batch scripts for Slurm, manifests for Kubernetes."""
