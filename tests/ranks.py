@@ -30,8 +30,11 @@ def free_port() -> int:
 _AFTER_A_FAILURE_S = 2.0
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """``function(world, *args)`` on each of ``world_size`` ranks; results in order of rank. A failed rank fails the test."""
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, joins: bool = True
+) -> list[Any]:
+    """``function(world, *args)`` on each of ``world_size`` ranks; results in order of rank. A failed rank fails the test. With
+    ``joins=False`` it is ``function(env, *args)``, and no process group exists yet."""
     import torch
 
     context = multiprocessing.get_context("forkserver")
@@ -39,7 +42,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     processes, pipes = [], []
     for rank in range(world_size):
         mine, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(function, rank, world_size, port, theirs, args), daemon=True)
+        process = context.Process(target=_rank, args=(function, rank, world_size, port, theirs, args, joins), daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -74,7 +77,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     return [torch.load(io.BytesIO(answers[rank][1]), weights_only=False) for rank in range(world_size)]
 
 
-def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, pipe: Any, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any], rank: int, world_size: int, port: int, pipe: Any, args: tuple[Any, ...], joins: bool
+) -> None:
     import torch
 
     from paceline.world.group import open_world
@@ -83,9 +88,13 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, p
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        world = open_world(RankEnv(rank, world_size, rank, world_size), "cpu", 60.0)
-        value = function(world, *args)
-        world.close()
+        env = RankEnv(rank, world_size, rank, world_size)
+        if joins:
+            world = open_world(env, "cpu", 60.0)
+            value = function(world, *args)
+            world.close()
+        else:
+            value = function(env, *args)
         buffer = io.BytesIO()
         torch.save(value, buffer)  # by value: a tensor sent as it is would share memory with a process that ends
         pipe.send((True, buffer.getvalue()))

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.errors import ConfigError
-from paceline.engine.checkpoint_format import DTYPES, META, STATE, Entry, Piece, name_of, read_header, read_index
+from paceline.engine.checkpoint_format import DTYPES, META, STATE, Entry, Index, Piece, name_of, read_header, read_index
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +73,34 @@ class CheckpointReader:
         out = np.empty((count,), _item_type(entry))
         self._fill_flat(name, entry, start, out)
         return _as_tensor(out, entry)
+
+    # -- in blocks ------------------------------------------------------------------------------------------------------
+    @property
+    def entries(self) -> Index:
+        return self._index
+
+    def box_blocks(self, name: str, offset: Sequence[int], shape: Sequence[int], block_bytes: int) -> Iterator[memoryview]:
+        """The bytes of a box of a tensor in row-major order, in blocks of bounded size."""
+        entry = self._entry(name)
+        total, step = math.prod(shape), max(1, block_bytes // _item_type(entry).itemsize)
+        for start in range(0, total, step):
+            out = np.empty((min(step, total - start),), _item_type(entry))
+            filled = 0
+            for inner, size in _boxes(tuple(shape), start, out.size):
+                count = math.prod(size)
+                at = tuple(a + b for a, b in zip(offset, inner, strict=True))
+                self._fill_box(name, entry, at, out[filled : filled + count].reshape(size))
+                filled += count
+            yield out.view(np.uint8).data
+
+    def flat_blocks(self, name: str, start: int, count: int, block_bytes: int) -> Iterator[memoryview]:
+        """The bytes of ``count`` elements of the flattened tensor, in blocks of bounded size."""
+        entry = self._entry(name)
+        step = max(1, block_bytes // _item_type(entry).itemsize)
+        for begin in range(start, start + count, step):
+            out = np.empty((min(step, start + count - begin),), _item_type(entry))
+            self._fill_flat(name, entry, begin, out)
+            yield out.view(np.uint8).data
 
     # -- without torch --------------------------------------------------------------------------------------------------
     def describe(self, name: str) -> dict[str, Any]:

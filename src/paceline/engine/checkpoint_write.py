@@ -162,6 +162,11 @@ def awaits(aside: Path, rank: int) -> bool:
     return not aside.is_symlink() and _marker(aside, rank, "writing").is_file()
 
 
+def has_failed(aside: Path) -> bool:
+    """Whether some rank could not write its part of the save in this folder."""
+    return any(aside.glob("rank-*.failed-*"))
+
+
 def wait_for_parts(
     aside: Path,
     writers: Sequence[Writer],

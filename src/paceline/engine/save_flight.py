@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import RunError
+from paceline.engine import checkpoint_transfer
 from paceline.engine.carry import Carry, send_part
 from paceline.engine.checkpoint import prune, step_of
 from paceline.engine.checkpoint_format import name_of
@@ -26,6 +27,7 @@ from paceline.engine.checkpoint_write import (
 )
 from paceline.parallel.parts import Part
 from paceline.world.group import World
+from paceline.world.side_group import SideGroup
 
 #: How long a run that failed waits for its ranks to end what they are writing.
 HURRY_S = 20.0
@@ -39,6 +41,8 @@ class Flight:
     superseded: steps of checkpoints that an earlier life of the run wrote, beyond the one that this life goes on from.
     start: when the save was begun, on the clock of ``time.perf_counter``.
     carry: where a rank on a host that does not see the folder sends what it owns.
+    side: the group over which ranks that do not see the folder send what they own to rank 0.
+    senders: those of them that own something.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class Flight:
         superseded: frozenset[int],
         start: float,
         carry: Carry | None = None,
+        side: SideGroup | None = None,
+        senders: Sequence[int] = (),
     ) -> None:
         self.step = step
         self.parts = parts
@@ -68,6 +74,7 @@ class Flight:
         self.keep = keep
         self.superseded = superseded
         self.carry = carry if carry is not None and carry.sends else None
+        self.side, self.senders = side, senders
         self.blocked_s = 0.0
         self.wall_s: float | None = None
         self.saved: Saved | None = None
@@ -75,6 +82,7 @@ class Flight:
         self.warnings: list[str] = []
         self.patience_s: float | None = None
         self.ended = False
+        self.is_transferring = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -82,19 +90,38 @@ class Flight:
         self._thread.start()
 
     def join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        """Wait for the thread. If the run has failed (``patience_s`` is set), a transfer in which nothing moves any longer is
+        abandoned; it ends with the process."""
+        if self._thread is None:
+            return
+        moved, since = -1, time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(0.2)
+            if self.side is None or self.patience_s is None or not (self.is_transferring or self.side.is_remote):
+                continue
+            if moved != self.side.num_moved:
+                moved, since = self.side.num_moved, time.monotonic()
+            elif time.monotonic() - since > self.patience_s:
+                self.fail("the ranks that do not see the run's folder no longer send what they own")
+                return
 
     def run(self, tick: Callable[[], None] = lambda: None) -> None:
         """Write this rank's part; on rank 0 wait for the others and commit. Raises nothing. ``tick`` is called as what travels
         gets on."""
         assert self.aside is not None
         try:
-            if self.carry is None:
+            if self.side is not None and self.side.is_remote:
+                if self.parts:  # else rank 0 knows from the gather that began the save
+                    checkpoint_transfer.send_part(self.side, self.rank, len(self.writers), self.parts, tick)
+            elif self.carry is None:
                 write_part(self.aside, self.rank, len(self.writers), self.parts)
             elif self.parts:  # else its leader has said so
                 leader_pid = self.writers[self.leader].pid
                 send_part(self.carry, self.step, leader_pid, self.rank, len(self.writers), self.parts, tick)
+            if self.leads and self.side is not None:
+                self.is_transferring = True
+                checkpoint_transfer.receive_parts(self.side, self.aside, self.senders, len(self.writers), tick)
+                self.is_transferring = False
             if self.leads:
                 self._commit(tick)
         finally:

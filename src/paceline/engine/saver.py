@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from paceline.engine.save_flight import HURRY_S, Flight
 from paceline.parallel.parts import Part
 from paceline.world.group import World
 from paceline.world.pulse import PULSE
+from paceline.world.side_group import SideGroup
 from paceline.world.traffic import uncounted
 
 MakeParts = Callable[[], list[Part]]
@@ -42,6 +43,7 @@ class Saver:
         every_s: ask for a save whenever so many seconds have passed since the last was begun.
         pause: where a save cannot be written, stand still until it can be, or until ``stop()`` is true on some rank.
         carry: where ranks on hosts that do not see ``folder`` send what they own.
+        side: the group over which ranks that do not see ``folder`` send what they own to rank 0; None if all see it.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Saver:
         pause: bool = False,
         stop: Callable[[], bool] = lambda: False,
         carry: Carry | None = None,
+        side: SideGroup | None = None,
     ) -> None:
         self.world = world
         self.folder = folder
@@ -66,6 +69,7 @@ class Saver:
         self.pause = pause
         self.stop = stop
         self.carry = carry
+        self.side = side
         self.first_step = 0  # that this life of the run goes on from
         self.last_step: int | None = None  # saved, or being saved in the background
         self.num_begun = 0  # saves; the last one at:
@@ -193,9 +197,12 @@ class Saver:
                 parts = self._copy.take(parts)
             except (RuntimeError, MemoryError) as caught:
                 problem = f"no memory on the host for the copy (set `async_save: false`): {caught}"
-        idle = self.carry is not None and self.carry.sends and not parts  # sees no folder to say so in
+        remote = (self.carry is not None and self.carry.sends) or (self.side is not None and self.side.is_remote)
+        idle = remote and not parts  # sees no folder to say so in
+        broken = self.side is not None and self.side.is_broken
         with uncounted():
-            told: list[Any] = self.world.gather_objects((Writer.here(parts), aside, problem, self._copy.unpinned, idle))
+            told: list[Any] = self.world.gather_objects((Writer.here(parts), aside, problem, self._copy.unpinned, idle, broken))
+        senders = self._senders(told)
         asides = [one[1] for one in told if one is not None and one[1] is not None]
         problems = [(rank, one[2]) for rank, one in enumerate(told) if one is not None and one[2] is not None]
         if self.world.is_first and asides:
@@ -208,7 +215,8 @@ class Saver:
         writers = [Writer.here(()) if one is None else one[0] for one in told]
         superseded = frozenset(one for one in self._found if one > self.first_step)
         aside = asides[0] if asides else None
-        flight = Flight(self.world, self.folder, step, parts, meta, aside, writers, self.keep, superseded, start, self.carry)
+        ways = (self.carry, self.side, senders)
+        flight = Flight(self.world, self.folder, step, parts, meta, aside, writers, self.keep, superseded, start, *ways)
         if problems:
             rank, text = problems[0]
             flight.fail(text + (f" (on rank {rank})" if self.world.size > 1 else ""))
@@ -219,7 +227,7 @@ class Saver:
             flight.blocked_s = time.perf_counter() - start
             return None
         else:
-            flight.run(PULSE.tick if self.carry is not None else lambda: None)
+            flight.run(PULSE.tick if self.carry is not None or self.side is not None else lambda: None)
         error = self._agree(flight.error)
         if error is None and flight.leader in self.world.lost and not (self.folder / name_of(step)).is_dir():
             error = flight.not_led()
@@ -229,6 +237,15 @@ class Saver:
         if error is None or not quiet:
             self._say(flight)
         return error
+
+    def _senders(self, told: Sequence[Any]) -> list[int]:
+        """The ranks that send what they own of this save to rank 0. Makes new connections if an earlier transfer failed on some
+        rank. The same on all ranks."""
+        if self.side is None:
+            return []
+        if any(one is not None and one[5] for one in told) and not self.world.lost:
+            self.side.reopen()
+        return [rank for rank in self.side.remote_ranks if told[rank] is not None and not told[rank][4]]
 
     def _prepare(self, step: int) -> tuple[Path | None, str | None]:
         if not self.world.is_first:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,9 +20,9 @@ from paceline.core.files import write_atomic
 from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.data.loader import LoaderOptions
 from paceline.data.order import SampleOrder
-from paceline.engine import checkpoint
 from paceline.engine.announce import announce
 from paceline.engine.carry import Carry, travels
+from paceline.engine.checkpoint_transfer import open_checkpoint, transfer_notices
 from paceline.engine.communication import make_judge
 from paceline.engine.departures import batches_of, close_batches, listeners
 from paceline.engine.devices import DeviceReader
@@ -49,6 +49,7 @@ from paceline.world.group import World, open_world
 from paceline.world.mesh import Axes
 from paceline.world.pulse import PULSE
 from paceline.world.seeds import seed_everything
+from paceline.world.side_group import SideGroup
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Job:
     launcher: int | None = None  # process that outlives the ranks, and writes the end of a log that they could not end
     fault: dict[str, Any] | None = None  # that ended the life before this one
     carry: Carry | None = None  # where some host does not see the run's folder
+    sees_run_folder: bool = True  # whether this rank's host sees the run's folder of global rank 0's host
 
 
 def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
@@ -80,15 +82,17 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     watchdog.start()
     try:
         check_same_precision(world, job.config.train_args)
+        side, job = _open_side_group(job, world)
         built = build(job, world)  # before anything is written: a model that cannot be had leaves no trace
         world = built.strategy.world  # the same ranks, perhaps with other means to talk
         if job.resume_from is not None:
-            check_same_model(Path(job.resume_from), built.shape, built.frozen)
+            with open_checkpoint(Path(job.resume_from), side) as opened:
+                check_same_model(opened, job.resume_from, built.shape, built.frozen)
         with _locked(run_dir, world):
             if world.is_first:
                 events = _open_events(job, run_dir)
             watchdog.watch(built.strategy, events)
-            session = begin(job, world, built, run_dir, events, stop)
+            session = begin(job, world, built, run_dir, events, stop, side)
             session.judge = make_judge(session)
             with session.saver:  # what is being written when the training ends, however it ends, is waited for
                 status = _train(session, exits_by_itself=job.launcher is None)
@@ -122,6 +126,15 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             if close is not None:
                 close()
         world.close()
+
+
+def _open_side_group(job: Job, world: World) -> tuple[SideGroup | None, Job]:
+    """The group over which checkpoints travel if some rank does not see the run's folder; rank 0 then says which checkpoint
+    the run resumes from."""
+    side = SideGroup.open(world, job.sees_run_folder)
+    if side is None:
+        return None, job
+    return side, replace(job, resume_from=world.broadcast_object(job.resume_from))
 
 
 def _train(session: Session, exits_by_itself: bool) -> str:
@@ -230,7 +243,15 @@ def _build_model(task: Task, config: Config) -> nn.Module:
     return model
 
 
-def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLog, stop: StopFlag) -> Session:
+def begin(
+    job: Job,
+    world: World,
+    built: Built,
+    run_dir: RunDir,
+    events: EventLog,
+    stop: StopFlag,
+    side: SideGroup | None = None,
+) -> Session:
     """Everything that a rank's training needs, at the step it shall go on from."""
     config, args = job.config, job.config.train_args
     task, strategy = built.task, built.strategy
@@ -281,6 +302,7 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
             pause=config.recovery.on_save_error == "pause",
             stop=lambda: stop.wanted,
             carry=job.carry,
+            side=side,
         ),
         fingerprint=job.prepared.fingerprint,
         frozen=built.frozen,
@@ -289,7 +311,7 @@ def begin(job: Job, world: World, built: Built, run_dir: RunDir, events: EventLo
     with PULSE.during("loading"):
         resumed = _resume(session, job)
     notices = built.notices + strategy.notices[said:]  # what the checkpoint did not hold, or held in vain
-    notices += travels(session, job.carry)
+    notices += travels(session, job.carry) + transfer_notices(session, side)
     accumulation = job.derived.gradient_accumulation_steps
     if job.layout.num_processes == 1:  # one process works on the micro-batches of all devices
         accumulation *= job.layout.axes.replicas
@@ -317,10 +339,9 @@ def _resume(session: Session, job: Job) -> str | None:
         return None
     if not (job.carry and job.carry.sends):  # else this host has a copy of it
         path = str(said)
-    meta = checkpoint.read_meta(Path(str(path)))
-    with checkpoint.CheckpointReader(Path(str(path))) as reader:
-        load_training_state(session, reader, int(meta["step"]))
-    session.guard.resume(meta, str(path))
+    with open_checkpoint(Path(str(path)), session.saver.side) as opened:
+        load_training_state(session, opened, int(opened.meta["step"]))
+    session.guard.resume(opened.meta, str(path))
     if not own:
         session.saver.last_step = None  # saved, but not in this run's folder
     return str(path)

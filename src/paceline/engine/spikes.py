@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.engine import checkpoint
+from paceline.engine.checkpoint_transfer import open_checkpoint
 from paceline.engine.departures import batches_of, close_batches
 from paceline.engine.state import load_training_state
 from paceline.world.pulse import PULSE
@@ -69,8 +70,8 @@ class Spikes:
         session, step = self.session, self.session.step
         loss, median = self._jump
         session.saver.finish()
-        path = session.world.broadcast_object(self._newest(step) if session.world.is_first else None)
-        target = 0 if path is None else int(checkpoint.read_meta(Path(str(path)))["step"])
+        found = session.world.broadcast_object(self._newest(step) if session.world.is_first else None)
+        path, target, own = found  # type: ignore[misc]
         if sum(one >= target for one in self.left_out) >= self.settings.max_restarts:
             self._say_enough(step, target)
             if math.isfinite(loss):
@@ -86,26 +87,30 @@ class Spikes:
             session.step += 1
         else:
             with PULSE.during("loading"):
-                self._go_back(str(path))
+                self._go_back(str(path), own)
         return True
 
-    def _newest(self, step: int) -> str | None:
-        """The newest whole checkpoint of at most ``step`` updates."""
+    def _newest(self, step: int) -> tuple[str | None, int, bool]:
+        """The newest whole checkpoint of at most ``step`` updates, its own number of updates (0 without a checkpoint), and
+        whether it is in this run's folder."""
         for path in reversed(checkpoint.committed(self.session.run_dir.checkpoints)):
-            if checkpoint.verify(path) is None and int(checkpoint.read_meta(path)["step"]) <= step:
-                return str(path)
-        return self.resumed_from
+            if checkpoint.verify(path) is None and (found := int(checkpoint.read_meta(path)["step"])) <= step:
+                return str(path), found, True
+        if self.resumed_from is None:
+            return None, 0, False
+        before = Path(self.resumed_from)
+        own = before.resolve().parent == self.session.run_dir.checkpoints.resolve()
+        return str(before), int(checkpoint.read_meta(before)["step"]), own
 
-    def _go_back(self, path: str) -> None:
+    def _go_back(self, path: str, own: bool) -> None:
         session, first = self.session, self.session.first_step
         said = len(session.strategy.notices)
-        meta = checkpoint.read_meta(Path(path))
-        with checkpoint.CheckpointReader(Path(path)) as reader:
-            load_training_state(session, reader, int(meta["step"]))
+        with open_checkpoint(Path(path), session.saver.side) as opened:
+            load_training_state(session, opened, int(opened.meta["step"]))
         session.first_step = min(first, session.step)
-        if Path(path).resolve().parent != session.run_dir.checkpoints.resolve():
+        if not own:
             session.saver.last_step = None
-        self.recent = deque(meta.get(_RECENT, []), maxlen=self.settings.spike_window)
+        self.recent = deque(opened.meta.get(_RECENT, []), maxlen=self.settings.spike_window)
         session.eval_losses = {step: loss for step, loss in session.eval_losses.items() if step <= session.step}
         close_batches(session)
         session.batches = batches_of(session)

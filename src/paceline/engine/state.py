@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.engine.checkpoint import CheckpointReader, read_meta
+from paceline.engine.checkpoint_transfer import OpenCheckpoint
 from paceline.models.shape import ModelShape
 from paceline.parallel.parts import Part, StateSource
 
@@ -56,11 +55,10 @@ def frozen_digest(model: nn.Module) -> str | None:
     return digest.hexdigest() if frozen else None
 
 
-def check_same_model(path: Path, shape: ModelShape, frozen: str | None) -> None:
-    """Raise ConfigError where the checkpoint ``path`` is not of a model of this shape with these frozen weights (see
+def check_same_model(opened: OpenCheckpoint, path: str, shape: ModelShape, frozen: str | None) -> None:
+    """Raise ConfigError if the checkpoint ``path`` is not of a model of this shape with these frozen weights (see
     :func:`frozen_digest`): nothing was written yet."""
-    with CheckpointReader(path) as reader:
-        stored = {name.removeprefix("model/"): one[1] for name, one in reader.tensors().items() if name.startswith("model/")}
+    stored = {name.removeprefix("model/"): one[1] for name, one in opened.tensors().items() if name.startswith("model/")}
     trained = {one.name: one.shape for one in shape.trained}
     lines = [f"{name}: {list(stored[name])} there, {list(trained[name])} here" for name in stored.keys() & trained.keys()
              if tuple(stored[name]) != trained[name]]  # fmt: skip
@@ -73,7 +71,7 @@ def check_same_model(path: Path, shape: ModelShape, frozen: str | None) -> None:
             allowed=f"a checkpoint with the {len(trained)} trained weights of this model, in their shapes",
             fix="set `model`, `lora` and the task as they were, or another `output_dir` for a new run",
         )
-    stored_digest = read_meta(path).get("frozen")
+    stored_digest = opened.meta.get("frozen")
     if None not in (stored_digest, frozen) and stored_digest != frozen:
         raise ConfigError(
             f"{path} was trained on top of other weights: the frozen ones of the model, which no checkpoint holds, are not "
