@@ -12,15 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import faulty_task
 import pytest
 import torch
 import yaml
-from commands import MICRO, digest, events, losses, report
+from commands import MICRO, digest, events, losses
 from ranks import run_ranks
 
 from paceline.config.load import load_config
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog, read_events
+from paceline.data.order import SampleOrder
 from paceline.engine import checkpoint
 from paceline.engine.checkpoint_transfer import open_checkpoint, transfer_text
 from paceline.engine.saver import Saver
@@ -247,10 +249,11 @@ def test_what_a_save_costs_is_reported() -> None:
 MODES: dict[str, tuple[int, tuple[str, ...], bool]] = {
     "zero3": (2, ("parallel.mode=zero3",), True),
     "ddp": (2, ("parallel.mode=ddp",), False),
-    "ddp-topk": (2, ("parallel.mode=ddp", "compression.chain=[topk]", "compression.ratio=0.1"), True),
+    "ddp-topk": (2, ("parallel.mode=ddp", "compression.method=topk", "compression.ratio=0.1"), True),
     "tensor": (2, ("parallel.mode=tensor",), True),
     "pipeline": (2, ("parallel.mode=pipeline",), True),
-    "local_sgd": (2, ("parallel.mode=local_sgd", "local_sgd.sync_every=2"), True),
+    "local_sgd": (2, ("parallel.mode=local_sgd", "local_sgd.steps=2"), True),
+    "diloco": (2, ("parallel.mode=diloco", "local_sgd.steps=2"), True),
     "shard2-tensor2": (4, ("parallel.shard=2", "parallel.tensor=2"), True),
 }
 SHORT = [pytest.param(one, marks=() if one == "zero3" else pytest.mark.soak) for one in MODES]
@@ -261,7 +264,11 @@ def planned(mode: str, folder: Path, *words: str) -> Job:
     num_ranks, overrides, _ = MODES[mode]
     args = (*MICRO, *overrides, *words, f"output_dir={folder}", f"parallel.num_gpus={num_ranks}", "train_args.max_steps=8")
     args = (*args, "train_args.save_steps=2", "train_args.logging_steps=1", "train_args.save_total_limit=null")
-    loaded = load_config(None, {key: yaml.safe_load(value) for key, value in (one.split("=", 1) for one in args)})
+    return job_of({key: yaml.safe_load(value) for key, value in (one.split("=", 1) for one in args)}, num_ranks)
+
+
+def job_of(values: dict[str, Any], num_ranks: int) -> Job:
+    loaded = load_config(None, values)
     layout = choose_layout(loaded.config, num_ranks, "cpu", RankEnv(0, num_ranks, 0, num_ranks), lambda level, text: None)
     plan = plan_run(
         loaded, started_at=time.time(), layout=layout, device_type="cpu", devices=None, say=lambda level, text: None
@@ -305,5 +312,31 @@ def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> Non
     notices = [one["text"] for one in events(split, "notice") if "do not share the run's folder" in one["text"]]
     assert notices
     assert all(("travel there" in one) == sends for one in notices)
-    traffic = [report(folder)["traffic_bytes_per_step"]["measured"] for folder in (split, shared)]
-    assert traffic[0] == traffic[1]
+    traffic = [{one["step"]: one["traffic"] for one in events(folder, "step")} for folder in (split, shared)]
+    assert traffic[0] == traffic[1]  # what travels for checkpoints is not counted
+
+
+@pytest.mark.soak
+def test_a_rollback_without_shared_folder(tmp_path: Path) -> None:
+    """The loss jumps at step 11, on the rank that does not see the folder."""
+    order = SampleOrder(faulty_task.SAMPLES, 16, 7)
+    bad = [int(order.micro_batches(10, 2)[1][0])]  # 15 steps are one epoch, in which each sample comes once
+    for name, other in (("shared", None), ("split", tmp_path / "other")):
+        flags = tmp_path / f"{name}-flags"
+        flags.mkdir()
+        values = {
+            "model": "small",
+            "dataset": "made-by-the-task",
+            "task": f"{Path(faulty_task.__file__)}:Faulty",
+            "task_args": {"flags": str(flags), "bad": bad, "times": 1e6},
+            "output_dir": str(tmp_path / name),
+            "parallel": {"num_gpus": 2, "device": "cpu", "mode": "zero3"},
+            "recovery": {"rewind_on_spike": True, "spike_factor": 30, "spike_window": 6},
+            "train_args": {"per_device_train_batch_size": 8, "max_steps": 15, "learning_rate": 3e-3, "seed": 7},
+        }
+        values["train_args"].update(lr_scheduler_type="constant", save_steps=4, save_total_limit=None, logging_steps=1)
+        assert run_ranks(run_job, 2, job_of(values, 2), other, joins=False) == ["done", "done"]
+    for name in ("shared", "split"):
+        assert [(one["step"], one["to_step"]) for one in events(tmp_path / name, "rewind")] == [(11, 8)]
+    assert digest(tmp_path / "split") == digest(tmp_path / "shared")
+    assert not (tmp_path / "other").exists()
