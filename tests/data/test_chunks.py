@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import io
 import json
 import os
@@ -18,6 +20,7 @@ import pytest
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data import build
+from paceline.data.chunks import chunks_of
 from paceline.data.progress import Progress
 from paceline.data.sources import open_source
 from paceline.data.templates import AskedTemplate
@@ -77,6 +80,84 @@ def test_two_workers_write_what_one_does(tmp_path: Path) -> None:
     assert not psutil.Process().children(recursive=True) or all(
         "spawn_main" not in " ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)
     )
+
+
+def files_of_lines(folder: Path) -> None:
+    """Files of JSON lines of every kind that is read in its own way."""
+    lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in [*rows(700), {"text": "Grüße, 你好"}]]
+    text = b"".join(lines)
+    (folder / "plain.jsonl").write_bytes(text)
+    (folder / "no-newline-at-the-end.jsonl").write_bytes(text[:-1])
+    (folder / "crlf.ndjson").write_bytes(text.replace(b"\n", b"\r\n"))
+    (folder / "mark.jsonl").write_bytes(codecs.BOM_UTF8 + text)
+    (folder / "mark-on-a-blank-line.jsonl").write_bytes(codecs.BOM_UTF8 + b" \n" + text)
+    (folder / "wide.jsonl").write_bytes(text.decode().encode("utf-16"))
+    (folder / "blank.jsonl").write_bytes(b"\n \n" + b"\n\t\r\n\xc2\xa0\xe3\x80\x80\n".join(lines) + b"\n\n")
+    (folder / "long.jsonl").write_bytes(b"".join(json.dumps({"text": "word " * 90_000}).encode() + b"\n" for _ in range(9)))
+    (folder / "list.jsonl").write_text(json.dumps(rows(300)))
+    (folder / "packed.jsonl.gz").write_bytes(gzip.compress(text))
+    (folder / "empty.jsonl").write_bytes(b"")
+
+
+def test_chunks_hold_the_rows_of_the_files_with_their_places(tmp_path: Path) -> None:
+    files_of_lines(tmp_path)
+    (tmp_path / "rows.json").write_text(json.dumps(rows(300)))
+    names = [*(one.name for one in sorted(tmp_path.iterdir())), "", "*.jsonl", "plain.jsonl#301", "#1000"]
+    for name in names:
+        source = open_source(config_of(str(tmp_path) + ("/" + name if name[:1] != "#" else name)).sources()[0])
+        chunks = list(chunks_of(0, source, 42))
+        assert [row for chunk in chunks for row in chunk.rows()] == list(source.rows(42)), name
+        assert all(chunk.num_rows == 256 or chunk.num_chars >= 2 << 20 for chunk in chunks[:-1]), name
+        assert all(chunk.num_rows <= 256 and chunk.num_chars < 3 << 20 for chunk in chunks), name
+
+
+def test_the_place_of_a_row_is_its_line_in_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'\n{"text": "x"}\r\n  \n\xc2\xa0\n{"text": "y"}\n\n{"text": "z"}')
+    source = open_source(config_of(str(tmp_path / "a.jsonl")).sources()[0])
+    (chunk,) = chunks_of(0, source, 42)
+    assert [place for place, _ in chunk.rows()] == [f"line {number} of {tmp_path / 'a.jsonl'}" for number in (2, 5, 7)]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (b'{"text": "a\xff"}', "line 803 of `{}` is not UTF-8 text (byte 0xff at position 11)"),
+        (b'{"text": ', "line 803 of `{}` is no valid JSON: Expecting value at column 10, near `"),
+        (b'{"prompt": "a", "chosen": "b", "rejected": "c"}', "line 803 of {}: the rows are preference pairs"),
+    ],
+)
+def test_an_error_names_the_line_in_the_file(tmp_path: Path, line: bytes, text: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\n\n" + b'{"text": "x"}\n' * 800 + line + b"\n{\n")
+    with pytest.raises(ConfigError) as caught:
+        built(tmp_path / "out", config_of(str(file)), 1)
+    assert str(caught.value).startswith(text.format(file))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xc2\xa0\n\xe3\x80\x80", codecs.BOM_UTF8])
+def test_each_dataset_must_have_rows(tmp_path: Path, content: bytes) -> None:
+    first, last = save(tmp_path / "a.jsonl", rows(20)), save(tmp_path / "c.jsonl", rows(20))
+    (tmp_path / "b.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"the dataset `.*b\.jsonl` has no rows"):
+        built(tmp_path / "out", config_of(first, str(tmp_path / "b.jsonl"), last), 1)
+
+
+def test_the_first_dataset_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
+    unusable = save(tmp_path / "a.jsonl", [{"question": "q", "answer": ""}] * 3)
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"no row of `.*a\.jsonl` can be used"):
+        built(tmp_path / "out", config_of(unusable, str(tmp_path / "b.jsonl")), 1)
+
+
+@pytest.mark.soak
+def test_workers_write_the_same_for_every_kind_of_file(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    files_of_lines(data)
+    config = config_of(str(data), str(data / "plain.jsonl#301"))
+    expected = built(tmp_path / "one", config, 1)
+    for workers in (2, 16):
+        assert built(tmp_path / str(workers), config, workers) == expected
 
 
 @pytest.mark.soak

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ from paceline.data.chunks import (
     NO_ANSWER,
     TOO_LONG,
     Account,
-    Chunk,
+    EncodedChunk,
     Setup,
     chunks_of,
     converter_of,
-    encode_chunks,
     encoder_of,
 )
 from paceline.data.encode import Encoder
@@ -30,6 +29,7 @@ from paceline.data.sources import OpenSource
 from paceline.data.templates import AskedTemplate
 from paceline.data.token_dataset import TokenWriter
 from paceline.data.tokenizer import load_tokenizer
+from paceline.data.workers import start_workers
 from paceline.world.device import cpu_cores
 
 #: Less text than this is encoded sooner than worker processes have started.
@@ -55,21 +55,23 @@ def build_entry(
     Raises:
         ConfigError: no row could be used; the text says why.
     """
-    tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
-    text, notices = template.choose(tokenizer)
-    for_tools = template.for_tools(tokenizer)
-    encoder = encoder_of(config, task, tokenizer, text, for_tools)
-    is_sent = None if tokenizer.python is not None else tokenizer
-    setup = Setup(config, task, tokenizer_folder, is_sent, text, for_tools, tuple(one.given for one in sources))
-    results = [_SourceResult(one, converter_of(one, encoder, config)) for one in sources]
-    writer = TokenWriter(folder)
-    chunks = (chunk for number, one in enumerate(sources) for chunk in _nonempty_chunks(number, one, config))
-    progress = Progress(_line_bytes(sources))
-    try:
-        _encode_all(chunks, setup, encoder, results, writer, progress, _workers(sources) if workers is None else workers)
-    finally:
-        progress.close()
-        writer.close()
+    with start_workers(_workers(sources) if workers is None else workers, folder) as started:
+        tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
+        text, notices = template.choose(tokenizer)
+        for_tools = template.for_tools(tokenizer)
+        encoder = encoder_of(config, task, tokenizer, text, for_tools)
+        is_sent = None if tokenizer.python is not None else tokenizer
+        setup = Setup(config, task, tokenizer_folder, is_sent, text, for_tools, tuple(one.given for one in sources))
+        results = [_SourceResult(one, converter_of(one, encoder, config)) for one in sources]
+        chunks = (chunk for number, one in enumerate(sources) for chunk in chunks_of(number, one, config.train_args.seed))
+        encoded = started.encode(chunks, setup, encoder)
+        writer = TokenWriter(folder)
+        progress = Progress(_line_bytes(sources))
+        try:
+            _write_all(encoded, results, encoder, config, writer, progress)
+        finally:
+            progress.close()
+            writer.close()
     return _described(results, notices, writer, encoder, config, tokenizer.pad_token_id)
 
 
@@ -82,23 +84,13 @@ class _SourceResult:
     account: Account = field(default_factory=Account)
 
 
-def _nonempty_chunks(number: int, source: OpenSource, config: Config) -> Iterator[Chunk]:
-    is_empty = True
-    for chunk in chunks_of(number, source, config.train_args.seed):
-        is_empty = False
-        yield chunk
-    if is_empty:
-        raise ConfigError(f"the dataset `{source.label}` has no rows", fix="check that this is the file you meant")
-
-
-def _encode_all(
-    chunks: Iterator[Chunk],
-    setup: Setup,
-    encoder: Encoder,
+def _write_all(
+    chunks: Iterable[EncodedChunk],
     results: list[_SourceResult],
+    encoder: Encoder,
+    config: Config,
     writer: TokenWriter,
     progress: Progress,
-    workers: int,
 ) -> None:
     """Write all samples, add up what was counted, and check at the end of each source that some of its rows were kept."""
     facts: Counter[str] = Counter()
@@ -106,23 +98,26 @@ def _encode_all(
 
     def finish(result: _SourceResult) -> None:
         encoder.facts, encoder.refusals = facts, refusals
+        if result.account.read == 0:
+            raise ConfigError(f"the dataset `{result.source.label}` has no rows", fix="check that this is the file you meant")
         if result.account.kept == 0:
-            raise _nothing_kept(result.source, result.converter, encoder, result.account, setup.config)
+            raise _nothing_kept(result.source, result.converter, encoder, result.account, config)
 
-    last = 0
-    for encoded in encode_chunks(chunks, setup, encoder, workers):
-        if encoded.source != last:
-            finish(results[last])
-            last = encoded.source
-        result = results[last]
+    current = 0
+    for encoded in chunks:
+        for result in results[current : encoded.source]:
+            finish(result)
+        current = encoded.source
+        result = results[current]
         writer.extend(encoded.tokens, encoded.mask, encoded.lengths, encoded.label_counts)
         result.account.add(encoded.account)
         for name, counter in encoded.converted.items():
             getattr(result.converter, name).update(counter)
         facts.update(encoded.facts)
         refusals.update(encoded.refusals)
-        progress.add(encoded.num_rows, encoded.size_bytes)
-    finish(results[last])
+        progress.add(encoded.account.read, encoded.size_bytes)
+    for result in results[current:]:
+        finish(result)
 
 
 def _described(

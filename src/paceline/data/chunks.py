@@ -1,38 +1,27 @@
-"""Chunks of rows to token ids, in this process or in several at once, with the same result.
-
-A chunk is encoded by itself: nothing that is counted or found in one chunk changes how another one is encoded. The results
-are taken in the order of the chunks, so the number of worker processes and their speed change neither tokens nor counts.
-"""
+"""Chunks of rows to token ids. A chunk is encoded by itself: nothing that is counted or found in one chunk changes how
+another one is encoded."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError, RunError
-from paceline.core.interruption import poll
-from paceline.core.processes import end_with_parent, hidden_main
+from paceline.core.errors import ConfigError
 from paceline.data.chat import ChatTemplate
 from paceline.data.encode import Encoded, Encoder
 from paceline.data.formats import Converter, Malformed, Sample, Unsupported
-from paceline.data.readers import BLANK, DOCUMENT, RawLine, parse_line
-from paceline.data.sources import OpenSource, Place
+from paceline.data.readers import DOCUMENT, LineBlock
+from paceline.data.sources import OpenSource, Place, rows_of_block
 from paceline.data.tokenizer import LoadedTokenizer, load_tokenizer
 
 TOO_LONG, NO_ANSWER = "longer than max_length", "no answer left after truncation"
 _CHUNK_ROWS, _CHUNK_CHARS = 256, 2 << 20
-_CHUNKS_AHEAD = 4  # per worker: what may wait for an earlier chunk
 
 
 @dataclass
@@ -69,11 +58,54 @@ class Account:
 
 @dataclass
 class Chunk:
-    """Consecutive rows of the source number ``source``. ``size_bytes``: of their text, as far as it is known."""
+    """Consecutive rows of the source number ``source``.
+
+    Args:
+        parts: rows with their places, and lines that are parsed where the chunk is encoded.
+        num_rows: rows and lines, blank ones included.
+        num_chars: about how much text they hold.
+        size_bytes: of the lines.
+    """
 
     source: int
-    rows: list[tuple[Place, Any]]
+    parts: list[LineBlock | tuple[Place, Any]] = field(default_factory=list)
+    num_rows: int = 0
+    num_chars: int = 0
     size_bytes: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_rows >= _CHUNK_ROWS or self.num_chars >= _CHUNK_CHARS
+
+    def take(self, part: LineBlock | tuple[Place, Any]) -> LineBlock | None:
+        """Add ``part``, and return what there was no room for."""
+        if isinstance(part, LineBlock):
+            room = _CHUNK_ROWS - self.num_rows
+            lines, rest = part.part(0, room), part.part(room, len(part.lines))
+            self.parts.append(lines)
+            self.num_rows += len(lines.lines)
+            size = sum(map(len, lines.lines))
+            self.num_chars += size
+            self.size_bytes += size
+            return rest if rest.lines else None
+        self.parts.append(part)
+        self.num_rows += 1
+        if isinstance(row := part[1], dict):
+            text = row.get(DOCUMENT) or row.get("text")
+            self.num_chars += len(text) if isinstance(text, str) else 0
+        return None
+
+    def rows(self) -> Iterator[tuple[Place, Any]]:
+        """The rows, without blank lines.
+
+        Raises:
+            ConfigError: a line that is not UTF-8 or not JSON.
+        """
+        for part in self.parts:
+            if isinstance(part, LineBlock):
+                yield from rows_of_block(part)
+            else:
+                yield part
 
 
 @dataclass
@@ -88,7 +120,6 @@ class EncodedChunk:
     """
 
     source: int
-    num_rows: int
     size_bytes: int
     tokens: bytes
     mask: bytes
@@ -154,20 +185,15 @@ COUNTERS = ("seen", "unused", "misfits", "ignored", "binary_labels")
 
 def chunks_of(number: int, source: OpenSource, seed: int) -> Iterator[Chunk]:
     """Cut the rows of a source into chunks. Lines of JSON stay as they are in the file, to be parsed where they are encoded."""
-    chunk = Chunk(number, [])
-    chars = 0
-    for place, row in source.rows(seed, raw=True):
-        chunk.rows.append((place, row))
-        if isinstance(row, RawLine):
-            chunk.size_bytes += len(row.data)
-            chars += len(row.data)
-        elif isinstance(row, dict):
-            text = row.get(DOCUMENT) or row.get("text")
-            chars += len(text) if isinstance(text, str) else 0
-        if len(chunk.rows) >= _CHUNK_ROWS or chars >= _CHUNK_CHARS:
-            yield chunk
-            chunk, chars = Chunk(number, []), 0
-    if chunk.rows:
+    chunk = Chunk(number)
+    for part in source.parts(seed):
+        rest: LineBlock | tuple[Place, Any] | None = part
+        while rest is not None:
+            rest = chunk.take(rest)
+            if chunk.is_full:
+                yield chunk
+                chunk = Chunk(number)
+    if chunk.parts:
         yield chunk
 
 
@@ -188,11 +214,7 @@ class ChunkEncoder:
         samples = _Samples(self.config)
         places: list[Place] = []
         converted: list[Sample] = []
-        for place, row in chunk.rows:
-            if isinstance(row, RawLine):
-                row = parse_line(row)
-                if row is BLANK:
-                    continue
+        for place, row in chunk.rows():
             samples.account.read += 1
             try:
                 converted.append(converter(row))
@@ -209,7 +231,7 @@ class ChunkEncoder:
             else:
                 samples.add(encoded, place)
         return EncodedChunk(
-            chunk.source, len(chunk.rows), chunk.size_bytes, b"".join(samples.tokens), b"".join(samples.mask), samples.lengths,
+            chunk.source, chunk.size_bytes, b"".join(samples.tokens), b"".join(samples.mask), samples.lengths,
             samples.label_counts, samples.account, {name: getattr(converter, name) for name in COUNTERS},
             self.encoder.facts, self.encoder.refusals,
         )  # fmt: skip
@@ -261,71 +283,3 @@ class _Samples:
         self.mask.append(np.ascontiguousarray(mask, dtype=np.bool_).tobytes())
         self.lengths.append(len(ids))
         self.label_counts.append(int(np.count_nonzero(mask[1:])))
-
-
-# -- processes ------------------------------------------------------------------------------------------------------------
-def encode_chunks(chunks: Iterable[Chunk], setup: Setup, encoder: Encoder, workers: int) -> Iterator[EncodedChunk]:
-    """Encode chunks with ``workers`` processes (1: in this one), and yield the results in the order of the chunks.
-
-    Raises:
-        ConfigError: a row because of which the data cannot be used; of several the first in the order of the rows.
-        RunError: a worker process was killed.
-    """
-    if workers <= 1:
-        encode = ChunkEncoder(setup, encoder)
-        for chunk in chunks:
-            poll()
-            yield encode(chunk)
-        return
-    with hidden_main():
-        # Spawned: this process may have threads, whose locks a fork would copy as they are.
-        pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(setup, os.getpid()))
-        try:
-            yield from _in_order(pool, chunks, workers)
-        except BrokenProcessPool as error:
-            raise RunError(
-                "a process that tokenizes the data was killed, perhaps because memory ran out",
-                fix="free memory and give the command again: nothing of the data was stored",
-            ) from error
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _in_order(pool: ProcessPoolExecutor, chunks: Iterable[Chunk], workers: int) -> Iterator[EncodedChunk]:
-    waiting: deque[Future[EncodedChunk]] = deque()
-    unread: BaseException | None = None
-    rest = iter(chunks)
-    while True:
-        try:
-            chunk = next(rest, None)
-        except ConfigError as error:  # it is raised after those of earlier rows
-            chunk, unread = None, error
-        if chunk is None:
-            break
-        waiting.append(pool.submit(_encode, chunk))
-        while len(waiting) >= workers * _CHUNKS_AHEAD or (waiting and waiting[0].done()):
-            poll()
-            yield waiting.popleft().result()
-    while waiting:
-        poll()
-        yield waiting.popleft().result()
-    if unread is not None:
-        raise unread
-
-
-_worker: ChunkEncoder | None = None
-
-
-def _start_worker(setup: Setup, parent: int) -> None:
-    global _worker
-    end_with_parent()
-    if os.getppid() != parent:  # it ended before that took effect
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
-    _worker = ChunkEncoder(setup)
-
-
-def _encode(chunk: Chunk) -> EncodedChunk:
-    assert _worker is not None
-    return _worker(chunk)

@@ -23,7 +23,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-_HEAD_BYTES = 4096
+HEAD_BYTES = 4096
 
 
 def data_suffix(path: Path) -> str:
@@ -133,7 +133,7 @@ def text_lines(handle: IO[bytes], path: Path) -> Iterator[str]:
     Raises:
         ConfigError: bytes that are not text in the file's encoding, with the number of the line.
     """
-    head = handle.peek(_HEAD_BYTES)[:_HEAD_BYTES] if hasattr(handle, "peek") else b""
+    head = handle.peek(HEAD_BYTES)[:HEAD_BYTES] if hasattr(handle, "peek") else b""
     encoding = encoding_of(head, path)
     if not encoding.startswith("utf-8"):
         yield from _wide_lines(handle, path, encoding)
@@ -163,7 +163,7 @@ def read_text(path: Path) -> str:
     """
     with open_data(path) as handle:
         raw = handle.read()
-    encoding = encoding_of(raw[:_HEAD_BYTES], path)
+    encoding = encoding_of(raw[:HEAD_BYTES], path)
     if encoding.startswith("utf-8"):
         raw = raw.removeprefix(codecs.BOM_UTF8)
         try:

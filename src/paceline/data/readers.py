@@ -6,13 +6,15 @@ import codecs
 import csv
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.data.opening import (
     COMPRESSED_SUFFIXES,
+    HEAD_BYTES,
     compression_of,
     data_suffix,
     encoding_of,
@@ -48,15 +50,29 @@ def split_name(word: str) -> str | None:
     return next((name for name, words in _SPLITS.items() if base in words), None)
 
 
-class RawLine(NamedTuple):
-    """A line of a JSON lines file as it is in the file, to be parsed later, perhaps in another process."""
+#: How many bytes of lines are read at once, and perhaps one line more.
+_BLOCK_BYTES = 1 << 18
 
-    data: bytes
-    number: int
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Consecutive lines of a JSON lines file as they are in the file, to be parsed later, perhaps in another process.
+
+    Args:
+        lines: with their line ends, blank lines included.
+        first_number: the number of the first line.
+    """
+
+    lines: list[bytes]
+    first_number: int
     path: Path
 
+    def part(self, start: int, end: int) -> LineBlock:
+        """The lines with the indices ``start`` to ``end - 1``."""
+        return LineBlock(self.lines[start:end], self.first_number + start, self.path)
 
-def read_file(path: Path, split: str = "train", notices: list[Notice] | None = None, raw: bool = False) -> Numbered:
+
+def read_file(path: Path, split: str = "train", notices: list[Notice] | None = None) -> Numbered:
     """Rows of ``path`` as (number, row): lines for JSON lines and CSV, rows from 1 for the others.
 
     JSON, CSV and plain text may be compressed (see :mod:`paceline.data.opening`) and may be UTF-16 with a byte order mark.
@@ -64,16 +80,15 @@ def read_file(path: Path, split: str = "train", notices: list[Notice] | None = N
     Args:
         split: which list to take of a JSON object that holds several.
         notices: gets what to report about the file.
-        raw: give UTF-8 lines of JSON as :class:`RawLine`.
 
     Raises:
         ConfigError: a kind that is not known, a broken line (with its number and the text near it), bytes that are not text.
     """
     suffix = data_suffix(path)
     if suffix in (".jsonl", ".ndjson"):
-        if _first_char(path) == "[":
+        if _first_char(_head(path), path) == "[":
             return _json(path, split, notices)
-        return _raw_lines(path) if raw else _json_lines(path)
+        return _json_lines(path)
     if suffix == ".json":
         return _json(path, split, notices)
     if suffix in (".csv", ".tsv"):
@@ -116,9 +131,12 @@ def unknown_kind(path: Path) -> ConfigError:
     return ConfigError(what, allowed=KINDS, fix=fix)
 
 
-def _first_char(path: Path) -> str:
+def _head(path: Path) -> bytes:
     with open_data(path) as handle:
-        head = handle.read(4096)
+        return handle.read(HEAD_BYTES)
+
+
+def _first_char(head: bytes, path: Path) -> str:
     text = head.decode(encoding_of(head, path), errors="ignore") if head else ""
     return text.removeprefix("\ufeff").lstrip()[:1]
 
@@ -130,36 +148,44 @@ def _json_lines(path: Path) -> Numbered:
                 yield number, _parsed(line, number, path)
 
 
-def _raw_lines(path: Path) -> Numbered:
-    with open_data(path) as handle:
-        head = handle.peek(4096)[:4096] if hasattr(handle, "peek") else b""
-        if not encoding_of(head, path).startswith("utf-8"):
-            for number, line in enumerate(text_lines(handle, path), 1):
-                if line.strip():
-                    yield number, _parsed(line, number, path)
-            return
-        for number, data in enumerate(handle, 1):
-            if number == 1:
-                data = data.removeprefix(codecs.BOM_UTF8)
-            if data.strip():
-                yield number, RawLine(data, number, path)
-
-
-#: A line that holds white space only.
-BLANK = object()
-
-
-def parse_line(line: RawLine) -> Any:
-    """The row in a line, or :data:`BLANK`.
+def line_blocks(path: Path) -> Iterator[LineBlock] | None:
+    """The lines of ``path`` without parsing them, or None if it is not a file of JSON lines in UTF-8: :func:`read_file` reads
+    these.
 
     Raises:
-        ConfigError: it is not UTF-8 or not JSON.
+        ConfigError: bytes that are not text.
     """
-    try:
-        text = line.data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise not_text(line.path, f"line {line.number}", error) from error
-    return _parsed(text, line.number, line.path) if text.strip() else BLANK
+    if data_suffix(path) not in (".jsonl", ".ndjson"):
+        return None
+    head = _head(path)
+    if not encoding_of(head, path).startswith("utf-8") or _first_char(head, path) == "[":
+        return None
+    return _line_blocks(path)
+
+
+def _line_blocks(path: Path) -> Iterator[LineBlock]:
+    number = 1
+    with open_data(path) as handle:
+        while lines := handle.readlines(_BLOCK_BYTES):
+            if number == 1:
+                lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
+            yield LineBlock(lines, number, path)
+            number += len(lines)
+
+
+def parse_lines(block: LineBlock) -> Numbered:
+    """The rows in a block of lines, each with the number of its line. Lines of white space hold none.
+
+    Raises:
+        ConfigError: a line that is not UTF-8 or not JSON.
+    """
+    for number, line in enumerate(block.lines, block.first_number):
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise not_text(block.path, f"line {number}", error) from error
+        if text and not text.isspace():
+            yield number, _parsed(text, number, block.path)
 
 
 def _parsed(line: str, number: int, path: Path) -> Any:

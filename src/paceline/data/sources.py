@@ -17,7 +17,7 @@ from paceline.data.builtin import builtin_dataset
 from paceline.data.cache import fingerprint
 from paceline.data.hub_names import HUB_NAMES, find_hub_name
 from paceline.data.opening import COMPRESSED_SUFFIXES, data_suffix
-from paceline.data.readers import KINDS, is_table, is_text, read_file, unknown_kind
+from paceline.data.readers import KINDS, LineBlock, is_table, is_text, line_blocks, parse_lines, read_file, unknown_kind
 from paceline.models import modelscope
 
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "license.txt", "license.md"}
@@ -77,15 +77,14 @@ class OpenSource:
             return ["hub", *self.hub.fingerprint(), self.take]
         return ["files", [[data_suffix(one), *fingerprint(one)] for one in self.files], self.given.split, self.take]
 
-    def rows(self, seed: int, raw: bool = False) -> Iterator[tuple[Place, Any]]:
-        """(place, row) in order; with `#N` the first N of a shuffle that ``seed`` fixes, in the order of the file. ``raw``: a
-        line of JSON need not be parsed (see :func:`~paceline.data.readers.read_file`).
+    def rows(self, seed: int) -> Iterator[tuple[Place, Any]]:
+        """(place, row) in order; with `#N` the first N of a shuffle that ``seed`` fixes, in the order of the file.
 
         Raises:
             ConfigError: a broken file.
         """
         if self.take is None:
-            yield from self._all(raw)
+            yield from self._all()
             return
         import numpy as np
 
@@ -97,15 +96,41 @@ class OpenSource:
             if index in chosen:
                 yield found
 
-    def _all(self, raw: bool = False) -> Iterator[tuple[Place, Any]]:
+    def parts(self, seed: int) -> Iterator[LineBlock | tuple[Place, Any]]:
+        """The same rows as :meth:`rows`, in the same order, but blocks of lines where these can be parsed later.
+
+        Raises:
+            ConfigError: a broken file.
+        """
+        if self.take is not None or self.hub is not None:
+            yield from self.rows(seed)
+            return
+        for file in self.files:
+            yield from line_blocks(file) or self._of_file(file)
+
+    def _all(self) -> Iterator[tuple[Place, Any]]:
         if self.hub is not None:
             for number, row in enumerate(self.hub.rows(), 1):
                 yield f"row {number:,} of {self.hub.repo}", row
             return
         for file in self.files:
-            word = "line" if data_suffix(file) in (".jsonl", ".ndjson", ".csv", ".tsv") else "row"
-            for number, row in read_file(file, self.given.split, self.notices, raw):
-                yield f"{word} {number} of {file}", row
+            yield from self._of_file(file)
+
+    def _of_file(self, file: Path) -> Iterator[tuple[Place, Any]]:
+        word = "line" if data_suffix(file) in (".jsonl", ".ndjson", ".csv", ".tsv") else "row"
+        for number, row in read_file(file, self.given.split, self.notices):
+            yield f"{word} {number} of {file}", row
+
+
+def rows_of_block(block: LineBlock) -> Iterator[tuple[Place, Any]]:
+    """(place, row) of the lines in a block, as :meth:`OpenSource.rows` gives them.
+
+    Raises:
+        ConfigError: a broken line.
+    """
+    path = str(block.path)
+    for number, row in parse_lines(block):
+        yield f"line {number} of {path}", row
 
 
 def open_source(given: DatasetSource) -> OpenSource:
