@@ -13,7 +13,7 @@ from not_run import skip_loudly
 
 
 @contextmanager
-def network_of(config: pytest.Config, num_hosts: int, loss: float = 0.0) -> Iterator[Any]:
+def network_of(config: pytest.Config, num_hosts: int, loss: float = 0.0, delay_s: float = 0.0) -> Iterator[Any]:
     """A :class:`netns.Network` of so many hosts, which loses a share of all packets; a test that cannot have it is skipped, and
     that is said at the end of the session."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -21,7 +21,7 @@ def network_of(config: pytest.Config, num_hosts: int, loss: float = 0.0) -> Iter
 
     with ExitStack() as stack:
         try:
-            network = stack.enter_context(Network(num_hosts, Link(1e9, loss=loss)))
+            network = stack.enter_context(Network(num_hosts, Link(1e9, delay_s, loss)))
         except NetworkError as error:
             skip_loudly(config, "namespaces", f"between network namespaces: {error}")
         yield network

@@ -57,6 +57,16 @@ def own_address(towards: str | None = None) -> str | None:
         return str(probe.getsockname()[0])
 
 
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.split("%")[0] == address for one in addresses):
+            return name
+    return None
+
+
 def interfaces() -> Iterator[tuple[str, str | None]]:
     """Name and IPv4 address (None: it has none) of each."""
     import fcntl

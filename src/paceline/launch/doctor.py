@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from paceline.doctor.storage import check_cache, check_disk, check_writing
 
 if TYPE_CHECKING:
     from paceline.engine.stop import StopFlag
+    from paceline.launch.doctor_hosts import HostsReport
     from paceline.world.device import Devices
     from paceline.world.env import RankEnv
 
@@ -93,7 +93,7 @@ def doctor(request: Request, as_json: bool) -> int:
     from paceline.world.env import outer_launcher, scheduled_host, with_scheduler
 
     for level, text in request.loaded.notices:
-        _say(f"{'warning: ' if level == 'warning' else ''}{text}")
+        _say_level(level, text)
     outer = outer_launcher()
     parallel = with_scheduler(request.loaded.config.parallel, scheduled_host() if outer is None else None)
     request = replace(request, loaded=request.loaded.with_parallel(parallel))
@@ -103,11 +103,20 @@ def doctor(request: Request, as_json: bool) -> int:
         _warm_up()
     checks: list[Check] = []
     gradients = None
-    if outer is None and not several:
+    between: HostsReport | None = None
+    if several:
+        between = _between_hosts(request, devices)
+        if between.blocks_ranks and not between.is_first:
+            _say("the checks between the hosts found what would make a run fail; the endpoint host prints it")
+            return EXIT_FAILED
+        checks, gradients = between.checks, between.gradient_bytes
+    elif outer is None:
         checks, gradients = examine_host(request.loaded.config, request.given, devices.type, devices.count)
     measured = None
-    job = Examination(request.loaded.config, devices.type, request.given, 60.0, outer is not None or several, gradients)
-    if outer is not None or several or devices.count > 1:
+    job = Examination(request.loaded.config, devices.type, request.given, 60.0, outer is not None, gradients)
+    if between is not None and between.blocks_ranks:
+        _say("no ranks were started, because a run between these hosts would fail")
+    elif outer is not None or several or devices.count > 1:
         outcome = _on_ranks(job, devices, outer)
         if outcome["status"] == "stopped":
             return int(outcome["exit_code"])
@@ -120,13 +129,17 @@ def doctor(request: Request, as_json: bool) -> int:
             measured = outcome["report"]
     if measured is not None:
         checks += [Check(**one) for one in measured["checks"]]
-    elif not checks:  # the head speaks for all hosts
+    elif not checks:  # under an outer launcher, rank 0 prints for all
+        return EXIT_DONE
+    if between is not None and not between.is_first:  # the endpoint host prints for all
         return EXIT_DONE
     found = {
         "ok": not any(one.fatal for one in checks),
         "checks": [one.as_dict() for one in checks],
         "links": measured["links"] if measured else [],
         "all_reduce": measured["all_reduce"] if measured else None,
+        "host_links": between.links if between else (measured or {}).get("host_links", []),
+        "hosts": between.hosts if between else (measured or {}).get("hosts", []),
     }
     _keep(devices.type, measured)
     if as_json:
@@ -134,6 +147,19 @@ def doctor(request: Request, as_json: bool) -> int:
     else:
         _show(checks, found)
     return EXIT_DONE if found["ok"] else EXIT_FAILED
+
+
+def _between_hosts(request: Request, devices: Devices) -> HostsReport:
+    """Look at this host, and measure between all hosts before a rank is started."""
+    from paceline.launch.doctor_hosts import Endpoint, inspect_endpoint_and_hosts
+    from paceline.launch.meeting import meet
+
+    config = request.loaded.config
+    meeting = meet(config, _say_level)
+    endpoint = Endpoint(meeting.address, meeting.port, meeting.own, meeting.interface, meeting.leads)
+    given = request.given and meeting.leads
+    checks, gradients = examine_host(config, given, devices.type, devices.count, meeting.address)
+    return inspect_endpoint_and_hosts(endpoint, config.parallel.hosts, checks, gradients, _say)
 
 
 def examine_host(
@@ -205,43 +231,48 @@ def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, An
     from paceline.doctor.links import measure_network
     from paceline.world.group import open_world
 
+    checks: list[Check] = []
+    gradients = job.gradient_bytes
+    between: dict[str, Any] = {}
+    if job.looks:
+        checks, gradients, between, fatal = _look_at_hosts(job, env)
+        report = {"checks": [one.as_dict() for one in checks], "links": [], "all_reduce": None, **between}
+        if fatal or env.world_size == 1:
+            return {"status": "done", "report": report if env.rank == 0 else None}
     world = open_world(env, job.device_type, job.timeout_s)
     try:
-        checks, gradients = [], job.gradient_bytes
-        if job.looks:
-            found, gradients = _look_at_hosts(job, env, world)
-            checks += found
-        if world.size == 1:
-            return {"status": "done", "report": {"checks": [one.as_dict() for one in checks], "links": [], "all_reduce": None}}
         network = measure_network(world)
         checks += judge_network(network, gradients)
         report = {
             "checks": [one.as_dict() for one in checks],
             "links": [one.as_dict() for one in network.pairs],
             "all_reduce": {**network.all_reduce.as_dict(), "num_hosts": len(set(network.hosts))},
+            **between,
         }
         return {"status": "done", "report": report if world.is_first else None}
     finally:
         world.close()
 
 
-def _look_at_hosts(job: Examination, env: RankEnv, world: Any) -> tuple[list[Check], int | None]:
-    """The first rank of each host looks at it; what all of them found. Names of checks carry the host's where there are
-    several."""
-    from paceline.world.host import host_name
+def _look_at_hosts(job: Examination, env: RankEnv) -> tuple[list[Check], int | None, dict[str, Any], bool]:
+    """Under an outer launcher: the first rank of each host looks at it, and all hosts measure between them.
 
-    mine: tuple[str, list[Check], int | None] | None = None
-    if env.local_rank == 0:
-        head = os.environ.get("MASTER_ADDR") if env.world_size > env.local_world_size else None
-        checks, gradients = examine_host(job.config, job.given and env.rank == 0, job.device_type, env.local_world_size, head)
-        mine = (host_name(), checks, gradients)
-    hosts = [one for one in world.gather_objects(mine) if one is not None]
-    if len(hosts) == 1:
-        return hosts[0][1], hosts[0][2]
-    named = [
-        Check(f"{host}: {one.name}", one.ok, one.value, one.advice, one.fatal) for host, checks, _ in hosts for one in checks
-    ]
-    return named, hosts[0][2]
+    Returns:
+        The checks, the size of the gradients, the measurements between hosts, and whether a run would fail.
+    """
+
+    def examine(head: str | None) -> tuple[list[Check], int | None]:
+        return examine_host(job.config, job.given and env.rank == 0, job.device_type, env.local_world_size, head)
+
+    if env.world_size == env.local_world_size:
+        checks, gradients = examine(None) if env.rank == 0 else ([], None)
+        return checks, gradients, {}, False
+    from paceline.launch.doctor_hosts import inspect_from_ranks
+
+    report, fatal = inspect_from_ranks(env, examine, _say)
+    if report is None:
+        return [], None, {}, fatal
+    return report.checks, report.gradient_bytes, {"host_links": report.links, "hosts": report.hosts}, fatal
 
 
 def judge_network(network: Any, gradient_bytes: int | None = None) -> list[Check]:
@@ -307,12 +338,11 @@ def _on_ranks(job: Examination, devices: Devices, outer: RankEnv | None) -> dict
         from paceline.launch.meeting import meet
         from paceline.launch.preflight import Plan
 
-        def say(level: str, text: str) -> None:
-            _say(f"{'warning: ' if level == 'warning' else ''}{text}")
-
         plan = Plan(job, devices)
-        meeting = meet(job.config, say)
-        return HostsRun(job.config, meeting, devices.count, devices.type, lambda *_: plan, say, run_rank=examine_rank).run()
+        meeting = meet(job.config, _say_level)
+        return HostsRun(
+            job.config, meeting, devices.count, devices.type, lambda *_: plan, _say_level, run_rank=examine_rank
+        ).run()
     from paceline.launch.local import LocalRun
 
     ranks = LocalRun(job, devices.count, examine_rank)
@@ -388,6 +418,10 @@ def _verdict(checks: list[Check]) -> str:
     if fatal:
         return f"\na run would fail: {', '.join(fatal)}{tail}"
     return f"\n{counted(len(checks), 'check')}, nothing that would make a run fail{tail}"
+
+
+def _say_level(level: str, text: str) -> None:
+    _say(f"{'warning: ' if level == 'warning' else ''}{text}")
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,207 @@
+"""The preflight between hosts: one process per host, which needs nothing but a store that all of them reach.
+
+It runs before any process group, so that it can name what would keep one from forming. Messages in the store are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import RunError
+from paceline.core.words import counted
+from paceline.doctor.host_facts import HostFacts
+from paceline.doctor.host_probe import TOKEN_BYTES, Probe, Responder, probe, try_port
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_PREFIX = "paceline/preflight"
+#: In each round every host measures with at most one other host.
+MAX_ROUNDS = 8
+_STEP_TIMEOUT_S = 120.0
+#: How long a host waits for further ones once the smallest number is there.
+_LAST_CALL_S = 10.0
+_POLL_S = 0.2
+
+#: (from, to) → port → what :func:`try_port` returned
+Reach = dict[tuple[int, int], dict[int, str]]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What all hosts measured; equal on all of them.
+
+    Args:
+        facts: of each host; the endpoint's is the first.
+        num_expected: hosts that were expected at most.
+        probes: (measuring host, other host) → its measurements, or why there are none.
+        num_unmeasured: pairs left out because there are too many hosts.
+    """
+
+    facts: list[HostFacts]
+    num_expected: int
+    reach: Reach = field(default_factory=dict)
+    probes: dict[tuple[int, int], Probe | str] = field(default_factory=dict)
+    num_unmeasured: int = 0
+
+
+def inspect_hosts(
+    store: Store,
+    facts: HostFacts,
+    *,
+    is_endpoint: bool,
+    hosts: tuple[int, int],
+    wait_s: float,
+    say: Callable[[str], None] = lambda text: None,
+) -> Findings:
+    """Measure between all hosts; each of them calls this once.
+
+    Args:
+        store: clients of one store.
+        is_endpoint: on exactly one host.
+        hosts: the smallest and the largest number of them.
+        wait_s: how long the endpoint host waits for the others.
+
+    Raises:
+        RunError: a host stopped responding meanwhile.
+    """
+    board = _Exchange(store)
+    token = os.urandom(TOKEN_BYTES)
+    with Responder(facts.address, token) as responder:
+        message = {"facts": facts.as_dict(), "token": token.hex(), "tcp": responder.tcp_ports, "udp": responder.udp_port}
+        index, count = board.join(message, is_endpoint, hosts, wait_s)
+        peers = [board.read(f"facts/{number}") for number in range(count)]
+        everyone = [HostFacts.from_dict(peer["facts"]) for peer in peers]
+        if count == 1:
+            return Findings(everyone, hosts[1])
+        say(f"measuring between {counted(count, 'host')}: {', '.join(one.name for one in everyone)}")
+        reach = _reach(board, index, peers)
+        probes, num_unmeasured = _probe_all(board, index, peers, reach)
+        findings = Findings(everyone, hosts[1], reach, probes, num_unmeasured)
+        board.barrier("done", index, count)
+    return findings
+
+
+class _Exchange:
+    """Values that the hosts write once for all others to read."""
+
+    def __init__(self, store: Store) -> None:
+        from torch.distributed import PrefixStore
+
+        self._store = PrefixStore(_PREFIX, store)
+
+    def write(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def read(self, key: str, timeout_s: float = _STEP_TIMEOUT_S) -> Any:
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_s))
+        except RuntimeError as error:  # torch's DistError
+            raise RunError(
+                f"another host stopped responding during the checks between hosts (no {key!r} within {timeout_s:.0f} s)",
+                fix="see the output of `paceline doctor` on the other hosts",
+            ) from error
+        return json.loads(self._store.get(key))
+
+    def join(self, message: Any, is_endpoint: bool, hosts: tuple[int, int], wait_s: float) -> tuple[int, int]:
+        """Return this host's number, 0 for the endpoint's, and how many hosts there are."""
+        if not is_endpoint:
+            index = self._store.add("joined", 1)
+            self.write(f"facts/{index}", message)
+            count = int(self.read("count", wait_s + _STEP_TIMEOUT_S))
+            if index >= count:
+                raise RunError(
+                    f"the checks between hosts had begun with {counted(count, 'host')} before this one joined",
+                    fix=f"start it on all hosts within {wait_s:.0f} s, and set `parallel.nnodes` to their number",
+                )
+            return index, count
+        self.write("facts/0", message)
+        until = time.monotonic() + wait_s
+        last_call: float | None = None
+        while (count := 1 + self._store.add("joined", 0)) < hosts[1] and time.monotonic() < until:
+            if count >= hosts[0]:
+                last_call = last_call or time.monotonic()
+                until = min(until, last_call + _LAST_CALL_S)
+            time.sleep(_POLL_S)
+        count = min(count, hosts[1])
+        self.write("count", count)
+        return 0, count
+
+    def barrier(self, name: str, index: int, count: int) -> None:
+        self.write(f"{name}/{index}", True)
+        for number in range(count):
+            self.read(f"{name}/{number}")
+        # The endpoint host owns the store: it leaves last.
+        if index:
+            self._store.add(f"{name}/left", 1)
+            return
+        until = time.monotonic() + _LAST_CALL_S
+        while self._store.add(f"{name}/left", 0) < count - 1 and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+def _reach(board: _Exchange, index: int, peers: list[Any]) -> Reach:
+    """Which ports of each host accept a connection from each other host."""
+    targets = [(number, port, peer) for number, peer in enumerate(peers) if number != index for port in peer["tcp"]]
+    with ThreadPoolExecutor(max_workers=min(32, len(targets))) as pool:
+        outcomes = pool.map(
+            lambda target: try_port(target[2]["facts"]["address"], target[1], bytes.fromhex(target[2]["token"])), targets
+        )
+        board.write(f"reach/{index}", [[number, port, text] for (number, port, _), text in zip(targets, outcomes, strict=True)])
+    reach: Reach = {}
+    for source in range(len(peers)):
+        for number, port, text in board.read(f"reach/{source}"):
+            reach.setdefault((source, number), {})[port] = text
+    return reach
+
+
+def _probe_all(board: _Exchange, index: int, peers: list[Any], reach: Reach) -> tuple[dict[tuple[int, int], Probe | str], int]:
+    rounds = schedule(len(peers))
+    probes: dict[tuple[int, int], Probe | str] = {}
+    for pairs in rounds[:MAX_ROUNDS]:
+        directions = [direction for pair in pairs if (direction := _direction(pair, reach)) is not None]
+        for source, target in directions:
+            if source == index:
+                board.write(f"probe/{source}/{target}", _probe(peers[source], peers[target], reach[source, target]))
+        for source, target in directions:
+            outcome = board.read(f"probe/{source}/{target}")
+            probes[source, target] = outcome["error"] if "error" in outcome else Probe(**outcome)
+    return probes, sum(map(len, rounds[MAX_ROUNDS:]))
+
+
+def _probe(source: Any, target: Any, ports: dict[int, str]) -> dict[str, Any]:
+    port = next(port for port, text in ports.items() if text == "open")
+    mtus = (source["facts"]["mtu_bytes"], target["facts"]["mtu_bytes"])
+    try:
+        return probe(target["facts"]["address"], port, target["udp"], bytes.fromhex(target["token"]), mtus).as_dict()
+    except OSError as error:
+        return {"error": error.strerror or str(error)}
+
+
+def _direction(pair: tuple[int, int], reach: Reach) -> tuple[int, int] | None:
+    """The pair with the host first that can connect to the other; None if neither can."""
+    for direction in (pair, pair[::-1]):
+        if "open" in reach.get(direction, {}).values():
+            return direction
+    return None
+
+
+def schedule(count: int) -> list[list[tuple[int, int]]]:
+    """All pairs in rounds in which each host occurs at most once (the circle method of round-robin tournaments)."""
+    players = list(range(count + count % 2))
+    rounds = []
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < count])
+        players = [players[0], players[-1], *players[1:-1]]
+    assert sum(map(len, rounds)) == len(list(combinations(range(count), 2)))
+    return rounds
