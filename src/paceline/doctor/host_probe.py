@@ -188,7 +188,7 @@ def probe(address: str, tcp_port: int, udp_port: int, token: bytes, mtus: tuple[
         loss_to, loss_from = link.loss(packets, round_trip_s)
         mtu_to = mtu_from = None
         if loss_to is not None:
-            wait_s = max(0.1, 3 * round_trip_s)
+            wait_s = max(0.05, 3 * round_trip_s)
             mtu_to = link.largest(packets, mtus[0], wait_s, outgoing=True)
             mtu_from = link.largest(packets, mtus[1], wait_s, outgoing=False)
     return Probe(
