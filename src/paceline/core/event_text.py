@@ -127,4 +127,6 @@ _WORDED = {
     "hang_end": _told(INFO),
     "straggler": _told(WARNING),
     "straggler_end": _told(INFO),
+    "link": _told(WARNING),
+    "link_end": _told(INFO),
 }

@@ -25,7 +25,10 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
   others. ``hang_end``: ``rank``, ``since_s``, ``text``: it goes on again. Where rank 0 itself hangs, the others print it alone.
 - ``straggler``: ``rank``, ``host``, ``step``, ``slower_by_s`` (a step, than the median of the others), ``share`` {data_s,
   compute_s, communication_s}, ``steps`` (that were looked at), ``text``; ``straggler_end``: ``rank``, ``host``, ``step``,
-  ``text``: it is even with the others again.
+  ``text``: it is even with the others again. A rank whose process was paused in a step is reported by the first of these alone,
+  with ``steps`` 1.
+- ``link``: ``rank``, ``host``, ``step``, ``resent_share`` (0 to 1), ``segments``, ``seconds``, ``text``: this rank had to send
+  that share of the last TCP segments to other hosts again. ``link_end``: the same fields: the link has recovered.
 - ``notice``: ``level`` (info | warning), ``text``.
 - ``step``: ``step, epoch, loss, grad_norm, learning_rate, tokens, step_time_s, data_wait_s, comm_wait_s, memory_bytes,
   ranks`` (null where not known). ``tokens`` is the number of tokens of the global batch, ``step_time_s`` the mean over the

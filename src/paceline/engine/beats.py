@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterable
@@ -19,8 +20,10 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.engine.hangs import Seen
+from paceline.engine.link_health import Pause
 from paceline.world.black_box import OpenedBox
 from paceline.world.pulse import COLLECTIVE, PULSE, StepTimes, stack_of
+from paceline.world.segments import SegmentCounter, Segments
 
 #: How long the store may take to answer.
 _STORE_S = 10.0
@@ -31,6 +34,8 @@ _LOOK_S = 0.8
 #: Up to so many ranks each one reads the beats of all. In larger worlds the first of each host does, and all beat more seldom:
 #: the store's work grows with readers times ranks.
 _ALL_READ = 64
+#: Between two readings of the counts of the sockets.
+_SEGMENTS_S = 2.0
 #: Not yet known which ranks this one is like.
 UNKNOWN_KIND = "?"
 
@@ -60,6 +65,8 @@ class Beats:
         self.asks = False
         self.asked = False  # by another rank
         self.ended = False
+        self.pause: Pause | None = None  # the last one of this process
+        self._segments, self._sent, self._sent_at = SegmentCounter(), Segments(), -math.inf
         self._store = _connect()
         self._number = 0
         self._told_steps: StepTimes | None = None
@@ -77,6 +84,8 @@ class Beats:
         self._number += 1
         still_s = time.perf_counter() - PULSE.marked_at
         steps = list(PULSE.steps)
+        if time.perf_counter() - self._sent_at > _SEGMENTS_S:
+            self._sent, self._sent_at = self._segments.read(), time.perf_counter()
         beat = {
             "number": self._number,
             "marks": PULSE.marks,
@@ -92,6 +101,8 @@ class Beats:
             "asks": self.asks,
             "told_step": steps[-1].step if steps else None,
             "box": PULSE.box.file if PULSE.box is not None else None,
+            "pause": [self.pause.step, round(self.pause.seconds, 3)] if self.pause is not None else None,
+            "segments": [self._sent.sent, self._sent.resent],
         }
         details: dict[str, Any] = {"stack": stack_of(PULSE.thread)}
         if still_s > _CALLS_AFTER_S or self.asked or self.asks:
@@ -172,6 +183,16 @@ class Peer:
     def kind(self) -> str | None:
         found: str | None = self.beat.get("kind", UNKNOWN_KIND)
         return found
+
+    @property
+    def pause(self) -> Pause | None:
+        """The last one that the rank reports."""
+        found = self.beat.get("pause")
+        return Pause(*found) if found is not None else None
+
+    @property
+    def segments(self) -> Segments:
+        return Segments(*self.beat.get("segments", ()))
 
     def hear(self, beat: dict[str, Any], now: float) -> None:
         if beat["number"] == self.number:

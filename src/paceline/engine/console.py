@@ -185,7 +185,8 @@ class Console:
     def _on_straggler(self, event: Event) -> None:
         self.say(f"warning: {event.get('text', '')}", "yellow")
 
-    _on_straggler_end = _on_hang_end
+    _on_link = _on_straggler
+    _on_straggler_end = _on_link_end = _on_hang_end
 
     def _on_step(self, event: Event) -> None:
         first = self.progress.step is None

@@ -2,7 +2,8 @@
 
 Ranks beat through the store (:mod:`paceline.engine.beats`). Each judges by itself what it hears: who hangs
 (:mod:`~paceline.engine.hangs`), whether the ranks have issued different collectives (:mod:`~paceline.engine.mismatch`), and, on
-the first rank, who is slow (:mod:`~paceline.engine.stragglers`).
+the first rank, who is slow (:mod:`~paceline.engine.stragglers`), who was paused and whose link loses packets
+(:mod:`~paceline.engine.link_health`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from paceline.core.run_dir import RunDir
 from paceline.engine.beats import UNKNOWN_KIND, Beats, Peer, period_s, reads
 from paceline.engine.hangs import Hang, Seen, find_hangs
 from paceline.engine.heartbeats import Heartbeats
+from paceline.engine.link_health import LinkJudge, Pause
 from paceline.engine.mismatch import find_mismatch
 from paceline.engine.stop import StopFlag
 from paceline.engine.stragglers import Busy, Straggler, StragglerJudge
@@ -36,6 +38,8 @@ from paceline.world.pulse import PULSE, StepTimes
 _PERIOD_S = 0.4
 #: A look that comes so much late: this process has stood still itself.
 _LATE_S = 3.0
+#: Phases of a step: who stands still in one of them keeps the other ranks waiting.
+_STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer", "logging"})
 #: How long a rank whose collective failed waits for the others' calls.
 _ASK_S = 2.0
 #: A rank is named when it was found in so many looks in a row.
@@ -66,6 +70,8 @@ class Watchdog:
         self._mismatch: str | None = None
         self._number = 0  # of looks
         self._steps = _Steps()
+        self._links = LinkJudge()
+        self._pauses: dict[int, Pause] = {}  # the last one of each rank that was reported
         self._ended = threading.Event()
         self._lock = threading.Lock()  # of the connection
         self._beats: Beats | None = None
@@ -103,12 +109,15 @@ class Watchdog:
 
     # -- the thread ----------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        each_s, losses, last = period_s(self.world.size, _PERIOD_S), 0, time.perf_counter()
+        each_s, losses = period_s(self.world.size, _PERIOD_S), 0
+        last = waits_since = time.perf_counter()
         while not self._ended.wait(each_s):
             if not PULSE.active:  # for a while: the next look is a late one, which forgives the silence
+                waits_since = time.perf_counter()
                 continue
             try:
                 with self._lock:
+                    self._note_pause(time.perf_counter() - waits_since - each_s)
                     self._look(late=time.perf_counter() - last > each_s + _LATE_S)
                 if losses >= _STORE_LOSSES:
                     self._say("the store by which the ranks meet answers again")
@@ -116,7 +125,12 @@ class Watchdog:
             except (RuntimeError, OSError) as error:
                 losses += 1
                 self._lose_store(error, said=losses != _STORE_LOSSES)
-            last = time.perf_counter()
+            last = waits_since = time.perf_counter()
+
+    def _note_pause(self, late_s: float) -> None:
+        """A wait that lasted longer than asked for: for so long, no thread of this process ran."""
+        if late_s > _LATE_S and PULSE.step is not None and PULSE.phase in _STEP_PHASES and self._beats is not None:
+            self._beats.pause = Pause(PULSE.step, late_s)
 
     def _lose_store(self, error: Exception, said: bool) -> None:
         assert self._beats is not None
@@ -137,6 +151,8 @@ class Watchdog:
             self._beats.forgive()
         lost = self.world.lost
         peers = [one for one in self._beats.read() if one.rank not in lost]
+        if self.world.is_first:
+            self._judge_pauses(peers)
         if late:
             return
         if any(one.is_gone for one in peers):
@@ -148,6 +164,7 @@ class Watchdog:
         self._judge_hangs(seen)
         if self.world.is_first:
             self._judge_stragglers(peers)
+            self._judge_links(peers)
 
     def _judge_gone(self, ranks: list[int]) -> None:
         """A rank has ended without a word: gloo ends the process where a message has another size than it waits for."""
@@ -242,6 +259,24 @@ class Watchdog:
                 share = {name: round(value, 4) for name, value in one.share.items()}
                 fields |= {"slower_by_s": round(one.slower_by_s, 4), "share": share, "steps": one.steps}
             self._say(one.text(host), "straggler_end" if one.even else "straggler", **fields)
+
+    def _judge_pauses(self, peers: list[Peer]) -> None:
+        for one in peers:
+            pause = one.pause
+            if pause is not None and pause != self._pauses.get(one.rank):
+                self._pauses[one.rank] = pause
+                share = {"data_s": 0.0, "compute_s": round(pause.seconds, 3), "communication_s": 0.0}
+                fields = {"step": pause.step, "slower_by_s": round(pause.seconds, 3), "share": share, "steps": 1}
+                self._say(pause.text(one.rank, one.beat["host"]), "straggler", rank=one.rank, host=one.beat["host"], **fields)
+
+    def _judge_links(self, peers: list[Peer]) -> None:
+        now_s = time.perf_counter()
+        for one in peers:
+            found = self._links.add(one.rank, now_s, one.segments.sent, one.segments.resent)
+            if found is not None:
+                fields = {"rank": one.rank, "host": one.beat["host"], "step": one.beat["step"]}
+                fields |= {"resent_share": round(found.share, 5), "segments": found.sent, "seconds": round(found.seconds, 1)}
+                self._say(found.text(one.beat["host"]), "link_end" if found.is_sound else "link", **fields)
 
     # -- what failed ---------------------------------------------------------------------------------------------------
     def explain(self, error: BaseException) -> BaseException:

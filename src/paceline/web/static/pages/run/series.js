@@ -67,6 +67,8 @@ const MARKS = {
   hang_end: "info",
   straggler: "warning",
   straggler_end: "info",
+  link: "warning",
+  link_end: "info",
   run_end: "info",
 };
 
