@@ -188,9 +188,17 @@ def test_the_command_of_the_first_node_is_killed(cluster, undisturbed, tmp_path)
     assert last[0] >= 20, "it resumed from a checkpoint"
 
 
+@pytest.fixture
+def own_cluster():
+    """For a test that ends daemons and starts others."""
+    with slurm_cluster() as running:
+        yield running
+
+
 @pytest.mark.soak
-def test_the_first_node_is_lost(cluster, undisturbed, tmp_path):
+def test_the_first_node_is_lost(own_cluster, undisturbed, tmp_path):
     """With the node its batch script and the rendezvous endpoint are gone: Slurm puts the job back into the queue."""
+    cluster = own_cluster
     number = submit(cluster, tmp_path, SAVING)
     wait_for_step(cluster, tmp_path, number, 25)
     cluster.lose_node("n1")

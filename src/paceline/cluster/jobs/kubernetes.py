@@ -17,6 +17,7 @@ from paceline.cluster.jobs.kubernetes_options import (
     CACHE_FOLDER,
     COSCHEDULING_RUNTIME_NAME,
     DATA_FOLDER,
+    RUNTIME_GRACE_S,
     RUNTIME_NAME,
     WORK_FOLDER,
     KubernetesOptions,
@@ -82,6 +83,9 @@ def _notices(options: KubernetesOptions) -> list[tuple[str, str]]:
     elif options.variant == "kubeflow":
         text = f"retry policies, user and environment of the pods are those of the runtime `{options.runtime}`"
         found.append(("warning", f"{text}: check its backoffLimit and podFailurePolicy"))
+    if options.variant == "kubeflow" and options.grace_s != RUNTIME_GRACE_S:
+        text = f"`terminationGracePeriodSeconds: {options.grace_s}` in a TrainJob needs Kubeflow Trainer 2.3 or newer"
+        found.append(("info", f"{text}; 2.2 refuses the field"))
     if not options.memory_is_limit:
         text = f"each pod requests {options.memory} of memory, an estimate from the config without a limit"
         found.append(("info", f"{text}; set request and limit with `--memory-per-node`"))

@@ -1,0 +1,87 @@
+"""The pods of a JobSet as hosts in network namespaces, with the environment and the storage that the manifest gives them. The
+pods' names are in /etc/hosts, as the cluster's DNS would have them; kubelet and controllers do not take part."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import MICRO, digest, run
+from hosts import THREADS, Cluster, cluster_of
+from schemas import Object, jobs_of
+from test_kubernetes import pod_of, variables
+
+from paceline.cli import main
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.soak]
+
+#: Adapters with dropout, and checkpoints often enough that little is repeated.
+TRAINING = (
+    *MICRO, "lora.enable=true", "lora.dropout=0.1", "max_steps=120", "save_steps=5", "parallel.num_gpus=1",
+    "parallel.timeout_s=60",
+)  # fmt: skip
+POD_NAME = "pods-endpoint-0-0.pods"
+
+
+def start_pod(cluster: Cluster, number: int, template: Object, config: Path) -> None:
+    """What the kubelet does; the ConfigMap is at another place."""
+    _, container = pod_of(template)
+    paceline, verb, _ = container["command"]
+    assert paceline == "paceline"
+    pod_environment = {name: value for name, value in variables(container).items() if name.startswith("PET_")}
+    cluster.execute(number, [sys.executable, "-m", "paceline", verb, str(config)], **pod_environment)
+
+
+def test_pods_are_replaced(pytestconfig: pytest.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second pod comes back with an empty disk. The first, which is the rendezvous endpoint and has the claim, comes back
+    under another address. Its name is known only after both have started."""
+    words = (*TRAINING, f"output_dir={tmp_path}/hosts/disk/run")
+    options = (
+        "--nodes=2",
+        "--gpus-per-node=0",
+        "--image=paceline:1",
+        "--variant=jobset",
+        "--name=pods",
+        "--endpoint-claim=disk",
+    )
+    assert main(["kubernetes", *words, *options]) == 0
+    _, config_map, job = yaml.safe_load_all(capsys.readouterr().out)
+    config = tmp_path / "config.yaml"
+    config.write_text(config_map["data"]["config.yaml"])
+    first, other = jobs_of(job)
+    assert variables(pod_of(other)[1])["PET_MASTER_ADDR"] == POD_NAME
+    (tmp_path / "hosts").mkdir()
+    with cluster_of(pytestconfig, tmp_path / "hosts", 2) as cluster:
+        start_pod(cluster, 0, first, config)
+        start_pod(cluster, 1, other, config)
+        cluster.set_name(POD_NAME, cluster.hosts[0].address)
+        cluster.wait_for_step(12)
+
+        cluster.hosts[1].kill()
+        shutil.rmtree(cluster.hosts[1].disk)
+        cluster.hosts[1].disk.mkdir()
+        start_pod(cluster, 1, other, config)
+        cluster.wait_for_start(2, world_size=2)
+        restarted_at = cluster.last_step
+        cluster.wait_for_step(restarted_at + 12)
+
+        cluster.hosts[0].kill()
+        cluster.set_name(POD_NAME, None)
+        cluster.move(0, cluster.hosts[0].address.rpartition(".")[0] + ".77")
+        start_pod(cluster, 0, first, config)
+        cluster.set_name(POD_NAME, cluster.hosts[0].address)
+        for host in cluster.hosts:
+            host.end()
+        found = cluster.digest()
+    alone = tmp_path / "alone"
+    run(
+        *(word for word in TRAINING if "num_gpus" not in word),
+        "parallel.num_gpus=2",
+        f"output_dir={alone}",
+        env={**os.environ, **THREADS},
+    )
+    assert found == digest(alone)
