@@ -214,10 +214,10 @@ def test_a_claim_for_the_first_pod_alone(written: Write) -> None:
     assert [first["spec"]["completions"], others["spec"]["completions"]] == [1, 2]
     assert mounts_of(*pod_of(first))["/workspace"]["persistentVolumeClaim"]["claimName"] == "disk"
     assert mounts_of(*pod_of(others))["/workspace"]["emptyDir"] == {}
-    for template in (first, others):
+    for template, node_rank in ((first, "0"), (others, None)):
         told = variables(pod_of(template)[1])
         assert (told["PET_NNODES"], told["PET_MASTER_ADDR"]) == ("3", "my-run-endpoint-0-0.my-run")
-        assert "PET_NODE_RANK" not in told
+        assert told.get("PET_NODE_RANK") == node_rank
 
 
 def test_the_user_root(written: Write) -> None:

@@ -11,6 +11,7 @@ from paceline.cluster.jobs.pods import Object
 
 #: The same as Kubeflow Trainer's.
 _PORT = 29500
+_ENDPOINT_JOB = "endpoint"
 #: Set by the Job controller on each pod of an Indexed Job.
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -20,8 +21,8 @@ def jobset(options: KubernetesOptions) -> Object:
     if options.endpoint_claim is None:
         jobs = [_replicated_job(options, "node", options.hosts.nodes, options.claim, _endpoint(options, "node"))]
     else:
-        endpoint = _endpoint(options, "endpoint")
-        jobs = [_replicated_job(options, "endpoint", 1, options.endpoint_claim, endpoint)]
+        endpoint = _endpoint(options, _ENDPOINT_JOB)
+        jobs = [_replicated_job(options, _ENDPOINT_JOB, 1, options.endpoint_claim, endpoint)]
         if options.hosts.nodes > 1:
             jobs.append(_replicated_job(options, "node", options.hosts.nodes - 1, None, endpoint))
     return {
@@ -69,7 +70,7 @@ def _replicated_job(options: KubernetesOptions, name: str, count: int, work_clai
         "workingDir": container["workingDir"],
     }
     container.update(
-        env=[*container["env"], *_place(options, endpoint), *pods.environment(options)],
+        env=[*container["env"], *_place(options, name, endpoint), *pods.environment(options)],
         volumeMounts=[*container["volumeMounts"], *mounts],
         resources=pods.pod_resources(options),
         ports=[{"name": "rendezvous", "containerPort": _PORT}],
@@ -78,15 +79,16 @@ def _replicated_job(options: KubernetesOptions, name: str, count: int, work_clai
     return {"name": name, "replicas": 1, "template": template}
 
 
-def _place(options: KubernetesOptions, endpoint: str) -> list[Object]:
+def _place(options: KubernetesOptions, name: str, endpoint: str) -> list[Object]:
     """The variables that Kubeflow Trainer sets: the number of pods, this pod's number, and the rendezvous endpoint.
 
-    Pods of two Jobs would have the same numbers; without them the endpoint is host 0, and the others take free numbers.
+    Beside a Job for the endpoint alone, the indexes of the other pods start at 0 too: they take the numbers that are free.
     """
-    rank = [{"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}]
+    index = {"value": "0"} if name == _ENDPOINT_JOB else {"valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
+    is_numbered = options.endpoint_claim is None or name == _ENDPOINT_JOB
     return [
         {"name": "PET_NNODES", "value": str(options.hosts.nodes)},
-        *(rank if options.endpoint_claim is None else []),
+        *([{"name": "PET_NODE_RANK", **index}] if is_numbered else []),
         {"name": "PET_MASTER_ADDR", "value": endpoint},
         {"name": "PET_MASTER_PORT", "value": str(_PORT)},
     ]
