@@ -153,6 +153,7 @@ def check_policies(template: Object) -> None:
     assert (context["runAsNonRoot"], context["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert pod["shareProcessNamespace"] is True
+    assert template["spec"]["template"]["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
     assert mounts_of(pod, container)["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
 
 
