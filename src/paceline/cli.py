@@ -32,6 +32,7 @@ usage: paceline VERB …
   data         preview CONFIG.yaml [key=value …]  the first rows as the model will see them (--rows N)
   slurm        CONFIG.yaml [key=value …]     a script for Slurm (--nodes N, --gpus-per-node N, --time 4:00:00, --submit, …)
   kubernetes   CONFIG.yaml [key=value …]     manifests for Kubernetes (--nodes N, --gpus-per-node N, --image IMAGE, --variant …)
+  ray          CONFIG.yaml --num-workers N   train on a Ray cluster (--address, --max-failures, …: `paceline ray --help`)
   bench        collectives                   their latency and bandwidth (--ranks 2,4, --sizes 1KB,25MB, --output …)
 
 Every verb takes --json: the result alone on standard output. Keys: docs/config.md.
@@ -88,7 +89,7 @@ def _dispatch(tokens: list[str], started_at: float) -> int:
         near = nearest(verb, _VERBS)
         raise ConfigError(f"`paceline {verb}` is no verb", allowed=", ".join(_VERBS), fix=f"type `paceline {near or '--help'}`")
     if "-h" in rest or "--help" in rest:
-        print(USAGE, end="")
+        print(_help(verb), end="")
         return EXIT_DONE
     return _VERBS[verb](rest, started_at)
 
@@ -308,6 +309,25 @@ def _kubernetes(tokens: list[str], _: float) -> int:
     return kubernetes(make_options(path, overrides, values, flags, at_most), flags["json"])
 
 
+def _ray(tokens: list[str], _: float) -> int:
+    from paceline.cluster.ray_verb import FLAGS, VALUES, check_ray_options, make_options, train_on_ray
+    from paceline.config.load import split_cli
+
+    flags, tokens = _take_flags(tokens, *FLAGS)
+    values, tokens = _take_values(tokens, VALUES)
+    check_ray_options(tokens)
+    path, overrides = split_cli(tokens)
+    return train_on_ray(make_options(path, overrides, values, flags), flags["json"])
+
+
+def _help(verb: str) -> str:
+    if verb == "ray":
+        from paceline.cluster.ray_verb import HELP
+
+        return HELP
+    return USAGE
+
+
 _VERBS: dict[str, Callable[[list[str], float], int]] = {
     "sft": _train,
     "train": _train,
@@ -324,6 +344,7 @@ _VERBS: dict[str, Callable[[list[str], float], int]] = {
     "data": _data,
     "slurm": _slurm,
     "kubernetes": _kubernetes,
+    "ray": _ray,
 }
 
 

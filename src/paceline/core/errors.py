@@ -80,17 +80,19 @@ class ReportedError(RunError):
     Args:
         text: the whole paragraph.
         exit_code: what the command exits with.
+        would_repeat: a restart from the newest checkpoint would end in the same failure.
     """
 
-    def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
+    def __init__(self, text: str, exit_code: int = EXIT_FAILED, would_repeat: bool = False) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+        self.would_repeat = would_repeat
 
     def paragraph(self) -> str:
         return self.what
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.what, self.exit_code))
+        return (type(self), (self.what, self.exit_code, self.would_repeat))
 
 
 class StoppedError(RunError):

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,16 @@ _SAME_SIGNAL_S = 1.0
 _HANDLED = {number for name in ("SIGTERM", "SIGINT", "SIGHUP") if (number := getattr(signal, name, None)) is not None}
 
 
+_FLAGS: weakref.WeakSet[StopFlag] = weakref.WeakSet()
+
+
+def request_stop(number: int) -> None:
+    """Act as if the runs of this process had received the signal ``number``: for a thread, which gets no signals. A run that
+    is not prepared yet does not see it, so repeat the call."""
+    for flag in list(_FLAGS):
+        flag.signal = flag.signal or number
+
+
 class StopFlag:
     """Set by SIGTERM, and by SIGINT where no launcher of ours answers it; there a second one ends the process at once."""
 
@@ -26,6 +37,7 @@ class StopFlag:
         self.signal: int | None = None
         self._first_at = 0.0
         self._alone = True
+        _FLAGS.add(self)
         #: Ends this process at once with a fault, from any thread, where the main one stands still: (text, ranks to blame).
         self.fail: Callable[[str, Sequence[int]], None] = _end_by_fault
         #: Told of a second signal, just before the end.

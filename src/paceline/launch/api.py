@@ -32,11 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line may say beside the config."""
+    """What the command line may say beside the config.
+
+    Args:
+        fault: content of the `fault` event, if an outer launcher has started the ranks again after a failure.
+    """
 
     dry_run: bool = False
     debug: bool = False
     allow_config_change: bool = False
+    fault: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,7 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
         stop.install(sigint=True)
         if outer.rank == 0:
             stop.on_haste = recovery.cut
-        outcome = run_guarded(job, outer, stop)
+        outcome = run_guarded(replace(job, fault=options.fault), outer, stop)
     else:
         from paceline.launch.local import LocalRun
 
@@ -214,7 +219,7 @@ def _result(outcome: dict[str, Any], options: Options, config: Config, say: Any)
             print(outcome["traceback"], file=sys.stderr)
         if outcome["exit_code"] == EXIT_USAGE:
             raise ConfigError(outcome["text"])
-        raise ReportedError(outcome["text"], outcome["exit_code"])
+        raise ReportedError(outcome["text"], outcome["exit_code"], would_repeat=outcome.get("fault") is False)
     if outcome["status"] == "stopped" and outcome.get("report") is None and outcome["exit_code"] in (EXIT_SIGINT, EXIT_SIGTERM):
         with contextlib.suppress(OSError, ValueError):
             print("stopped before the training began", file=sys.stderr, flush=True)

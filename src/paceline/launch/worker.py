@@ -134,6 +134,11 @@ def _is_fault(error: BaseException) -> bool | None:
     return False if _OF_THE_PROGRAM.search(text) else None
 
 
+def reports_a_link(text: str) -> bool:
+    """Return whether an error only describes a connection or a device, so that the end of another rank may have caused it."""
+    return bool(_OF_A_LINK_OR_DEVICE.search(text))
+
+
 def _end_by_fault(folder: Path, env: RankEnv, text: str, blamed: Sequence[int]) -> None:
     write_outcome(
         folder, env, {**_failed(env, EXIT_FAILED, text, True), "traceback": "", "of_all": True, "blamed": list(blamed)}

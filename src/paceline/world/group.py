@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.core.errors import RunError
 from paceline.world.env import RankEnv
 from paceline.world.heap import settle
 from paceline.world.mesh import Axes
@@ -54,6 +55,9 @@ class World:
         self.ranks = ranks if ranks is not None else list(range(env.world_size))
         self.waits = waits or Waits()
         self._lines: dict[tuple[str, ...], World] = {}
+
+    #: The process group existed before the run, and whoever made it closes it.
+    has_adopted_group = False
 
     @property
     def traffic(self) -> Traffic:
@@ -210,7 +214,7 @@ class World:
         """Leave the process group. Gloo's is left to the end of the process: to destroy it joins its threads, which can wait
         for the very interpreter lock that the caller holds; every rank has passed the last barrier by then, and the sockets
         close with the process."""
-        if dist.is_initialized() and dist.get_backend() != "gloo":
+        if dist.is_initialized() and dist.get_backend() != "gloo" and not self.has_adopted_group:
             dist.destroy_process_group()
 
 
@@ -223,7 +227,11 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | No
     """Choose this rank's device, set the number of threads, and join the process group (where there are several ranks).
 
     The backend is the one torch names as the default for the device (nccl, gloo, xccl…). CPU ranks of one host share its
-    cores evenly. ``axes``: the mesh (default: all ranks on the data axis).
+    cores evenly. ``axes``: the mesh (default: all ranks on the data axis). A process group that exists already is adopted: Ray
+    Train makes one before it calls the training function, and so may a script.
+
+    Raises:
+        RunError: the process group that exists has other ranks, or a backend that the device cannot use.
     """
     settle(device_type)
     if device_type == "cpu":
@@ -232,7 +240,11 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | No
     else:
         device = torch.device(device_type, env.local_rank)
         torch.accelerator.set_device_index(env.local_rank)
-    if env.world_size > 1:
+    if env.world_size > 1 and dist.is_initialized():
+        _check_adopted(env, device)
+        World.has_adopted_group = True
+    elif env.world_size > 1:
+        World.has_adopted_group = False
         backend = dist.get_default_backend_for_device(device)
         options = {} if device.type == "cpu" else {"device_id": device}
         if device.type != "cpu":
@@ -242,6 +254,24 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | No
         )
     count_collectives()
     return World(env, device, axes)
+
+
+def _check_adopted(env: RankEnv, device: torch.device) -> None:
+    """Raise RunError if the default process group is not one that this rank can train with."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (env.rank, env.world_size):
+        raise RunError(
+            f"this is rank {rank} of {size} in the process group that exists already, and rank {env.rank} of {env.world_size} "
+            "by the environment",
+            fix="call `torch.distributed.destroy_process_group()` before `paceline.train()`, which makes its own group",
+        )
+    backends = {part.rpartition(":")[2] for part in str(dist.get_backend_config()).split(",")}
+    needed = dist.get_default_backend_for_device(device)
+    if needed not in backends:
+        raise RunError(
+            f"the process group that exists already uses {', '.join(sorted(backends))}, and {device.type} needs {needed}",
+            fix=f"make it with `backend={needed!r}`, or set `parallel.device` to a device that it can be used with",
+        )
 
 
 #: torch's own record of the last collectives on an accelerator, of which the watchdog writes a copy where a rank hangs.

@@ -1,0 +1,175 @@
+"""What the driver of a Ray run and its workers share: one small Ray actor beside the driver.
+
+Ray Train starts all workers again after a failure, perhaps on other nodes, and gives the new ones nothing of the old ones. The
+actor remembers which workers an attempt had, which of them described how they ended, and whether the run can be retried at all.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker runs.
+
+    Args:
+        node_id: Ray's identifier of the node; a node that restarts gets another one.
+        address: the node's IP address.
+        host: the node's host name.
+        pid: the worker's process.
+    """
+
+    node_id: str
+    address: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How an attempt begins.
+
+    Args:
+        order: Ray's rank of each worker, in the order in which Paceline numbers them.
+        fault: the content of the `fault` event if an attempt failed before this one.
+        lost_folder_of: the host that holds the run's folder, if rank 0 of this attempt runs on another one.
+    """
+
+    order: list[int]
+    fault: dict[str, Any] | None
+    lost_folder_of: str | None
+
+
+@dataclass
+class _Ended:
+    text: str
+    time: float
+    is_secondary: bool
+
+
+class RunRecord:
+    """State of one `fit()`; runs as a Ray actor. Times are seconds since the epoch, by the clock of the driver's node.
+
+    Args:
+        driver_node: Ray's identifier of the driver's node.
+    """
+
+    def __init__(self, driver_node: str) -> None:
+        self._first_place = WorkerPlace(driver_node, "", "", 0)
+        self._num_attempts = 0
+        self._places: list[WorkerPlace] = []  # by Ray's rank, as are the next three
+        self._numbers: dict[int, int] = {}  # Paceline's rank
+        self._ended: dict[int, _Ended] = {}
+        self._lost: set[int] = set()
+        self._failed_at: float | None = None
+        self._final_failure: dict[str, Any] | None = None
+        self._final_ranks: set[int] = set()
+        self._results: dict[int, dict[str, Any]] = {}
+        self._has_run_folder = False
+        self._stop_signal: int | None = None
+
+    # -- workers ----------------------------------------------------------------------------------------------------------
+    def final_failure(self) -> dict[str, Any] | None:
+        """The failure after which no attempt may follow (:meth:`fail_finally`), or None."""
+        return self._final_failure
+
+    def begin_attempt(self, places: list[WorkerPlace]) -> Attempt:
+        """One worker begins an attempt for all. ``places``: of the workers, in the order of Ray's ranks.
+
+        The node that held rank 0 keeps it: without shared storage the run's folder lies there. The first attempt prefers the
+        driver's node, where the user looks for the folder.
+        """
+        fault = self.last_fault()
+        previous = self._first_place
+        first = next(
+            (place for place in places if place.node_id == previous.node_id),
+            next((place for place in places if place.address == previous.address), places[0]),
+        )
+        order = sorted(range(len(places)), key=lambda rank: (places[rank].node_id != first.node_id, rank))
+        has_moved = self._has_run_folder and first.host != previous.host
+        if not has_moved:
+            self._first_place = first
+        self._num_attempts += 1
+        self._places = places
+        self._numbers = {ray_rank: rank for rank, ray_rank in enumerate(order)}
+        self._ended, self._lost, self._failed_at = {}, set(), None
+        return Attempt(order, fault, previous.host if has_moved else None)
+
+    def poll(self, has_run_folder: bool) -> int | None:
+        """Rank 0 reports that it runs. Returns the number of the signal that the driver received, or None."""
+        self._has_run_folder = self._has_run_folder or has_run_folder
+        return self._stop_signal
+
+    def fail(self, ray_rank: int, text: str, is_secondary: bool) -> None:
+        """A worker describes why it fails.
+
+        Args:
+            is_secondary: the text may describe what another worker's end caused, such as a closed connection.
+        """
+        self._ended.setdefault(ray_rank, _Ended(text, time.time(), is_secondary))
+        self._failed_at = self._failed_at or time.time()
+
+    def fail_finally(self, ray_rank: int, failure: dict[str, Any]) -> int:
+        """A worker has a failure that every further attempt would repeat. Returns how many workers have reported one."""
+        if self._final_failure is None:
+            self._final_failure = {**failure, "place": self._place(ray_rank)}
+        self._final_ranks.add(ray_rank)
+        return len(self._final_ranks)
+
+    def finish(self, rank: int, result: dict[str, Any]) -> None:
+        """The worker that Paceline numbers ``rank`` has its result: status, exit code and report."""
+        self._results[rank] = result
+
+    # -- the driver ---------------------------------------------------------------------------------------------------------
+    def lose_workers(self, ray_ranks: list[int]) -> None:
+        """Ray reports that these workers are gone without an exception of their program."""
+        self._lost.update(ray_ranks)
+        self._failed_at = self._failed_at or time.time()
+
+    def request_stop(self, number: int) -> None:
+        self._stop_signal = number
+
+    def results(self) -> dict[int, dict[str, Any]]:
+        return self._results
+
+    def places(self) -> list[dict[str, Any]]:
+        """The workers of the attempt under way, in the order of Paceline's ranks."""
+        ranks = sorted(self._numbers, key=lambda ray_rank: self._numbers[ray_rank])
+        return [{"rank": self._numbers[ray_rank], **asdict(self._places[ray_rank])} for ray_rank in ranks]
+
+    def last_fault(self) -> dict[str, Any] | None:
+        """The content of a `fault` event: the workers that failed first, not those that lost their connection to them. None
+        before the first attempt.
+
+        A worker that Ray lost and that described nothing was killed. Of the others the earliest counts that does not merely
+        report a closed connection.
+        """
+        if not self._places:
+            return None
+        killed = sorted(self._lost - self._ended.keys())
+        described = sorted(self._ended.items(), key=lambda item: (item[1].is_secondary, item[1].time))
+        if killed:
+            ray_ranks = killed
+            reason = "; ".join(f"{self._place(ray_rank)} was killed, or its node was lost" for ray_rank in killed)
+        elif described:
+            ray_ranks = [described[0][0]]
+            reason = f"{self._place(ray_ranks[0])}: {described[0][1].text}"
+        else:
+            ray_ranks, reason = [], "Ray ended the workers without an error of theirs (a drained node, or a preemption)"
+        return {
+            "ranks": [self._numbers[ray_rank] for ray_rank in ray_ranks],
+            "hosts": sorted({self._places[ray_rank].host for ray_rank in ray_ranks}),
+            "reason": reason.rstrip("."),
+            "step": None,
+            "restart": self._num_attempts,
+            "seen_at": self._failed_at or time.time(),
+        }
+
+    def _place(self, ray_rank: int) -> str:
+        if ray_rank >= len(self._places):
+            return f"the worker with Ray's rank {ray_rank}"
+        place = self._places[ray_rank]
+        return f"rank {self._numbers[ray_rank]} on {place.host} ({place.address}, process {place.pid})"

@@ -1,0 +1,80 @@
+"""A real Ray cluster of two nodes on this machine, in a process of its own: `with ray_nodes() as address`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+#: Tokens are required, as they should be on a real cluster; nothing is sent to Ray's makers.
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1"}
+
+
+@contextlib.contextmanager
+def ray_nodes() -> Iterator[dict[str, str]]:
+    """Start the cluster, and yield the environment with which a command uses it. Nothing of it is left afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="pl-ray-", dir="/tmp"))  # Ray makes sockets in it, and their paths are short
+    token = folder / "token"
+    token.write_text("a0" * 32)
+    environment = {**os.environ, **ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": str(folder)}
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        address = next((line.split()[1] for line in process.stdout if line.startswith("address ")), None)
+        assert address is not None, "the cluster did not start"
+        yield {**environment, "RAY_ADDRESS": address, "CLUSTER_PID": str(process.pid)}
+    finally:
+        assert process.stdin is not None
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.stdin.close()  # it shuts the cluster down
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        process.kill()
+        left = started
+        _, left = psutil.wait_procs(left, timeout=10)
+        for one in left:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    assert not left, f"processes of Ray outlived the cluster: {left}"
+
+
+def workers(environment: dict[str, str]) -> list[psutil.Process]:
+    """The processes of Ray Train's workers on that cluster."""
+    cluster = psutil.Process(int(environment["CLUSTER_PID"]))
+    return [one for one in cluster.children(recursive=True) if "RayTrainWorker" in _title(one)]
+
+
+def _title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def serve() -> None:
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(**node)
+    print("address", cluster.address, flush=True)
+    sys.stdin.read()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,179 @@
+"""Runs on a real Ray cluster of two nodes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import MICRO, digest, events, report, run, start, train
+from ray_nodes import ray_nodes, workers
+
+from paceline.cli import main
+
+STEPS = ("max_steps=60", "save_steps=10", "learning_rate=1e-3")
+
+
+def wait_for_step(folder: Path, number: int, process: subprocess.Popen[str], timeout_s: float = 300.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not (folder / "events.jsonl").exists() or not any(one["step"] >= number for one in events(folder, "step")):
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        assert time.monotonic() < deadline, f"step {number} was not reached"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_killed_worker_changes_nothing_but_the_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
+    train(undisturbed, *STEPS, "parallel.num_gpus=2")
+    with ray_nodes() as environment:
+        process = start(*MICRO, *STEPS, f"output_dir={folder}", "--num-workers", "2", "--json", verb="ray", env=environment)
+        wait_for_step(folder, 12, process)
+        first_pid = events(folder, "run_start")[0]["pid"]
+        (other,) = [one for one in workers(environment) if one.pid != first_pid]
+        other.kill()
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err[-3000:]
+    assert "with rank 0; " in err  # two nodes with a rank each
+    (fault,) = events(folder, "fault")
+    assert fault["ranks"] == [1]
+    assert f"process {other.pid}" in fault["reason"]
+    assert fault["step"] >= 12
+    assert len(events(folder, "resume")) == 1
+    assert json.loads(out) == report(folder)
+    assert json.loads(out)["restarts"] == 1
+    assert digest(folder) == digest(undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_a_wrong_config_is_not_retried(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n')
+    with ray_nodes() as environment:
+        for words in (["dataset=nothing.jsonl"], ["dataset=rows.jsonl"]):
+            refused = run(
+                *MICRO, *words, "output_dir=run", "--num-workers", "2", "--max-failures", "5",
+                verb="ray", env=environment, cwd=tmp_path, expect=2,
+            )  # fmt: skip
+            assert refused.stderr.count("error: ") == 1
+            assert refused.stderr.count("Ray nodes:") <= 1
+            assert "started the workers again" not in refused.stderr
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_ctrl_c_writes_a_checkpoint_and_the_same_command_resumes(tmp_path):
+    words = [*MICRO, "max_steps=400", "save_steps=1000", "output_dir=run", "--num-workers", "2"]
+    with ray_nodes() as environment:
+        process = start(*words, verb="ray", env=environment, cwd=tmp_path)
+        wait_for_step(tmp_path / "run", 5, process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 130, err[-3000:]
+        stopped_at = report(tmp_path / "run")["steps"]
+        assert stopped_at < 400
+        assert f"step-{stopped_at:08d}" in {one.name for one in (tmp_path / "run" / "checkpoints").iterdir()}
+        run(*words, verb="ray", env=environment, cwd=tmp_path)
+    assert report(tmp_path / "run")["resumed_from_step"] == stopped_at
+    assert report(tmp_path / "run")["steps"] == 400
+
+
+SCRIPT = """
+import json, sys
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from paceline.core.errors import ConfigError
+from paceline.ray import TorchTrainer
+
+config = {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#64", "max_length": 64, "output_dir": "run",
+          "train_args": {"max_steps": 3}, "parallel": {"device": "cpu"}}
+scaling = ScalingConfig(num_workers=2)
+run_config = RunConfig(storage_path=sys.argv[1], failure_config=FailureConfig(max_failures=2))
+trainer = TorchTrainer(config, scaling_config=scaling, run_config=run_config)
+results = trainer.results()
+print(json.dumps([[one["status"], one["report"]["steps"], one["report"]["final_train_loss"]] for one in results]))
+print(json.dumps(TorchTrainer(config, scaling_config=scaling).fit()["steps"]))  # done already
+try:
+    TorchTrainer(config, overrides={"dataset": "nothing.jsonl"}, scaling_config=scaling).fit()
+except ConfigError as error:
+    print("refused", "nothing.jsonl" in str(error))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_every_rank_returns_its_result_to_python(tmp_path):
+    with ray_nodes() as environment:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(tmp_path / "ray")],
+            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("[", "3", "refused")) or line == "3"]
+    first, second = json.loads(lines[0])
+    assert first == second
+    assert first[:2] == ["done", 3]
+    assert lines[1:] == ["3", "refused True"]
+
+
+OWN_LOOP = """
+import json, sys
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+import paceline
+
+def loop():
+    report = paceline.train({"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#64", "max_length": 64,
+                             "output_dir": sys_argv[2], "train_args": {"max_steps": 3}, "parallel": {"device": "cpu"}})
+    assert report["steps"] == 3 and report["world_size"] == 2, report
+
+sys_argv = sys.argv
+TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(storage_path=sys.argv[1])).fit()
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_train_inside_a_training_function_of_ray_adopts_its_process_group(tmp_path):
+    with ray_nodes() as environment:
+        done = subprocess.run(
+            [sys.executable, "-c", OWN_LOOP, str(tmp_path / "ray"), str(tmp_path / "run")],
+            env=environment, capture_output=True, text=True, timeout=400,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert report(tmp_path / "run")["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "add `--num-workers N`"),
+        (["--num-workers", "0"], "1 or more"),
+        (["--num-workers", "2", "--num-worker", "3"], "did you mean `--num-workers`?"),
+        (["--num-workers", "2", "--address", "ray://head:10001"], "ray job submit"),
+        (["--num-workers", "2", "--working-dir", "missing"], "is not a folder"),
+        (["--num-workers", "2", "max_stepz=3"], "max_steps"),
+    ],
+)
+def test_wrong_options_start_nothing(words, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(["ray", *MICRO, *words, f"output_dir={tmp_path / 'run'}"]) == 2
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert not [one for one in psutil.Process().children(recursive=True) if "raylet" in one.name()]
+
+
+@pytest.mark.slow
+def test_an_address_at_which_nothing_answers_starts_nothing(tmp_path):
+    words = [f"output_dir={tmp_path / 'run'}", "--num-workers", "2", "--address", "127.0.0.1:1"]
+    refused = run(*MICRO, *words, verb="ray", expect=2)
+    assert "no Ray cluster answers at 127.0.0.1:1" in refused.stderr
+    assert not (tmp_path / "run").exists()
