@@ -17,6 +17,7 @@ from typing import Any
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.processes import end_with_parent
 from paceline.launch.preload import keep_server_files
+from paceline.launch.processes import open_store
 
 #: how long a collective may wait for another rank before the work has failed
 _TIMEOUT_S = 60.0
@@ -53,10 +54,8 @@ def run_on_ranks(
     Raises:
         RunError: a rank failed, died, or took too long.
     """
-    import torch.distributed as dist
-
     # The store lives here: no port is chosen before it is bound, and no rank takes it away by ending early.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = open_store()  # on the loopback interface alone
     context = multiprocessing.get_context("forkserver")
     processes: list[Any] = []
     pipes = []
