@@ -13,9 +13,10 @@ from torch import nn
 
 from paceline.core.errors import RunError
 from paceline.engine.certificate import excluded_text, weight_difference
-from paceline.engine.certify import distances, num_positions, save_reference, turn_off_dropout
+from paceline.engine.certify import distances, save_reference, turn_off_dropout
 from paceline.engine.negligible import GradientWatch, listing
 from paceline.parallel.parts import Part
+from paceline.tasks.base import num_positions
 
 
 class Attention(nn.Module):

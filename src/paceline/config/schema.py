@@ -23,6 +23,10 @@ from paceline.core.hub import modelscope_name
 ShareOfSteps = Annotated[float, Field(gt=0, lt=1)]
 
 
+#: relative speeds of the ranks or hosts of a run
+Weights = Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+
+
 class DatasetSource(Section):
     """One source of samples, where a plain path or hub id does not say enough."""
 
@@ -103,6 +107,11 @@ class Parallel(Section):
     )
     all_reduce: AllReduce = "native"
     timeout_s: float = Field(600.0, ge=10, description="Seconds after which a collective that does not end fails the run.")
+    balance: Literal["equal", "speed"] | Weights = Field(
+        "equal",
+        description="Micro-batches of each rank with `ddp` and `zero1`: `equal`; `speed` measures the ranks in the first steps "
+        "and assigns micro-batches in proportion; or a list of weights, one per rank or one per host, as `[3, 1]`.",
+    )
     nnodes: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^[1-9][0-9]*:[1-9][0-9]*$")] = Field(
         1,
         description="Hosts, each of which gets the same command; `1:4`: at least 1, at most 4, and the run goes on with those "

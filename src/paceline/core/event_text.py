@@ -129,4 +129,5 @@ _WORDED = {
     "straggler_end": _told(INFO),
     "link": _told(WARNING),
     "link_end": _told(INFO),
+    "balance": _told(INFO),
 }

@@ -29,6 +29,10 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
   with ``steps`` 1.
 - ``link``: ``rank``, ``host``, ``step``, ``resent_share`` (0 to 1), ``segments``, ``seconds``, ``text``: this rank had to send
   that share of the last TCP segments to other hosts again. ``link_end``: the same fields: the link has recovered.
+- ``balance``: ``step``, ``shares`` (micro-batches per step, by rank), ``reason``, ``text``: the shares of the ranks with
+  ``parallel.balance``. ``reason``: ``weights`` (configured), ``checkpoint`` (stored in it), ``measured`` (with ``seconds`` per
+  micro-batch, by rank, and the predicted ``gain``; equal shares may be kept), ``withdrawn`` (new shares made steps longer, and
+  the previous ones are restored), ``reset`` (those of the checkpoint are not used).
 - ``notice``: ``level`` (info | warning), ``text``.
 - ``step``: ``step, epoch, loss, grad_norm, learning_rate, tokens, step_time_s, data_wait_s, comm_wait_s, memory_bytes,
   ranks`` (null where not known). ``tokens`` is the number of tokens of the global batch, ``step_time_s`` the mean over the

@@ -101,15 +101,20 @@ def train_steps(
     first_step: int,
     last_step: int,
     options: LoaderOptions,
+    shares: Sequence[int] | None = None,
 ) -> Iterator[list[MicroBatch]]:
     """For each step in [first_step, last_step), this rank's ``accumulation`` micro-batches.
 
     Rank r takes micro-batches r × accumulation … (r + 1) × accumulation - 1 of the world × accumulation the step is cut into.
+    With ``shares`` (micro-batches of each rank, with the same sum) it takes ``shares[r]``, those after the ranks before it.
     """
-    mine = slice(rank * accumulation, (rank + 1) * accumulation)
+    num_parts, first = world_size * accumulation, rank * accumulation
+    if shares is not None:
+        num_parts, first, accumulation = sum(shares), sum(shares[:rank]), shares[rank]
+    mine = slice(first, first + accumulation)
 
     def parts(step: int) -> list[np.ndarray]:
-        return order.micro_batches(step, world_size * accumulation)[mine]
+        return order.micro_batches(step, num_parts)[mine]
 
     def keys() -> Iterator[list[Key]]:
         for step in range(first_step, last_step):

@@ -12,8 +12,8 @@ from paceline.config.schema import Config
 from paceline.core.files import human_bytes
 
 REFERENCE = "single"
-#: The modes that differ from `ddp` in where state lies alone: the same micro-batches on the same ranks.
-FAMILY = ("ddp", "zero1", "zero2", "zero3")
+#: The modes that differ from `ddp` only in where state or micro-batches are placed.
+FAMILY = ("ddp", "ddp-balance", "zero1", "zero1-balance", "zero2", "zero3")
 #: Bytes a step that no strategy declares: the counts that the loop itself adds up over the ranks, the gradient norm's scalar.
 LOOP_BYTES = 256
 

@@ -33,7 +33,7 @@ from paceline.engine.train import Session, train_step
 from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.parts import Part
-from paceline.tasks.base import _first_tensor
+from paceline.tasks.base import num_positions
 from paceline.world.env import RankEnv
 from paceline.world.group import World, open_world
 from paceline.world.mesh import Axes
@@ -155,12 +155,6 @@ def _watched(batches: Iterator[list[MicroBatch]], positions: list[float]) -> Ite
     for micro_batches in batches:
         positions.append(statistics.fmean(num_positions(one.data) for one in micro_batches))
         yield micro_batches
-
-
-def num_positions(data: Any) -> int:
-    """Tokens of a batch with padding; rows, where it has none."""
-    ids = data.get("input_ids") if isinstance(data, dict) else None
-    return int(ids.numel()) if isinstance(ids, torch.Tensor) else int(_first_tensor(data).shape[0])
 
 
 def _costs(session: Session, job: Job, positions: list[float]) -> dict[str, float]:

@@ -188,6 +188,9 @@ class Console:
     _on_link = _on_straggler
     _on_straggler_end = _on_link_end = _on_hang_end
 
+    def _on_balance(self, event: Event) -> None:
+        self.say(str(event.get("text", "")), "cyan")
+
     def _on_step(self, event: Event) -> None:
         first = self.progress.step is None
         self.progress.add(event)

@@ -40,6 +40,7 @@ def batches_of(session: Session) -> Iterator[list[MicroBatch]]:
         first_step=session.step,
         last_step=session.derived.steps,
         options=session.loader_options,
+        shares=session.balancer.shares,
     )
 
 

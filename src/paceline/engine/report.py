@@ -19,7 +19,7 @@ REPORT_KEYS = (
 #: may stand beside them
 MORE_KEYS = (
     "samples_per_second", "final_eval_metrics", "communication", "link", "staleness", "workers_lost", "skipped_steps",
-    "precision",
+    "precision", "balance",
 )  # fmt: skip
 _PREDICTED = ("predicted", "measured")
 _INNER_KEYS = {"state_memory_bytes": _PREDICTED, "traffic_bytes_per_step": _PREDICTED, "data": ("read", "kept", "dropped")}

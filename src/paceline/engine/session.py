@@ -316,8 +316,10 @@ def begin(
     if job.layout.num_processes == 1:  # one process works on the micro-batches of all devices
         accumulation *= job.layout.axes.replicas
     session.accumulation = accumulation if strategy.works else 0
+    session.balancer.begin()
     session.batches = batches_of(session)
     announce(session, job, notices, resumed)
+    session.balancer.announce()
     return session
 
 
@@ -342,6 +344,7 @@ def _resume(session: Session, job: Job) -> str | None:
     with open_checkpoint(Path(str(path)), session.saver.side) as opened:
         load_training_state(session, opened, int(opened.meta["step"]))
     session.guard.resume(opened.meta, str(path))
+    session.balancer.resume(opened.meta)
     if not own:
         session.saver.last_step = None  # saved, but not in this run's folder
     return str(path)

@@ -65,6 +65,7 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
         **figures,
         **judged,
         **({"workers_lost": lost} if lost else {}),
+        **session.balancer.figures(),
         "peak_memory_bytes": peaks,
         "state_memory_bytes": {"predicted": cost.state, "measured": max(held)},
         "traffic_bytes_per_step": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.core.events import EventLog
 from paceline.core.run_dir import RunDir
 from paceline.data.loader import LoaderOptions, MicroBatch
 from paceline.data.order import SampleOrder
+from paceline.engine.balance import Balancer
 from paceline.engine.communication import Judge
 from paceline.engine.counts import StepCounts
 from paceline.engine.departures import regroup
@@ -74,9 +76,11 @@ class Session:
     lock: Any = None  # on the run's folder, where this rank came to hold it in the middle of the run
     guard: Guard = field(init=False)  # of gradients, replicas and losses
     sampler: Sampler = field(init=False)  # of what the model says at evaluations
+    balancer: Balancer = field(init=False)  # of the micro-batches of each rank
 
     def __post_init__(self) -> None:
         self.guard = Guard(self)
+        self.balancer = Balancer(self)
         self.sampler = Sampler(self)
 
 
@@ -88,6 +92,7 @@ def train(session: Session) -> str:
     while session.step < last:
         stopping = train_step(session)
         session.guard.after_step()
+        session.balancer.after_step()
         word = session.judge.after_step(session.step) if session.judge is not None else None
         if word is not None:
             session.events.notice(word[1], word[0])
@@ -128,7 +133,8 @@ def train_step(session: Session) -> bool:
     counts = StepCounts(session, micro_batches)
     for earlier in session.unread[: max(0, len(session.unread) - session.strategy.counts_late + 1)]:
         earlier.read()  # sent a step ago, or as many as the strategy lets pass
-    first_number = session.strategy.replica * len(micro_batches)
+    first_number = session.balancer.first_micro_batch(len(micro_batches))
+    timer = session.balancer.begin_step(micro_batches)
     losses: dict[int, torch.Tensor] = {}  # by micro-batch, and added in that order: some strategies run them in another
 
     def micro_step(number: int, model: nn.Module) -> torch.Tensor:
@@ -142,7 +148,9 @@ def train_step(session: Session) -> bool:
         loss = loss * batch.weight
         losses[number] = loss.detach()
         PULSE.enter("backward")
-        return session.precision.scale(loss / counts.denominator())
+        with nullcontext() if timer is None else timer.waiting():
+            denominator = counts.denominator()
+        return session.precision.scale(loss / denominator)
 
     session.strategy.counting(counts.own, counts.denominator)
     session.strategy.backward(micro_step, len(micro_batches))
@@ -258,6 +266,7 @@ def save_checkpoint(session: Session, must_succeed: bool) -> None:
     session.guard.before_save()
     meta = {
         **session.guard.meta(),
+        **session.balancer.meta(),
         "strategy": session.strategy.name,
         "world_size": session.derived.world_size,
         "global_batch_size": session.derived.global_batch_size,

@@ -23,6 +23,7 @@ from paceline.launch.layout import check_row_state
 from paceline.launch.model_check import check_model, checking_beside
 from paceline.launch.sizes import check_sizes, sharing_text
 from paceline.parallel import Layout, mode_of, strategy_class
+from paceline.parallel.balance import equal_notice
 from paceline.parallel.communication import compression_notice
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared
@@ -151,6 +152,9 @@ def plan_run(
     shared = sharing_text(config, derived)
     if shared is not None:
         about_sizes.append(("info", shared))
+    unbalanced = equal_notice(config, derived)
+    if unbalanced is not None:
+        about_sizes.append(unbalanced)
     for level, text in about_sizes:
         say(level, text)
     notices += about_sizes

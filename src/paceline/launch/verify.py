@@ -20,7 +20,7 @@ from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, ConfigError
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.run_dir import RunDir
 from paceline.engine.certificate import REFERENCE, Verdict, bounds_for, combine, judge, not_run, render_certificate
-from paceline.launch.verify_modes import Mode, all_modes, make_mode, split_names
+from paceline.launch.verify_modes import Mode, all_modes, make_mode, split_names, trial_config
 from paceline.parallel import OTHER_TRAINING
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def verify(loaded: Loaded, request: Request) -> Certified:
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
     try:
         base = _base_job(replace(loaded, config=config), devices, folder)
-        trials = [_trial(number, mode, config, base) for number, mode in enumerate(modes)]
+        modes, trials = _trials(modes, config, base, names, request.modes, refused)
         found = _run(trials, request.steps, folder, devices.count)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -214,9 +214,29 @@ def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> Job:
     return plan.job
 
 
+def _trials(
+    modes: list[Mode], config: Config, base: Job, names: list[str], asked: str | None, refused: list[Verdict]
+) -> tuple[list[Mode], list[Trial]]:
+    """Return the modes that this global batch is large enough for, and their trials; the others are added to ``refused``."""
+    kept: list[Mode] = []
+    trials: list[Trial] = []
+    for mode in modes:
+        try:
+            trials.append(_trial(len(trials), mode, config, base))
+        except ConfigError as error:
+            if asked is not None and not _group(asked):
+                raise
+            if mode.name in names:
+                refused.append(not_run(mode.name, mode.layout.axes.text(), None, error.paragraph()))
+            continue
+        kept.append(mode)
+    return kept, trials
+
+
 def _trial(number: int, mode: Mode, config: Config, base: Job) -> Trial:
     from paceline.engine.certify import Trial
 
+    config = trial_config(mode, config, base.derived.global_batch_size)
     derived = derive(
         config,
         world_size=mode.layout.world_size,
@@ -227,7 +247,7 @@ def _trial(number: int, mode: Mode, config: Config, base: Job) -> Trial:
         replicas=mode.layout.axes.replicas,
         global_batch_size=base.derived.global_batch_size,
     )
-    own = base.config.model_copy(update={"parallel": mode.parallel})
+    own = base.config.model_copy(update={"parallel": mode.parallel, "train_args": config.train_args})
     return Trial(number, mode.name, replace(base, config=own, derived=derived, layout=mode.layout))
 
 

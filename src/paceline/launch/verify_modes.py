@@ -4,6 +4,7 @@ A name is one of
 
 - a mode of ``parallel.mode``, as the config sets it up: ``zero3`` (``fsdp``), ``deepspeed``, ``pipeline`` …;
 - ``deepspeed-1`` … ``deepspeed-3``, ``pipeline-gpipe`` and its like: that mode with another stage or schedule;
+- ``ddp-balance``, ``zero1-balance``: that mode with unequal shares of the micro-batches, see :func:`trial_config`;
 - sizes of axes, joined by dashes: ``data2-tensor2``, ``shard2-pipeline2``, ``data2-shard2-tensor2``;
 - a strategy of your own: ``package.module:Class``;
 - ``hybrid``: all the products of axes that fit; ``all``: every mode.
@@ -20,12 +21,15 @@ from typing import Any, get_args
 
 from paceline.config.schema import Config, Parallel
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.words import counted
 from paceline.parallel import ALIASES, OTHER_TRAINING, STRATEGIES, Layout, layout, mode_of
+from paceline.parallel.balance import MIN_MICRO_BATCHES
 from paceline.parallel.deepspeed_config import stage_of
 
 _AXES = ("data", "shard", "tensor", "pipeline")
 _STAGES = (1, 2, 3)
 _SCHEDULES: tuple[str, ...] = get_args(Parallel.model_fields["pipeline_schedule"].annotation)
+_BALANCED = ("ddp", "zero1")
 _AXIS = re.compile(rf"({'|'.join(_AXES)})([1-9][0-9]*)")
 
 
@@ -43,6 +47,7 @@ def all_modes(config: Config, world_size: int) -> list[str]:
     that are another training are left out, but for the config's own."""
     settings = config.parallel
     names = [name for name in STRATEGIES if name not in ("hybrid", "deepspeed", *OTHER_TRAINING)]
+    names.insert(names.index("ddp") + 1, "ddp-balance")
     names += [f"pipeline-{one}" for one in _SCHEDULES if one != settings.pipeline_schedule]
     names += hybrids(world_size)
     own = configured(config, world_size)
@@ -129,6 +134,8 @@ def make_mode(name: str, config: Config, world_size: int) -> Mode:
     elif base == "pipeline" and variant.replace("-", "_") in _SCHEDULES:
         settings |= {"mode": base, "pipeline_schedule": variant.replace("-", "_")}
         name = f"{base}-{settings['pipeline_schedule']}"
+    elif base in _BALANCED and variant == "balance":
+        settings |= {"mode": base}
     elif name in (*STRATEGIES, *ALIASES) and name != "hybrid":
         settings |= {"mode": ALIASES.get(name, name)}
     elif ":" in name:
@@ -138,12 +145,48 @@ def make_mode(name: str, config: Config, world_size: int) -> Mode:
         fix = f"did you mean `{near}`?" if near else "give e.g. `--modes ddp,zero3,data2-tensor2`"
         raise ConfigError(f"`--modes {name}` is not a mode", allowed=_allowed(), fix=fix)
     ranks = 1 if name == "single" else world_size
+    settings["balance"] = _weights(config, ranks) if variant == "balance" else "equal"
     parallel = config.parallel.model_copy(update={**settings, "num_gpus": ranks})
     return Mode(ALIASES.get(name, name), layout(parallel, ranks, settings["mode"]), parallel)
 
 
+def _weights(config: Config, num_ranks: int) -> list[float]:
+    """The config's own weights if they fit, else 3 and 1 in turn."""
+    balance = config.parallel.balance
+    if isinstance(balance, list) and len(balance) == num_ranks:
+        return balance
+    return [1.0 if rank % 2 else 3.0 for rank in range(num_ranks)]
+
+
+def trial_config(mode: Mode, config: Config, global_batch_size: int) -> Config:
+    """Return the config of a trial. Unequal shares need several micro-batches per rank: smaller ones if the global batch has too
+    few of the config's size.
+
+    Raises:
+        ConfigError: the global batch has too few samples for that.
+    """
+    config = config.model_copy(update={"parallel": mode.parallel})
+    if mode.parallel.balance == "equal":
+        return config
+    ranks, args = mode.layout.world_size, config.train_args
+    needed = max(MIN_MICRO_BATCHES, 2 * ranks)
+    if global_batch_size < needed:
+        raise ConfigError(
+            f"`{mode.name}` needs at least {needed} micro-batches per step, and the global batch has "
+            f"{counted(global_batch_size, 'sample')}",
+            fix="raise `train_args.gradient_accumulation_steps` or `per_device_train_batch_size`",
+        )
+    largest = global_batch_size // (ranks * -(-needed // ranks))
+    args = args.model_copy(update={"per_device_train_batch_size": min(args.per_device_train_batch_size, largest)})
+    return config.model_copy(update={"train_args": args})
+
+
 def _allowed() -> str:
-    variants = [*(f"deepspeed-{one}" for one in _STAGES), *(f"pipeline-{one}" for one in _SCHEDULES)]
+    variants = [
+        *(f"{one}-balance" for one in _BALANCED),
+        *(f"deepspeed-{one}" for one in _STAGES),
+        *(f"pipeline-{one}" for one in _SCHEDULES),
+    ]
     names: Sequence[str] = [*(one for one in STRATEGIES if one != "hybrid"), *ALIASES, *variants]
     return (
         ", ".join(names)

@@ -180,11 +180,13 @@ def strategy_class(name: str) -> type[Strategy]:
 
 def check_strategy(name: str, config: Config, axes: Axes) -> None:
     """Raise :class:`~paceline.core.errors.ConfigError` for a config that the strategy cannot run on this mesh."""
+    from paceline.parallel.balance import check_balance
     from paceline.parallel.communication import check_communication
 
     kind = strategy_class(name)
     kind.check(config, axes)
     check_communication(config, name, kind.sums_buckets, axes)
+    check_balance(config, name, kind.allows_unequal_shares, axes)
 
 
 def make_strategy(name: str, config: Config, world: World) -> Strategy:

@@ -55,6 +55,12 @@ class Strategy(ABC):
     #: Groups of ranks hold weights of their own between synchronisations (``local/…`` and ``outer/…`` in a checkpoint).
     trains_apart = False
     skips_itself = False  # in `update`, where the gradient is not finite
+    #: Ranks may run different numbers of micro-batches in a step (``parallel.balance``); :attr:`on_computed` must be called.
+    allows_unequal_shares = False
+    #: Ranks may be on devices of different types, over Gloo.
+    allows_mixed_devices = False
+    #: Called in :meth:`backward` after the last micro-batch, before waiting for other ranks. Set while speeds are measured.
+    on_computed: Callable[[], None] | None = None
     optimizer: torch.optim.Optimizer
     #: Of float16 training; the loss that :meth:`backward` gets is multiplied by its scale.
     scaler: LossScaler | None = None

@@ -21,6 +21,7 @@ class LocalSgd(LocalTraining):
     """
 
     name = "local_sgd"
+    allows_mixed_devices = True
     foreign = ("outer_learning_rate", "outer_momentum", "outer_dtype", "overlap_mix")
     flights_are_shared = False  # each worker's correction
 

@@ -26,6 +26,8 @@ class DistributedDataParallel(SummedInBuckets):
     not within an accumulation; every rank then makes the same update."""
 
     name = "ddp"
+    allows_unequal_shares = True
+    allows_mixed_devices = True
     buckets: GradientBuckets
 
     def __init__(self, config: Config, world: World) -> None:
@@ -48,6 +50,8 @@ class DistributedDataParallel(SummedInBuckets):
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.buckets.zero()
         accumulate(micro_step, self.model, num_micro_batches, self.buckets.start_reducing)
+        if self.on_computed is not None:
+            self.on_computed()
         self.buckets.finish()
         self.world.broadcast(self.changing_buffers)
 

@@ -41,6 +41,7 @@ class ShardedOptimizer(DistributedDataParallel):
 
     name = "zero1"
     sums_buckets = False
+    allows_mixed_devices = False
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)

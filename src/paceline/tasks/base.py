@@ -187,3 +187,11 @@ def _first_tensor(batch: Any) -> torch.Tensor:
         if isinstance(item, torch.Tensor | dict | list | tuple):
             return _first_tensor(item)
     raise TypeError(f"no tensor in a batch of type {type(batch).__name__}; give your task a count(self, batch)")
+
+
+def num_positions(batch: Any) -> int:
+    """Return the tokens of a batch, padding included; of a batch without tokens, the rows."""
+    import torch
+
+    ids = batch.get("input_ids") if isinstance(batch, dict) else None
+    return int(ids.numel()) if isinstance(ids, torch.Tensor) else int(_first_tensor(batch).shape[0])

@@ -61,7 +61,7 @@ export const en = {
   "mark.checkpoint": "checkpoint", "mark.resume": "resumed", "mark.fault": "fault", "mark.skipped": "update skipped", "mark.drift": "replicas differ",
   "mark.rewind": "went back", "mark.worker_lost": "worker lost", "mark.hang": "hangs", "mark.hang_end": "goes on", "mark.straggler": "slow rank",
   "mark.link": "packets lost", "mark.link_end": "link sound again",
-  "mark.straggler_end": "even again", "mark.notice": "notice", "mark.run_start": "started", "mark.run_end": "ended", "mark.eval": "evaluation",
+  "mark.straggler_end": "even again", "mark.balance": "shares", "mark.notice": "notice", "mark.run_start": "started", "mark.run_end": "ended", "mark.eval": "evaluation",
   "level.warning": "warning", "level.error": "error",
 
   "missing": "This run has not recorded {what}",

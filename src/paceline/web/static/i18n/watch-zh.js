@@ -61,7 +61,7 @@ export const zh = {
   "mark.checkpoint": "检查点", "mark.resume": "继续训练", "mark.fault": "故障", "mark.skipped": "跳过更新", "mark.drift": "副本不一致",
   "mark.rewind": "回退", "mark.worker_lost": "工作进程丢失", "mark.hang": "卡住", "mark.hang_end": "恢复", "mark.straggler": "慢 rank",
   "mark.link": "丢包", "mark.link_end": "链路恢复",
-  "mark.straggler_end": "恢复同步", "mark.notice": "提示", "mark.run_start": "开始", "mark.run_end": "结束", "mark.eval": "评估",
+  "mark.straggler_end": "恢复同步", "mark.balance": "份额", "mark.notice": "提示", "mark.run_start": "开始", "mark.run_end": "结束", "mark.eval": "评估",
   "level.warning": "警告", "level.error": "错误",
 
   "missing": "该训练没有记录{what}",

@@ -69,6 +69,7 @@ const MARKS = {
   straggler_end: "info",
   link: "warning",
   link_end: "info",
+  balance: "info",
   run_end: "info",
 };
 

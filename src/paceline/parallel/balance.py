@@ -1,0 +1,159 @@
+"""Micro-batches in proportion to the speed of each rank (``parallel.balance``): what is supported, and the arithmetic.
+
+The global batch is cut into the same micro-batches as with equal shares; only the rank that computes a micro-batch changes. The
+loss is divided by the global count, so the gradient is the same up to the order in which it is summed. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.config.resolve import Derived
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.shares import weighted_shares
+from paceline.core.words import counted
+from paceline.world.mesh import Axes
+
+#: Fewer micro-batches per step cannot express a useful ratio of speeds.
+MIN_MICRO_BATCHES = 4
+#: Strategies that support unequal shares, for messages.
+SUPPORTED = "`parallel.mode: ddp` and `zero1`"
+_REASONS = {
+    "zero2": "it reduces gradients in every micro-batch, so all ranks must run the same number of micro-batches",
+    "zero3": "it gathers weights in every micro-batch, so all ranks must run the same number of micro-batches",
+    "deepspeed": "DeepSpeed requires the same number of micro-batches on all ranks",
+    "local_sgd": "every worker counts equally in the average, so unequal shares would change the training",
+    "diloco": "every worker counts equally in the average, so unequal shares would change the training",
+    "dp": "its devices run their micro-batches in lockstep",
+}
+
+
+def text_of(config: Config) -> str:
+    """Return the setting as it is written in a config: ``speed``, ``[3, 1]``."""
+    balance = config.parallel.balance
+    return balance if isinstance(balance, str) else "[" + ", ".join(f"{weight:g}" for weight in balance) + "]"
+
+
+def check_balance(config: Config, mode: str, allows_unequal_shares: bool, axes: Axes) -> None:
+    """Raise ConfigError if ``parallel.balance`` is not supported with the strategy ``mode`` or with the rest of the config."""
+    balance = config.parallel.balance
+    if balance == "equal" or axes.size == 1:
+        return
+    setting = f"`parallel.balance: {text_of(config)}`"
+    whole_replicas = axes.shard == axes.tensor == axes.pipeline == 1
+    if not (allows_unequal_shares and whole_replicas):
+        reason = _REASONS.get(mode, "its ranks communicate in every micro-batch")
+        raise ConfigError(
+            f"{setting} is not supported with `parallel.mode: {mode}`: {reason}",
+            allowed=SUPPORTED,
+            fix="set `parallel.mode: ddp` or `zero1`, or `parallel.balance: equal`",
+        )
+    _check_compression(config, setting)
+    if isinstance(balance, list):
+        _check_number_of_weights(config, setting, len(balance), axes.size)
+
+
+def _check_compression(config: Config, setting: str) -> None:
+    from paceline.parallel.communication import uses_local_moments
+
+    if config.compression.chain[:1] == ("signsgd",):
+        raise ConfigError(
+            f"{setting} is not supported with `compression.method: signsgd`: every rank has one vote, whatever its share",
+            allowed="bf16, fp16, int8, powersgd, and topk or randomk with `compression.local_moments: false`",
+            fix="set another `compression.method`, or `parallel.balance: equal`",
+        )
+    if uses_local_moments(config):
+        raise ConfigError(
+            f"{setting} is not supported with `compression.local_moments`: the direction of every rank counts equally, "
+            "whatever its share",
+            allowed="`compression.local_moments: false`",
+            fix="set `compression.local_moments: false`, or `parallel.balance: equal`",
+        )
+
+
+def _check_number_of_weights(config: Config, setting: str, num_weights: int, num_ranks: int) -> None:
+    fewest, most = config.parallel.hosts
+    if fewest != most:
+        raise ConfigError(
+            f"{setting} has fixed weights, and the number of hosts may change (`parallel.nnodes: {config.parallel.nnodes}`)",
+            allowed="`parallel.balance: speed`, or a fixed `parallel.nnodes`",
+            fix="set `parallel.balance: speed`",
+        )
+    from paceline.world.env import outer_launcher
+
+    # Under an outer launcher the number of hosts is known once the ranks are connected, see `rank_weights`.
+    if num_weights not in (num_ranks, most) and outer_launcher() is None:
+        raise _wrong_number(setting, num_weights, num_ranks, most)
+
+
+def _wrong_number(setting: str, num_weights: int, num_ranks: int, num_hosts: int) -> ConfigError:
+    allowed = f"one weight per rank ({num_ranks})"
+    if num_hosts > 1:
+        allowed += f" or one per host ({num_hosts})"
+    return ConfigError(
+        f"{setting} has {counted(num_weights, 'weight')}, and the run has {counted(num_ranks, 'rank')}"
+        + (f" on {counted(num_hosts, 'host')}" if num_hosts > 1 else ""),
+        allowed=allowed,
+        fix="give one weight per rank, or set `parallel.balance: speed`",
+    )
+
+
+def rank_weights(config: Config, local_ranks: Sequence[int]) -> list[float]:
+    """Return one weight per rank. A weight of a host applies to each of its ranks.
+
+    Args:
+        local_ranks: the local rank of every rank. Ranks are numbered host by host.
+
+    Raises:
+        ConfigError: the number of weights is neither the number of ranks nor the number of hosts.
+    """
+    weights = config.parallel.balance
+    assert isinstance(weights, list)
+    if len(weights) == len(local_ranks):
+        return list(weights)
+    num_hosts = sum(local_rank == 0 for local_rank in local_ranks)
+    if len(weights) != num_hosts:
+        raise _wrong_number(f"`parallel.balance: {text_of(config)}`", len(weights), len(local_ranks), num_hosts)
+    found, host = [], -1
+    for local_rank in local_ranks:
+        host += local_rank == 0
+        found.append(weights[host])
+    return found
+
+
+def is_divisible(replicas: int, micro_batches: int) -> bool:
+    """Return whether a step has enough micro-batches for unequal shares."""
+    return replicas > 1 and micro_batches > replicas and micro_batches >= MIN_MICRO_BATCHES
+
+
+def equal_notice(config: Config, derived: Derived) -> tuple[str, str] | None:
+    """Return (level, text) if the run cannot have unequal shares although ``parallel.balance`` asks for them."""
+    replicas, accumulation = derived.replicas, derived.gradient_accumulation_steps
+    micro_batches = replicas * accumulation
+    if config.parallel.balance == "equal" or is_divisible(replicas, micro_batches):
+        return None
+    setting = f"`parallel.balance: {text_of(config)}`"
+    if replicas == 1:
+        return "info", f"{setting} has no effect with one rank"
+    needed = max(2, -(-MIN_MICRO_BATCHES // replicas))
+    return "warning", (
+        f"{setting} has no effect: it needs at least {max(MIN_MICRO_BATCHES, 2 * replicas)} micro-batches per step on "
+        f"{counted(replicas, 'rank')}, and this run has {micro_batches}. All ranks get equal shares. To change that, set "
+        f"`train_args.gradient_accumulation_steps: {needed}` or more, with a smaller `per_device_train_batch_size` to keep the "
+        "global batch"
+    )
+
+
+def shares_by_speed(micro_batches: int, seconds: Sequence[float]) -> list[int]:
+    """Return the micro-batches of each rank, in proportion to its speed.
+
+    Args:
+        seconds: per micro-batch, by rank.
+    """
+    return weighted_shares(micro_batches, [1 / one for one in seconds])
+
+
+def step_seconds(shares: Sequence[int], seconds: Sequence[float]) -> float:
+    """Return the forward and backward time of a step: that of the rank that takes longest."""
+    return max(count * one for count, one in zip(shares, seconds, strict=True))
