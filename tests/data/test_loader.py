@@ -22,11 +22,11 @@ def stack(samples):
     return torch.stack(list(samples))
 
 
-def run(first=0, last=6, rank=0, world=2, accumulation=2, workers=0):
+def run(first=0, last=6, rank=0, world=2, accumulation=2, workers=0, shares=None):
     order = SampleOrder(21, 8, seed=9)
     steps = train_steps(
         Noisy(), order, stack, rank=rank, world_size=world, accumulation=accumulation, first_step=first, last_step=last,
-        options=LoaderOptions(num_workers=workers),
+        options=LoaderOptions(num_workers=workers), shares=shares,
     )  # fmt: skip
     return [[(batch.data, batch.weight, batch.samples) for batch in step] for step in steps]
 
@@ -77,3 +77,12 @@ def test_evaluation_sees_every_row_once(world):
         seen += [int(row[0]) for batch in batches if batch.weight for row in batch.data]
     assert sorted(seen) == list(range(21))
     assert len(counts) == 1  # the same number on every rank: no rank waits for one that has none left
+
+
+@pytest.mark.parametrize("shares", [(3, 1), (1, 3), (2, 1, 1)])
+def test_unequal_shares_are_the_same_micro_batches(shares):
+    reference = [batch for step in run(world=1, accumulation=4) for batch in step]
+    found = [run(rank=rank, world=len(shares), accumulation=4, shares=shares) for rank in range(len(shares))]
+    assert [len(steps[0]) for steps in found] == list(shares)
+    flat = [batch for step in range(6) for rank in range(len(shares)) for batch in found[rank][step]]
+    assert same([reference], [flat])

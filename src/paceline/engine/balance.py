@@ -3,7 +3,8 @@
 ``speed`` measures forward and backward of every rank in the first steps, assigns micro-batches in proportion if that makes a
 step at least 10 % shorter, and then checks that it did: if steps became longer, the previous shares are restored and kept.
 Later measurements, every hundred steps, change the shares only if two in a row agree. All decisions are made from numbers that
-every rank has, after the same step. The shares are part of each checkpoint's ``meta.json``. Every change is a ``balance`` event.
+every rank has, after the same step. The shares are part of each checkpoint's ``meta.json``, and every change is a ``balance``
+event.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ def _weights(config: Config, num_ranks: int) -> list[float]:
 
 
 def trial_config(mode: Mode, config: Config, global_batch_size: int) -> Config:
-    """Return the config of a trial. Unequal shares need several micro-batches per rank: smaller ones if the global batch has too
-    few of the config's size.
+    """Return the config of a trial. Unequal shares need several micro-batches per rank: smaller ones if the global batch has
+    too few of the config's size.
 
     Raises:
         ConfigError: the global batch has too few samples for that.

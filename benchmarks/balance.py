@@ -1,0 +1,170 @@
+"""What `parallel.balance: speed` gains over equal shares if one of two ranks is slow, and costs if both are equally fast.
+
+python benchmarks/balance.py [--steps N] [--rounds N] [--slow-cores X] [--json] [--output FILE]
+
+Two ranks, started as two hosts would be (each its own process with the variables that torchrun sets), one thread each. The
+slow rank runs in a cgroup with a CPU quota. The rival is the same command with `parallel.balance: equal`, in the same round.
+Throughput is counted after the steps in which speeds are measured and checked. Needs root for the quota.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import common
+from common import BenchmarkFailed
+from quota import QuotaUnavailable, cpu_quota
+from run import _machine, _say, tell
+
+PER_DEVICE, ACCUMULATION, TOKENS = 2, 4, 256
+MODEL = "builtin:qwen2-tiny"
+#: Steps before those that are counted: warm-up, measurement, warm-up and check of the new shares.
+SETTLED_STEPS = 16
+AT_LEAST = 1.4  # times the throughput of equal shares, with a rank slowed to a third
+
+
+def main() -> int:
+    args = _arguments()
+    setups: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        try:
+            for name, cores in (("one rank slowed", args.slow_cores), ("equal ranks", None)):
+                rounds = []
+                for _ in range(args.rounds):
+                    found = {balance: train(Path(folder), args.steps, balance, cores) for balance in ("equal", "speed")}
+                    rounds.append(found)
+                    rates = {key: one["samples_per_second"] for key, one in found.items()}
+                    _say(f"{name}: {rates['equal']:.2f} → {rates['speed']:.2f} samples/s, shares {found['speed']['shares']}")
+                setups.append({"setup": name, "slow_cores": cores, "rounds": rounds, **summary(rounds)})
+        except (BenchmarkFailed, QuotaUnavailable) as error:
+            _say(f"error: {error}")
+            return 1
+    result = {
+        "date": date.today().isoformat(),
+        "machine": _machine(),
+        "load_average": os.getloadavg()[0],
+        "steps": args.steps,
+        "setups": setups,
+    }
+    return tell(args, result, as_markdown(result))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each setup (default 3)")
+    parser.add_argument(
+        "--steps", type=int, default=50, help=f"training steps of a run, more than {SETTLED_STEPS} (default 50)"
+    )
+    parser.add_argument("--slow-cores", type=float, default=1 / 3, help="CPU quota of the slow rank in cores (default 1/3)")
+    parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
+    parser.add_argument("--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)")
+    args = parser.parse_args()
+    if args.steps <= SETTLED_STEPS + 1:
+        parser.error(f"--steps {args.steps}: expected more than {SETTLED_STEPS + 1}")
+    return args
+
+
+def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> dict[str, Any]:
+    """Run both ranks to the end, and return the throughput, the losses and the shares of the last step."""
+    output = folder / "run"
+    shutil.rmtree(output, ignore_errors=True)
+    settings = {
+        "model": MODEL,
+        "dataset": "builtin:python-docs",
+        "output_dir": output,
+        "parallel.device": "cpu",
+        "parallel.mode": "ddp",
+        "parallel.balance": balance,
+        "train_args.per_device_train_batch_size": PER_DEVICE,
+        "train_args.gradient_accumulation_steps": ACCUMULATION,
+        "train_args.max_length": TOKENS,
+        "train_args.max_steps": steps,
+        "train_args.logging_steps": 1,
+        "train_args.save_steps": 0,
+    }
+    command = [sys.executable, "-m", "paceline", "sft", *(f"{key}={value}" for key, value in settings.items())]
+    shared = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks: list[subprocess.Popen[bytes]] = []
+    log = folder / "output.txt"
+    with open(log, "wb") as handle, cpu_quota(slow_cores) if slow_cores else nullcontext() as tasks:
+        try:
+            for rank in range(2):
+                env = {**shared, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+                ranks.append(subprocess.Popen(command, stdout=handle, stderr=subprocess.STDOUT, env=env))
+                if rank == 1 and tasks is not None:
+                    tasks.write_text(str(ranks[1].pid))
+            failed = [rank for rank, process in enumerate(ranks) if process.wait(common.TIMEOUT_S) != 0]
+        except subprocess.TimeoutExpired:
+            failed = [0, 1]
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+    if failed:
+        raise BenchmarkFailed(f"rank {failed[0]} failed:\n{log.read_text(errors='replace')[-3000:]}")
+    events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
+    lines = [event for event in events if event["type"] == "step"]
+    ends = [line["time"] for line in lines[SETTLED_STEPS:]]
+    batch = 2 * PER_DEVICE * ACCUMULATION
+    return {
+        "samples_per_second": (len(ends) - 1) * batch / (ends[-1] - ends[0]),
+        "losses": [line["loss"] for line in lines],
+        "shares": json.loads((output / "report.json").read_text()).get("balance", {}).get("shares", [ACCUMULATION] * 2),
+        "events": [event["text"] for event in events if event["type"] == "balance"],
+    }
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    ratios = [one["speed"]["samples_per_second"] / one["equal"]["samples_per_second"] for one in rounds]
+    apart = [
+        abs(speed - equal) / equal
+        for one in rounds
+        for speed, equal in zip(one["speed"]["losses"], one["equal"]["losses"], strict=True)
+    ]
+    return {"ratio": median(ratios), "ratios": ratios, "loss_rel_diff": max(apart)}
+
+
+def as_markdown(found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    lines = [
+        f"# Shares by speed against equal shares: {found['date']}",
+        "",
+        f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB; Python {machine['python']}, torch "
+        f"{machine['torch']}; load average at the end {found['load_average']:.1f}. Two CPU ranks with one thread each, ddp, "
+        f"{MODEL}, {2 * ACCUMULATION} micro-batches of {PER_DEVICE} samples per step, {found['steps']} steps, throughput after "
+        f"the first {SETTLED_STEPS}. The slow rank has a CPU quota by cgroup.",
+        "",
+        "| setup | equal, samples/s | speed, samples/s | shares | ratio (each round) | largest relative difference of a loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in found["setups"]:
+        rates = {key: median(round_[key]["samples_per_second"] for round_ in one["rounds"]) for key in ("equal", "speed")}
+        shares = ", ".join(sorted({"+".join(map(str, round_["speed"]["shares"])) for round_ in one["rounds"]}))
+        name = one["setup"] + (f" to {one['slow_cores']:.2f} cores" if one["slow_cores"] else "")
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in one["ratios"])
+        lines.append(
+            f"| {name} | {rates['equal']:.2f} | {rates['speed']:.2f} | {shares} | {one['ratio']:.2f}× ({ratios}) | "
+            f"{one['loss_rel_diff']:.1e} |"
+        )
+    return "\n".join([*lines, "", f"Expected with a rank slowed to a third: at least {AT_LEAST}×."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Shares of the micro-batches by speed: the arithmetic, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.config.resolve import derive
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.shares import counts_text, weighted_shares
+from paceline.parallel import check_strategy
+from paceline.parallel.balance import equal_notice, is_divisible, rank_weights, shares_by_speed, step_seconds
+from paceline.world.mesh import Axes
+
+
+def config(balance: Any = "speed", **more: Any) -> Config:
+    parallel = {"balance": balance, **more.pop("parallel", {})}
+    return Config(model="m", dataset="d", parallel=parallel, **more)
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "expected"),
+    [
+        (4, [3, 1], [3, 1]),
+        (8, [1, 1, 1, 1], [2, 2, 2, 2]),
+        (6, [0.1, 0.1, 0.1], [2, 2, 2]),
+        (4, [1000, 1], [3, 1]),
+        (5, [1e9, 1, 1, 1], [2, 1, 1, 1]),
+        (7, [2, 2, 1], [3, 3, 1]),
+        (5, [1, 1], [3, 2]),
+    ],
+)
+def test_largest_remainder(total: int, weights: list[float], expected: list[int]) -> None:
+    assert weighted_shares(total, weights) == expected
+
+
+@pytest.mark.parametrize("total", [3, 4, 7, 64])
+@pytest.mark.parametrize("weights", [[1.0, 2.5, 0.3], [5, 1e-6, 1e-6], [1, 1, 1]])
+def test_shares_have_the_same_sum_and_leave_no_rank_idle(total: int, weights: list[float]) -> None:
+    shares = weighted_shares(total, weights)
+    assert sum(shares) == total
+    assert min(shares) >= 1
+
+
+def test_a_rank_at_a_third_of_the_speed_makes_steps_twice_as_fast() -> None:
+    seconds = [1.0, 3.0]
+    shares = shares_by_speed(8, seconds)
+    assert shares == [6, 2]
+    assert step_seconds([4, 4], seconds) / step_seconds(shares, seconds) == 2.0
+
+
+def test_text_of_many_shares() -> None:
+    assert counts_text([6, 2]) == "6+2"
+    assert counts_text([3] * 8 + [1] * 8) == "8 × 3 + 8 × 1"
+
+
+def test_a_weight_of_a_host_is_that_of_its_ranks() -> None:
+    assert rank_weights(config([3, 1]), [0, 1, 2, 0]) == [3, 3, 3, 1]
+    assert rank_weights(config([4, 3, 2, 1]), [0, 1, 0, 1]) == [4, 3, 2, 1]
+    with pytest.raises(ConfigError, match=r"3 weights, and the run has 4 ranks on 2 hosts"):
+        rank_weights(config([1, 1, 2]), [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("balance", ["fast", [], [1, 0], [-1, 2], [float("inf"), 1], "1:2"])
+def test_values_that_are_not_weights_are_refused(balance: Any) -> None:
+    with pytest.raises(ValidationError):
+        config(balance)
+
+
+@pytest.mark.parametrize(
+    ("mode", "axes", "reason"),
+    [
+        ("zero2", Axes(shard=2), "reduces gradients in every micro-batch"),
+        ("zero3", Axes(shard=2), "gathers weights in every micro-batch"),
+        ("deepspeed", Axes(data=2), "same number of micro-batches"),
+        ("local_sgd", Axes(data=2), "counts equally in the average"),
+        ("diloco", Axes(data=2), "counts equally in the average"),
+        ("hybrid", Axes(data=2, tensor=2), "communicate in every micro-batch"),
+        ("pipeline", Axes(pipeline=2), "communicate in every micro-batch"),
+        ("dp", Axes(data=2), "lockstep"),
+    ],
+)
+def test_other_strategies_are_refused_by_name(mode: str, axes: Axes, reason: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_strategy(mode, config(parallel={"mode": mode}), axes)
+    text = refused.value.paragraph()
+    assert f"`parallel.balance: speed` is not supported with `parallel.mode: {mode}`" in text
+    assert reason in text
+
+
+@pytest.mark.parametrize(
+    ("balance", "more", "reason"),
+    [
+        ("speed", {"compression": {"method": "signsgd"}}, "one vote"),
+        ("speed", {"compression": {"method": "topk"}, "train_args": {"optim": "adamw"}}, "local_moments"),
+        ([3, 1, 1], {}, "3 weights, and the run has 2 ranks"),
+        ([3, 1], {"parallel": {"nnodes": "1:2"}}, "the number of hosts may change"),
+    ],
+)
+def test_settings_that_contradict_it_are_refused(balance: Any, more: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_strategy("ddp", config(balance, **more), Axes(data=2))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+@pytest.mark.parametrize("balance", ["speed", [3, 1]])
+def test_data_parallel_strategies_take_it(mode: str, balance: Any) -> None:
+    check_strategy(mode, config(balance), Axes(data=2))
+    check_strategy("ddp", config(balance, compression={"method": "powersgd"}), Axes(data=2))
+
+
+def notice(replicas: int, accumulation: int, balance: Any = "speed") -> tuple[str, str] | None:
+    found = config(balance, train_args={"gradient_accumulation_steps": accumulation})
+    return equal_notice(found, derive(found, world_size=replicas, num_train=100, num_eval=0, default_learning_rate=1e-3))
+
+
+def test_too_few_micro_batches_are_said_before_the_start() -> None:
+    level, text = notice(2, 1) or ("", "")
+    assert level == "warning"
+    assert "`parallel.balance: speed` has no effect: it needs at least 4 micro-batches per step on 2 ranks" in text
+    assert "gradient_accumulation_steps: 2" in text
+    assert "at least 16 micro-batches" in (notice(8, 1, [1] * 8) or ("", ""))[1]
+    assert (notice(1, 8) or ("", ""))[0] == "info"
+    assert notice(2, 2) is None
+    assert notice(2, 1, "equal") is None
+    assert [is_divisible(*one) for one in ((2, 2), (2, 4), (4, 4), (4, 8), (3, 6))] == [False, True, False, True, True]
