@@ -97,6 +97,8 @@ def test_preference_data_is_refused_by_its_columns(load: Load, data: str) -> Non
         "adam_beta1: 0.9",
         "completion_only_loss: true\nassistant_only_loss: true",
         "dpo_use_weighting: false",
+        "log_completions: false",
+        "wandb_log_unique_prompts: false",
         "use_asft_loss: true\nstage: sft\nref_model: base",
         "stage: sft\npref_beta: 0.1",
         "dataset: [{path: d, columns: {completion: label, prompt: text}}]",
@@ -117,6 +119,13 @@ def test_a_named_task_keeps_the_settings_of_another_method_without_effect(load: 
         load(BASE + "task: sft\nrl: dpo\n")
     with pytest.raises(ConfigError, match="DPO"):
         load(BASE + "task: sft\n", ["rl=dpo"])
+
+
+def test_a_logging_key_that_is_off_is_reported_as_ignored(load: Load) -> None:
+    (notice,) = [one for one in load(BASE + "log_completions: false\n").notices if "log_completions" in one[1]]
+    assert notice[0] == "info"
+    with pytest.raises(ConfigError, match="GRPO"):
+        load(BASE + "log_completions: true\n")
 
 
 def test_a_name_that_may_be_a_misspelling_is_not_a_method(load: Load) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from adapter_families import write_config
@@ -68,6 +69,15 @@ def test_a_refused_model_ends_a_long_tokenization(tmp_path: Path, monkeypatch: p
         paceline.train(config)
     assert not list((tmp_path / "cache").glob("paceline/tokens/*"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_traces_the_model_once(tmp_path: Path) -> None:
+    config = Config(model=str(write_config("gpt2", tmp_path / "gpt2")), dataset="d")
+    model = language_model_on_meta(config)
+    forwards: list[Any] = []
+    model.register_forward_pre_hook(lambda *_: forwards.append(_))
+    model_check.check_stages(model, config, 2)
+    assert len(forwards) == 1
 
 
 def test_a_dry_run_divides_the_model_into_stages(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from paceline.config.methods_table import DATA_COLUMNS, DATA_TYPES, LOSSES, METH
 _NAMED_BY = ("task", "stage", "rl", "rlhf_type")
 #: keys that hold the data; their columns may ask for a method, and they are read all the same
 DATA_KEYS = ("dataset", "datasets", "dataset_mixture", "val_dataset", "eval_dataset", "test_datasets")
+#: keys of TRL's that only control what is logged: false asks for nothing
+_LOGGING_KEYS = ("log_completions", "wandb_log_unique_prompts")
 _SPELLINGS = {"reward": "rm", "reward_model": "rm", "rlhf": "dpo", "onlinedpo": "online_dpo", "nashmd": "nash_md", "ipo": "ipo"}
 
 
@@ -45,7 +47,7 @@ def methods_of(key: str, value: Any) -> tuple[str, ...]:
         return ()
     tools, methods = entry
     # TRL refuses a key that its trainer does not have, so the key alone tells the trainer; elsewhere false turns it off.
-    is_off = "t" not in tools and (value is False or str(value).lower() in ("false", "none", "no"))
+    is_off = ("t" not in tools or key in _LOGGING_KEYS) and (value is False or str(value).lower() in ("false", "none", "no"))
     return () if is_off else methods
 
 

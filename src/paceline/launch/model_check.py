@@ -89,14 +89,14 @@ def check_stages(model: Any, config: Config, num_ranks: int) -> None:
     from paceline.models.blocks import find_blocks
     from paceline.models.trace import trace_model
     from paceline.parallel.pipeline import divide_model
-    from paceline.parallel.pipeline_check import check_blocks
+    from paceline.parallel.pipeline_check import check_trace
     from paceline.parallel.pipeline_stages import num_chunks
 
-    found = trace_model(model)
-    if found is not None and found.error is not None:
+    trace = trace_model(model)
+    if trace is not None and trace.error is not None:
         return  # without values the forward of some models cannot run: the ranks check these
     blocks = find_blocks(model)
-    _, trace = check_blocks(model, blocks)
+    check_trace(model, blocks, trace)
     chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.pipeline_chunks)
     divide_model(model, blocks, num_ranks * chunks, trace)
 

@@ -29,6 +29,28 @@ def check_blocks(
     Raises:
         ConfigError: the model cannot be cut into stages; says why.
     """
+    _check_list(model, blocks)
+    found = trace_model(model, run)
+    if found is None:
+        return [_as_tensor] * len(blocks), None
+    _check_order(found, len(blocks))
+    return [
+        partial(_as_tuple, size - 1) if (size := found.outputs[number]) else _as_tensor for number in range(len(blocks))
+    ], found
+
+
+def check_trace(model: nn.Module, blocks: list[tuple[str, nn.Module]], trace: Trace | None) -> None:
+    """The checks of :func:`check_blocks` for a model that was traced before.
+
+    Raises:
+        ConfigError: the model cannot be cut into stages; says why.
+    """
+    _check_list(model, blocks)
+    if trace is not None:
+        _check_order(trace, len(blocks))
+
+
+def _check_list(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
     if not blocks:
         raise _unfit("it has no ModuleList or Sequential of blocks")
     container = model.get_submodule(blocks[0][0].rpartition(".")[0])
@@ -37,16 +59,9 @@ def check_blocks(
     if any(hasattr(module, "layers_are_rescaled") for module in model.modules()):
         # RWKV, only when it changes between training and evaluation: one forward need not show it.
         raise _unfit("its forward changes its own weights")
-    found = trace_model(model, run)
-    if found is None:
-        return [_as_tensor] * len(blocks), None
-    _check_trace(found, len(blocks))
-    return [
-        partial(_as_tuple, size - 1) if (size := found.outputs[number]) else _as_tensor for number in range(len(blocks))
-    ], found
 
 
-def _check_trace(found: Trace, num_blocks: int) -> None:
+def _check_order(found: Trace, num_blocks: int) -> None:
     if found.error is not None:
         raise _unfit(f"a forward that would show the order of its modules failed ({found.error})")
     if found.order != list(range(num_blocks)):
