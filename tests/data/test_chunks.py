@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import gzip
 import io
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from paceline.config.schema import Config
@@ -147,6 +151,37 @@ def test_the_first_dataset_that_cannot_be_used_is_reported(tmp_path: Path) -> No
     (tmp_path / "b.jsonl").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"no row of `.*a\.jsonl` can be used"):
         built(tmp_path / "out", config_of(unusable, str(tmp_path / "b.jsonl")), 1)
+
+
+def files_of_every_kind(folder: Path) -> None:
+    many = [{"prompt": f"p{n}", "completion": f"answer {n} " * 40} for n in range(2000)]
+    text = "".join(json.dumps(row) + "\n" for row in many).encode()
+    (folder / "lines.jsonl").write_bytes(text)
+    (folder / "wide.jsonl").write_bytes(text.decode().encode("utf-16"))
+    (folder / "list.json").write_text(json.dumps(many))
+    (folder / "table.csv").write_text("prompt,completion\n" + "".join(f"{one['prompt']},{one['completion']}\n" for one in many))
+    table = pa.Table.from_pylist(many)
+    pq.write_table(table, folder / "table.parquet")
+    for name, new in (("stream.arrow", pa.ipc.new_stream), ("file.arrow", pa.ipc.new_file)):
+        with new(str(folder / name), table.schema) as writer:
+            writer.write_table(table, max_chunksize=300)
+    (folder / "lines.jsonl.gz").write_bytes(gzip.compress(text))
+    (folder / "lines.jsonl.bz2").write_bytes(bz2.compress(text))
+    (folder / "lines.jsonl.xz").write_bytes(lzma.compress(text))
+    with pa.output_stream(str(folder / "lines.jsonl.zst"), compression="zstd") as stream:
+        stream.write(text)
+
+
+def test_the_share_of_the_data_that_was_read_is_known_for_every_kind_of_file(tmp_path: Path) -> None:
+    files_of_every_kind(tmp_path)
+    for name in [*(one.name for one in sorted(tmp_path.iterdir())), "*.*", "lines.jsonl#1500"]:
+        source = open_source(config_of(str(tmp_path / name)).sources()[0])
+        total = source.text_bytes() or 0
+        sizes = [chunk.size_bytes for chunk in chunks_of(0, source, 42)]
+        assert sum(sizes) == total > 0, name
+        assert min(sizes) >= 0, name
+        if not name.endswith((".gz", ".bz2", ".xz", ".zst")):  # compressed, these rows are smaller than what is read at once
+            assert 0 < sum(sizes[: len(sizes) // 2]) < total, name
 
 
 @pytest.mark.soak

@@ -66,7 +66,7 @@ def build_entry(
         chunks = (chunk for number, one in enumerate(sources) for chunk in chunks_of(number, one, config.train_args.seed))
         encoded = started.encode(chunks, setup, encoder)
         writer = TokenWriter(folder)
-        progress = Progress(_line_bytes(sources))
+        progress = Progress(_text_bytes(sources))
         try:
             _write_all(encoded, results, encoder, config, writer, progress)
         finally:
@@ -148,18 +148,17 @@ def _described(
     }
 
 
-def _line_bytes(sources: list[OpenSource]) -> int | None:
-    sizes = [one.line_bytes() for one in sources]
+def _text_bytes(sources: list[OpenSource]) -> int | None:
+    sizes = [one.text_bytes() for one in sources]
     return None if None in sizes else sum(one for one in sizes if one is not None)
 
 
 def _workers(sources: list[OpenSource]) -> int:
     """How many processes encode: one for each core, if there is so much to do that starting them pays."""
-    sizes = [one.text_bytes() for one in sources]
-    known = sum(one for one in sizes if one is not None)
+    size = _text_bytes(sources)
     # Whole documents are few: the tokenizer itself works on the pieces of one on all cores.
     documents = all(is_text(file) for one in sources for file in one.files) and all(one.hub is None for one in sources)
-    if documents or (None not in sizes and known < _PARALLEL_BYTES):
+    if documents or (size is not None and size < _PARALLEL_BYTES):
         return 1
     return min(cpu_cores(), _MOST_WORKERS)
 

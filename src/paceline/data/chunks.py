@@ -64,7 +64,7 @@ class Chunk:
         parts: rows with their places, and lines that are parsed where the chunk is encoded.
         num_rows: rows and lines, blank ones included.
         num_chars: about how much text they hold.
-        size_bytes: of the lines.
+        size_bytes: about what share of :meth:`OpenSource.text_bytes` they are, in bytes.
     """
 
     source: int
@@ -84,9 +84,7 @@ class Chunk:
             lines, rest = part.part(0, room), part.part(room, len(part.lines))
             self.parts.append(lines)
             self.num_rows += len(lines.lines)
-            size = sum(map(len, lines.lines))
-            self.num_chars += size
-            self.size_bytes += size
+            self.num_chars += sum(map(len, lines.lines))
             return rest if rest.lines else None
         self.parts.append(part)
         self.num_rows += 1
@@ -185,15 +183,18 @@ COUNTERS = ("seen", "unused", "misfits", "ignored", "binary_labels")
 
 def chunks_of(number: int, source: OpenSource, seed: int) -> Iterator[Chunk]:
     """Cut the rows of a source into chunks. Lines of JSON stay as they are in the file, to be parsed where they are encoded."""
-    chunk = Chunk(number)
+    chunk, total, done = Chunk(number), source.text_bytes() or 0, 0
     for part in source.parts(seed):
         rest: LineBlock | tuple[Place, Any] | None = part
         while rest is not None:
             rest = chunk.take(rest)
             if chunk.is_full:
+                chunk.size_bytes = int(total * source.position.share) - done
+                done += chunk.size_bytes
                 yield chunk
                 chunk = Chunk(number)
     if chunk.parts:
+        chunk.size_bytes = total - done
         yield chunk
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from paceline.core.errors import ConfigError
 
@@ -32,9 +33,26 @@ def data_suffix(path: Path) -> str:
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
 
+class Position:
+    """How much of a file has been read, as a share from 0 to 1; readers say by :meth:`follow` how it is found."""
+
+    def __init__(self) -> None:
+        self._current: Callable[[], float] = float
+
+    def follow(self, current: Callable[[], float]) -> None:
+        self._current = current
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self._current())
+
+
 @contextmanager
-def open_data(path: Path) -> Iterator[IO[bytes]]:
+def open_data(path: Path, position: Position | None = None) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, decompressed if its first bytes are those of a compressed file, whatever its name.
+
+    Args:
+        position: gets the position in the file, compressed as it is.
 
     Raises:
         ConfigError: the compressed data is damaged or incomplete; also raised for errors inside the ``with`` block.
@@ -42,8 +60,13 @@ def open_data(path: Path) -> Iterator[IO[bytes]]:
     import lzma
 
     kind = compression_of(path)
-    handle = _decompressed(path, kind)
+    raw = open(path, "rb")  # noqa: SIM115  (closed below)
+    handle: IO[bytes] = raw
     try:
+        size = max(1, os.fstat(raw.fileno()).st_size)
+        if position is not None:
+            position.follow(lambda: 1.0 if raw.closed else raw.tell() / size)
+        handle = _decompressed(raw, kind)
         yield handle
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if kind is None:
@@ -55,6 +78,7 @@ def open_data(path: Path) -> Iterator[IO[bytes]]:
         ) from error
     finally:
         handle.close()
+        raw.close()
 
 
 def compression_of(path: Path) -> str | None:
@@ -64,24 +88,24 @@ def compression_of(path: Path) -> str | None:
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def _decompressed(path: Path, kind: str | None) -> IO[bytes]:
+def _decompressed(raw: IO[bytes], kind: str | None) -> IO[bytes]:
     if kind == "gzip":
         import gzip
 
-        return gzip.open(path, "rb")
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw, mode="rb"))
     if kind == "bzip2":
         import bz2
 
-        return bz2.open(path, "rb")
+        return bz2.BZ2File(raw)
     if kind == "xz":
         import lzma
 
-        return lzma.open(path, "rb")
+        return lzma.LZMAFile(raw)
     if kind == "zstd":
         import pyarrow as pa
 
-        return io.BufferedReader(_Stream(pa.input_stream(str(path), compression="zstd")), 1 << 18)
-    return open(path, "rb")
+        return io.BufferedReader(_Stream(pa.input_stream(raw, compression="zstd")), 1 << 18)
+    return raw
 
 
 class _Stream(io.RawIOBase):

@@ -15,6 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.opening import (
     COMPRESSED_SUFFIXES,
     HEAD_BYTES,
+    Position,
     compression_of,
     data_suffix,
     encoding_of,
@@ -72,7 +73,9 @@ class LineBlock:
         return LineBlock(self.lines[start:end], self.first_number + start, self.path)
 
 
-def read_file(path: Path, split: str = "train", notices: list[Notice] | None = None) -> Numbered:
+def read_file(
+    path: Path, split: str = "train", notices: list[Notice] | None = None, position: Position | None = None
+) -> Numbered:
     """Rows of ``path`` as (number, row): lines for JSON lines and CSV, rows from 1 for the others.
 
     JSON, CSV and plain text may be compressed (see :mod:`paceline.data.opening`) and may be UTF-16 with a byte order mark.
@@ -80,30 +83,31 @@ def read_file(path: Path, split: str = "train", notices: list[Notice] | None = N
     Args:
         split: which list to take of a JSON object that holds several.
         notices: gets what to report about the file.
+        position: follows the rows as they are read.
 
     Raises:
         ConfigError: a kind that is not known, a broken line (with its number and the text near it), bytes that are not text.
     """
-    suffix = data_suffix(path)
+    suffix, position = data_suffix(path), position or Position()
     if suffix in (".jsonl", ".ndjson"):
         if _first_char(_head(path), path) == "[":
-            return _json(path, split, notices)
-        return _json_lines(path)
+            return _json(path, split, notices, position)
+        return _json_lines(path, position)
     if suffix == ".json":
-        return _json(path, split, notices)
+        return _json(path, split, notices, position)
     if suffix in (".csv", ".tsv"):
-        return _csv(path, suffix)
+        return _csv(path, suffix, position)
     if suffix in (".parquet", ".arrow") and compression_of(path) is not None:
         raise ConfigError(
             f"`{path}` is a compressed {suffix} file, which is not supported: the format has its own compression",
             fix="decompress it first",
         )
     if suffix == ".parquet":
-        return _parquet(path)
+        return _parquet(path, position)
     if suffix == ".arrow":
-        return _arrow(path)
+        return _arrow(path, position)
     if suffix in TEXT_SUFFIXES:
-        return _text(path)
+        return _text(path, position)
     raise unknown_kind(path)
 
 
@@ -141,14 +145,14 @@ def _first_char(head: bytes, path: Path) -> str:
     return text.removeprefix("\ufeff").lstrip()[:1]
 
 
-def _json_lines(path: Path) -> Numbered:
-    with open_data(path) as handle:
+def _json_lines(path: Path, position: Position) -> Numbered:
+    with open_data(path, position) as handle:
         for number, line in enumerate(text_lines(handle, path), 1):
             if line.strip():
                 yield number, _parsed(line, number, path)
 
 
-def line_blocks(path: Path) -> Iterator[LineBlock] | None:
+def line_blocks(path: Path, position: Position) -> Iterator[LineBlock] | None:
     """The lines of ``path`` without parsing them, or None if it is not a file of JSON lines in UTF-8: :func:`read_file` reads
     these.
 
@@ -160,12 +164,12 @@ def line_blocks(path: Path) -> Iterator[LineBlock] | None:
     head = _head(path)
     if not encoding_of(head, path).startswith("utf-8") or _first_char(head, path) == "[":
         return None
-    return _line_blocks(path)
+    return _line_blocks(path, position)
 
 
-def _line_blocks(path: Path) -> Iterator[LineBlock]:
+def _line_blocks(path: Path, position: Position) -> Iterator[LineBlock]:
     number = 1
-    with open_data(path) as handle:
+    with open_data(path, position) as handle:
         while lines := handle.readlines(_BLOCK_BYTES):
             if number == 1:
                 lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
@@ -207,7 +211,7 @@ def _broken(path: Path, number: int, line: str, error: ValueError) -> ConfigErro
     )
 
 
-def _json(path: Path, split: str, notices: list[Notice] | None) -> Numbered:
+def _json(path: Path, split: str, notices: list[Notice] | None, position: Position) -> Numbered:
     text = read_text(path)
     if not text.strip():
         return
@@ -215,12 +219,14 @@ def _json(path: Path, split: str, notices: list[Notice] | None) -> Numbered:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            yield from _json_lines(path)  # JSON lines under the name .json, as many tools write them
+            yield from _json_lines(path, position)  # JSON lines under the name .json, as many tools write them
             return
         line = text.splitlines()[error.lineno - 1] if error.lineno <= len(text.splitlines()) else ""
         error.pos = error.colno - 1
         raise _broken(path, error.lineno, line, error) from error
-    for number, row in enumerate(_rows_of(value, path, split, [] if notices is None else notices), 1):
+    rows, number = _rows_of(value, path, split, [] if notices is None else notices), 0
+    position.follow(lambda: number / len(rows))
+    for number, row in enumerate(rows, 1):
         yield number, {"text": row} if isinstance(row, str) else row
 
 
@@ -279,9 +285,9 @@ def _length(rows: Any) -> int:
     return len(columns[0]) if columns and isinstance(columns[0], list) else len(rows)
 
 
-def _csv(path: Path, suffix: str) -> Numbered:
+def _csv(path: Path, suffix: str, position: Position) -> Numbered:
     csv.field_size_limit(1 << 30)
-    with open_data(path) as handle:
+    with open_data(path, position) as handle:
         lines = text_lines(handle, path)
         header = next(lines, "")
         delimiter = "\t" if suffix == ".tsv" else _delimiter(header)
@@ -301,13 +307,14 @@ def _delimiter(header: str) -> str:
     return max((",", ";", "\t"), key=header.count)
 
 
-def _parquet(path: Path) -> Numbered:
+def _parquet(path: Path, position: Position) -> Numbered:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            number = 0
+            number, total = 0, max(1, file.metadata.num_rows)
+            position.follow(lambda: number / total)
             for batch in file.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
@@ -316,18 +323,20 @@ def _parquet(path: Path) -> Numbered:
         raise _unreadable(path, "Parquet", error) from error
 
 
-def _arrow(path: Path) -> Numbered:
+def _arrow(path: Path, position: Position) -> Numbered:
     import pyarrow as pa
 
     try:
         with pa.memory_map(str(path)) as source:
             try:
                 batches: Any = pa.ipc.open_stream(source)
+                position.follow(lambda: 1.0 if source.closed else source.tell() / max(1, source.size()))
             except pa.ArrowInvalid:
                 file = pa.ipc.open_file(source)
                 batches = (file.get_batch(one) for one in range(file.num_record_batches))
-            number = 0
-            for batch in batches:
+                position.follow(lambda: current / max(1, file.num_record_batches))
+            number = current = 0
+            for current, batch in enumerate(batches, 1):  # noqa: B007
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
@@ -340,7 +349,8 @@ def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:
     return ConfigError(f"`{path}` cannot be read as {kind}: {reason}", fix="check the file, or copy it anew")
 
 
-def _text(path: Path) -> Numbered:
+def _text(path: Path, position: Position) -> Numbered:
     text = read_text(path)
+    position.follow(lambda: 1.0)
     if text.strip():
         yield 1, {DOCUMENT: text}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from paceline.data import hub
 from paceline.data.builtin import builtin_dataset
 from paceline.data.cache import fingerprint
 from paceline.data.hub_names import HUB_NAMES, find_hub_name
-from paceline.data.opening import COMPRESSED_SUFFIXES, data_suffix
+from paceline.data.opening import COMPRESSED_SUFFIXES, Position, data_suffix
 from paceline.data.readers import KINDS, LineBlock, is_table, is_text, line_blocks, parse_lines, read_file, unknown_kind
 from paceline.models import modelscope
 
@@ -47,6 +47,7 @@ class OpenSource:
         hub: the hub dataset, or None.
         take: N of `path#N`, or None for all rows.
         notices: what the person should know, as (level, text).
+        position: how much of the rows :meth:`parts` has read.
     """
 
     given: DatasetSource
@@ -54,6 +55,7 @@ class OpenSource:
     hub: hub.HubDataset | None = None
     take: int | None = None
     notices: list[tuple[str, str]] = field(default_factory=list)
+    position: Position = field(default_factory=Position)
 
     @property
     def label(self) -> str:
@@ -63,13 +65,7 @@ class OpenSource:
         """About how many bytes of text there are to tokenize, for a guess at the work; None for a hub dataset."""
         if self.hub is not None:
             return None
-        packed = (".parquet", ".arrow", *COMPRESSED_SUFFIXES)
-        return sum(one.stat().st_size * (3 if one.suffix.lower() in packed else 1) for one in self.files)
-
-    def line_bytes(self) -> int | None:
-        """The size of the lines that are read raw, if these are all that the source has; for the progress line."""
-        plain = self.take is None and self.files and all(one.suffix.lower() in (".jsonl", ".ndjson") for one in self.files)
-        return sum(one.stat().st_size for one in self.files) if plain else None
+        return sum(map(_text_bytes, self.files))
 
     def fingerprint(self) -> list[Any]:
         """What tells the rows of this source from any others'."""
@@ -102,11 +98,20 @@ class OpenSource:
         Raises:
             ConfigError: a broken file.
         """
-        if self.take is not None or self.hub is not None:
+        if self.hub is not None:
             yield from self.rows(seed)
-            return
-        for file in self.files:
-            yield from line_blocks(file) or self._of_file(file)
+        elif (take := self.take) is not None:
+            number = 0
+            self.position.follow(lambda: number / take)
+            for number, found in enumerate(self.rows(seed), 1):  # noqa: B007
+                yield found
+        else:
+            sizes = [_text_bytes(one) for one in self.files]
+            for number, file in enumerate(self.files):
+                inside = Position()
+                self.position.follow(_share(sizes, number, inside))
+                yield from line_blocks(file, inside) or self._of_file(file, inside)
+        self.position.follow(lambda: 1.0)
 
     def _all(self) -> Iterator[tuple[Place, Any]]:
         if self.hub is not None:
@@ -116,10 +121,20 @@ class OpenSource:
         for file in self.files:
             yield from self._of_file(file)
 
-    def _of_file(self, file: Path) -> Iterator[tuple[Place, Any]]:
+    def _of_file(self, file: Path, position: Position | None = None) -> Iterator[tuple[Place, Any]]:
         word = "line" if data_suffix(file) in (".jsonl", ".ndjson", ".csv", ".tsv") else "row"
-        for number, row in read_file(file, self.given.split, self.notices):
+        for number, row in read_file(file, self.given.split, self.notices, position):
             yield f"{word} {number} of {file}", row
+
+
+def _text_bytes(file: Path) -> int:
+    packed = (".parquet", ".arrow", *COMPRESSED_SUFFIXES)
+    return file.stat().st_size * (3 if file.suffix.lower() in packed else 1)
+
+
+def _share(sizes: list[int], number: int, inside: Position) -> Callable[[], float]:
+    """The share of all files that was read, at ``inside`` of the file with the index ``number``."""
+    return lambda: (sum(sizes[:number]) + sizes[number] * inside.share) / max(1, sum(sizes))
 
 
 def rows_of_block(block: LineBlock) -> Iterator[tuple[Place, Any]]:
