@@ -94,6 +94,7 @@ class TorchTrainer:
         if run_config is not None:
             self.max_failures = run_config.failure_config.max_failures if run_config.failure_config else 0
         self._record: Any = None
+        self._stop_signal: int | None = None
 
     def fit(self) -> dict[str, Any]:
         """Train, and return the report (the content of ``report.json``). Without a connection to a cluster Ray makes one, as
@@ -121,6 +122,8 @@ class TorchTrainer:
         record_class = ray.remote(num_cpus=0, max_concurrency=1)(RunRecord)
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
         self._record = record_class.options(scheduling_strategy=here).remote(context.get_node_id())
+        if self._stop_signal is not None:
+            self._record.request_stop.remote(self._stop_signal)
         from paceline import __version__
 
         output_dir = Path(os.path.abspath(self.loaded.config.output_dir))
@@ -165,6 +168,7 @@ class TorchTrainer:
 
     def request_stop(self, number: int) -> None:
         """Ask the ranks to write a checkpoint and stop, as the signal ``number`` does. May be called from any thread."""
+        self._stop_signal = number
         if self._record is not None:
             self._record.request_stop.remote(number)
 

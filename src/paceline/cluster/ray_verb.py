@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.cluster.ray import Connection, TorchTrainer, check_ray, connected
 from paceline.config.load import load_config
-from paceline.core.errors import EXIT_DONE, ConfigError, nearest
+from paceline.core.errors import EXIT_DONE, ConfigError, StoppedError, nearest
 
 HELP = """\
 usage: paceline ray CONFIG.yaml --num-workers N [key=value …]
@@ -165,7 +165,11 @@ def _uses_gpus(options: RayOptions, device: str, connection: Connection) -> bool
 
 def _until_done(trainer: TorchTrainer) -> list[dict[str, Any]]:
     """Run the trainer in a thread, so that this one answers signals: the first one asks the ranks to write a checkpoint and
-    stop, a second one ends this process and with it the workers."""
+    stop, a second one disconnects from Ray, which ends the workers.
+
+    Raises:
+        StoppedError: by a second signal.
+    """
     results: list[dict[str, Any]] = []
     errors: list[BaseException] = []
 
@@ -179,10 +183,14 @@ def _until_done(trainer: TorchTrainer) -> list[dict[str, Any]]:
     received: list[int] = []
 
     def on_signal(number: int, _frame: Any) -> None:
-        if received:
-            os._exit(128 + received[0])
-        received.append(number)
         name = signal.Signals(number).name
+        if received and number == signal.SIGHUP:
+            return  # a terminal that is closed sends it twice
+        received.append(number)
+        if len(received) == 2:
+            raise StoppedError(f"a second {name} ended the run at once, without a checkpoint", 128 + received[0])
+        if len(received) > 2:
+            os._exit(128 + received[0])
         _say(f"{name}: finishing this step and saving a checkpoint; once more ends the run at once")
         trainer.request_stop(number)
 

@@ -120,6 +120,8 @@ def _begin_attempt(task: WorkerTask) -> Attempt:
     attempt: Attempt = _broadcast(ray.get(task.record.begin_attempt.remote(places)) if _rank() == 0 else None)
     if attempt.order != list(range(len(places))):
         _renumber(attempt.order)
+    else:
+        os.environ["GROUP_RANK"] = os.environ["NODE_RANK"]  # as torchrun names the number of the node
     _check_same([(place.host, version) for place, version in gathered], task.version)
     if task.directory is not None:
         if not os.path.isdir(task.directory):

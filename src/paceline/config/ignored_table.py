@@ -81,7 +81,7 @@ _GROUPS: list[tuple[str, str, dict[str, str]]] = [
         "c": "main_process_port",
         "s": "MASTER_PORT master_port",
     }),
-    ("info", "Ray is not used; Paceline starts the workers itself", {
+    ("info", "Paceline starts the workers itself; `paceline ray` trains on a Ray cluster", {
         "la": "ray_run_name ray_storage_path ray_num_workers placement_strategy resources_per_worker "
               "ray_init_kwargs",
         "as": "use_ray",

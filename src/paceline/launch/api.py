@@ -178,7 +178,7 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
             run = HostsRun(config, meeting, devices.count, devices.type, plan_for, say)
             return _result(run.run(), options, config, say)
     num_devices = devices.count * config.parallel.hosts[1] if outer is None else outer.world_size
-    plan = plan_for(num_devices)
+    plan = plan_for(num_devices, life=1 if options.fault is None else 2)
     job, layout = plan.job, plan.job.layout
     if options.dry_run:
         for line in job.derived.lines():
