@@ -29,9 +29,10 @@ class Recovery:
 
     Args:
         resume_from: the checkpoint that the run's first life began from.
+        state: of :meth:`state`, where another process has counted the faults so far.
     """
 
-    def __init__(self, config: Config, resume_from: str | None, say: Say) -> None:
+    def __init__(self, config: Config, resume_from: str | None, say: Say, state: dict[str, Any] | None = None) -> None:
         self.config = config
         self.run_dir = RunDir(Path(config.output_dir))
         self.say = say
@@ -40,6 +41,23 @@ class Recovery:
         self._newest = self._newest_step()
         self._last_text = ""
         self._started = self._begun = time.time()  # the command; the life under way
+        if state is not None:
+            self._restarts, self._newest, self._last_text = state["restarts"], state["newest"], state["last_text"]
+            self._started, self._begun = state["started"], state["begun"]
+
+    def state(self) -> dict[str, Any]:
+        """What the process that judges the next fault needs (JSON)."""
+        return {
+            "restarts": self._restarts,
+            "newest": self._newest,
+            "last_text": self._last_text,
+            "started": self._started,
+            "begun": self._begun,
+        }
+
+    def begin(self) -> None:
+        """A new life begins without a fault."""
+        self._begun = time.time()
 
     def follow(self, job: Any, outcome: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The job of the next life, or None with the outcome as it shall be told."""

@@ -72,7 +72,7 @@ def worker_main(job: Any, folder: str, run: RunRank = run_rank) -> None:
     what the rank shall do with the job."""
     here = Path(folder)
     env = from_environment()
-    _die_with_launcher()
+    end_with_launcher()
     os.setpgid(0, 0)  # a Ctrl-C in the terminal reaches the launcher alone, which passes it on once
     stop = StopFlag()
     stop.install(sigint=False)
@@ -166,7 +166,7 @@ def write_outcome(folder: Path, env: RankEnv, outcome: dict[str, Any]) -> None:
     write_atomic(outcome_file(folder, env.local_rank), json.dumps({**outcome, "rank": env.rank, "time": time.time()}))
 
 
-def _die_with_launcher() -> None:
+def end_with_launcher() -> None:
     """End this process as soon as the launcher or the fork server is gone, however they went."""
     end_with_parent()  # the fork server, which itself ends with the launcher
     launcher = multiprocessing.parent_process()

@@ -1,0 +1,347 @@
+"""A run over several hosts on torch.distributed.elastic: this host's agent, and the entry of its workers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.endpoint import Endpoint, check_endpoint, is_listening, resolve_endpoint
+from paceline.cluster.failures import AgentFolder
+from paceline.cluster.rounds import Membership, join_round
+from paceline.config.schema import Config
+from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, PacelineError
+from paceline.core.files import write_atomic
+from paceline.core.life import host_name, pid_alive
+from paceline.core.processes import hidden_main
+from paceline.core.scratch import Scratch
+from paceline.engine.stop import StopFlag
+from paceline.launch.local import Signals, stop_code
+from paceline.launch.worker import STOP_FILE, end_with_launcher
+
+Say = Callable[[str, str], None]
+Outcome = dict[str, Any]
+#: What a worker does: (payload, its membership in the round, whether to stop) → outcome.
+Target = Callable[[Any, Membership, StopFlag], Outcome]
+
+RUN_ID = "paceline"
+_SAY_EVERY_S = 15.0
+_BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
+#: Hosts that arrive so long after the minimum is reached still take part in the round. Elastic's default is 30 s.
+_LAST_CALL_S = 3
+#: An agent that sends no heartbeat for their product is taken out of the rendezvous. Elastic's defaults are 5 s and 3.
+_KEEP_ALIVE_S, _KEEP_ALIVE_ATTEMPTS = 1, 8
+#: The restart policy is Paceline's own (cluster/rounds.py): the agent starts the workers again after every failure.
+_MAX_RESTARTS = 100_000
+#: For a rank that is asked to end because another one has failed, or because a host has joined and a checkpoint is written.
+_SHUTDOWN_S = 30
+_EXIT_CODE_AFTER_S = 0.5
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the agent sends to its workers. It must be picklable."""
+
+    target: Target
+    payload: Any
+    folder: str
+    is_endpoint: bool
+    node_rank: int | None
+    environment: dict[str, str]
+
+
+class _Stopped(BaseException):
+    """A signal arrived while no rank was running."""
+
+
+class ElasticRun:
+    """This host's part of a run over several hosts.
+
+    Args:
+        num_ranks: workers of this host.
+        target, payload: what each worker does (see :data:`Target`).
+    """
+
+    def __init__(self, config: Config, num_ranks: int, target: Target, payload: Any, say: Say) -> None:
+        self.config, self.num_ranks, self.target, self.payload, self.say = config, num_ranks, target, payload, say
+        self.signals = Signals(lambda: "finishing this step and saving a checkpoint, on all hosts")
+        self._is_endpoint: bool | None = None
+        self._store: Any = None
+        self._clock: Any = None
+        check_endpoint(config.parallel)
+
+    def run(self) -> Outcome:
+        """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves no process and no file."""
+        # After a restart, the survivors' store would never be published again to a host that joins (torch 2.13).
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        with Scratch() as folder, hidden_main(), self.signals, self.signals.to(_Workers(folder)):
+            watching = _ExitWatch(AgentFolder(folder))
+            try:
+                return self._run(folder)
+            except _Stopped:
+                assert self.signals.number is not None
+                return {"status": "stopped", "exit_code": stop_code(self.signals.number), "report": None}
+            finally:
+                watching.close()
+                _Workers(folder).kill(wait_s=2.0)
+
+    def _run(self, folder: Path) -> Outcome:
+        """Enter the rendezvous, and again when its store was lost, until the run ends or nobody answers for too long."""
+        from torch.distributed import DistError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+
+        started_at, is_first, attempt, last_error = time.monotonic(), True, 0, ""
+        while True:
+            limit_s = self.config.parallel.timeout_s if is_first else self.config.recovery.rejoin_s
+            left_s = started_at + limit_s - time.monotonic()
+            if left_s <= 0:
+                return self._nobody_came(limit_s, is_first, last_error)
+            try:
+                endpoint = self._find_endpoint(left_s, limit_s)
+                if endpoint is None:
+                    return self._nobody_came(limit_s, is_first, "it does not answer")
+                self._check_clock(endpoint)
+                entered_at = time.monotonic()
+                return self._launch(endpoint, folder, max(1, int(left_s)))
+            except (RendezvousError, DistError, ConnectionError) as error:
+                last_error = str(error).splitlines()[0] if str(error) else type(error).__name__
+                if type(error).__name__ == "RendezvousClosedError":
+                    return _failed(f"the run at {endpoint} has ended already: a host cannot join it any more", EXIT_FAILED)
+                if type(error).__name__ != "RendezvousTimeoutError":
+                    self.say("warning", f"the connection to the rendezvous at {endpoint} was lost ({last_error}). The ranks of "
+                             "this host were ended; this host tries to join again")  # fmt: skip
+                    if time.monotonic() - entered_at > _KEEP_ALIVE_S * _KEEP_ALIVE_ATTEMPTS:
+                        started_at, is_first, attempt = time.monotonic(), False, 0
+            time.sleep(_BACK_OFF_S[min(attempt, len(_BACK_OFF_S) - 1)])
+            attempt += 1
+
+    # -- the endpoint -----------------------------------------------------------------------------------------------------
+    def _find_endpoint(self, left_s: float, limit_s: float) -> Endpoint | None:
+        """The endpoint once it answers, or once this host serves it; None where that takes too long. Its name is resolved
+        anew each time: it may not be known yet, and it may get another address."""
+        deadline, said_at, problem = time.monotonic() + left_s, time.monotonic(), ""
+        while True:
+            try:
+                endpoint = resolve_endpoint(self.config)
+                if self._serves(endpoint):
+                    return endpoint
+                if is_listening(endpoint.address, endpoint.port, timeout_s=2.0):
+                    return endpoint
+                problem = "does not answer"
+            except OSError as error:
+                problem = f"cannot be resolved or reached ({error.strerror or error})"
+            now = time.monotonic()
+            if now > deadline:
+                return None
+            if now - said_at > _SAY_EVERY_S:
+                said_at = now
+                waited_s = limit_s - (deadline - now)
+                self.say("info", f"the endpoint {self.config.parallel.rdzv_endpoint} {problem}; waiting for it "
+                         f"({waited_s:.0f} of {limit_s:.0f} s)")  # fmt: skip
+            time.sleep(0.3)
+
+    def _serves(self, endpoint: Endpoint) -> bool:
+        """Whether this process serves the rendezvous store; opens it the first time. Of two processes on one host the first
+        one serves, or the one with `node_rank: 0`."""
+        from torch.distributed import DistError, TCPStore
+
+        if self._is_endpoint is not None:
+            return self._is_endpoint
+        node_rank = self.config.parallel.node_rank
+        if not endpoint.is_local or node_rank not in ("auto", 0):
+            self._is_endpoint = False
+        elif is_listening(endpoint.address, endpoint.port, timeout_s=1.0):
+            if node_rank == 0:
+                raise _in_use(endpoint)
+            self._is_endpoint = False
+        else:
+            try:
+                # Shared with elastic's own, which is opened at the same port in this process.
+                self._store = TCPStore(
+                    endpoint.address, endpoint.port, is_master=True, wait_for_workers=False, multi_tenant=True,
+                    timeout=timedelta(seconds=60),
+                )  # fmt: skip
+            except (DistError, OSError, RuntimeError) as error:
+                raise _in_use(endpoint) from error
+            self._is_endpoint = True
+        role = "endpoint" if self._is_endpoint else "host"
+        where = f"{endpoint.local_address} on {endpoint.interface}"
+        self.say("info", f"{role} {host_name()}: {where}; the rendezvous is at {endpoint}")
+        return self._is_endpoint
+
+    def _check_clock(self, endpoint: Endpoint) -> None:
+        """Elastic compares heartbeats with wall clocks: hosts whose clocks differ are refused before the rendezvous."""
+
+    # -- a rendezvous -----------------------------------------------------------------------------------------------------
+    def _launch(self, endpoint: Endpoint, folder: Path, join_timeout_s: int) -> Outcome:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        smallest, largest = self.config.parallel.hosts
+        host = f"[{endpoint.address}]" if ":" in endpoint.address else endpoint.address
+        launch = LaunchConfig(
+            min_nodes=smallest,
+            max_nodes=largest,
+            nproc_per_node=self.num_ranks,
+            run_id=RUN_ID,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{host}:{endpoint.port}",
+            rdzv_configs={
+                "is_host": bool(self._is_endpoint),
+                "join_timeout": join_timeout_s,
+                "timeout": join_timeout_s,
+                "last_call_timeout": _LAST_CALL_S,
+                "keep_alive_interval": _KEEP_ALIVE_S,
+                "keep_alive_max_attempt": _KEEP_ALIVE_ATTEMPTS,
+            },
+            max_restarts=_MAX_RESTARTS,
+            monitor_interval=0.1,
+            start_method="forkserver",
+            local_addr=endpoint.local_address,
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+            # This process handles its signals itself: elastic would end the workers without a checkpoint.
+            signals_to_handle="SIGUSR2",
+            shutdown_timeout=_SHUTDOWN_S,
+        )
+        node_rank = self.config.parallel.node_rank
+        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        work = Work(
+            self.target, self.payload, str(folder), bool(self._is_endpoint), None if node_rank == "auto" else int(node_rank),
+            {name: endpoint.interface for name in names if name not in os.environ},
+        )  # fmt: skip
+        try:
+            outcomes = elastic_launch(launch, worker_main)(work)
+        except ChildFailedError as error:
+            return _failed(f"the ranks of this host failed: {error}", EXIT_FAILED)
+        outcome: Outcome = outcomes[min(outcomes)]
+        if outcome["status"] == "stopped" and self.signals.number is not None:
+            outcome["exit_code"] = stop_code(self.signals.number)
+        return outcome
+
+    def _nobody_came(self, limit_s: float, is_first: bool, problem: str) -> Outcome:
+        smallest, largest = self.config.parallel.hosts
+        wanted = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
+        where = self.config.parallel.rdzv_endpoint
+        text = (
+            f"the rendezvous at {where} did not bring {wanted} hosts together within {limit_s:.0f} s ({problem}). To fix: start "
+            "the same command on every host; check `parallel.rdzv_endpoint`, and that no firewall blocks its port; or lower "
+            "`parallel.nnodes`"
+        )
+        return _failed(text, EXIT_USAGE if is_first else EXIT_FAILED)
+
+
+def _failed(text: str, exit_code: int) -> Outcome:
+    return {"status": "failed", "exit_code": exit_code, "text": text, "traceback": "", "report": None}
+
+
+def _in_use(endpoint: Endpoint) -> ConfigError:
+    return ConfigError(
+        f"port {endpoint.port} of {endpoint.address} is in use: another run, or another program, listens there",
+        fix=f"set another port, the same on every host: `parallel.rdzv_endpoint={endpoint.name}:{endpoint.port + 1}`",
+    )
+
+
+class _Workers:
+    """The workers of this host, by what they have written into the agent's folder; for :class:`Signals`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def pass_on(self, number: int) -> None:
+        """Ask the ranks to stop; where none runs, leave the rendezvous."""
+        write_atomic(self.folder / STOP_FILE, str(number))
+        if not self._send(signal.SIGTERM):
+            raise _Stopped
+
+    def kill(self, wait_s: float = 0.0) -> None:
+        deadline = time.monotonic() + wait_s
+        while self._send(signal.SIGKILL) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _send(self, number: int) -> bool:
+        """Whether some rank was there to get it."""
+        has_any = False
+        for process in multiprocessing.active_children():
+            if process.pid is not None and process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+                    has_any = True
+        return has_any
+
+
+class _ExitWatch:
+    """Records when each worker ended and with which exit code, for the ranks of the next round: a rank that was killed cannot."""
+
+    def __init__(self, folder: AgentFolder) -> None:
+        self.folder = folder
+        self._known: dict[int, Any] = {}  # process by pid
+        self._gone_at: dict[int, float] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="exit-watch", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.05):
+            for local_rank, pid in self.folder.pids().items():
+                if pid_alive(pid):
+                    if pid not in self._known:
+                        self._known.update({child.pid or 0: child for child in multiprocessing.active_children()})
+                    continue
+                gone_at = self._gone_at.setdefault(pid, time.time())
+                process = self._known.get(pid)
+                # Elastic polls its workers in the main thread. The exit code is read from a pipe once, so it is asked for here
+                # only after elastic has read it.
+                if process is not None and time.time() > gone_at + _EXIT_CODE_AFTER_S:
+                    self.folder.write(local_rank, "exit", {"code": process.exitcode, "time": gone_at, "pid": pid})
+                    del self._known[pid]
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(1.0)
+
+
+# -- a worker -----------------------------------------------------------------------------------------------------------------
+def worker_main(work: Work) -> Outcome:
+    """Entry of a worker. A failure that a restart may mend ends the process, so that the agents of all hosts start a new
+    round; every other outcome is returned, since the agent would retry it."""
+    end_with_launcher()
+    os.setpgid(0, 0)  # a Ctrl-C in the terminal reaches the agent alone, which passes it on once
+    os.environ.update(work.environment)
+    agent, folder = multiprocessing.parent_process(), Path(work.folder)
+    stop = StopFlag()
+    stop.install(sigint=False)
+    try:
+        member = join_round(
+            AgentFolder(folder),
+            agent_pid=os.getppid() if agent is None or agent.pid is None else agent.pid,
+            is_endpoint=work.is_endpoint,
+            node_rank=work.node_rank,
+            can_restart=True,
+        )
+    except PacelineError as error:
+        print(f"error: {error.paragraph()}", file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILED)
+    stop.fail = member.fail
+    outcome = work.target(work.payload, member, stop)
+    if outcome["status"] == "stopped":
+        # A person stops the run on one host, and all hosts end. Where nobody did, a host joins, and a new round follows.
+        is_asked = any(member.round.gather("stopped", (folder / STOP_FILE).exists()))
+    member.round.leave()
+    if (outcome["status"] == "stopped" and not is_asked) or (outcome["status"] == "failed" and not outcome.get("is_final")):
+        member.end(outcome)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_FAILED)  # at once: the other ranks wait for this one and must see it gone
+    return outcome

@@ -1,0 +1,143 @@
+"""A rank of a run that an agent starts: what it does with the round before, and how its end is recorded for the next one.
+
+The same code runs under Paceline's own agent (:mod:`paceline.cluster.elastic`), torchrun and `accelerate launch`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.cluster.failures import AgentFolder, Record, first_failure, watch_termination
+from paceline.cluster.ranks import HostEntry, Round, enter_round
+from paceline.config.schema import Config
+from paceline.core.errors import EXIT_FAILED, EXIT_USAGE
+from paceline.core.life import host_name
+from paceline.launch.recover import Recovery
+
+Say = Callable[[str, str], None]
+Outcome = dict[str, Any]
+
+
+@dataclass
+class Membership:
+    """This rank in its round.
+
+    Args:
+        record: what the rank before it in the same place has left.
+        can_restart: the agent starts the ranks again when one of them fails.
+        agent_pid: the process that does.
+    """
+
+    round: Round
+    folder: AgentFolder
+    record: Record
+    can_restart: bool
+    agent_pid: int
+
+    def end(self, outcome: Outcome) -> None:
+        """Record how this rank ended."""
+        content = {key: value for key, value in outcome.items() if key != "report"}
+        self.folder.write(self.round.env.local_rank, "end", {**content, "rank": self.round.env.rank, "time": time.time()})
+
+
+def join_round(
+    folder: AgentFolder, agent_pid: int, *, is_endpoint: bool | None, node_rank: int | None, can_restart: bool
+) -> Membership:
+    """Number the ranks of the round that the environment describes, and leave a record that this rank runs.
+
+    Raises:
+        RunError: the store of the round cannot be reached.
+    """
+    local_rank = int(os.environ["LOCAL_RANK"])
+    record = folder.take(local_rank)
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
+    group_rank = int(os.environ.get("GROUP_RANK") or int(os.environ["RANK"]) // num_ranks)
+    previous = folder.read_state().get("node_rank")
+    entry = HostEntry(host_name(), group_rank, num_ranks, is_endpoint, node_rank, previous)
+    joined = enter_round(entry)
+    start = {"rank": joined.env.rank, "host": entry.host, "pid": os.getpid(), "time": time.time()}
+    folder.write(local_rank, "start", start)
+    watch_termination(folder, local_rank)
+    return Membership(joined, folder, record, can_restart, agent_pid)
+
+
+    def fail(self, text: str, blamed: Sequence[int]) -> None:
+        """End this process with a fault of the run, from any thread: the main one stands still."""
+        self.end({
+            "status": "failed", "exit_code": EXIT_FAILED, "text": text, "fault": True, "traceback": "", "of_all": True,
+            "blamed": list(blamed),
+        })  # fmt: skip
+        os._exit(EXIT_FAILED)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """How this round follows from the one before.
+
+    Args:
+        is_first: there was none.
+        fault: what is recorded of the failure that ended it (the `fault` event); None where there was none.
+        failed: the outcome with which all ranks end now: a failure after which nothing is started again.
+        global_batch_size: of the round before.
+    """
+
+    is_first: bool
+    fault: dict[str, Any] | None = None
+    failed: Outcome | None = None
+    global_batch_size: int | None = None
+    notices: list[tuple[str, str]] = field(default_factory=list)
+
+
+def follow(member: Membership, config: Config, say: Say) -> Restart:
+    """Decide on rank 0, from the records of all ranks, whether the run continues after the round before. A collective."""
+    round_ = member.round
+    records = round_.gather("records", member.record)
+    decision = _decide(member, records, config, say) if round_.is_first else None
+    decision = round_.broadcast("restart", decision)
+    if round_.env.local_rank == 0:
+        member.folder.write_state(node_rank=round_.node_rank)
+    return Restart(**decision)
+
+
+def _decide(member: Membership, records: list[Record], config: Config, say: Say) -> dict[str, Any]:
+    round_, state = member.round, member.folder.read_state()
+    previous_hosts = state.get("hosts", [])
+    policy = Recovery(config, state.get("resume_from"), say, state.get("recovery"))
+    failure = first_failure(records, round_.hosts, previous_hosts) if previous_hosts else None
+    fault, failed = None, None
+    if failure is not None and failure.outcome.get("is_final"):
+        failed = failure.outcome
+    elif failure is not None:
+        fault, outcome = policy.judge(failure.outcome)
+        if fault is not None and failure.time is not None:
+            fault["seen_at"] = failure.time
+        failed = {**outcome, "is_final": True} if fault is None else None
+    elif previous_hosts and len(previous_hosts) != len(round_.hosts):
+        say("info", f"the run continues on {len(round_.hosts)} ranks; there were {len(previous_hosts)}")
+        policy.begin()
+    member.folder.write_state(hosts=round_.hosts, recovery=policy.state())
+    return {
+        "is_first": not previous_hosts,
+        "fault": fault,
+        "failed": failed,
+        "global_batch_size": state.get("global_batch_size"),
+    }
+
+
+def agree(member: Membership, name: str, problem: Outcome | None) -> Outcome | None:
+    """The first problem of any rank, in the order of the ranks, on all of them: then all end with it. A collective."""
+    problems = member.round.gather(name, problem)
+    for rank, found in enumerate(problems):
+        if found is not None:
+            where = "" if len(set(member.round.hosts)) == 1 else f"on host {member.round.hosts[rank]}: "
+            return {**found, "text": f"{where}{found['text']}", "is_final": True}
+    return None
+
+
+def config_problem(text: str, exit_code: int = EXIT_USAGE) -> Outcome:
+    """The outcome of a rank that has found a mistake before anything was started."""
+    return {"status": "failed", "exit_code": exit_code, "text": text, "traceback": "", "fault": False, "report": None}
