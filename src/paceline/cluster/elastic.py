@@ -10,24 +10,27 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster.clock import ClockServer, check_clock
 from paceline.cluster.endpoint import Endpoint, check_endpoint, is_listening, resolve_endpoint
+from paceline.cluster.exposure import public_address_warning, public_listener_warning
 from paceline.cluster.failures import AgentFolder
 from paceline.cluster.rounds import Membership, join_round
 from paceline.config.schema import Config
-from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, PacelineError
+from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, RunError
 from paceline.core.files import write_atomic
 from paceline.core.life import host_name, pid_alive
 from paceline.core.processes import hidden_main
 from paceline.core.scratch import Scratch
 from paceline.engine.stop import StopFlag
 from paceline.launch.local import Signals, stop_code
-from paceline.launch.worker import STOP_FILE, end_with_launcher
+from paceline.launch.worker import STOP_FILE, describe, end_with_launcher
 
 Say = Callable[[str, str], None]
 Outcome = dict[str, Any]
@@ -39,13 +42,16 @@ _SAY_EVERY_S = 15.0
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
 #: Hosts that arrive so long after the minimum is reached still take part in the round. Elastic's default is 30 s.
 _LAST_CALL_S = 3
-#: An agent that sends no heartbeat for their product is taken out of the rendezvous. Elastic's defaults are 5 s and 3.
-_KEEP_ALIVE_S, _KEEP_ALIVE_ATTEMPTS = 1, 8
+#: An agent that sends no heartbeat for their product is taken out of the rendezvous. Elastic's defaults are 5 s and 3. Every
+#: heartbeat rewrites the state that a joining host rewrites too, so that a short interval can delay it on a busy machine.
+_KEEP_ALIVE_S, _KEEP_ALIVE_ATTEMPTS = 3, 3
 #: The restart policy is Paceline's own (cluster/rounds.py): the agent starts the workers again after every failure.
 _MAX_RESTARTS = 100_000
 #: For a rank that is asked to end because another one has failed, or because a host has joined and a checkpoint is written.
 _SHUTDOWN_S = 30
 _EXIT_CODE_AFTER_S = 0.5
+_STORE_WITHIN_S = 20.0
+_JOIN_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,8 @@ class ElasticRun:
                 assert self.signals.number is not None
                 return {"status": "stopped", "exit_code": stop_code(self.signals.number), "report": None}
             finally:
+                if self._clock is not None:
+                    self._clock.close()
                 watching.close()
                 _Workers(folder).kill(wait_s=2.0)
 
@@ -178,10 +186,25 @@ class ElasticRun:
         role = "endpoint" if self._is_endpoint else "host"
         where = f"{endpoint.local_address} on {endpoint.interface}"
         self.say("info", f"{role} {host_name()}: {where}; the rendezvous is at {endpoint}")
+        warnings = [public_address_warning(endpoint.address)]
+        if self._is_endpoint:
+            warnings.append(public_listener_warning(endpoint.port))
+        for warning in warnings:
+            if warning is not None:
+                self.say("warning", warning)
         return self._is_endpoint
 
     def _check_clock(self, endpoint: Endpoint) -> None:
-        """Elastic compares heartbeats with wall clocks: hosts whose clocks differ are refused before the rendezvous."""
+        """Raise ConfigError where this host's clock differs from another's: elastic compares heartbeats with wall clocks."""
+        from torch.distributed import TCPStore
+
+        if self._is_endpoint:
+            self._clock = self._clock or ClockServer(self._store)
+            return
+        store = TCPStore(
+            endpoint.address, endpoint.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_WITHIN_S)
+        )
+        check_clock(store, timeout_s=_STORE_WITHIN_S)
 
     # -- a rendezvous -----------------------------------------------------------------------------------------------------
     def _launch(self, endpoint: Endpoint, folder: Path, join_timeout_s: int) -> Outcome:
@@ -235,9 +258,9 @@ class ElasticRun:
         wanted = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
         where = self.config.parallel.rdzv_endpoint
         text = (
-            f"the rendezvous at {where} did not bring {wanted} hosts together within {limit_s:.0f} s ({problem}). To fix: start "
-            "the same command on every host; check `parallel.rdzv_endpoint`, and that no firewall blocks its port; or lower "
-            "`parallel.nnodes`"
+            f"the rendezvous at {where} did not bring {wanted} hosts together within {limit_s:.0f} s ({problem}). To fix: "
+            "start the same command on every host; check `parallel.rdzv_endpoint`, and that no firewall blocks its port; or "
+            "lower `parallel.nnodes`"
         )
         return _failed(text, EXIT_USAGE if is_first else EXIT_FAILED)
 
@@ -282,7 +305,7 @@ class _Workers:
 
 
 class _ExitWatch:
-    """Records when each worker ended and with which exit code, for the ranks of the next round: a rank that was killed cannot."""
+    """Records when each worker ended and with which exit code, for the ranks of the next round. A killed rank cannot."""
 
     def __init__(self, folder: AgentFolder) -> None:
         self.folder = folder
@@ -319,29 +342,60 @@ def worker_main(work: Work) -> Outcome:
     end_with_launcher()
     os.setpgid(0, 0)  # a Ctrl-C in the terminal reaches the agent alone, which passes it on once
     os.environ.update(work.environment)
-    agent, folder = multiprocessing.parent_process(), Path(work.folder)
+    try:
+        outcome = _work(work)
+    except Exception as error:  # a mistake in Paceline, which the agent would retry for ever
+        outcome = _not_joined(AgentFolder(Path(work.folder)), error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if outcome is None:
+        os._exit(EXIT_FAILED)  # at once: the other ranks wait for this one and must see it gone
+    return outcome
+
+
+def _work(work: Work) -> Outcome | None:
+    """The outcome to return to the agent; None where a new round shall follow."""
+    from torch.distributed import DistError
+
+    agent, folder = multiprocessing.parent_process(), AgentFolder(Path(work.folder))
     stop = StopFlag()
     stop.install(sigint=False)
     try:
         member = join_round(
-            AgentFolder(folder),
+            folder,
             agent_pid=os.getppid() if agent is None or agent.pid is None else agent.pid,
             is_endpoint=work.is_endpoint,
             node_rank=work.node_rank,
             can_restart=True,
         )
-    except PacelineError as error:
-        print(f"error: {error.paragraph()}", file=sys.stderr, flush=True)
-        os._exit(EXIT_FAILED)
+    except (RunError, DistError) as error:
+        return _not_joined(folder, error)
+    folder.write_state(not_joined=0)
     stop.fail = member.fail
-    outcome = work.target(work.payload, member, stop)
-    if outcome["status"] == "stopped":
-        # A person stops the run on one host, and all hosts end. Where nobody did, a host joins, and a new round follows.
-        is_asked = any(member.round.gather("stopped", (folder / STOP_FILE).exists()))
-    member.round.leave()
+    try:
+        outcome = work.target(work.payload, member, stop)
+        if outcome["status"] == "stopped":
+            # A person stops the run on one host, and all hosts end. Where nobody did, a host joins: a new round follows.
+            is_asked = any(member.round.gather("stopped", (folder.path / STOP_FILE).exists()))
+        member.round.leave()
+    except (DistError, ConnectionError) as error:  # a rank has gone before there was a process group
+        outcome = {**_failed(describe(error), EXIT_FAILED), "fault": True, "traceback": traceback.format_exc()}
+    except Exception as error:  # a mistake in Paceline: all ranks end with it in the next round
+        outcome = {**_failed(describe(error), EXIT_FAILED), "traceback": traceback.format_exc()}
+        member.end({**outcome, "is_final": True})
+        return None
     if (outcome["status"] == "stopped" and not is_asked) or (outcome["status"] == "failed" and not outcome.get("is_final")):
         member.end(outcome)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_FAILED)  # at once: the other ranks wait for this one and must see it gone
+        return None
     return outcome
+
+
+def _not_joined(folder: AgentFolder, error: Exception) -> Outcome | None:
+    """The ranks of a round could not reach each other; after several such rounds in a row it is not tried again."""
+    failures = int(folder.read_state().get("not_joined", 0)) + 1
+    folder.write_state(not_joined=failures)
+    text = error.paragraph() if isinstance(error, RunError) else describe(error)
+    if failures < _JOIN_ATTEMPTS:
+        print(f"warning: {text}. A new round follows ({failures} of {_JOIN_ATTEMPTS})", file=sys.stderr, flush=True)
+        return None
+    return _failed(text, EXIT_FAILED)

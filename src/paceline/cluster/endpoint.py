@@ -1,4 +1,4 @@
-"""The rendezvous endpoint of a run over several hosts: its address, whether it is this host, and the interface that leads to it."""
+"""The rendezvous endpoint of a run over several hosts: its address, whether it is this host, the interface that leads to it."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 
 from paceline.core.errors import EXIT_FAILED
 from paceline.core.files import write_json_atomic
+from paceline.core.life import pid_alive
 
 #: How Gloo, NCCL and torch's stores report that a peer has gone.
 _PEER_GONE = re.compile(
@@ -90,13 +92,10 @@ def folder_of_agent() -> AgentFolder:
     root.mkdir(mode=0o700, exist_ok=True)
     if root.stat().st_uid != os.getuid():  # another user's: then without records
         root = Path(tempfile.mkdtemp(prefix="paceline-agent-"))
-    for folder in root.iterdir():
+    for folder in root.iterdir():  # agents that have ended
         pid = folder.name.partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
-            for file in folder.iterdir():
-                file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        if pid.isdigit() and not pid_alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
     return AgentFolder(root / f"{agent}-{born}")
 
 

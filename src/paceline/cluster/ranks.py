@@ -145,11 +145,8 @@ def enter_round(entry: HostEntry) -> Round:
     distinct = list({host.group_rank: host for host, one in zip(hosts, posted, strict=True) if one["local_rank"] == 0}.values())
     order = ordered(distinct)
     names = [host.host for host in order for _ in range(host.num_ranks)]
-    first_rank = 0
-    for number, host in enumerate(order):
-        if host.group_rank == entry.group_rank:
-            break
-        first_rank += host.num_ranks
+    number = next(index for index, host in enumerate(order) if host.group_rank == entry.group_rank)
+    first_rank = sum(host.num_ranks for host in order[:number])
     env = replace(env, rank=first_rank + env.local_rank)
     # From here on everything reads these: torch's own rendezvous (env://), DeepSpeed, the parameter server.
     os.environ.update(RANK=str(env.rank), GROUP_RANK=str(number))

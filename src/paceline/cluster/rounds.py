@@ -43,6 +43,19 @@ class Membership:
         content = {key: value for key, value in outcome.items() if key != "report"}
         self.folder.write(self.round.env.local_rank, "end", {**content, "rank": self.round.env.rank, "time": time.time()})
 
+    def policy_state(self) -> dict[str, Any] | None:
+        """What the restart policy has counted so far."""
+        state: dict[str, Any] | None = self.folder.read_state().get("recovery")
+        return state
+
+    def fail(self, text: str, blamed: Sequence[int]) -> None:
+        """End this process with a fault of the run, from any thread: the main one stands still."""
+        self.end({
+            "status": "failed", "exit_code": EXIT_FAILED, "text": text, "fault": True, "traceback": "", "of_all": True,
+            "blamed": list(blamed),
+        })  # fmt: skip
+        os._exit(EXIT_FAILED)
+
 
 def join_round(
     folder: AgentFolder, agent_pid: int, *, is_endpoint: bool | None, node_rank: int | None, can_restart: bool
@@ -63,15 +76,6 @@ def join_round(
     folder.write(local_rank, "start", start)
     watch_termination(folder, local_rank)
     return Membership(joined, folder, record, can_restart, agent_pid)
-
-
-    def fail(self, text: str, blamed: Sequence[int]) -> None:
-        """End this process with a fault of the run, from any thread: the main one stands still."""
-        self.end({
-            "status": "failed", "exit_code": EXIT_FAILED, "text": text, "fault": True, "traceback": "", "of_all": True,
-            "blamed": list(blamed),
-        })  # fmt: skip
-        os._exit(EXIT_FAILED)
 
 
 @dataclass(frozen=True)

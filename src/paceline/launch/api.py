@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from paceline.config.load import Loaded
     from paceline.config.schema import Config
     from paceline.core.launch_lock import LaunchLock
-    from paceline.launch.apart import Elsewhere
-    from paceline.launch.preflight import Plan
-    from paceline.parallel import Layout
+    from paceline.launch.preflight import LeaderPlan, Plan
+    from paceline.world.device import Devices
+    from paceline.world.env import RankEnv
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,10 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
 
     outer = outer_launcher()
     speaks = outer is None or outer.rank == 0
+    said: list[str] = []
 
     def say(level: str, text: str) -> None:
+        said.append(text)
         if speaks:
             with contextlib.suppress(OSError, ValueError):  # whoever read this has gone; the run goes on
                 print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
@@ -106,14 +108,19 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
     for level, text in loaded.notices:
         say(level, text)
     check_early(loaded.config)
-    # Under an outer launcher rank 0 holds the folder for all ranks; of several hosts, the head does (in _run_planned).
-    locks_here = outer.rank == 0 if outer is not None else loaded.config.parallel.hosts == (1, 1)
-    with _exclusive(loaded.config, say) if locks_here and not options.dry_run else contextlib.nullcontext():
+    if outer is not None and not options.dry_run:
+        return _run_under_agent(loaded, options, started_at, said, say)
+    several_hosts = loaded.config.parallel.hosts != (1, 1)
+    # Of several hosts, the one with rank 0 holds the folder (launch/member.py).
+    is_exclusive = not several_hosts and not options.dry_run
+    with _exclusive(loaded.config, say) if is_exclusive else contextlib.nullcontext():
         if outer is None and not options.dry_run:
             from paceline.launch.preload import start_fork_server
 
             start_fork_server(loaded.config)
         load_task(loaded.config).check()
+        if several_hosts and not options.dry_run:
+            return _run_on_hosts(loaded, options, started_at, said, say)
         return _run_planned(loaded, options, started_at, say)
 
 
@@ -124,88 +131,133 @@ def _exclusive(config: Config, say: Any) -> LaunchLock:
     return LaunchLock(RunDir(Path(config.output_dir)), say)
 
 
-def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) -> Result:
+@dataclass(frozen=True)
+class PreparedHost:
+    """This host's devices, and the config with what follows from them."""
+
+    loaded: Loaded
+    devices: Devices
+
+
+def prepare_host(loaded: Loaded, outer: RankEnv | None, say: Any) -> PreparedHost:
+    """Choose this host's devices and the precision, and check what would make a run fail here.
+
+    Raises:
+        ConfigError: the devices that the config asks for do not exist, or this machine cannot run it.
+    """
     from paceline.doctor.quick import quick_checks
-    from paceline.launch.layout import choose_layout
-    from paceline.launch.preflight import plan_run
     from paceline.world.device import choose_devices, without_idle_offload
-    from paceline.world.env import outer_launcher
     from paceline.world.precision import with_precision
 
     config = loaded.config
-    outer = outer_launcher()
     devices = choose_devices(config.parallel, ranks_given=None if outer is None else outer.local_world_size)
     parallel, notices = without_idle_offload(config.parallel, devices.type)
     devices.notices.extend(notices)
     config = config.model_copy(update={"parallel": parallel})
-    for one in quick_checks(config, devices.type, devices.count):
-        if one.fatal:
-            raise ConfigError(f"this machine cannot run it: {one.name}: {one.value}", fix=one.advice)
-        devices.notices.append(("warning", f"{one.name}: {one.value}; {one.advice}"))
+    for check in quick_checks(config, devices.type, devices.count):
+        if check.fatal:
+            raise ConfigError(f"this machine cannot run it: {check.name}: {check.value}", fix=check.advice)
+        devices.notices.append(("warning", f"{check.name}: {check.value}; {check.advice}"))
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
     devices.notices.append(("info", precision))
     for level, text in devices.notices:
         say(level, text)
-    loaded = replace(loaded, config=config)
+    return PreparedHost(replace(loaded, config=config), devices)
 
-    def plan_for(
-        num_devices: int,
-        life: int = 1,
-        global_batch_size: int | None = None,
-        given: Layout | None = None,
-        elsewhere: Elsewhere | None = None,
-    ) -> Plan:
-        return plan_run(
-            loaded,
-            started_at=started_at,
-            layout=given or choose_layout(config, num_devices, devices.type, outer, say),
-            device_type=devices.type,
-            devices=devices,
-            say=say,
-            allow_config_change=options.allow_config_change,
-            global_batch_size=global_batch_size,
-            life=life,
-            elsewhere=elsewhere,
-            dry_run=options.dry_run,
+
+def _plan(
+    host: PreparedHost, num_ranks: int, options: Options, started_at: float, say: Any, leader: LeaderPlan | None = None
+) -> Plan:
+    from paceline.launch.layout import choose_layout
+    from paceline.launch.preflight import plan_run
+
+    return plan_run(
+        host.loaded,
+        started_at=started_at,
+        layout=choose_layout(host.loaded.config, num_ranks, host.devices.type, None, say),
+        device_type=host.devices.type,
+        devices=host.devices,
+        say=say,
+        allow_config_change=options.allow_config_change,
+        leader=leader,
+        dry_run=options.dry_run,
+    )
+
+
+def _run_under_agent(loaded: Loaded, options: Options, started_at: float, said: list[str], say: Any) -> Result:
+    """This process is a rank that torchrun, `accelerate launch` or Ray has started."""
+    from paceline.cluster.failures import AgentFolder, folder_of_agent
+    from paceline.cluster.rounds import join_round
+    from paceline.core.scratch import Scratch
+    from paceline.engine.stop import StopFlag
+    from paceline.launch.member import RunRequest, train_member
+    from paceline.launch.recover import Recovery
+
+    has_agent = "TORCHELASTIC_RUN_ID" in os.environ
+    restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    parallel = loaded.config.parallel
+    with contextlib.nullcontext() if has_agent else Scratch() as scratch:
+        member = join_round(
+            folder_of_agent() if has_agent else AgentFolder(scratch),
+            agent_pid=os.getppid(),
+            is_endpoint=None,
+            node_rank=None if parallel.node_rank == "auto" else int(parallel.node_rank),
+            can_restart=has_agent and restarts < most,
         )
+        stop = StopFlag()
+        stop.install(sigint=True)
+        stop.fail = member.fail
+        if member.round.is_first:
+            stop.on_haste = lambda number: Recovery(loaded.config, None, say, member.policy_state()).cut(number)
+        outcome = train_member(RunRequest(loaded, options, started_at, frozenset(said)), member, stop)
+        member.end(outcome)
+        member.round.leave()
+        return _result(outcome, options, loaded.config, say if member.round.is_first else lambda *_: None)
 
-    if outer is None and config.parallel.hosts != (1, 1) and not options.dry_run:
-        from paceline.launch.hosts import HostsRun
-        from paceline.launch.meeting import meet
 
-        meeting = meet(config, say)
-        with _exclusive(config, say) if meeting.leads else contextlib.nullcontext():
-            run = HostsRun(config, meeting, devices.count, devices.type, plan_for, say)
-            return _result(run.run(), options, config, say)
-    num_devices = devices.count * config.parallel.hosts[1] if outer is None else outer.world_size
-    plan = plan_for(num_devices, life=1 if options.fault is None else 2)
-    job, layout = plan.job, plan.job.layout
+def _run_on_hosts(loaded: Loaded, options: Options, started_at: float, said: list[str], say: Any) -> Result:
+    """Check everything that this host can check alone, then join the other hosts."""
+    from paceline.cluster.elastic import ElasticRun
+    from paceline.cluster.endpoint import resolve_endpoint
+    from paceline.launch.member import RunRequest, train_member
+    from paceline.launch.preflight import LeaderPlan
+
+    config = loaded.config
+    host = prepare_host(loaded, None, say)
+    request = RunRequest(loaded, options, started_at, frozenset())
+    run = ElasticRun(config, host.devices.count, train_member, request, say)
+    try:
+        holds_folder = resolve_endpoint(config).is_local
+    except OSError:  # the name is not known yet
+        holds_folder = False
+    num_ranks = host.devices.count * config.parallel.hosts[1]
+    _plan(host, num_ranks, options, started_at, say, leader=None if holds_folder else LeaderPlan())
+    run.payload = replace(request, said=frozenset(said))
+    return _result(run.run(), options, host.loaded.config, say)
+
+
+def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) -> Result:
+    """Plan, and run on this host alone; or, as a dry run, only plan."""
+    from paceline.launch.local import LocalRun
+    from paceline.launch.recover import Recovery
+    from paceline.world.env import outer_launcher
+
+    outer = outer_launcher()
+    host = prepare_host(loaded, outer, say)
+    num_devices = host.devices.count * loaded.config.parallel.hosts[1] if outer is None else outer.world_size
+    plan = _plan(host, num_devices, options, started_at, say)
+    config, job, layout = host.loaded.config, plan.job, plan.job.layout
     if options.dry_run:
         for line in job.derived.lines():
             say("info", line)
         resolved = {"config": config.model_dump(mode="json"), "derived": job.derived.as_dict(), "strategy": layout.strategy}
-        return Result(EXIT_DONE, resolved={**resolved, "axes": asdict(layout.axes), "device": devices.type})
+        return Result(EXIT_DONE, resolved={**resolved, "axes": asdict(layout.axes), "device": host.devices.type})
     if plan.finished is not None:
         return _result({"status": "finished", "report": plan.finished}, options, config, say)
-    from paceline.launch.recover import Recovery
-
     recovery = Recovery(config, job.resume_from, say)
-    if outer is not None:
-        from paceline.engine.stop import StopFlag
-        from paceline.launch.worker import run_guarded
-
-        stop = StopFlag()
-        stop.install(sigint=True)
-        if outer.rank == 0:
-            stop.on_haste = recovery.cut
-        outcome = run_guarded(replace(job, fault=options.fault), outer, stop)
-    else:
-        from paceline.launch.local import LocalRun
-
-        ranks = LocalRun(replace(job, launcher=os.getpid()), layout.num_processes, follow=recovery.follow)
-        ranks.signals.on_haste = recovery.cut
-        outcome = ranks.run()
-    return _result(outcome, options, config, say)
+    ranks = LocalRun(replace(job, launcher=os.getpid()), layout.num_processes, follow=recovery.follow)
+    ranks.signals.on_haste = recovery.cut
+    return _result(ranks.run(), options, config, say)
 
 
 def _result(outcome: dict[str, Any], options: Options, config: Config, say: Any) -> Result:

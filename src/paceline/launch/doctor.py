@@ -28,6 +28,7 @@ from paceline.doctor.software import check_driver, check_packages
 from paceline.doctor.storage import check_cache, check_disk, check_writing
 
 if TYPE_CHECKING:
+    from paceline.cluster.rounds import Membership
     from paceline.engine.stop import StopFlag
     from paceline.launch.doctor_hosts import HostsReport
     from paceline.world.device import Devices
@@ -254,6 +255,14 @@ def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, An
         world.close()
 
 
+def examine_member(job: Examination, member: Membership, stop: StopFlag) -> dict[str, Any]:
+    """As :func:`examine_rank`, on a rank of several hosts. Nothing is started again after a failure."""
+    from paceline.launch.worker import run_guarded
+
+    outcome = run_guarded(job, member.round.env, stop, examine_rank)
+    return {**outcome, "is_final": True}
+
+
 def _look_at_hosts(job: Examination, env: RankEnv) -> tuple[list[Check], int | None, dict[str, Any], bool]:
     """Under an outer launcher: the first rank of each host looks at it, and all hosts measure between them.
 
@@ -334,15 +343,9 @@ def _on_ranks(job: Examination, devices: Devices, outer: RankEnv | None) -> dict
         stop.install(sigint=True)
         return run_guarded(job, outer, stop, examine_rank)
     if job.config.parallel.hosts != (1, 1):
-        from paceline.launch.hosts import HostsRun
-        from paceline.launch.meeting import meet
-        from paceline.launch.preflight import Plan
+        from paceline.cluster.elastic import ElasticRun
 
-        plan = Plan(job, devices)
-        meeting = meet(job.config, _say_level)
-        return HostsRun(
-            job.config, meeting, devices.count, devices.type, lambda *_: plan, _say_level, run_rank=examine_rank
-        ).run()
+        return ElasticRun(job.config, devices.count, examine_member, job, _say_level).run()
     from paceline.launch.local import LocalRun
 
     ranks = LocalRun(job, devices.count, examine_rank)

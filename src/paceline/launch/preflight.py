@@ -18,7 +18,6 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.engine import checkpoint
-from paceline.launch.apart import Elsewhere, note_problem
 from paceline.launch.layout import check_row_state
 from paceline.launch.model_check import check_model, checking_beside
 from paceline.launch.sizes import check_sizes, sharing_text
@@ -42,6 +41,18 @@ class Plan:
     job: Any  # a Job, or what else ranks do
     devices: Devices | None
     finished: dict[str, Any] | None = None  # the report of a run that is already done
+
+
+@dataclass(frozen=True)
+class LeaderPlan:
+    """What rank 0 has found in the run's folder, for the ranks that do not read it.
+
+    Args:
+        resume_from: the checkpoint, as a path on rank 0's host.
+    """
+
+    resume_from: str | None = None
+    global_batch_size: int | None = None
 
 
 def check_early(config: Config) -> None:
@@ -90,7 +101,7 @@ def plan_run(
     allow_config_change: bool = False,
     global_batch_size: int | None = None,
     life: int = 1,
-    elsewhere: Elsewhere | None = None,
+    leader: LeaderPlan | None = None,
     dry_run: bool = False,
 ) -> Plan:
     """Read and tokenise the data, work out batch and steps, and see whether a run is to be gone on with.
@@ -100,14 +111,14 @@ def plan_run(
         say: gets (level, text) of each thing a person should know, as it comes up.
         global_batch_size: of the life of this run before, which may have reached no checkpoint; else a checkpoint's holds.
         life: from the second on, what the lives before have saved is gone on with, whatever ``resume`` says.
-        elsewhere: where the run's folder is another host's, and nothing of the one here counts.
+        leader: on ranks other than 0 of a run over several hosts; nothing of the folder here counts.
         dry_run: check the model too, which else the ranks do.
     """
     from paceline.engine.session import Job
 
     config = loaded.config
     run_dir = RunDir(Path(config.output_dir))
-    if elsewhere is None:
+    if leader is None:
         if life == 1:
             _check_another_run(config, run_dir)
         _check_own_folder(loaded, run_dir)
@@ -131,13 +142,14 @@ def plan_run(
     if wasted is not None:
         say(*wasted)
         notices.append(wasted)
-    if elsewhere is not None:
-        path = elsewhere.path
-    else:
+    path: Path | None = None
+    if leader is None:
         path = _checkpoint(config, run_dir, say, notices) if life == 1 else _own_checkpoint(config, run_dir, say, notices)
     meta = None if path is None else checkpoint.read_meta(path)
     if meta is not None:
         global_batch_size = int(meta["global_batch_size"])
+    elif leader is not None:
+        global_batch_size = leader.global_batch_size
     derived = derive(
         config,
         world_size=layout.world_size,
@@ -163,10 +175,10 @@ def plan_run(
     finished = None
     if path is not None and meta is not None:
         finished = _check_resume(config, derived, prepared, run_dir, path, meta, say, allow_config_change)
-    elif elsewhere is None and config.resume == "auto" and run_dir.config.is_file():
+    elif leader is None and config.resume == "auto" and run_dir.config.is_file():
         _check_same_config(config, _stored_config(run_dir), run_dir.root, allow_config_change, say)
         say("info", f"{run_dir.root} holds a run that reached no checkpoint: it starts again from the beginning")
-    resume_from = None if path is None else str(path)
+    resume_from = leader.resume_from if leader is not None else None if path is None else str(path)
     return Plan(Job(config, derived, prepared, layout, device_type, started_at, resume_from, notices), devices, finished)
 
 
@@ -211,10 +223,7 @@ def _check_another_run(config: Config, run_dir: RunDir) -> None:
 
 
 def _check_own_folder(loaded: Loaded, run_dir: RunDir) -> None:
-    """A run never writes over what is not a run's, and does not begin anew where its folder is another host's."""
-    problem = note_problem(run_dir)
-    if problem is not None:
-        raise problem
+    """A run never writes over what is not a run's."""
     if run_dir.events.is_file():
         return
     root = run_dir.root

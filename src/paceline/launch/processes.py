@@ -1,7 +1,8 @@
 """The ranks of this host in one life of a run: from their start until the last of them has ended.
 
-They are plain processes of the fork server and meet at a store that belongs to a launcher, not to a rank. torch's elastic agent
-is not used: it ends all ranks when one ends, takes half a minute over it, and starts them again from the beginning alone.
+They are plain processes of the fork server and meet at a store that belongs to the launcher, not to a rank. On one host this
+launcher is used instead of torch's elastic agent, because it restarts the ranks in about 3 s and because some ranks may be lost
+without ending the others. Several hosts run on elastic: :mod:`paceline.cluster.elastic`.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank)
         return {**told, "of_all": isinstance(error, MismatchError) or blamed is not None, "blamed": blamed}
     except BaseException as error:  # the launcher must hear of anything that ends a rank
         fault = _is_fault(error)
-        return {**_failed(env, EXIT_FAILED, _describe(error, job), fault), "repeats": fault is False}
+        return {**_failed(env, EXIT_FAILED, describe(error, job), fault), "repeats": fault is False}
     if outcome["status"] == "stopped":
         outcome["exit_code"] = EXIT_SIGINT if stop.signal == signal.SIGINT else EXIT_SIGTERM
     else:
@@ -147,10 +147,11 @@ def _end_by_fault(folder: Path, env: RankEnv, text: str, blamed: Sequence[int]) 
     os._exit(EXIT_FAILED)
 
 
-def _describe(error: BaseException, job: Any) -> str:
+def describe(error: BaseException, job: Any = None) -> str:
+    """One paragraph about an exception that is not Paceline's. ``job``: for what to change where memory ran out."""
     kind, text = type(error).__name__, str(error).strip().splitlines()
     first = text[0][:400] if text else "no message"
-    if kind == "OutOfMemoryError" or isinstance(error, MemoryError):
+    if job is not None and (kind == "OutOfMemoryError" or isinstance(error, MemoryError)):
         args = job.config.train_args
         return (
             f"Out of memory: {first} To fix: lower `per_device_train_batch_size` (now {args.per_device_train_batch_size}) and "

@@ -1,4 +1,4 @@
-"""What must be the same on all hosts of a run, by which the head compares them."""
+"""What must be the same on all hosts of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config_values(config: Config) -> dict[str, Any]:
     return found
 
 
-def plan_print(job: Any) -> dict[str, Any]:
+def plan_values(job: Any) -> dict[str, Any]:
     """What must come out the same on every host when it has read the data and the checkpoints."""
     step = None if job.resume_from is None else Path(job.resume_from).name
     return {
@@ -40,16 +40,31 @@ def software() -> dict[str, str]:
 
     return {
         "paceline": paceline.__version__,
-        "code": _code_print(),
+        "code": _code_digest(),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__,
     }
 
 
-def _code_print() -> str:
+def _code_digest() -> str:
     """A digest of this package's source."""
     found = hashlib.sha256()
     root = Path(__file__).resolve().parents[1]
     for path in sorted(root.rglob("*.py")):
         found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:16]
+
+
+def difference(first: dict[str, Any], other: dict[str, Any], first_host: str, other_host: str) -> str | None:
+    """How the values of ``other_host`` differ from those of ``first_host``, for an error message; None where they are equal."""
+    differing = [
+        f"{name}: {other.get(name)!r} on {other_host}, {first.get(name)!r} on {first_host}"
+        for name in {**first, **other}
+        if first.get(name) != other.get(name)
+    ]
+    if not differing:
+        return None
+    return (
+        f"host {other_host} would not train the same run as host {first_host}. {'; '.join(differing)}. To fix: give every host "
+        "the same code, config and data"
+    )
