@@ -12,7 +12,6 @@ from typing import Any
 
 from paceline.core.errors import RunError
 from paceline.engine import checkpoint_transfer
-from paceline.engine.carry import Carry, send_part
 from paceline.engine.checkpoint import prune, step_of
 from paceline.engine.checkpoint_format import name_of
 from paceline.engine.checkpoint_write import (
@@ -40,7 +39,6 @@ class Flight:
     keep: checkpoints that are kept; None: all.
     superseded: steps of checkpoints that an earlier life of the run wrote, beyond the one that this life goes on from.
     start: when the save was begun, on the clock of ``time.perf_counter``.
-    carry: where a rank on a host that does not see the folder sends what it owns.
     side: the group over which ranks that do not see the folder send what they own to rank 0.
     senders: those of them that own something.
     """
@@ -57,7 +55,6 @@ class Flight:
         keep: int | None,
         superseded: frozenset[int],
         start: float,
-        carry: Carry | None = None,
         side: SideGroup | None = None,
         senders: Sequence[int] = (),
     ) -> None:
@@ -73,7 +70,6 @@ class Flight:
         self.folder = folder
         self.keep = keep
         self.superseded = superseded
-        self.carry = carry if carry is not None and carry.sends else None
         self.side, self.senders = side, senders
         self.blocked_s = 0.0
         self.wall_s: float | None = None
@@ -113,11 +109,8 @@ class Flight:
             if self.side is not None and self.side.is_remote:
                 if self.parts:  # else rank 0 knows from the gather that began the save
                     checkpoint_transfer.send_part(self.side, self.rank, len(self.writers), self.parts, tick)
-            elif self.carry is None:
+            else:
                 write_part(self.aside, self.rank, len(self.writers), self.parts)
-            elif self.parts:  # else its leader has said so
-                leader_pid = self.writers[self.leader].pid
-                send_part(self.carry, self.step, leader_pid, self.rank, len(self.writers), self.parts, tick)
             if self.leads and self.side is not None:
                 self.is_transferring = True
                 checkpoint_transfer.receive_parts(self.side, self.aside, self.senders, len(self.writers), tick)

@@ -10,7 +10,6 @@ from typing import Any
 
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
-from paceline.engine.carry import Carry
 from paceline.engine.checkpoint import committed, step_of
 from paceline.engine.checkpoint_format import name_of
 from paceline.engine.checkpoint_write import Writer, clear_debris, prepare, reason_of, write_part
@@ -42,7 +41,6 @@ class Saver:
             save is in flight at most.
         every_s: ask for a save whenever so many seconds have passed since the last was begun.
         pause: where a save cannot be written, stand still until it can be, or until ``stop()`` is true on some rank.
-        carry: where ranks on hosts that do not see ``folder`` send what they own.
         side: the group over which ranks that do not see ``folder`` send what they own to rank 0; None if all see it.
     """
 
@@ -57,7 +55,6 @@ class Saver:
         every_s: float | None = None,
         pause: bool = False,
         stop: Callable[[], bool] = lambda: False,
-        carry: Carry | None = None,
         side: SideGroup | None = None,
     ) -> None:
         self.world = world
@@ -68,7 +65,6 @@ class Saver:
         self.every_s = every_s
         self.pause = pause
         self.stop = stop
-        self.carry = carry
         self.side = side
         self.first_step = 0  # that this life of the run goes on from
         self.last_step: int | None = None  # saved, or being saved in the background
@@ -197,7 +193,7 @@ class Saver:
                 parts = self._copy.take(parts)
             except (RuntimeError, MemoryError) as caught:
                 problem = f"no memory on the host for the copy (set `async_save: false`): {caught}"
-        remote = (self.carry is not None and self.carry.sends) or (self.side is not None and self.side.is_remote)
+        remote = self.side is not None and self.side.is_remote
         idle = remote and not parts  # sees no folder to say so in
         broken = self.side is not None and self.side.is_broken
         with uncounted():
@@ -215,7 +211,7 @@ class Saver:
         writers = [Writer.here(()) if one is None else one[0] for one in told]
         superseded = frozenset(one for one in self._found if one > self.first_step)
         aside = asides[0] if asides else None
-        ways = (self.carry, self.side, senders)
+        ways = (self.side, senders)
         flight = Flight(self.world, self.folder, step, parts, meta, aside, writers, self.keep, superseded, start, *ways)
         if problems:
             rank, text = problems[0]
@@ -227,7 +223,7 @@ class Saver:
             flight.blocked_s = time.perf_counter() - start
             return None
         else:
-            flight.run(PULSE.tick if self.carry is not None or self.side is not None else lambda: None)
+            flight.run(PULSE.tick if self.side is not None else lambda: None)
         error = self._agree(flight.error)
         if error is None and flight.leader in self.world.lost and not (self.folder / name_of(step)).is_dir():
             error = flight.not_led()

@@ -21,7 +21,6 @@ from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.data.loader import LoaderOptions
 from paceline.data.order import SampleOrder
 from paceline.engine.announce import announce
-from paceline.engine.carry import Carry, travels
 from paceline.engine.checkpoint_transfer import open_checkpoint, transfer_notices
 from paceline.engine.communication import make_judge
 from paceline.engine.departures import batches_of, close_batches, listeners
@@ -66,7 +65,7 @@ class Job:
     notices: list[tuple[str, str]] = field(default_factory=list)
     launcher: int | None = None  # process that outlives the ranks, and writes the end of a log that they could not end
     fault: dict[str, Any] | None = None  # that ended the life before this one
-    carry: Carry | None = None  # where some host does not see the run's folder
+    reports_everywhere: bool = False  # no launcher collects rank 0's report, and each rank's caller wants it
     sees_run_folder: bool = True  # whether this rank's host sees the run's folder of global rank 0's host
 
 
@@ -106,11 +105,11 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
                 network = session.judge.said if session.judge is not None else None
                 more = {"network": network} if network is not None else {}
                 events.emit("run_end", status=status, step=session.step, reason=reason, wall_s=report["wall_s"], **more)
-            if job.launcher is None:  # no launcher collects rank 0's report, and each rank's caller wants it
+            if job.reports_everywhere:
                 report = world.broadcast_object(report)  # type: ignore[assignment]
             world.barrier()
             built.strategy.close()
-            return {"status": status, "report": report if world.is_first or job.launcher is None else None}
+            return {"status": status, "report": report if world.is_first or job.reports_everywhere else None}
     except BaseException as caught:
         error = watchdog.explain(caught)
         if world.is_first and job.launcher is None:  # the command line says the same, once, when all ranks have ended
@@ -301,7 +300,6 @@ def begin(
             every_s=config.recovery.save_every_s,
             pause=config.recovery.on_save_error == "pause",
             stop=lambda: stop.wanted,
-            carry=job.carry,
             side=side,
         ),
         fingerprint=job.prepared.fingerprint,
@@ -311,7 +309,7 @@ def begin(
     with PULSE.during("loading"):
         resumed = _resume(session, job)
     notices = built.notices + strategy.notices[said:]  # what the checkpoint did not hold, or held in vain
-    notices += travels(session, job.carry) + transfer_notices(session, side)
+    notices += transfer_notices(session, side)
     accumulation = job.derived.gradient_accumulation_steps
     if job.layout.num_processes == 1:  # one process works on the micro-batches of all devices
         accumulation *= job.layout.axes.replicas
@@ -339,8 +337,7 @@ def _resume(session: Session, job: Job) -> str | None:
     said, own = session.world.broadcast_object((path, own))  # type: ignore[misc]
     if said is None:
         return None
-    if not (job.carry and job.carry.sends):  # else this host has a copy of it
-        path = str(said)
+    path = str(said)
     with open_checkpoint(Path(str(path)), session.saver.side) as opened:
         load_training_state(session, opened, int(opened.meta["step"]))
     session.guard.resume(opened.meta, str(path))

@@ -152,14 +152,22 @@ def doctor(request: Request, as_json: bool) -> int:
 
 def _between_hosts(request: Request, devices: Devices) -> HostsReport:
     """Look at this host, and measure between all hosts before a rank is started."""
+    from paceline.cluster.endpoint import check_endpoint, is_listening, resolve_endpoint
     from paceline.launch.doctor_hosts import Endpoint, inspect_endpoint_and_hosts
-    from paceline.launch.meeting import meet
 
     config = request.loaded.config
-    meeting = meet(config, _say_level)
-    endpoint = Endpoint(meeting.address, meeting.port, meeting.own, meeting.interface, meeting.leads)
-    given = request.given and meeting.leads
-    checks, gradients = examine_host(config, given, devices.type, devices.count, meeting.address)
+    check_endpoint(config.parallel)
+    try:
+        resolved = resolve_endpoint(config)
+    except OSError as error:
+        raise ConfigError(
+            f"`parallel.rdzv_endpoint: {config.parallel.rdzv_endpoint}` cannot be reached from here: {error.strerror or error}",
+            fix="give an address, or a name that resolves on every host",
+        ) from error
+    address, port = resolved.address, resolved.port
+    is_host = resolved.is_local and config.parallel.node_rank in ("auto", 0) and not is_listening(address, port, timeout_s=1.0)
+    endpoint = Endpoint(address, port, resolved.local_address, resolved.interface, is_host)
+    checks, gradients = examine_host(config, request.given and is_host, devices.type, devices.count, address)
     return inspect_endpoint_and_hosts(endpoint, config.parallel.hosts, checks, gradients, _say)
 
 

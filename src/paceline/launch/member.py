@@ -80,7 +80,8 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
             return {"status": "finished", "exit_code": 0, "report": plan.finished}
         if is_first:
             member.folder.write_state(global_batch_size=plan.job.derived.global_batch_size, resume_from=plan.job.resume_from)
-        job = replace(plan.job, fault=restart.fault, launcher=member.agent_pid if member.can_restart else None)
+        launcher = member.agent_pid if member.can_restart else None
+        job = replace(plan.job, fault=restart.fault, launcher=launcher, reports_everywhere=True)
         return run_guarded(job, member.round.env, stop)
 
 

@@ -1,5 +1,5 @@
-"""One run on several hosts: here two launchers on one machine, each with one rank, as two machines would start them. With a
-link that is cut: tests/faults/test_cut_link.py."""
+"""One run on several hosts: here two agents on one machine, each with one rank, as two machines would start them. In network
+namespaces: tests/cluster/test_faults_hosts.py."""
 
 import os
 import signal
@@ -9,6 +9,8 @@ import psutil
 import pytest
 from commands import MICRO, digest, events, losses, report, run, start, train, wait_for_step
 from ranks import free_port
+
+from paceline.cluster.endpoint import is_listening
 
 pytestmark = pytest.mark.slow
 
@@ -24,9 +26,9 @@ def words(**more):
 
 
 def host(folder, port, number, **more):
-    """The launcher of one host."""
+    """The agent of one host."""
     environment = {**os.environ, **THREADS, "PACELINE_HOST": "abc"[number]}
-    place = {"parallel__nnodes": 2, "parallel__head": f"127.0.0.1:{port}", "parallel__node_rank": number}
+    place = {"parallel__nnodes": 2, "parallel__rdzv_endpoint": f"127.0.0.1:{port}", "parallel__node_rank": number}
     return start(*MICRO, f"output_dir={folder}", *words(**{**place, **more}), env=environment)
 
 
@@ -37,7 +39,7 @@ def end(process, expect=0):
 
 
 def rank_of(process):
-    """The one rank that this launcher has started."""
+    """The one rank that this agent has started."""
     server = next(one for one in psutil.Process(process.pid).children() if "forkserver" in " ".join(one.cmdline()))
     return server.children()[0]
 
@@ -56,17 +58,17 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train_and_outlive_a_killed_r
     rank_of(hosts[1]).kill()
     said = [end(one) for one in hosts]
     assert digest(folder) == digest(undisturbed)
-    assert "rank 1 (process" in said[0]
+    assert "rank 1 on host b (process" in said[0]
     assert "was killed by SIGKILL" in said[0]
     assert report(folder)["restarts"] == 1
     fault = events(folder, "fault")[0]
     assert fault["ranks"] == [1]
     assert fault["hosts"] == ["b"]
-    assert "rank 1 of 2" in said[1]
+    assert "host b: 127.0.0.1 on lo" in said[1]
 
 
 @pytest.mark.soak
-def test_a_host_whose_launcher_dies_is_named_and_may_come_back(undisturbed, tmp_path):
+def test_a_host_whose_agent_dies_is_named_and_may_come_back(undisturbed, tmp_path):
     folder, port = tmp_path / "run", free_port()
     hosts = [host(folder, port, number) for number in range(2)]
     wait_for_step(folder, 6, hosts[0])
@@ -75,7 +77,8 @@ def test_a_host_whose_launcher_dies_is_named_and_may_come_back(undisturbed, tmp_
     hosts[1] = host(folder, port, 1)
     said = [end(one) for one in hosts]
     assert digest(folder) == digest(undisturbed)
-    assert "host b (127.0.0.1)" in said[0]
+    assert "host b with rank 1 was lost" in said[0]
+    assert events(folder, "fault")[0]["hosts"] == ["b"]
 
 
 @pytest.mark.soak
@@ -98,7 +101,7 @@ def test_the_hosts_that_are_left_go_on_and_take_in_who_comes(undisturbed, tmp_pa
     starts = events(folder, "run_start")
     assert [one["world_size"] for one in starts] == [2, 1, 2]
     assert {one["derived"]["global_batch_size"] for one in starts} == {8}
-    assert "host b (127.0.0.1)" in said[0]
+    assert "host b with rank 1 was lost" in said[0]
     reference = tmp_path / "reference"
     steps = report(folder)["steps"]
     train(reference, *words(parallel__num_gpus=2, max_steps=steps, lr_scheduler_type="constant"), env={**os.environ, **THREADS})
@@ -118,29 +121,30 @@ def wait_for(condition, process, timeout_s=60.0):
 
 def test_hosts_that_would_not_train_the_same_are_refused_with_the_difference(tmp_path):
     folder, port = tmp_path / "run", free_port()
-    head = host(folder, port, 0)
-    said = end(host(folder, port, 1, learning_rate=0.5), expect=2)
-    assert "refused by the head" in said
-    assert "train_args.learning_rate: 0.5 there" in said
-    other = tmp_path / "elsewhere"
-    assert "output_dir" not in said
-    said = end(host(folder, port, 1, parallel__node_rank=0), expect=2)
-    assert f"port {port}" in said
-    assert "in use" in said
-    head.send_signal(signal.SIGINT)
-    end(head, expect=130)
+    hosts = [host(folder, port, 0), host(folder, port, 1, learning_rate=0.5)]
+    for process in hosts:
+        assert "train_args.learning_rate: 0.5 on b" in end(process, expect=2)
     assert not folder.exists()
-    assert not other.exists()
+
+
+def test_a_port_in_use_and_a_signal_before_the_rendezvous(tmp_path):
+    folder, port = tmp_path / "run", free_port()
+    first = host(folder, port, 0)
+    wait_for(lambda: is_listening("127.0.0.1", port, 1.0), first)
+    message = end(host(folder, port, 0), expect=2)
+    assert f"port {port}" in message
+    assert "in use" in message
+    first.send_signal(signal.SIGINT)
+    end(first, expect=130)
+    assert not folder.exists()
 
 
 @pytest.mark.soak
-def test_a_head_that_does_not_answer_and_a_host_that_does_not_come(tmp_path):
+def test_an_endpoint_that_does_not_answer_and_a_host_that_does_not_come(tmp_path):
     more = {"parallel__timeout_s": 10}
-    processes = [host(tmp_path / "a", free_port(), 1, **more), host(tmp_path / "b", free_port(), 0, **more)]
-    absent, alone = (end(one, expect=2) for one in processes)
-    assert "does not answer" in absent
-    assert "parallel.rdzv_endpoint" in absent
-    assert "missing: node 1" in alone
+    absent, alone = (host(tmp_path / name, free_port(), number, **more) for name, number in (("a", 1), ("b", 0)))
+    assert "does not answer" in end(absent, expect=2)
+    assert "did not bring 2 hosts together within 10 s" in end(alone, expect=2)
     assert not (tmp_path / "a").exists()
     assert not (tmp_path / "b").exists()
 
@@ -149,11 +153,14 @@ def test_a_head_that_does_not_answer_and_a_host_that_does_not_come(tmp_path):
     ("given", "said"),
     [
         (("parallel.nnodes=2",), "parallel.rdzv_endpoint"),
-        (("parallel.nnodes=1:2", f"parallel.rdzv_endpoint=127.0.0.1:{free_port()}", "parallel.mode=single"), "in one process"),
-        (("parallel.nnodes=2", "parallel.rdzv_endpoint=192.0.2.1", "parallel.node_rank=0"), "not an address of it"),
+        (("parallel.nnodes=1:2", f"parallel.rdzv_endpoint=127.0.0.1:{free_port()}", "parallel.mode=dp"), "in one process"),
+        (("parallel.nnodes=2", "parallel.rdzv_endpoint=192.0.2.1", "parallel.node_rank=0"), "the address of another host"),
         (("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1", "parallel.node_rank=2"), "0 to 1"),
-        (("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1:x"), "no port"),
-        (("parallel.nnodes=2", "parallel.rdzv_endpoint=no-such-host.invalid"), "cannot be reached"),
+        (("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1:x"), "no valid port"),
+        (
+            ("parallel.nnodes=2", "parallel.rdzv_endpoint=no-such-host.invalid", "parallel.timeout_s=10"),
+            "did not bring 2 hosts together",
+        ),
         (("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1", "parallel.interface=eth99"), "eth99"),
     ],
 )
