@@ -73,7 +73,8 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
         return restart.failed
     with contextlib.ExitStack() as stack:
         try:
-            plan = _plan(request, member, restart.is_first, restart.global_batch_size, say, stack)
+            is_first_round = restart.is_first and request.options.fault is None
+            plan = _plan(request, member, is_first_round, restart.global_batch_size, say, stack)
         except _Refused as refused:
             return refused.outcome
         if plan.finished is not None:
@@ -81,7 +82,8 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
         if is_first:
             member.folder.write_state(global_batch_size=plan.job.derived.global_batch_size, resume_from=plan.job.resume_from)
         launcher = member.agent_pid if member.can_restart else None
-        job = replace(plan.job, fault=restart.fault, launcher=launcher, reports_everywhere=True)
+        fault = restart.fault or request.options.fault
+        job = replace(plan.job, fault=fault, launcher=launcher, reports_everywhere=True)
         return run_guarded(job, member.round.env, stop)
 
 
