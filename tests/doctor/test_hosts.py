@@ -24,7 +24,7 @@ from paceline.doctor.host_report import evaluate
 
 _HOST = """
 import json, sys
-from paceline.launch.doctor_hosts import Endpoint, inspect_endpoint_and_hosts, reach_endpoint
+from paceline.launch.doctor_hosts import Endpoint, check_own_port, inspect_endpoint_and_hosts, reach_endpoint
 
 address, is_host, blocked_port = sys.argv[1], sys.argv[2] == "0", int(sys.argv[3])
 result = {}
@@ -32,6 +32,8 @@ if blocked_port and not is_host:
     dropped = reach_endpoint(Endpoint("192.0.2.1", blocked_port, address, "eth0", False), silent_s=0.0)
     refused = reach_endpoint(Endpoint("192.0.2.1", blocked_port + 1, address, "eth0", False), wait_s=0.0)
     result["endpoint"] = [dropped.as_dict(), refused.as_dict()]
+if blocked_port and is_host:
+    result["own"] = check_own_port(Endpoint("192.0.2.1", blocked_port, address, "eth0", True)).as_dict()
 endpoint = Endpoint("192.0.2.1", 29500, address, "eth0", is_host)
 report = inspect_endpoint_and_hosts(endpoint, (2, 2), [], None, print)
 result |= {"checks": [one.as_dict() for one in report.checks], "links": report.links, "blocks": report.blocks_ranks}
@@ -98,6 +100,7 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(network: Any
     assert "port 29511 of 192.0.2.1 does not answer (no answer), but port 22 of the same host does: a firewall" in dropped.value
     assert "ip saddr 192.0.2.2 tcp dport 29511 accept" in str(dropped.advice)
     assert "port 29512 of 192.0.2.1 refuses connections" in refused.value
+    assert "cannot connect to its own port 29511 of 192.0.2.1 (no answer): a firewall on this host" in first["own"]["value"]
 
     assert first["blocks"]
     assert second["blocks"]

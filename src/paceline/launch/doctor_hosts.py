@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def inspect_endpoint_and_hosts(
     endpoint: Endpoint, hosts: tuple[int, int], checks: list[Check], gradient_bytes: int | None, say: Say
 ) -> HostsReport:
     """Reach the endpoint, then measure between the hosts. ``checks``: what this host found of itself."""
-    unreachable = None if endpoint.is_host else reach_endpoint(endpoint)
+    unreachable = check_own_port(endpoint) if endpoint.is_host else reach_endpoint(endpoint)
     if unreachable is not None:
         return HostsReport([*checks, unreachable], True, [], [])
     store = open_endpoint_store(endpoint)
@@ -150,6 +151,29 @@ def inspect_from_ranks(
 
 
 # -- the endpoint ----------------------------------------------------------------------------------------------------------
+def check_own_port(endpoint: Endpoint) -> Check | None:
+    """On the endpoint host: None if it can listen on the endpoint's port and connect to it, else what prevents it."""
+    family = socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET
+    try:
+        with socket.create_server((endpoint.address, endpoint.port), family=family):
+            outcome = try_port(endpoint.address, endpoint.port, timeout_s=_TRY_TIMEOUT_S)
+    except OSError as error:
+        return broken(
+            "rendezvous_port",
+            f"this host cannot listen on port {endpoint.port} of {endpoint.address}: {error.strerror or error}",
+            "end the program that uses the port, or set another one on every host: `parallel.rdzv_endpoint=HOST:PORT`",
+        )
+    if outcome == "open":
+        return None
+    return broken(
+        "rendezvous_port",
+        f"this host cannot connect to its own port {endpoint.port} of {endpoint.address} ({outcome}): a firewall on this host "
+        "blocks it",
+        f"allow it: `nft add rule inet filter input tcp dport {endpoint.port} accept`, or `iif lo accept` before the rule that "
+        "drops it",
+    )
+
+
 def reach_endpoint(endpoint: Endpoint, wait_s: float = WAIT_S, silent_s: float = _SILENT_S) -> Check | None:
     """Wait until the endpoint's port accepts connections. None when it does, else which port is blocked and by what.
 
