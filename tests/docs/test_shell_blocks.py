@@ -104,7 +104,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _run(line: str, folder: Path) -> None:
     done = subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=600, check=False
+        ["bash", "-c", line], cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=1800, check=False
     )
     assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
 
