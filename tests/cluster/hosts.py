@@ -26,7 +26,7 @@ from namespaces import network_of
 THREADS = {"OMP_NUM_THREADS": "1"}
 PORT = 29500
 _NAMES = "abcdefgh"
-_TIMEOUT_S = 180.0
+_TIMEOUT_S = 300.0
 _ETC = Path("/etc/netns")
 
 
