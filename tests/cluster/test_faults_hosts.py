@@ -1,4 +1,4 @@
-"""Faults of hosts in network namespaces: each of them has its own disk, and the run lies on that of the endpoint. After each fault
+"""Faults of hosts in network namespaces: each has its own disk, and the run lies on that of the endpoint. After each fault
 the run ends with the bits of an undisturbed run, and a `fault` event names the rank and the host that failed first."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import digest, events, losses, report, train
+from commands import digest, losses, report, train
 from hosts import THREADS, Cluster, cluster_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -313,5 +313,5 @@ def test_a_pause_shorter_than_the_timeout_is_reported_and_nothing_is_restarted(
         check_undisturbed(cluster, undisturbed(*words))
     (pause,) = [one for one in cluster.events("straggler") if one["slower_by_s"] > 0.9 * PAUSE_S]
     assert (pause["rank"], pause["host"]) == (number, host.name)
-    if number == 1:
-        assert [(one["rank"], one["host"]) for one in events(cluster.run, "hang")] == [(1, "b")]
+    # Named after a while by the others too, unless it was paused in a phase that may take long, such as a save.
+    assert {(one["rank"], one["host"]) for one in cluster.events("hang")} <= {(number, host.name)}
