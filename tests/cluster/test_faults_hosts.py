@@ -86,7 +86,7 @@ def stop_and_compare(cluster: Cluster, tmp_path: Path) -> None:
     reference = tmp_path / "reference"
     words = [one for one in OPEN_END if not one.startswith("max_steps")]
     train(reference, "parallel.num_gpus=2", *words, f"max_steps={steps}", env={**os.environ, **THREADS})
-    assert cluster.losses() == losses(reference)
+    assert cluster.losses() == pytest.approx(losses(reference), abs=1e-6)  # what is logged is summed up in another order
     assert cluster.digest() == digest(reference)
 
 
