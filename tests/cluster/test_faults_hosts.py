@@ -250,22 +250,6 @@ def test_an_endpoint_that_comes_back_under_another_address(
 
 
 @pytest.mark.soak
-def test_an_endpoint_whose_address_changes_under_way(
-    request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed
-) -> None:
-    name = "endpoint.cluster.test"
-    with cluster_of(request.config, tmp_path) as cluster:
-        cluster.set_name(name, cluster.endpoint_address)
-        for number in range(2):
-            cluster.start(number, *SETTINGS, endpoint=name)
-        cluster.wait_for_step(6)
-        cluster.move(0, "192.0.2.77")
-        cluster.set_name(name, "192.0.2.77")
-        check_result(cluster, undisturbed(*SETTINGS))
-    assert len(world_sizes(cluster)) == 2
-
-
-@pytest.mark.soak
 def test_a_name_that_resolves_late(request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed) -> None:
     name = "endpoint.cluster.test"
     with cluster_of(request.config, tmp_path) as cluster:

@@ -19,6 +19,7 @@ from typing import Any
 
 from paceline.cluster.clock import ClockServer, check_clock
 from paceline.cluster.endpoint import Endpoint, check_endpoint, is_listening, resolve_endpoint
+from paceline.cluster.endpoint_watch import EndpointWatch
 from paceline.cluster.exposure import public_address_warning, public_listener_warning
 from paceline.cluster.failures import AgentFolder
 from paceline.cluster.rounds import Membership, join_round
@@ -245,7 +246,8 @@ class ElasticRun:
             {name: endpoint.interface for name in names if name not in os.environ},
         )  # fmt: skip
         try:
-            outcomes = elastic_launch(launch, worker_main)(work)
+            with EndpointWatch(endpoint):
+                outcomes = elastic_launch(launch, worker_main)(work)
         except ChildFailedError as error:
             return _failed(f"the ranks of this host failed: {error}", EXIT_FAILED)
         outcome: Outcome = outcomes[min(outcomes)]

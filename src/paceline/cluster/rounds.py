@@ -100,15 +100,23 @@ def follow(member: Membership, config: Config, say: Say) -> Restart:
     """Decide on rank 0, from the records of all ranks, whether the run continues after the round before. A collective."""
     round_ = member.round
     records = round_.gather("records", member.record)
-    decision = _decide(member, records, config, say) if round_.is_first else None
+    states = round_.gather("states", member.folder.read_state())
+    decision = _decide(member, records, _latest(states), config, say) if round_.is_first else None
     decision = round_.broadcast("restart", decision)
+    policy = decision.pop("policy")
     if round_.env.local_rank == 0:
-        member.folder.write_state(node_rank=round_.node_rank)
+        # On every host: where the one of rank 0 is lost with its agent, the others still know what was before.
+        member.folder.write_state(node_rank=round_.node_rank, hosts=round_.hosts, recovery=policy, entered_at=time.time())
     return Restart(**decision)
 
 
-def _decide(member: Membership, records: list[Record], config: Config, say: Say) -> dict[str, Any]:
-    round_, state = member.round, member.folder.read_state()
+def _latest(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """What rank 0's agent knows of the round before or, where that agent is new, what the agent knows that was in one last."""
+    return states[0] if "hosts" in states[0] else max(states, key=lambda state: state.get("entered_at", 0.0))
+
+
+def _decide(member: Membership, records: list[Record], state: dict[str, Any], config: Config, say: Say) -> dict[str, Any]:
+    round_ = member.round
     previous_hosts = state.get("hosts", [])
     policy = Recovery(config, state.get("resume_from"), say, state.get("recovery"))
     failure = first_failure(records, round_.hosts, previous_hosts) if previous_hosts else None
@@ -123,8 +131,8 @@ def _decide(member: Membership, records: list[Record], config: Config, say: Say)
     elif previous_hosts and len(previous_hosts) != len(round_.hosts):
         say("info", f"the run continues on {len(round_.hosts)} ranks; there were {len(previous_hosts)}")
         policy.begin()
-    member.folder.write_state(hosts=round_.hosts, recovery=policy.state())
     return {
+        "policy": policy.state(),
         "is_first": not previous_hosts,
         "fault": fault,
         "failed": failed,

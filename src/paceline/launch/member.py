@@ -79,7 +79,7 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
             return refused.outcome
         if plan.finished is not None:
             return {"status": "finished", "exit_code": 0, "report": plan.finished}
-        if is_first:
+        if member.round.env.local_rank == 0:
             member.folder.write_state(global_batch_size=plan.job.derived.global_batch_size, resume_from=plan.job.resume_from)
         launcher = member.agent_pid if member.can_restart else None
         fault = restart.fault or request.options.fault

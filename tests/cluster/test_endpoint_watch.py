@@ -1,0 +1,31 @@
+"""A read that waits for a host that has vanished ends when the connection is closed from another thread."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from paceline.cluster.endpoint import Endpoint
+from paceline.cluster.endpoint_watch import EndpointWatch, close_connections
+
+
+def test_a_waiting_reader_gets_the_end_and_other_connections_stay() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as lost, socket.create_server(("127.0.0.1", 0)) as kept:
+        waiting, other = (socket.create_connection(one.getsockname()) for one in (lost, kept))
+        with waiting, other:
+            received: list[bytes] = []
+            reader = threading.Thread(target=lambda: received.append(waiting.recv(1)))
+            reader.start()
+            close_connections(*lost.getsockname())
+            reader.join(10.0)
+            assert received == [b""]
+            accepted, _ = kept.accept()
+            with accepted:
+                other.sendall(b"x")
+                assert accepted.recv(1) == b"x"
+
+
+def test_the_endpoint_does_not_watch_itself() -> None:
+    endpoint = Endpoint("localhost", 1, "127.0.0.1", "127.0.0.1", "lo", is_local=True)
+    with EndpointWatch(endpoint):
+        assert "endpoint-watch" not in {thread.name for thread in threading.enumerate()}
