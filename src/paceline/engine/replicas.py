@@ -12,6 +12,7 @@ import torch
 
 from paceline.core.errors import FaultError
 from paceline.core.words import counted
+from paceline.engine.mixed_devices import align_replicas
 from paceline.parallel.base import Strategy
 from paceline.parallel.parts import local_tensor
 from paceline.world.host import host_name
@@ -44,6 +45,9 @@ def check_replicas(session: Session) -> None:
     strategy, world = session.strategy, session.world
     line = strategy.replica_line
     if line is None:
+        return
+    if world.mixes_devices:
+        align_replicas(strategy, world)
         return
     with uncounted(), torch.no_grad():
         found = compare(strategy)

@@ -26,6 +26,7 @@ from paceline.engine.communication import make_judge
 from paceline.engine.departures import batches_of, close_batches, listeners
 from paceline.engine.devices import DeviceReader
 from paceline.engine.meter import Meter
+from paceline.engine.mixed_devices import check_mixed_devices, mixed_devices_notices
 from paceline.engine.model_folder import save_model_folder
 from paceline.engine.optim import Schedule, build_optimizer, matrices_of
 from paceline.engine.precision import Precision, check_same_precision, checkpoint_activations
@@ -80,6 +81,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     watchdog = Watchdog(job.config.recovery, job.config.parallel.timeout_s, world, stop, run_dir.root)
     watchdog.start()
     try:
+        check_mixed_devices(world, job.config, job.layout.strategy)
         check_same_precision(world, job.config.train_args)
         side, job = _open_side_group(job, world)
         built = build(job, world)  # before anything is written: a model that cannot be had leaves no trace
@@ -309,7 +311,7 @@ def begin(
     with PULSE.during("loading"):
         resumed = _resume(session, job)
     notices = built.notices + strategy.notices[said:]  # what the checkpoint did not hold, or held in vain
-    notices += transfer_notices(session, side)
+    notices += transfer_notices(session, side) + mixed_devices_notices(world)
     accumulation = job.derived.gradient_accumulation_steps
     if job.layout.num_processes == 1:  # one process works on the micro-batches of all devices
         accumulation *= job.layout.axes.replicas

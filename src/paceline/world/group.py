@@ -55,6 +55,13 @@ class World:
         self.ranks = ranks if ranks is not None else list(range(env.world_size))
         self.waits = waits or Waits()
         self._lines: dict[tuple[str, ...], World] = {}
+        #: Types of the devices of all ranks; set where the process group was made.
+        self.device_types = frozenset({device.type})
+
+    @property
+    def mixes_devices(self) -> bool:
+        """Whether the ranks' devices differ in type. All ranks use Gloo then."""
+        return len(self.device_types) > 1
 
     #: The process group existed before the run, and whoever made it closes it.
     has_adopted_group = False
@@ -186,7 +193,8 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=self.ranks[0], group=self.group, device=self.device)
+        device = torch.device("cpu") if dist.get_backend(self.group) == "gloo" else self.device
+        dist.broadcast_object_list(box, src=self.ranks[0], group=self.group, device=device)
         return box[0]
 
     def gather_objects(self, value: object) -> list[object]:
@@ -226,9 +234,9 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | None = None) -> World:
     """Choose this rank's device, set the number of threads, and join the process group (where there are several ranks).
 
-    The backend is the one torch names as the default for the device (nccl, gloo, xccl…). CPU ranks of one host share its
-    cores evenly. ``axes``: the mesh (default: all ranks on the data axis). A process group that exists already is adopted: Ray
-    Train makes one before it calls the training function, and so may a script.
+    The backend is the one torch names as the default for the device (nccl, gloo, xccl…); Gloo if the ranks' devices differ in
+    type. CPU ranks of one host share its cores evenly. ``axes``: the mesh (default: all ranks on the data axis). A process
+    group that exists already is adopted: Ray Train makes one before it calls the training function, and so may a script.
 
     Raises:
         RunError: the process group that exists has other ranks, or a backend that the device cannot use.
@@ -240,20 +248,37 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | No
     else:
         device = torch.device(device_type, env.local_rank)
         torch.accelerator.set_device_index(env.local_rank)
+    device_types = frozenset({device_type})
     if env.world_size > 1 and dist.is_initialized():
         _check_adopted(env, device)
         World.has_adopted_group = True
     elif env.world_size > 1:
         World.has_adopted_group = False
-        backend = dist.get_default_backend_for_device(device)
-        options = {} if device.type == "cpu" else {"device_id": device}
-        if device.type != "cpu":
+        timeout = timedelta(seconds=timeout_s)
+        options: dict[str, Any] = {}
+        if env.local_world_size < env.world_size:
+            store, _, _ = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
+            store.set_timeout(timeout)
+            options["store"] = dist.PrefixStore("default_pg", store)
+            device_types = _exchange_device_types(dist.PrefixStore("device_types", store), env.world_size, device_type)
+        backend = dist.get_default_backend_for_device(device) if len(device_types) == 1 else "gloo"
+        if device.type != "cpu" and backend != "gloo":
+            options["device_id"] = device
             os.environ.setdefault(*_FLIGHT_RECORDER)
-        dist.init_process_group(
-            backend, rank=env.rank, world_size=env.world_size, timeout=timedelta(seconds=timeout_s), **options
-        )
+        dist.init_process_group(backend, rank=env.rank, world_size=env.world_size, timeout=timeout, **options)
     count_collectives()
-    return World(env, device, axes)
+    world = World(env, device, axes)
+    world.device_types = device_types
+    return world
+
+
+def _exchange_device_types(store: dist.Store, world_size: int, device_type: str) -> frozenset[str]:
+    """Return the device types of all ranks. The backend depends on them, so this comes before the process group."""
+    store.append("types", f"{device_type} ")
+    if store.add("ranks", 1) == world_size:
+        store.set("complete", "1")
+    store.wait(["complete"])
+    return frozenset(store.get("types").decode().split())
 
 
 def _check_adopted(env: RankEnv, device: torch.device) -> None:
