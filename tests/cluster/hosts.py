@@ -64,9 +64,11 @@ class Host:
 
     def _is_rank(self, process: psutil.Process) -> bool:
         parent = process.parent()
-        if parent is None or self.process is None or parent.ppid() != self.process.pid:
+        if parent is None or self.process is None:
             return False
-        return "multiprocessing.forkserver" in " ".join(parent.cmdline())
+        if parent.pid == self.process.pid:  # torchrun starts its ranks itself
+            return "paceline" in process.cmdline()
+        return parent.ppid() == self.process.pid and "multiprocessing.forkserver" in " ".join(parent.cmdline())
 
     @property
     def said(self) -> str:
