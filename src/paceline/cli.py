@@ -208,17 +208,25 @@ def _export(tokens: list[str], _: float) -> int:
 
 
 def _inspect(tokens: list[str], _: float) -> int:
+    import tempfile
+
     from paceline.engine import checkpoint
+    from paceline.engine.checkpoint_store import fetch_checkpoint, is_url
 
     flags, tokens = _take_flags(tokens, "json", "debug")
-    path = checkpoint.find(
-        Path(_exactly(tokens, "inspect", "CHECKPOINT")[0]), lambda text: print(f"warning: passed over: {text}", file=sys.stderr)
-    )
-    found = checkpoint.inspect(path)
+    given = _exactly(tokens, "inspect", "CHECKPOINT")[0]
+
+    def warn(text: str) -> None:
+        print(f"warning: passed over: {text}", file=sys.stderr)
+
+    with tempfile.TemporaryDirectory() if is_url(given) else contextlib.nullcontext() as folder:
+        path = fetch_checkpoint(given, Path(folder), warn, "CHECKPOINT") if folder else checkpoint.find(Path(given), warn)
+        found = checkpoint.inspect(path)
     if flags["json"]:
         print(json.dumps(found, indent=2))
         return EXIT_DONE
-    print(f"{path}\nstep {found['step']}, written by {found['strategy']} on {found['world_size']} ranks")
+    print(given if is_url(given) else path)
+    print(f"step {found['step']}, written by {found['strategy']} on {found['world_size']} ranks")
     print(f"digest        {found['digest']}\nmodel_digest  {found['model_digest']}")
     for name, one in found["tensors"].items():
         print(f"  {one['sha256'][:12]}  {one['dtype']:<5} {one['shape']!s:<16} {name}")

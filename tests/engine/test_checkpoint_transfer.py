@@ -312,8 +312,10 @@ def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> Non
     notices = [one["text"] for one in events(split, "notice") if "do not share the run's folder" in one["text"]]
     assert notices
     assert all(("travel there" in one) == sends for one in notices)
-    traffic = [{one["step"]: one["traffic"] for one in events(folder, "step")} for folder in (split, shared)]
-    assert traffic[0] == traffic[1]  # what travels for checkpoints is not counted
+    # What travels for checkpoints is not counted. After a resume, modes that count by period have no figure at first.
+    counted = [{one["step"]: one["traffic"] for one in events(folder, "step") if one["traffic"]} for folder in (split, shared)]
+    assert counted[0]
+    assert counted[0].items() <= counted[1].items()
 
 
 @pytest.mark.soak

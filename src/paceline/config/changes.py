@@ -7,7 +7,7 @@ OTHER_TRAINING = ("local_sgd", "diloco", "parameter_server")
 
 #: Keys that change no number of the training; all others must stay as they were when a run goes on.
 FREE_KEYS = (
-    "output_dir", "resume", "report_to", "parallel.", "train_args.logging_steps", "train_args.save_steps",
+    "output_dir", "checkpoint_dir", "resume", "report_to", "parallel.", "train_args.logging_steps", "train_args.save_steps",
     "train_args.save_total_limit", "train_args.async_save", "train_args.eval_steps",
     "train_args.per_device_eval_batch_size", "evaluation.",
     "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor", "train_args.dataloader_pin_memory",

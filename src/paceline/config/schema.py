@@ -348,7 +348,15 @@ class Config(Section):
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with a hub model.")
     output_dir: Text = Field("./output/run", description="Folder of this run: config, events, checkpoints, report, model.")
-    resume: Text = Field("auto", description="`auto`: go on where the run in output_dir stopped; `never`; a checkpoint's path.")
+    checkpoint_dir: Text | None = Field(
+        None,
+        description="Where checkpoints are kept: `s3://bucket/prefix` or a folder. null: in output_dir. Logs and the "
+        "report stay in output_dir.",
+    )
+    resume: Text = Field(
+        "auto",
+        description="`auto`: go on where the run in output_dir stopped; `never`; the path or URL of a checkpoint.",
+    )
     parallel: Parallel = Field(default_factory=Parallel, description="How training is spread over devices.")
     local_sgd: LocalSgd = Field(
         default_factory=LocalSgd, description="Synchronisation every so many steps: `local_sgd`, `diloco`."

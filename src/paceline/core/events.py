@@ -54,7 +54,7 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
 - ``sample``, at each evaluation of a language task: ``step``, ``samples`` [{prompt, text, reference}], ``wall_s``: what the
   model answers by greedy decoding, the same held-out prompts each time.
 - ``checkpoint``: ``step``, ``path``, ``size_bytes``, ``wall_s``, ``blocked_s`` (how long training stood still for it; it is
-  written in the background); or with ``error`` where it could not be written.
+  written in the background); or with ``error`` where it could not be written. ``url``: its place in ``checkpoint_dir``.
 - ``run_end``: ``status`` (done | stopped | failed), ``step``, ``reason``, ``wall_s`` (since the command was given); ``network``
   where there is something to say of the time that communication took.
 """

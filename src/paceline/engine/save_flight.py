@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import RunError
+from paceline.core.errors import RunError, SaveError
 from paceline.engine import checkpoint_transfer
 from paceline.engine.checkpoint import prune, step_of
 from paceline.engine.checkpoint_format import name_of
+from paceline.engine.checkpoint_store import CheckpointStore, ClaimLostError
+from paceline.engine.checkpoint_store import reason_of as store_reason_of
 from paceline.engine.checkpoint_write import (
     STALL_S,
     Saved,
@@ -41,6 +43,7 @@ class Flight:
     start: when the save was begun, on the clock of ``time.perf_counter``.
     side: the group over which ranks that do not see the folder send what they own to rank 0.
     senders: those of them that own something.
+    store: where the checkpoint is uploaded; on rank 0. The newest one alone is then kept in ``folder``.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Flight:
         start: float,
         side: SideGroup | None = None,
         senders: Sequence[int] = (),
+        store: CheckpointStore | None = None,
     ) -> None:
         self.step = step
         self.parts = parts
@@ -70,11 +74,11 @@ class Flight:
         self.folder = folder
         self.keep = keep
         self.superseded = superseded
-        self.side, self.senders = side, senders
+        self.side, self.senders, self.store = side, senders, store
         self.blocked_s = 0.0
         self.wall_s: float | None = None
         self.saved: Saved | None = None
-        self.error: RunError | None = None
+        self.error: RunError | ClaimLostError | None = None
         self.warnings: list[str] = []
         self.patience_s: float | None = None
         self.ended = False
@@ -130,11 +134,27 @@ class Flight:
         except Exception as error:
             self.fail(reason_of(error))
             return
+        if self.store is not None and not self._upload(self.store, self.saved.path):
+            return
         try:
-            gone = prune(self.folder, self.keep, self.superseded)
+            gone = prune(self.folder, self.keep if self.store is None else 1, self.superseded)
             self._say_superseded(gone)
         except OSError as error:
             self.warnings.append(f"older checkpoints in {self.folder} could not be removed: {reason_of(error)}")
+
+    def _upload(self, store: CheckpointStore, path: Path) -> bool:
+        try:
+            store.publish(path)
+            self.wall_s = time.perf_counter() - self.started
+        except Exception as error:
+            self.saved = None
+            self.error = error if isinstance(error, ClaimLostError) else _not_uploaded(store, path, error)
+            return False
+        try:
+            store.prune(self.keep, self.superseded)
+        except Exception as error:
+            self.warnings.append(f"older checkpoints in {store.url} could not be removed: {store_reason_of(error)}")
+        return True
 
     def _say_superseded(self, gone: Collection[Path]) -> None:
         names = [one.name for one in gone if step_of(one) in self.superseded]
@@ -159,3 +179,10 @@ class Flight:
         if self.aside is not None:
             shutil.rmtree(self.aside, ignore_errors=True)
         self.error = not_written(self.folder, self.step, sum(one.size_bytes for one in self.writers), reason)
+
+
+def _not_uploaded(store: CheckpointStore, path: Path, error: Exception) -> SaveError:
+    return SaveError(
+        f"the checkpoint {path} could not be uploaded to {store.url}: {store_reason_of(error)}",
+        fix="check the connection and the credentials; the same command resumes from it, and earlier checkpoints are untouched",
+    )

@@ -12,6 +12,7 @@ from paceline.core.errors import RunError
 from paceline.core.events import EventLog
 from paceline.engine.checkpoint import committed, step_of
 from paceline.engine.checkpoint_format import name_of
+from paceline.engine.checkpoint_store import CheckpointStore, ClaimLostError
 from paceline.engine.checkpoint_write import Writer, clear_debris, prepare, reason_of, write_part
 from paceline.engine.host_copy import HostCopy
 from paceline.engine.save_flight import HURRY_S, Flight
@@ -21,6 +22,7 @@ from paceline.world.pulse import PULSE
 from paceline.world.side_group import SideGroup
 from paceline.world.traffic import uncounted
 
+Failure = RunError | ClaimLostError
 MakeParts = Callable[[], list[Part]]
 
 #: A wait for an earlier save is worth a word from so many seconds on.
@@ -42,6 +44,7 @@ class Saver:
         every_s: ask for a save whenever so many seconds have passed since the last was begun.
         pause: where a save cannot be written, stand still until it can be, or until ``stop()`` is true on some rank.
         side: the group over which ranks that do not see ``folder`` send what they own to rank 0; None if all see it.
+        store: where checkpoints are uploaded (``checkpoint_dir``); on rank 0.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Saver:
         pause: bool = False,
         stop: Callable[[], bool] = lambda: False,
         side: SideGroup | None = None,
+        store: CheckpointStore | None = None,
     ) -> None:
         self.world = world
         self.folder = folder
@@ -66,6 +70,7 @@ class Saver:
         self.pause = pause
         self.stop = stop
         self.side = side
+        self.store = store
         self.first_step = 0  # that this life of the run goes on from
         self.last_step: int | None = None  # saved, or being saved in the background
         self.num_begun = 0  # saves; the last one at:
@@ -73,7 +78,7 @@ class Saver:
         self._asked = 0.0  # by the first rank, of all
         self._failed = False  # the first rank has a failed save to tell of
         self._flight: Flight | None = None
-        self._error: RunError | None = None  # of the last save in the background; known to rank 0 alone
+        self._error: Failure | None = None  # of the last save in the background; known to rank 0 alone
         self._copy = HostCopy(world.device)
         self._said_unpinned = False
         if world.is_first:
@@ -140,6 +145,8 @@ class Saver:
         self._found.discard(step)
         background = self.background and not must_succeed and asked != _STAND_STILL
         error = self._begin(step, make_parts, meta, background)
+        if isinstance(error, ClaimLostError):
+            raise error
         while error is not None and must_succeed and self.world.lost != lost:  # once more without the rank that was lost
             lost = self.world.lost
             error = self._begin(step, make_parts, meta, background=False)
@@ -148,10 +155,10 @@ class Saver:
         if error is not None and must_succeed:
             raise error
 
-    def _stand_still(self, error: RunError, step: int, make_parts: MakeParts, meta: dict[str, Any]) -> RunError | None:
+    def _stand_still(self, error: Failure, step: int, make_parts: MakeParts, meta: dict[str, Any]) -> Failure | None:
         """Try again until it is written, or until a rank is asked to stop. Said once. On all ranks."""
         start = time.monotonic()
-        found: RunError | None = error
+        found: Failure | None = error
         if self.world.is_first and not self.stop():
             text = f"training stands still at step {step} (`recovery.on_save_error: pause`), and goes on when this is mended"
             self.events.notice(f"{text}: {error.what}", level="warning")
@@ -183,7 +190,7 @@ class Saver:
 
     def _begin(
         self, step: int, make_parts: MakeParts, meta: dict[str, Any], background: bool, quiet: bool = False
-    ) -> RunError | None:
+    ) -> Failure | None:
         """Write a checkpoint, or begin to. Returns the error on which all ranks agree; ``quiet``: it is known already."""
         start = time.perf_counter()
         aside, problem = self._prepare(step)
@@ -211,7 +218,7 @@ class Saver:
         writers = [Writer.here(()) if one is None else one[0] for one in told]
         superseded = frozenset(one for one in self._found if one > self.first_step)
         aside = asides[0] if asides else None
-        ways = (self.side, senders)
+        ways = (self.side, senders, self.store)
         flight = Flight(self.world, self.folder, step, parts, meta, aside, writers, self.keep, superseded, start, *ways)
         if problems:
             rank, text = problems[0]
@@ -251,7 +258,7 @@ class Saver:
         except OSError as error:
             return None, reason_of(error)
 
-    def _agree(self, error: RunError | None) -> RunError | None:
+    def _agree(self, error: Failure | None) -> Failure | None:
         with uncounted():
             return self.world.broadcast_object(error)  # type: ignore[return-value]
 
@@ -267,7 +274,7 @@ class Saver:
         if self.world.is_first and not flight.leads and not (self.folder / name_of(flight.step)).is_dir():
             flight.error = flight.not_led()
         self._flight, self._error = None, flight.error
-        self._failed = self.pause and flight.error is not None
+        self._failed = flight.error is not None and (self.pause or isinstance(flight.error, ClaimLostError))
         if flight.saved is not None or flight.error is not None:
             self._say(flight)
         if waited_s > _LONG_WAIT_S and self.world.is_first:
@@ -300,6 +307,7 @@ class Saver:
             size_bytes=saved.size_bytes if saved else None,
             wall_s=flight.wall_s if saved else None,
             blocked_s=flight.blocked_s,
+            **({} if self.store is None else {"url": f"{self.store.url}/{name_of(flight.step)}"}),
             **failed,
         )
         for text in flight.warnings:

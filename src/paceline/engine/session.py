@@ -21,6 +21,7 @@ from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.data.loader import LoaderOptions
 from paceline.data.order import SampleOrder
 from paceline.engine.announce import announce
+from paceline.engine.checkpoint_store import CheckpointStore
 from paceline.engine.checkpoint_transfer import open_checkpoint, transfer_notices
 from paceline.engine.communication import make_judge
 from paceline.engine.departures import batches_of, close_batches, listeners
@@ -93,7 +94,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             if world.is_first:
                 events = _open_events(job, run_dir)
             watchdog.watch(built.strategy, events)
-            session = begin(job, world, built, run_dir, events, stop, side)
+            session = begin(job, world, built, run_dir, events, stop, side, _claim_store(job, world, run_dir, events))
             session.judge = make_judge(session)
             with session.saver:  # what is being written when the training ends, however it ends, is waited for
                 status = _train(session, exits_by_itself=job.launcher is None)
@@ -136,6 +137,21 @@ def _open_side_group(job: Job, world: World) -> tuple[SideGroup | None, Job]:
     if side is None:
         return None, job
     return side, replace(job, resume_from=world.broadcast_object(job.resume_from))
+
+
+def _claim_store(job: Job, world: World, run_dir: RunDir, events: EventLog) -> CheckpointStore | None:
+    """``checkpoint_dir``, on rank 0, which uploads."""
+    if job.config.checkpoint_dir is None or not world.is_first:
+        return None
+    store = CheckpointStore(job.config.checkpoint_dir)
+    before = store.claim(run_dir.root)
+    if before is not None:
+        text = (
+            f"`checkpoint_dir: {store.url}` was last written by the run in {before.get('output_dir')} on host "
+            f"{before.get('host')}; this run takes it over, and that one ends at its next checkpoint if it still runs"
+        )
+        events.notice(text, level="warning")
+    return store
 
 
 def _train(session: Session, exits_by_itself: bool) -> str:
@@ -252,6 +268,7 @@ def begin(
     events: EventLog,
     stop: StopFlag,
     side: SideGroup | None = None,
+    store: CheckpointStore | None = None,
 ) -> Session:
     """Everything that a rank's training needs, at the step it shall go on from."""
     config, args = job.config, job.config.train_args
@@ -303,6 +320,7 @@ def begin(
             pause=config.recovery.on_save_error == "pause",
             stop=lambda: stop.wanted,
             side=side,
+            store=store,
         ),
         fingerprint=job.prepared.fingerprint,
         frozen=built.frozen,

@@ -18,6 +18,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.engine import checkpoint
+from paceline.engine.checkpoint_store import CheckpointStore, check_url, fetch_checkpoint, is_url
 from paceline.launch.layout import check_row_state
 from paceline.launch.model_check import check_model, checking_beside
 from paceline.launch.sizes import check_sizes, sharing_text
@@ -59,7 +60,11 @@ def check_early(config: Config) -> None:
     """What costs next to nothing: the mode, the output folder, whether what is asked for is installed."""
     mode_of(config.parallel)
     check_output_dir(Path(config.output_dir))
-    if config.resume not in ("auto", "never") and not Path(config.resume).exists():
+    if config.checkpoint_dir is not None:
+        check_checkpoint_dir(config.checkpoint_dir, Path(config.output_dir))
+    if is_url(config.resume):
+        check_url("resume", config.resume)
+    elif config.resume not in ("auto", "never") and not Path(config.resume).exists():
         raise ConfigError(
             f"`resume: {config.resume}` does not exist",
             allowed=f"auto, never, or a checkpoint such as RUN/checkpoints/{checkpoint.name_of(40)}",
@@ -69,6 +74,21 @@ def check_early(config: Config) -> None:
         from paceline.engine.tensorboard import check_tensorboard
 
         check_tensorboard()
+
+
+def check_checkpoint_dir(place: str, output_dir: Path) -> None:
+    """Raise ConfigError if checkpoints cannot be kept at ``place``. Connects to nothing."""
+    check_url("checkpoint_dir", place)
+    if is_url(place):
+        return
+    folder, own = Path(place).absolute(), RunDir(output_dir).checkpoints.absolute()
+    if folder in (own, output_dir.absolute()) or own in folder.parents:
+        raise ConfigError(
+            f"`checkpoint_dir: {place}` is inside the run's own folder, which keeps the newest checkpoint anyway",
+            fix="leave `checkpoint_dir` out, or give a folder elsewhere",
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"`checkpoint_dir: {place}` is a file", fix="give a folder")
 
 
 def check_output_dir(folder: Path) -> None:
@@ -144,6 +164,8 @@ def plan_run(
         notices.append(wasted)
     path: Path | None = None
     if leader is None:
+        if config.checkpoint_dir is not None:
+            _fetch_newest(config, run_dir, say, notices, dry_run)
         path = _checkpoint(config, run_dir, say, notices) if life == 1 else _own_checkpoint(config, run_dir, say, notices)
     meta = None if path is None else checkpoint.read_meta(path)
     if meta is not None:
@@ -246,7 +268,7 @@ def _checkpoint(config: Config, run_dir: RunDir, say: Say, notices: list[tuple[s
         return None
     if config.resume == "auto":
         return _newest_whole(run_dir, say, notices)
-    path = checkpoint.find(Path(config.resume), lambda text: _warn(f"a checkpoint is passed over: {text}", say, notices))
+    path = _find(config.resume, run_dir, lambda text: _warn(f"a checkpoint is passed over: {text}", say, notices))
     problem = checkpoint.verify(path)
     if problem is not None:
         raise ConfigError(
@@ -254,6 +276,26 @@ def _checkpoint(config: Config, run_dir: RunDir, say: Say, notices: list[tuple[s
         )
     _say_foreign_files(path, say, notices)
     return path
+
+
+def _fetch_newest(config: Config, run_dir: RunDir, say: Say, notices: list[tuple[str, str]], dry_run: bool) -> None:
+    """Bring the newest checkpoint of ``checkpoint_dir`` to the run's folder, if it is not there."""
+    store = CheckpointStore(str(config.checkpoint_dir))
+    store.check()
+    if config.resume == "never" and store.names():
+        raise ConfigError(
+            f"`checkpoint_dir: {store.url}` holds a run already, and `resume: never` asks for a new one",
+            fix="set another `checkpoint_dir`, delete what is there, or set `resume: auto` to resume it",
+        )
+    if config.resume == "auto" and not dry_run:
+        store.fetch_newest(run_dir.checkpoints, lambda text: _warn(f"a checkpoint is passed over: {text}", say, notices))
+
+
+def _find(text: str, run_dir: RunDir, say: Callable[[str], None]) -> Path:
+    """The checkpoint that ``resume`` names; one in an object store is downloaded to the run's folder."""
+    if not is_url(text):
+        return checkpoint.find(Path(text), say)
+    return fetch_checkpoint(text, run_dir.root / ".resume", say)
 
 
 def _newest_whole(run_dir: RunDir, say: Say, notices: list[tuple[str, str]]) -> Path | None:
@@ -279,7 +321,7 @@ def _warn(text: str, say: Say, notices: list[tuple[str, str]]) -> None:
 def _own_checkpoint(config: Config, run_dir: RunDir, say: Say, notices: list[tuple[str, str]]) -> Path | None:
     """What a later life goes on from: the run's own, else what the first life began from."""
     own = _newest_whole(run_dir, say, notices)
-    return own if own is not None or config.resume in ("auto", "never") else checkpoint.find(Path(config.resume))
+    return own if own is not None or config.resume in ("auto", "never") else _find(config.resume, run_dir, lambda text: None)
 
 
 def _check_resume(
