@@ -11,6 +11,7 @@ from paceline.core.events import Event, read_events
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.core.words import counted
 from paceline.data.loader import MicroBatch, train_steps
+from paceline.engine.checkpoint_store import CheckpointStore
 from paceline.engine.console import Console
 from paceline.parallel.base import Departed
 
@@ -75,6 +76,9 @@ def _take_the_word(session: Session) -> None:
     for event in read_events(session.run_dir.events):
         told[0].catch_up(event)
     session.events.open(session.run_dir.events, told)
+    if session.config.checkpoint_dir is not None:
+        session.saver.store = CheckpointStore(session.config.checkpoint_dir)
+        session.saver.store.claim(session.run_dir.root)
 
 
 def _tell(session: Session, one: Departed) -> None:

@@ -82,7 +82,7 @@ class Flight:
         self.warnings: list[str] = []
         self.patience_s: float | None = None
         self.ended = False
-        self.is_transferring = False
+        self.transfer: str | None = None  # over the network, under way
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -97,12 +97,13 @@ class Flight:
         moved, since = -1, time.monotonic()
         while self._thread.is_alive():
             self._thread.join(0.2)
-            if self.side is None or self.patience_s is None or not (self.is_transferring or self.side.is_remote):
+            if self.patience_s is None or self.transfer is None:
                 continue
-            if moved != self.side.num_moved:
-                moved, since = self.side.num_moved, time.monotonic()
+            num_moved = 0 if self.side is None else self.side.num_moved
+            if moved != num_moved:
+                moved, since = num_moved, time.monotonic()
             elif time.monotonic() - since > self.patience_s:
-                self.fail("the ranks that do not see the run's folder no longer send what they own")
+                self.fail(f"{self.transfer} did not end within {self.patience_s:.0f} s after the run had failed")
                 return
 
     def run(self, tick: Callable[[], None] = lambda: None) -> None:
@@ -112,13 +113,14 @@ class Flight:
         try:
             if self.side is not None and self.side.is_remote:
                 if self.parts:  # else rank 0 knows from the gather that began the save
+                    self.transfer = "the transfer to rank 0"
                     checkpoint_transfer.send_part(self.side, self.rank, len(self.writers), self.parts, tick)
             else:
                 write_part(self.aside, self.rank, len(self.writers), self.parts)
             if self.leads and self.side is not None:
-                self.is_transferring = True
+                self.transfer = "the transfer from the ranks that do not see the run's folder"
                 checkpoint_transfer.receive_parts(self.side, self.aside, self.senders, len(self.writers), tick)
-                self.is_transferring = False
+                self.transfer = None
             if self.leads:
                 self._commit(tick)
         finally:
@@ -143,6 +145,7 @@ class Flight:
             self.warnings.append(f"older checkpoints in {self.folder} could not be removed: {reason_of(error)}")
 
     def _upload(self, store: CheckpointStore, path: Path) -> bool:
+        self.transfer = f"the upload to {store.url}"
         try:
             store.publish(path)
             self.wall_s = time.perf_counter() - self.started
