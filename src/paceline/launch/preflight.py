@@ -165,7 +165,7 @@ def plan_run(
     path: Path | None = None
     if leader is None:
         if config.checkpoint_dir is not None:
-            _fetch_newest(config, run_dir, say, notices, dry_run)
+            _fetch_newest(config, run_dir, say, notices, is_first_life=life == 1, dry_run=dry_run)
         path = _checkpoint(config, run_dir, say, notices) if life == 1 else _own_checkpoint(config, run_dir, say, notices)
     meta = None if path is None else checkpoint.read_meta(path)
     if meta is not None:
@@ -278,16 +278,18 @@ def _checkpoint(config: Config, run_dir: RunDir, say: Say, notices: list[tuple[s
     return path
 
 
-def _fetch_newest(config: Config, run_dir: RunDir, say: Say, notices: list[tuple[str, str]], dry_run: bool) -> None:
+def _fetch_newest(
+    config: Config, run_dir: RunDir, say: Say, notices: list[tuple[str, str]], *, is_first_life: bool, dry_run: bool
+) -> None:
     """Bring the newest checkpoint of ``checkpoint_dir`` to the run's folder, if it is not there."""
     store = CheckpointStore(str(config.checkpoint_dir))
     store.check()
-    if config.resume == "never" and store.names():
+    if config.resume == "never" and is_first_life and store.names():
         raise ConfigError(
             f"`checkpoint_dir: {store.url}` holds a run already, and `resume: never` asks for a new one",
             fix="set another `checkpoint_dir`, delete what is there, or set `resume: auto` to resume it",
         )
-    if config.resume == "auto" and not dry_run:
+    if (config.resume == "auto" or not is_first_life) and not dry_run:
         store.fetch_newest(run_dir.checkpoints, lambda text: _warn(f"a checkpoint is passed over: {text}", say, notices))
 
 
