@@ -70,9 +70,9 @@ def test_pods_are_replaced(pytestconfig: pytest.Config, tmp_path: Path, capsys: 
         cluster.wait_for_step(restarted_at + 12)
 
         cluster.hosts[0].kill()
-        cluster.set_name(POD_NAME, None)
         cluster.move(0, cluster.hosts[0].address.rpartition(".")[0] + ".77")
         start_pod(cluster, 0, first, config)
+        cluster.wait(lambda: "which is not an address of this host" in cluster.hosts[0].said, "the name has the old address")
         cluster.set_name(POD_NAME, cluster.hosts[0].address)
         for host in cluster.hosts:
             host.end()

@@ -32,6 +32,7 @@ from paceline.core.scratch import Scratch
 from paceline.engine.stop import StopFlag
 from paceline.launch.local import Signals, stop_code
 from paceline.launch.worker import STOP_FILE, describe, end_with_launcher
+from paceline.world.env import scheduled_host
 
 Say = Callable[[str, str], None]
 Outcome = dict[str, Any]
@@ -83,6 +84,7 @@ class ElasticRun:
         self.config, self.num_ranks, self.target, self.payload, self.say = config, num_ranks, target, payload, say
         self.signals = Signals(lambda: "finishing this step and saving a checkpoint, on all hosts")
         self._is_endpoint: bool | None = None
+        self._announced: str | None = None
         self._store: Any = None
         self._clock: Any = None
         check_endpoint(config.parallel)
@@ -143,9 +145,10 @@ class ElasticRun:
         while True:
             try:
                 endpoint = resolve_endpoint(self.config)
-                if self._serves(endpoint):
-                    return endpoint
-                if is_listening(endpoint.address, endpoint.port, timeout_s=2.0):
+                is_endpoint = self._serves(endpoint)
+                self._announce(endpoint, is_endpoint)
+                if is_endpoint or is_listening(endpoint.address, endpoint.port, timeout_s=2.0):
+                    self._is_endpoint = is_endpoint
                     return endpoint
                 problem = "does not answer"
             except OSError as error:
@@ -162,38 +165,43 @@ class ElasticRun:
 
     def _serves(self, endpoint: Endpoint) -> bool:
         """Whether this process serves the rendezvous store; opens it the first time. Of two processes on one host the first
-        one serves, or the one with `node_rank: 0`."""
+        one serves, or the one with `node_rank: 0`. That this host does not serve may change while the name of a host that came
+        back still has the address that the host had before."""
         from torch.distributed import DistError, TCPStore
 
         if self._is_endpoint is not None:
             return self._is_endpoint
         node_rank = self.config.parallel.node_rank
         if not endpoint.is_local or node_rank not in ("auto", 0):
-            self._is_endpoint = False
-        elif is_listening(endpoint.address, endpoint.port, timeout_s=1.0):
+            return False
+        if is_listening(endpoint.address, endpoint.port, timeout_s=1.0):
             if node_rank == 0:
                 raise _in_use(endpoint)
-            self._is_endpoint = False
-        else:
-            try:
-                # Shared with elastic's own, which is opened at the same port in this process.
-                self._store = TCPStore(
-                    endpoint.address, endpoint.port, is_master=True, wait_for_workers=False, multi_tenant=True,
-                    timeout=timedelta(seconds=60),
-                )  # fmt: skip
-            except (DistError, OSError, RuntimeError) as error:
-                raise _in_use(endpoint) from error
-            self._is_endpoint = True
-        role = "endpoint" if self._is_endpoint else "host"
+            return False
+        try:
+            # Shared with elastic's own, which is opened at the same port in this process.
+            self._store = TCPStore(
+                endpoint.address, endpoint.port, is_master=True, wait_for_workers=False, multi_tenant=True,
+                timeout=timedelta(seconds=60),
+            )  # fmt: skip
+        except (DistError, OSError, RuntimeError) as error:
+            raise _in_use(endpoint) from error
+        return True
+
+    def _announce(self, endpoint: Endpoint, is_endpoint: bool) -> None:
+        """Say once which part this host has."""
         where = f"{endpoint.local_address} on {endpoint.interface}"
-        self.say("info", f"{role} {host_name()}: {where}; the rendezvous is at {endpoint}")
+        role = f"{'endpoint' if is_endpoint else 'host'} {host_name()}: {where}; the rendezvous is at {endpoint}"
+        if role == self._announced:
+            return
+        self._announced = role
+        self.say("info", role)
         warnings = [public_address_warning(endpoint.address)]
-        if self._is_endpoint:
+        if is_endpoint:
             warnings.append(public_listener_warning(endpoint.port))
         for warning in warnings:
             if warning is not None:
                 self.say("warning", warning)
-        return self._is_endpoint
 
     def _check_clock(self, endpoint: Endpoint) -> None:
         """Raise ConfigError where this host's clock differs from another's: elastic compares heartbeats with wall clocks."""
@@ -264,7 +272,9 @@ class ElasticRun:
             "start the same command on every host; check `parallel.rdzv_endpoint`, and that no firewall blocks its port; or "
             "lower `parallel.nnodes`"
         )
-        return _failed(text, EXIT_USAGE if is_first else EXIT_FAILED)
+        # Hosts that a scheduler starts may be late, which no change of the config would mend: not EXIT_USAGE, after which
+        # the job would not be tried again.
+        return _failed(text, EXIT_USAGE if is_first and scheduled_host() is None else EXIT_FAILED)
 
 
 def _failed(text: str, exit_code: int) -> Outcome:

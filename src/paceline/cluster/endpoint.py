@@ -82,14 +82,18 @@ def resolve_endpoint(config: Config) -> Endpoint:
     """Resolve the endpoint's name now. Names may change their address during a run, so it is resolved before each rendezvous.
 
     Raises:
-        OSError: the name does not resolve (yet), or there is no route to its address.
-        ConfigError: this host is node 0, and the address is another host's.
+        OSError: the name does not resolve (yet), or there is no route to its address; or this host is node 0, and the name has
+            another host's address (still).
+        ConfigError: this host is node 0, and the address in the config is another host's.
     """
     parallel = config.parallel
     name, port = parse_endpoint(str(parallel.rdzv_endpoint))
     address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
     is_local = is_local_address(address)
     local_address = address if is_local else source_address(address, port)
+    if parallel.node_rank == 0 and not is_local and not _is_literal(name):
+        # A host or a pod that came back has another address, and its name may still have the old one for a while.
+        raise OSError(f"{name} is {address}, which is not an address of this host, although it is node 0")
     if parallel.node_rank == 0 and not is_local:
         raise ConfigError(
             f"this host is `parallel.node_rank: 0`, but `parallel.rdzv_endpoint: {parallel.rdzv_endpoint}` is the address of "
@@ -127,6 +131,14 @@ def interface_of(address: str) -> str | None:
 def is_local_address(address: str) -> bool:
     """Return whether the address is one of this host's."""
     return ipaddress.ip_address(address.split("%")[0]).is_loopback or interface_of(address) is not None
+
+
+def _is_literal(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.split("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def is_listening(address: str, port: int, timeout_s: float) -> bool:
