@@ -24,14 +24,14 @@ COMMON: dict[str, Callable[[str], Any]] = {"nodes": int, "gpus-per-node": int, "
 
 @dataclass(frozen=True)
 class Hosts:
-    """A config for so many hosts of a cluster.
+    """A config fitted to a number of hosts.
 
     Args:
-        given: the config as the user gave it, file and words.
-        words: the user's words of the command line, ``key=value``.
-        own: the words that follow from the hosts, to be given after the user's.
-        loaded: the config with all words.
-        gpus: a host; 0: its ranks run on the CPU.
+        given: the user's config file.
+        words: the user's overrides, ``key=value``.
+        own: the overrides that follow from the hosts, which come after the user's.
+        loaded: the config with all overrides.
+        gpus: per host; 0: its ranks run on the CPU.
     """
 
     given: Path | None
@@ -140,7 +140,7 @@ def for_hosts(path: Path | None, words: list[str], nodes: int, gpus: int) -> Hos
         ConfigError: it does not load, or speaks of other hosts, devices or axes.
     """
     if not 1 <= nodes <= MOST_NODES:
-        raise ConfigError(f"`--nodes {nodes}` is no number of hosts", allowed=f"1 to {MOST_NODES:,}")
+        raise ConfigError(f"`--nodes {nodes}` is out of range", allowed=f"1 to {MOST_NODES:,}")
     if not 0 <= gpus <= MOST_GPUS:
         raise ConfigError(f"`--gpus-per-node {gpus}` is out of range", allowed=f"0 (ranks on the CPU) to {MOST_GPUS}")
     own = _own_words(load_config(path, words).config, nodes, gpus)
