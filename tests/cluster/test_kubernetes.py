@@ -195,9 +195,9 @@ def test_the_jobset(written: Write) -> None:
     check_policies(template)
     assert (template["spec"]["parallelism"], template["spec"]["completions"]) == (2, 2)
     pod, container = pod_of(template)
-    told = variables(container)
-    assert (told["PET_NNODES"], told["PET_MASTER_ADDR"]) == ("2", "my-run-node-0-0.my-run")
-    assert "PET_NODE_RANK" in told
+    names = variables(container)
+    assert (names["PET_NNODES"], names["PET_MASTER_ADDR"]) == ("2", "my-run-node-0-0.my-run")
+    assert "PET_NODE_RANK" in names
     assert pod["terminationGracePeriodSeconds"] == 660
     assert mounts_of(pod, container)["/workspace"]["persistentVolumeClaim"]["claimName"] == "runs"
     names = [volume["name"] for volume in pod["volumes"]]
@@ -216,9 +216,9 @@ def test_a_claim_for_the_first_pod_alone(written: Write) -> None:
     assert mounts_of(*pod_of(first))["/workspace"]["persistentVolumeClaim"]["claimName"] == "disk"
     assert mounts_of(*pod_of(others))["/workspace"]["emptyDir"] == {}
     for template, node_rank in ((first, "0"), (others, None)):
-        told = variables(pod_of(template)[1])
-        assert (told["PET_NNODES"], told["PET_MASTER_ADDR"]) == ("3", "my-run-endpoint-0-0.my-run")
-        assert told.get("PET_NODE_RANK") == node_rank
+        names = variables(pod_of(template)[1])
+        assert (names["PET_NNODES"], names["PET_MASTER_ADDR"]) == ("3", "my-run-endpoint-0-0.my-run")
+        assert names.get("PET_NODE_RANK") == node_rank
 
 
 def test_the_user_root(written: Write) -> None:

@@ -39,7 +39,7 @@ _WORDS = {"label": "lower-case letters, digits and -, a letter first", "subdomai
 _MAX_NAME_LENGTH = 44
 #: Kubernetes refuses an object of more than 1 MiB, its own fields included.
 _MAX_CONFIG_BYTES = 900 * 1024
-#: A pod that was told to end still has to end its processes after the checkpoint.
+#: After the checkpoint the processes still have to end.
 _GRACE_MARGIN_S = 60
 _GIB = 1 << 30
 #: Resident memory of a rank without model and data: Python, torch, and on GPUs the libraries and pinned buffers of CUDA.
