@@ -169,11 +169,12 @@ def commands_of(number, node):
 
 
 @pytest.mark.soak
-def test_the_command_of_the_first_node_is_killed(cluster, undisturbed, tmp_path):
-    """The rendezvous endpoint is gone while the node is not: the batch script puts the job back into the queue."""
+@pytest.mark.parametrize("node", [0, 1], ids=["first", "second"])
+def test_the_command_of_a_node_is_killed(cluster, undisturbed, tmp_path, node):
+    """The node is not lost: the batch script puts the job back into the queue. The first node is the rendezvous endpoint."""
     number = submit(cluster, tmp_path, SAVING)
     wait_for_step(cluster, tmp_path, number, 25)
-    killed = commands_of(number, 0)
+    killed = commands_of(number, node)
     assert killed
     for process in killed:
         with contextlib.suppress(psutil.Error):

@@ -112,6 +112,8 @@ class ElasticRun:
         from torch.distributed import DistError
         from torch.distributed.elastic.rendezvous import RendezvousError
 
+        from paceline.cluster.rendezvous import has_run
+
         started_at, is_first, attempt, last_error = time.monotonic(), True, 0, ""
         while True:
             limit_s = self.config.parallel.timeout_s if is_first else self.config.recovery.rejoin_s
@@ -129,7 +131,10 @@ class ElasticRun:
                 last_error = str(error).splitlines()[0] if str(error) else type(error).__name__
                 if type(error).__name__ == "RendezvousClosedError":
                     return _failed(f"the run at {endpoint} has ended already: a host cannot join it any more", EXIT_FAILED)
-                if type(error).__name__ != "RendezvousTimeoutError":
+                if type(error).__name__ == "RendezvousTimeoutError":
+                    if has_run(AgentFolder(folder)):
+                        return self._nobody_came(self.config.recovery.rejoin_s, False, last_error)
+                else:
                     self.say("warning", f"the connection to the rendezvous at {endpoint} was lost ({last_error}). The ranks of "
                              "this host were ended; this host tries to join again")  # fmt: skip
                     if time.monotonic() - entered_at > _KEEP_ALIVE_S * _KEEP_ALIVE_ATTEMPTS:
@@ -221,6 +226,9 @@ class ElasticRun:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+        from paceline.cluster import rendezvous
+
+        rendezvous.register()
         smallest, largest = self.config.parallel.hosts
         host = f"[{endpoint.address}]" if ":" in endpoint.address else endpoint.address
         launch = LaunchConfig(
@@ -228,11 +236,13 @@ class ElasticRun:
             max_nodes=largest,
             nproc_per_node=self.num_ranks,
             run_id=RUN_ID,
-            rdzv_backend="c10d",
+            rdzv_backend=rendezvous.BACKEND,
             rdzv_endpoint=f"{host}:{endpoint.port}",
             rdzv_configs={
                 "is_host": bool(self._is_endpoint),
                 "join_timeout": join_timeout_s,
+                "rejoin_timeout": max(1, int(self.config.recovery.rejoin_s)),
+                "agent_folder": str(folder),
                 "timeout": join_timeout_s,
                 "last_call_timeout": _LAST_CALL_S,
                 "keep_alive_interval": _KEEP_ALIVE_S,
