@@ -30,6 +30,12 @@ class TwoLimits(RendezvousTimeout):
         return self._rejoin if self._has_run() else self._join
 
 
+class _Handler(DynamicRendezvousHandler):
+    def get_backend(self) -> str:
+        """The registry demands the name under which the handler was asked for."""
+        return BACKEND
+
+
 def has_run(folder: AgentFolder) -> bool:
     """Return whether ranks of this host have taken part in a round."""
     return "node_rank" in folder.read_state()
@@ -46,7 +52,7 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
     join, rejoin, last_call = (
         timedelta(seconds=float(params.get(name))) for name in ("join_timeout", "rejoin_timeout", "last_call_timeout")
     )
-    return DynamicRendezvousHandler.from_backend(
+    return _Handler.from_backend(
         params.run_id,
         store,
         backend,
