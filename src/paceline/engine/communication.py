@@ -233,7 +233,7 @@ class Judge:
 
     def measured(self) -> Measured | None:
         """Over all ranks; None where too few steps were made."""
-        if self.world.device.type != "cpu":
+        if self.world.device.type != "cpu" or self.world.mixes_devices:  # the same collectives on every rank
             return self._measured_on_accelerators()
         if self.steps < _FEWEST:
             return None

@@ -75,6 +75,7 @@ class Guard:
         own = strategy.own_gradient() if session.world.size > 1 else None
         knows = strategy.skips_itself
         late = not knows and not strategy.undoes and norm.device.type != "cpu" and skips_on_device(strategy.optimizer, norm)
+        late = late and not session.world.mixes_devices  # the ranks gather who it was in the same step
         seen = None if knows else norm
         made = strategy.update(lambda optimizer: precision.step(optimizer, seen, late))
         if knows:
