@@ -176,6 +176,10 @@ try:
 except paceline.core.errors.PacelineError as error:
     again = pickle.loads(pickle.dumps(error))
     found = {"kind": type(again).__name__, "text": str(again), "exit_code": again.exit_code}
+if sys.argv[2] == "done":  # another run in the same processes
+    config.update(output_dir=sys.argv[1] + "-2", per_device_train_batch_size=1)
+    second = paceline.train(config)
+    found["second"] = {key: second[key] for key in ("steps", "samples_seen")}
 found["handlers_restored"] = signal.getsignal(signal.SIGTERM) == before
 with open(f"{sys.argv[3]}-{os.environ['RANK']}", "w") as handle:
     json.dump(found, handle)
@@ -196,6 +200,7 @@ def test_every_rank_gets_the_report_under_an_outer_torchrun(tmp_path):
     assert first == second
     assert (first["steps"], first["world_size"], first["handlers_restored"]) == (2, 2, True)
     assert first["loss"] == report(tmp_path / "run")["final_train_loss"]
+    assert first["second"] == {"steps": 2, "samples_seen": 4}  # not the batch of the first run
 
 
 @pytest.mark.soak

@@ -81,8 +81,12 @@ class AgentFolder:
         return self.path / f"rank-{local_rank}.{name}.json"
 
 
-def folder_of_agent() -> AgentFolder:
-    """The folder for the agent of torchrun that has started this process, of this user alone."""
+def folder_of_agent(call: int = 0) -> AgentFolder:
+    """The folder for the agent of torchrun that has started this process, of this user alone.
+
+    Args:
+        call: which call of ``paceline.train()`` in this process it is for.
+    """
     agent = os.getppid()
     try:
         born = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
@@ -96,7 +100,7 @@ def folder_of_agent() -> AgentFolder:
         pid = folder.name.partition("-")[0]
         if pid.isdigit() and not pid_alive(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-    return AgentFolder(root / f"{agent}-{born}")
+    return AgentFolder(root / (f"{agent}-{born}-{call}" if call else f"{agent}-{born}"))
 
 
 def watch_termination(folder: AgentFolder, local_rank: int) -> None:

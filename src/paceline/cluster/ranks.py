@@ -128,16 +128,17 @@ class Round:
 _server: Any = None  # the store of this round, where this process serves it; it lives as long as the process
 
 
-def enter_round(entry: HostEntry) -> Round:
+def enter_round(entry: HostEntry, call: int = 0) -> Round:
     """Number the ranks of this round, put the numbers into the environment, and return what the ranks share.
 
     Args:
         entry: of this process's host.
+        call: how often this process has entered one before in the same round of its agent.
 
     Raises:
         RunError: the store of the round cannot be reached.
     """
-    env, store = from_environment(), _open_store()
+    env, store = from_environment(), _open_store(call)
     store.set(f"numbering/{env.rank}", json.dumps({**asdict(entry), "local_rank": env.local_rank}))
     unnumbered = Round(env, [], 0, store)
     posted = [unnumbered._get(f"numbering/{rank}") for rank in range(env.world_size)]
@@ -153,7 +154,7 @@ def enter_round(entry: HostEntry) -> Round:
     return Round(env, names, number, store)
 
 
-def _open_store() -> Any:
+def _open_store(call: int) -> Any:
     """The store of this round, at MASTER_ADDR. All ranks are its clients from here on, whichever process serves it."""
     global _server
     from torch.distributed import DistError, PrefixStore, TCPStore, is_initialized
@@ -176,4 +177,4 @@ def _open_store() -> Any:
         # A host that has joined later counts its restarts from 0. The store is of this round alone, so one prefix does.
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
         attempt = "0"
-    return PrefixStore(f"paceline/{attempt}", client)
+    return PrefixStore(f"paceline/{attempt}/{call}", client)

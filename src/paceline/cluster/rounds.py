@@ -57,10 +57,24 @@ class Membership:
         os._exit(EXIT_FAILED)
 
 
+_num_calls = 0
+
+
+def next_call() -> int:
+    """The number of this call of ``paceline.train()`` in this process. Later calls have nothing to do with the records and the
+    keys of earlier ones, which the agent's folder and store still hold."""
+    global _num_calls
+    _num_calls += 1
+    return _num_calls - 1
+
+
 def join_round(
-    folder: AgentFolder, agent_pid: int, *, is_endpoint: bool | None, node_rank: int | None, can_restart: bool
+    folder: AgentFolder, agent_pid: int, *, is_endpoint: bool | None, node_rank: int | None, can_restart: bool, call: int = 0
 ) -> Membership:
     """Number the ranks of the round that the environment describes, and leave a record that this rank runs.
+
+    Args:
+        call: of :func:`next_call`.
 
     Raises:
         RunError: the store of the round cannot be reached.
@@ -68,10 +82,11 @@ def join_round(
     local_rank = int(os.environ["LOCAL_RANK"])
     record = folder.take(local_rank)
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
-    group_rank = int(os.environ.get("GROUP_RANK") or int(os.environ["RANK"]) // num_ranks)
+    # torchrun sets GROUP_RANK; Ray Train and other launchers set NODE_RANK.
+    group_rank = int(os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK") or int(os.environ["RANK"]) // num_ranks)
     previous = folder.read_state().get("node_rank")
     entry = HostEntry(host_name(), group_rank, num_ranks, is_endpoint, node_rank, previous)
-    joined = enter_round(entry)
+    joined = enter_round(entry, call)
     start = {"rank": joined.env.rank, "host": entry.host, "pid": os.getpid(), "time": time.time()}
     folder.write(local_rank, "start", start)
     watch_termination(folder, local_rank)

@@ -187,7 +187,7 @@ def _plan(
 def _run_under_agent(loaded: Loaded, options: Options, started_at: float, said: list[str], say: Any) -> Result:
     """This process is a rank that torchrun, `accelerate launch` or Ray has started."""
     from paceline.cluster.failures import AgentFolder, folder_of_agent
-    from paceline.cluster.rounds import join_round
+    from paceline.cluster.rounds import join_round, next_call
     from paceline.core.scratch import Scratch
     from paceline.engine.stop import StopFlag
     from paceline.launch.member import RunRequest, train_member
@@ -195,14 +195,15 @@ def _run_under_agent(loaded: Loaded, options: Options, started_at: float, said: 
 
     has_agent = "TORCHELASTIC_RUN_ID" in os.environ
     restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    parallel = loaded.config.parallel
+    parallel, call = loaded.config.parallel, next_call()
     with contextlib.nullcontext() if has_agent else Scratch() as scratch:
         member = join_round(
-            folder_of_agent() if has_agent else AgentFolder(scratch),
+            folder_of_agent(call) if has_agent else AgentFolder(scratch),
             agent_pid=os.getppid(),
             is_endpoint=None,
             node_rank=None if parallel.node_rank == "auto" else int(parallel.node_rank),
             can_restart=has_agent and restarts < most,
+            call=call,
         )
         stop = StopFlag()
         stop.install(sigint=True)
