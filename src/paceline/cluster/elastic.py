@@ -42,8 +42,9 @@ Target = Callable[[Any, Membership, StopFlag], Outcome]
 RUN_ID = "paceline"
 _SAY_EVERY_S = 15.0
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
-#: Hosts that arrive so long after the minimum is reached still take part in the round. Elastic's default is 30 s.
-_LAST_CALL_S = 3
+#: Hosts that arrive so long after the minimum is reached still take part in the round; later ones cost a checkpoint and a new
+#: round. Elastic's default is 30 s.
+_LAST_CALL_S = 1
 #: An agent that sends no heartbeat for their product is taken out of the rendezvous. Elastic's defaults are 5 s and 3. Every
 #: heartbeat rewrites the state that a joining host rewrites too, so that a short interval can delay it on a busy machine.
 _KEEP_ALIVE_S, _KEEP_ALIVE_ATTEMPTS = 3, 3
@@ -120,6 +121,7 @@ class ElasticRun:
             left_s = started_at + limit_s - time.monotonic()
             if left_s <= 0:
                 return self._nobody_came(limit_s, is_first, last_error)
+            entered_at = time.monotonic()
             try:
                 endpoint = self._find_endpoint(left_s, limit_s)
                 if endpoint is None:
@@ -127,6 +129,8 @@ class ElasticRun:
                 self._check_clock(endpoint)
                 entered_at = time.monotonic()
                 return self._launch(endpoint, folder, max(1, int(left_s)))
+            except RunError as error:  # nothing answers at the endpoint's store yet
+                last_error = error.what
             except (RendezvousError, DistError, ConnectionError) as error:
                 last_error = str(error).splitlines()[0] if str(error) else type(error).__name__
                 if type(error).__name__ == "RendezvousClosedError":

@@ -193,7 +193,7 @@ def _check_variant(variant: str, values: dict[str, Any], flags: dict[str, bool])
 def _check_shared_storage(hosts: Hosts, values: dict[str, Any]) -> None:
     if "claim" in values and "endpoint-claim" in values:
         raise ConfigError("`--claim` and `--endpoint-claim` both mount the working folder", fix="give one of them")
-    remote = "://" in str(getattr(hosts.config, "checkpoint_dir", None) or "")
+    remote = "://" in str(hosts.config.checkpoint_dir or "")
     if hosts.nodes > 1 and not remote and "claim" not in values and "endpoint-claim" not in values:
         raise ConfigError(
             f"`--nodes {hosts.nodes}` needs storage for the checkpoints that outlives the pods",
