@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Say = Callable[[str, str], None]
 
 #: Strategies whose ranks may compute on devices of different types, over Gloo.
-MIXED_DEVICES = ("ddp", "local_sgd", "diloco")
+MIXED_DEVICES = ("ddp", "local_sgd")
 _SEEN_WITHIN_S = 10.0
 #: File systems of one machine: what another host has written there is never seen.
 _LOCAL_FILE_SYSTEMS = frozenset(
