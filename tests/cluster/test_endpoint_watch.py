@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 
@@ -23,6 +24,12 @@ def test_a_waiting_reader_gets_the_end_and_other_connections_stay() -> None:
             with accepted:
                 other.sendall(b"x")
                 assert accepted.recv(1) == b"x"
+
+
+def test_no_descriptor_stays_open() -> None:
+    before = sorted(os.listdir("/dev/fd"))
+    close_connections("127.0.0.1", 1)
+    assert sorted(os.listdir("/dev/fd")) == before
 
 
 def test_the_endpoint_does_not_watch_itself() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -79,6 +80,10 @@ def _own_sockets() -> Iterator[socket.socket]:
     except OSError:
         return
     for number in numbers:
-        with contextlib.suppress(OSError), contextlib.closing(socket.socket(fileno=os.dup(int(number)))) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                yield one
+        with contextlib.suppress(OSError):
+            # Asked before it is duplicated: a duplicate that cannot become a socket object would stay open, with its locks.
+            if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as duplicate:
+                if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
+                    yield duplicate
