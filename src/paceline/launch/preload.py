@@ -51,9 +51,11 @@ def start_fork_server(config: Config) -> None:
     level_before = os.environ.get("TORCH_CPP_LOG_LEVEL")
     if config.parameter_server.on_worker_loss == "go_on":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # rpc warns of each connection to a rank that is gone
+    os.environ["PACELINE_FORK_SERVER_PARENT"] = str(os.getpid())  # see launch/bound.py
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
+        del os.environ["PACELINE_FORK_SERVER_PARENT"]
         for name, value in (("PYTHONWARNINGS", warnings_before), ("TORCH_CPP_LOG_LEVEL", level_before)):
             if value is not None:
                 os.environ[name] = value
