@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from paceline.config.schema import Config, Parallel
 from paceline.core.errors import ConfigError
+from paceline.doctor.network import interface_of
 
 DEFAULT_PORT = 29500
 
@@ -116,16 +117,6 @@ def source_address(address: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)  # sends nothing
         return str(probe.getsockname()[0])
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has this address."""
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] == address for entry in addresses):
-            return name
-    return None
 
 
 def is_local_address(address: str) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -86,7 +86,6 @@ class Round:
     hosts: list[str]
     node_rank: int
     store: Any
-    poll: Callable[[], None] = lambda: None
 
     @property
     def is_first(self) -> bool:
@@ -120,7 +119,6 @@ class Round:
     def _get(self, key: str) -> Any:
         # Not `wait`, which holds the interpreter: a signal would not be seen, and a rank may tokenize for long.
         while not self.store.check([key]):
-            self.poll()
             time.sleep(_POLL_S)
         return json.loads(self.store.get(key))
 

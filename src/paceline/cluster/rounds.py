@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.cluster.failures import AgentFolder, Record, first_failure, watch_termination
@@ -49,7 +49,7 @@ class Membership:
         return state
 
     def fail(self, text: str, blamed: Sequence[int]) -> None:
-        """End this process with a fault of the run, from any thread: the main one stands still."""
+        """End this process and record a fault of the run. Any thread may call this while the main thread is blocked."""
         self.end({
             "status": "failed", "exit_code": EXIT_FAILED, "text": text, "fault": True, "traceback": "", "of_all": True,
             "blamed": list(blamed),
@@ -108,7 +108,6 @@ class Restart:
     fault: dict[str, Any] | None = None
     failed: Outcome | None = None
     global_batch_size: int | None = None
-    notices: list[tuple[str, str]] = field(default_factory=list)
 
 
 def follow(member: Membership, config: Config, say: Say) -> Restart:

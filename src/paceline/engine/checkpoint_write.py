@@ -157,11 +157,6 @@ def deliver(aside: Path, rank: int, num_ranks: int, write: Callable[[Path], dict
     return None
 
 
-def awaits(aside: Path, rank: int) -> bool:
-    """Whether the save in this folder still waits for the part of a rank."""
-    return not aside.is_symlink() and _marker(aside, rank, "writing").is_file()
-
-
 def has_failed(aside: Path) -> bool:
     """Whether some rank could not write its part of the save in this folder."""
     return any(aside.glob("rank-*.failed-*"))

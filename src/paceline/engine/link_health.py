@@ -26,7 +26,7 @@ class LossyLink:
     is_sound: bool
 
     def text(self, host: str) -> str:
-        """One line for a person."""
+        """Return one line for the terminal."""
         who = f"rank {self.rank} on {host}"
         if self.is_sound:
             return f"the network connection of {who} is sound again: {100 * self.share:.2g} % of its packets were sent twice"
@@ -74,7 +74,7 @@ class Pause:
     seconds: float
 
     def text(self, rank: int, host: str) -> str:
-        """One line for a person."""
+        """Return one line for the terminal."""
         return (
             f"rank {rank} on {host} did not run for {self.seconds:.0f} s at step {self.step:,}: its process or its whole host "
             "was paused, or one of its threads kept the others from running; the other ranks waited for it"

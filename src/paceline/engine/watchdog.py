@@ -38,7 +38,7 @@ from paceline.world.pulse import PULSE, StepTimes
 _PERIOD_S = 0.4
 #: A look that comes so much late: this process has stood still itself.
 _LATE_S = 3.0
-#: Phases of a step: who stands still in one of them keeps the other ranks waiting.
+#: Phases of a step in which a blocked rank keeps the other ranks waiting.
 _STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer", "logging"})
 #: How long a rank whose collective failed waits for the others' calls.
 _ASK_S = 2.0
