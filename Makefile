@@ -51,7 +51,7 @@ lint: setup  ## Style, types, layers, and whether the generated docs are fresh
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m paceline.config.docs --check
+	$(BIN)/python -m paceline.config.reference --check
 
 format: setup  ## Let ruff put the style right
 	$(BIN)/ruff check --fix .

@@ -76,8 +76,8 @@ def make_work(folder: Path, steps: int, even_tokens: int | None = None) -> Work:
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     from tokenizers import Tokenizer
 
-    from paceline.data.builtin import builtin_dataset
     from paceline.data.order import SampleOrder
+    from paceline.data.sources.builtin import builtin_dataset
     from paceline.models.builtin import resolve_model
 
     model = resolve_model(MODEL)

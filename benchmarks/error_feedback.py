@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paceline.compress.sparse import TopK
-from paceline.parallel.replicated import DistributedDataParallel
+from paceline.parallel.compression.sparsify import TopK
+from paceline.parallel.ddp.strategy import DistributedDataParallel
 
 
 class WithoutResidual(TopK):
@@ -31,7 +31,7 @@ class WithoutResidual(TopK):
 
 
 class _AbsoluteValues:
-    """float32 values without their sign, in the form of :mod:`paceline.compress.codes`."""
+    """float32 values without their sign, in the form of :mod:`paceline.parallel.compression.quantize`."""
 
     def __init__(self, code: Any) -> None:
         self.code = code

@@ -36,7 +36,7 @@ import psutil  # noqa: E402
 from panel_pages import ARGUMENTS, NAMES  # noqa: E402
 from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402
 
-from paceline.web.runs import run_id  # noqa: E402
+from paceline.web.runs.discovery import run_id  # noqa: E402
 
 RUNS, RUN_STEPS = 50, 1000
 RANKS, EVENTS = 8, 20

@@ -26,7 +26,7 @@ import common
 from common import BenchmarkFailed, Work
 from run import _machine, _say, tell
 
-from paceline.config.schema_recovery import Recovery
+from paceline.config.schema.recovery import Recovery
 
 TASK = Path(__file__).resolve().with_name("watched_task.py")
 AT_MOST = 0.01  # of a step

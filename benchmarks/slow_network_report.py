@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.files import human_bytes
-from paceline.engine.report_plots import Plot, Series, draw
+from paceline.observe.report.charts import Plot, Series, draw
 
 #: name → what is asked of it over the slow link (100 Mbit/s, 10 ms): (what, as in WHAT; bound)
 SLOW_GOALS = [
@@ -265,7 +265,7 @@ def as_svg(runs: dict[str, Run]) -> str:
 
 
 def _panel(drawn: dict[str, Any], left: int, top: int, width: int, height: int, title: str) -> str:
-    """One plot of :func:`paceline.engine.report_plots.draw`, whose coordinates are 1000 × 400."""
+    """One plot of :func:`paceline.observe.report.charts.draw`, whose coordinates are 1000 × 400."""
     across, down = width / 1000, height / 400
     parts = [f'<text x="{left}" y="{top - 10}" font-weight="bold">{escape(title)}</text>']
     for one in drawn["y_ticks"]:

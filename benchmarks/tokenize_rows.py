@@ -29,9 +29,9 @@ PACELINE = """
 import sys, json
 from pathlib import Path
 from paceline.config.schema import Config
-from paceline.data.build import build_entry
-from paceline.data.sources import open_source
-from paceline.data.templates import AskedTemplate
+from paceline.data.text.build import build_entry
+from paceline.data.sources.resolve import open_source
+from paceline.data.text.templates import AskedTemplate
 from paceline.models.builtin import resolve_model
 
 def main():

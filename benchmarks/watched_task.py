@@ -8,8 +8,8 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+from paceline.distributed.progress import PULSE
 from paceline.tasks.language import LanguageTask
-from paceline.world.pulse import PULSE
 
 #: On, off, off, on: what grows or falls over the run falls on both alike.
 ORDER = (True, False, False, True)

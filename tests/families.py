@@ -238,8 +238,8 @@ def make_trials(
     from paceline.config.load import Loaded
     from paceline.config.schema import Config
     from paceline.core.errors import ConfigError
-    from paceline.launch import verify
-    from paceline.launch.verify_modes import make_mode
+    from paceline.verify import run as verify
+    from paceline.verify.modes import make_mode
 
     args = {"per_device_train_batch_size": 2, "max_length": 48, **settings.pop("train_args", {})}
     parallel = {"device": "cpu", "num_gpus": ranks, **settings.pop("parallel", {})}
@@ -278,8 +278,8 @@ def make_trials(
 
 def run_trials(world: Any, named: dict[str, list[Any]], steps: int, folder: str) -> dict[str, dict[str, Any]]:
     """On each rank: every family's trials, one after another. What fails is noted; the next goes on."""
-    from paceline.engine.certify import Certification, _one_trial
-    from paceline.engine.stop import StopFlag
+    from paceline.core.stop import StopFlag
+    from paceline.verify.worker import Certification, _one_trial
 
     table: dict[str, dict[str, Any]] = {}
     for name, trials in named.items():
@@ -304,7 +304,7 @@ def run_trials(world: Any, named: dict[str, list[Any]], steps: int, folder: str)
 
 def judged(table: list[dict[str, dict[str, Any]]], trials: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:
     """{family: {mode: verdict}} from the tables of both ranks."""
-    from paceline.engine.certificate import bounds_for, combine, judge, not_run
+    from paceline.verify.certificate import bounds_for, combine, judge, not_run
 
     out: dict[str, dict[str, Any]] = {}
     for name, own in trials.items():

@@ -4,8 +4,8 @@ import time
 
 import torch.distributed as dist
 
-from paceline.world.group import World
-from paceline.world.volume import all_reduce_bytes
+from paceline.distributed.communicator import World
+from paceline.distributed.traffic_volume import all_reduce_bytes
 
 
 class Delayed:

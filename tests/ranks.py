@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from paceline.world.env import RankEnv
+from paceline.distributed.environment import RankEnv
 
 multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed", "paceline.parallel.replicated", "paceline.data.loader", "torch._dynamo"]
+    ["torch", "torch.distributed", "paceline.parallel.ddp.strategy", "paceline.data.loader", "torch._dynamo"]
 )
 
 
@@ -82,7 +82,7 @@ def _rank(
 ) -> None:
     import torch
 
-    from paceline.world.group import open_world
+    from paceline.distributed.communicator import open_world
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)

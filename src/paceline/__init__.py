@@ -10,27 +10,22 @@ Nothing heavy is imported until it is used.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from paceline.version import __version__
+
 __all__ = ["Task", "__version__", "plan", "train"]
 
 if TYPE_CHECKING:
-    from paceline.launch.api import train
+    from paceline.api import train
+    from paceline.planner.api import plan
     from paceline.tasks.base import Task
+
+_MODULES = {"train": "paceline.api", "plan": "paceline.planner.api", "Task": "paceline.tasks.base"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":
-        from paceline.launch.api import train
-
-        return train
-    if name == "Task":
-        from paceline.tasks.base import Task
-
-        return Task
-    if name == "plan":
-        from importlib import import_module
-
-        return import_module("paceline.plan")  # the package of that name can be called
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

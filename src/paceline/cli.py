@@ -80,7 +80,7 @@ def _dispatch(tokens: list[str], started_at: float) -> int:
         print(USAGE, end="")
         return EXIT_DONE
     if tokens[0] == "--version":
-        from paceline import __version__
+        from paceline.version import __version__
 
         print(__version__)
         return EXIT_DONE
@@ -95,8 +95,8 @@ def _dispatch(tokens: list[str], started_at: float) -> int:
 
 
 def _train(tokens: list[str], started_at: float) -> int:
+    from paceline.api import Options, run
     from paceline.config.load import load_config, split_cli, to_yaml
-    from paceline.launch.api import Options, run
 
     names = ("json", "debug", "dry-run", "allow-config-change")
     flags, tokens = _take_flags(tokens, *names)
@@ -117,7 +117,7 @@ def _train(tokens: list[str], started_at: float) -> int:
 def _plan(tokens: list[str], _: float) -> int:
     from paceline.config.load import load_config, split_cli
     from paceline.models.positions import fit_length
-    from paceline.plan.api import make_plan
+    from paceline.planner.api import make_plan
 
     names: dict[str, Callable[[str], Any]] = {"world-size": int, "device-memory": str, "device": str}
     flags, tokens = _take_flags(tokens, "json", "debug")
@@ -134,7 +134,7 @@ def _plan(tokens: list[str], _: float) -> int:
     if flags["json"]:
         print(json.dumps(plan.as_dict(), indent=2))
     else:
-        from paceline.plan.table import show
+        from paceline.planner.table import show
 
         show(plan)
     return EXIT_DONE
@@ -142,8 +142,8 @@ def _plan(tokens: list[str], _: float) -> int:
 
 def _verify(tokens: list[str], _: float) -> int:
     from paceline.config.load import load_config, split_cli
-    from paceline.launch.verify import Request, verify
     from paceline.models.positions import fit_length
+    from paceline.verify.run import Request, verify
 
     flags, tokens = _take_flags(tokens, "json", "debug")
     values, tokens = _take_values(tokens, {"modes": str, "world-size": int, "steps": int, "output": Path})
@@ -153,14 +153,14 @@ def _verify(tokens: list[str], _: float) -> int:
     if result.certificate is not None and flags["json"]:
         print(json.dumps(result.certificate, indent=2))
     elif result.certificate is not None:
-        from paceline.launch.verify_table import print_certificate
+        from paceline.verify.table import print_certificate
 
         print_certificate(result.certificate)
     return result.exit_code
 
 
 def _watch(tokens: list[str], _: float) -> int:
-    from paceline.engine.watch import watch
+    from paceline.observe.watch import watch
 
     flags, tokens = _take_flags(tokens, "once", "json", "debug")
     run = _exactly(tokens, "watch", "RUN")[0]
@@ -168,8 +168,8 @@ def _watch(tokens: list[str], _: float) -> int:
 
 
 def _ui(tokens: list[str], _: float) -> int:
+    from paceline.commands.ui import serve
     from paceline.web.binding import PORT, check_port
-    from paceline.web.serve import serve
 
     flags, tokens = _take_flags(tokens, "no-browser", "json", "debug")
     values, tokens = _take_values(tokens, {"port": check_port, "host": str})
@@ -179,11 +179,11 @@ def _ui(tokens: list[str], _: float) -> int:
 
 
 def _generate(tokens: list[str], _: float) -> int:
-    from paceline.engine.generate import generate
+    from paceline.inference.generate import generate
 
     flags, tokens = _take_flags(tokens, "json", "debug", "serve")
     if flags["serve"]:
-        from paceline.engine.chat import serve
+        from paceline.inference.chat_server import serve
 
         values, tokens = _take_values(tokens, {"device": str})
         return serve(Path(_exactly(tokens, "generate", "RUN")[0]), **values)
@@ -196,7 +196,7 @@ def _generate(tokens: list[str], _: float) -> int:
 
 
 def _export(tokens: list[str], _: float) -> int:
-    from paceline.engine.export import export
+    from paceline.inference.export import export
 
     flags, tokens = _take_flags(tokens, "json", "debug", "merge")
     values, tokens = _take_values(tokens, {"output": str, "dtype": str})
@@ -210,8 +210,8 @@ def _export(tokens: list[str], _: float) -> int:
 def _inspect(tokens: list[str], _: float) -> int:
     import tempfile
 
-    from paceline.engine import checkpoint
-    from paceline.engine.checkpoint_store import fetch_checkpoint, is_url
+    from paceline.checkpoint import store
+    from paceline.checkpoint.remote import fetch_checkpoint, is_url
 
     flags, tokens = _take_flags(tokens, "json", "debug")
     given = _exactly(tokens, "inspect", "CHECKPOINT")[0]
@@ -220,8 +220,8 @@ def _inspect(tokens: list[str], _: float) -> int:
         print(f"warning: passed over: {text}", file=sys.stderr)
 
     with tempfile.TemporaryDirectory() if is_url(given) else contextlib.nullcontext() as folder:
-        path = fetch_checkpoint(given, Path(folder), warn, "CHECKPOINT") if folder else checkpoint.find(Path(given), warn)
-        found = checkpoint.inspect(path)
+        path = fetch_checkpoint(given, Path(folder), warn, "CHECKPOINT") if folder else store.find(Path(given), warn)
+        found = store.inspect(path)
     if flags["json"]:
         print(json.dumps(found, indent=2))
         return EXIT_DONE
@@ -234,7 +234,7 @@ def _inspect(tokens: list[str], _: float) -> int:
 
 
 def _explain(tokens: list[str], _: float) -> int:
-    from paceline.launch.explain import TOPICS, explain, make_request
+    from paceline.explain.run import TOPICS, explain, make_request
 
     flags, tokens = _take_flags(tokens, "json", "debug")
     values, tokens = _take_values(tokens, {"ranks": int, "elements": int, "algorithm": str, "output": str})
@@ -244,7 +244,7 @@ def _explain(tokens: list[str], _: float) -> int:
 
 def _doctor(tokens: list[str], _: float) -> int:
     from paceline.config.load import split_cli
-    from paceline.launch.doctor import doctor, make_request
+    from paceline.doctor.run import doctor, make_request
 
     flags, tokens = _take_flags(tokens, "json", "debug")
     values, tokens = _take_values(tokens, {"ranks": str})
@@ -253,7 +253,7 @@ def _doctor(tokens: list[str], _: float) -> int:
 
 
 def _bench(tokens: list[str], _: float) -> int:
-    from paceline.launch.bench_collectives import bench, make_request
+    from paceline.bench.collectives import bench, make_request
 
     flags, tokens = _take_flags(tokens, "json", "debug")
     values, tokens = _take_values(tokens, {"ranks": str, "sizes": str, "algorithms": str, "output": str})
@@ -262,7 +262,7 @@ def _bench(tokens: list[str], _: float) -> int:
 
 
 def _data(tokens: list[str], _: float) -> int:
-    from paceline.launch.data_verb import COUNT_VALUES, check_action, count, make_request
+    from paceline.commands.data import COUNT_VALUES, check_action, count, make_request
 
     flags, tokens = _take_flags(tokens, "json", "debug")
     action = check_action(tokens)
@@ -271,7 +271,7 @@ def _data(tokens: list[str], _: float) -> int:
         return count(make_request(files, values), flags["json"])
     if action == "preview":
         return _data_preview(tokens[1:], flags["json"])
-    from paceline.launch.data_stats import show_stats
+    from paceline.commands.data_stats import show_stats
 
     values, tokens = _take_values(tokens[1:], {"output": str})
     return show_stats(tokens, values.get("output"), flags["json"])
@@ -279,8 +279,8 @@ def _data(tokens: list[str], _: float) -> int:
 
 def _data_preview(tokens: list[str], as_json: bool) -> int:
     from paceline.config.load import load_config, split_cli
-    from paceline.data.preview import as_text, preview
     from paceline.models.positions import fit_length
+    from paceline.tasks.preview import as_text, preview
 
     values, tokens = _take_values(tokens, {"rows": int})
     loaded = fit_length(load_config(*split_cli(tokens)))
@@ -306,7 +306,7 @@ def _kubernetes(tokens: list[str], _: float) -> int:
     from paceline.cluster.jobs.kubernetes import kubernetes, print_runtime
     from paceline.cluster.jobs.kubernetes_options import FLAGS, VALUES, check_kubernetes_options, make_options
     from paceline.config.load import split_cli
-    from paceline.plan.quick import at_most
+    from paceline.planner.upper_bound import at_most
 
     flags, tokens = _take_flags(tokens, "json", "debug", *FLAGS)
     values, tokens = _take_values(tokens, VALUES)
@@ -318,7 +318,7 @@ def _kubernetes(tokens: list[str], _: float) -> int:
 
 
 def _ray(tokens: list[str], _: float) -> int:
-    from paceline.cluster.ray_verb import FLAGS, VALUES, check_ray_options, make_options, train_on_ray
+    from paceline.commands.ray import FLAGS, VALUES, check_ray_options, make_options, train_on_ray
     from paceline.config.load import split_cli
 
     flags, tokens = _take_flags(tokens, *FLAGS)
@@ -330,7 +330,7 @@ def _ray(tokens: list[str], _: float) -> int:
 
 def _help(verb: str) -> str:
     if verb == "ray":
-        from paceline.cluster.ray_verb import HELP
+        from paceline.commands.ray import HELP
 
         return HELP
     return USAGE

@@ -17,6 +17,6 @@ It needs the extra: ``pip install "paceline[ray]"``. `paceline ray` is the same 
 
 from __future__ import annotations
 
-from paceline.cluster.ray import TorchTrainer
+from paceline.cluster.ray.driver import TorchTrainer
 
 __all__ = ["TorchTrainer"]

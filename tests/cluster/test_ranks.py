@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from paceline.cluster.ranks import HostEntry, Round, ordered
-from paceline.world.env import RankEnv
+from paceline.distributed.environment import RankEnv
 
 
 def names(*hosts: HostEntry) -> str:

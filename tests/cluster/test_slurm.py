@@ -18,7 +18,7 @@ from slow_task import SLOW
 
 from paceline.cli import main
 from paceline.config.load import load_config, split_cli
-from paceline.world.env import slurm_port
+from paceline.distributed.environment import slurm_port
 
 OPTIONS = ("--nodes", "2", "--gpus-per-node", "8", "--time", "4:00:00")
 

@@ -6,24 +6,24 @@ import json
 import subprocess
 import sys
 
-from paceline.config import docs
+from paceline.config import reference
 from paceline.config.fields import KEYS
 from paceline.config.schema import Config
 
 
 def test_the_pages_are_fresh() -> None:
-    assert docs.main(["--check"]) == 0, "run python -m paceline.config.docs"
+    assert reference.main(["--check"]) == 0, "run python -m paceline.config.reference"
 
 
 def test_every_key_is_on_the_page() -> None:
-    page = docs.markdown()
+    page = reference.markdown()
     assert all(f"| `{key}` |" in page for key in KEYS)
     assert "finetuning_type" in page
     assert "yaml-language-server" in page
 
 
 def test_the_schema_is_a_json_schema() -> None:
-    schema = json.loads(docs.schema_json())
+    schema = json.loads(reference.schema_json())
     assert schema["$schema"].endswith("2020-12/schema")
     assert schema["additionalProperties"] is False
     assert set(schema["properties"]) == set(Config.model_fields)

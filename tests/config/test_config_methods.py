@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config.compat.methods_table import LOSSES, METHOD_KEYS, METHODS
 from paceline.config.load import Loaded
-from paceline.config.methods_table import LOSSES, METHOD_KEYS, METHODS
 from paceline.core.errors import ConfigError
 
 BASE = "model: m\ndataset: d\n"

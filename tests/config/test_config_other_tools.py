@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.aliases_table import ALIASES, SECTION_ALIASES, SHARED, SHARED_IF_FOREIGN
+from paceline.config.compat.aliases_table import ALIASES, SECTION_ALIASES, SHARED, SHARED_IF_FOREIGN
+from paceline.config.compat.ignored_table import IGNORED
 from paceline.config.fields import KEYS
-from paceline.config.ignored_table import IGNORED
 from paceline.config.load import Loaded, load_config
-from paceline.config.reader import parse_yaml
 from paceline.config.schema import TrainArgs
+from paceline.config.yaml_read import parse_yaml
 
 BASE = "model: m\ndataset: d\n"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "configs-from-other-tools").glob("*.yaml"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paceline.config.reader import Dumper, parse_value, parse_yaml, read_config_file
+from paceline.config.yaml_read import Dumper, parse_value, parse_yaml, read_config_file
 from paceline.core.errors import ConfigError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.config.edit import edit_yaml
 from paceline.config.load import load_text
+from paceline.config.yaml_edit import edit_yaml
 from paceline.core.errors import ConfigError
 
 TEXT = """# what this is for

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config.resolve import Derived, derive
+from paceline.config.derive import Derived, derive
 from paceline.config.schema import Config
 
 

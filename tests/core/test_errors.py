@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from paceline.core.errors import ConfigError, FaultError, PacelineError, ReportedError, RunError, StoppedError, nearest
-from paceline.core.words import counted
+from paceline.core.formatting import counted
 
 
 def test_the_paragraph() -> None:

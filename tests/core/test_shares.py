@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.shares import edges, shares, shares_text
+from paceline.core.formatting import edges, shares, shares_text
 
 
 @pytest.mark.parametrize("total", [0, 1, 7, 8, 64, 101])

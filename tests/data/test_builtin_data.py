@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.data.builtin import builtin_dataset, python_source, stdlib_modules
+from paceline.data.sources.builtin import builtin_dataset, python_source, stdlib_modules
 
 
 def test_questions_and_answers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.data.chat import ChatTemplate, TemplateRefused
+from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.models.builtin import CHAT_TEMPLATE
 
 CHATML = (

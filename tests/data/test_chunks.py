@@ -23,11 +23,11 @@ import pytest
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data import build
-from paceline.data.chunks import chunks_of
 from paceline.data.progress import Progress
-from paceline.data.sources import open_source
-from paceline.data.templates import AskedTemplate
+from paceline.data.sources.resolve import open_source
+from paceline.data.text import build
+from paceline.data.text.chunks import chunks_of
+from paceline.data.text.templates import AskedTemplate
 from paceline.models.builtin import resolve_model
 
 MODEL = "builtin:qwen2-micro"
@@ -227,7 +227,7 @@ def test_worker_processes_are_for_much_data_only(tmp_path: Path, monkeypatch: py
 def test_an_interrupted_tokenization_leaves_no_entry_and_no_process(tmp_path: Path) -> None:
     data = save(tmp_path / "a.jsonl", [{"instruction": f"Say {n}", "output": "word " * 300} for n in range(40_000)])
     code = (
-        "import sys\nfrom paceline.config.schema import Config\nfrom paceline.data.tokenize import prepare_tokens\n"
+        "import sys\nfrom paceline.config.schema import Config\nfrom paceline.data.text.prepare import prepare_tokens\n"
         f"prepare_tokens(Config(model={MODEL!r}, dataset=sys.argv[1]), 'sft')\n"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}

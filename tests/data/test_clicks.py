@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.config.schema_recommend import Recommend
+from paceline.config.schema.recommend import Recommend
 from paceline.core.errors import ConfigError
-from paceline.data.clicks import builtin_clicks, generate, open_stored, stored_meta
-from paceline.data.clicks_auc import exact_auc
-from paceline.data.clicks_read import read_clicks
+from paceline.data.clicks.log import builtin_clicks, generate, open_stored, stored_meta
+from paceline.data.clicks.metrics import exact_auc
+from paceline.data.clicks.reader import read_clicks
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,12 @@ import pytest
 from ranks import run_ranks
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.data.count import Found, Job, MapSeen, combined, count_rank, tables, write_table
-from paceline.data.count_runs import Spills, encoded, merged, rows
-from paceline.data.count_split import Reading, Seen, plan_shards, texts, white_space
-from paceline.data.tokenizer import load_tokenizer
+from paceline.data.count.job import Found, Job, MapSeen, combined, count_rank, tables, write_table
+from paceline.data.count.runs import Spills, encoded, merged, rows
+from paceline.data.count.shards import Reading, Seen, plan_shards, texts, white_space
+from paceline.data.text.tokenizer import load_tokenizer
+from paceline.distributed.communicator import World
 from paceline.models.builtin import builtin_tokenizer
-from paceline.world.group import World
 
 SPACES = [chr(code) for code in range(0x110000) if chr(code).isspace()]
 LETTERS = ["a", "b", "é", "中", "😀", "\u200b", "\ufeff", "\x00", "\x01", "\x08", "\ufffd", "\u0301", '"', "\\"]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.data.formats import Converter, Malformed, Sample
-from paceline.data.hub_names import HUB_NAMES, find_hub_name
+from paceline.data.sources.hub_names import HUB_NAMES, find_hub_name
+from paceline.data.text.formats import Converter, Malformed, Sample
 
 
 def convert(row: Any, **settings: Any) -> Sample:

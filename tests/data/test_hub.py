@@ -66,7 +66,7 @@ def hub() -> Iterator[ThreadingHTTPServer]:
 
 def prepare(dataset: str, hub: ThreadingHTTPServer, cache: Path) -> str:
     code = (
-        "import sys; from paceline.config.schema import Config; from paceline.data.tokenize import prepare_tokens; "
+        "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare import prepare_tokens; "
         "from paceline.core.errors import ConfigError\n"
         f"config = Config(model='builtin:qwen2-micro', dataset={dataset!r})\n"
         "try: t = prepare_tokens(config, 'sft'); print(t.num_train, t.notices)\n"

@@ -15,10 +15,10 @@ from PIL import Image
 from paceline.config.load import load_config
 from paceline.core.errors import ConfigError
 from paceline.data.images import _digits_table
-from paceline.data.preview import MOST_TOKENS, preview
-from paceline.data.token_dataset import TokenDataset
-from paceline.data.tokenize import prepare_tokens
+from paceline.data.text.prepare import prepare_tokens
+from paceline.data.text.token_dataset import TokenDataset
 from paceline.tasks import load_task
+from paceline.tasks.preview import MOST_TOKENS, preview
 
 
 def config_of(dataset: object, **more: object):

@@ -15,8 +15,8 @@ import pytest
 
 from paceline.config.schema import DatasetSource
 from paceline.core.errors import ConfigError
-from paceline.data.readers import DOCUMENT
-from paceline.data.sources import open_source
+from paceline.data.sources.readers import DOCUMENT
+from paceline.data.sources.resolve import open_source
 
 ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(5)]
 

@@ -13,9 +13,9 @@ import pytest
 from paceline.cli import main
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.formats import Converter, Unsupported
-from paceline.data.media import find_placeholder
-from paceline.data.tokenize import PreparedTokens, prepare_tokens
+from paceline.data.text.formats import Converter, Unsupported
+from paceline.data.text.media import find_placeholder
+from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 
 ASK = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.commands.data_page import render
+from paceline.commands.data_stats import table
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.stats import dataset_stats, histogram
-from paceline.data.token_dataset import TokenDataset
-from paceline.data.tokenize import cached_lengths, prepare_tokens
-from paceline.data.tokenizer import load_tokenizer
-from paceline.launch.data_page import render
-from paceline.launch.data_stats import table
+from paceline.data.text.prepare import cached_lengths, prepare_tokens
+from paceline.data.text.token_dataset import TokenDataset
+from paceline.data.text.tokenizer import load_tokenizer
 
 MODEL = "builtin:qwen2-micro"
 CHATS = [

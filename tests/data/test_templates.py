@@ -11,11 +11,11 @@ import pytest
 from paceline.config.schema import Config
 from paceline.config.template_names import TEMPLATE_NAMES, canonical_name
 from paceline.core.errors import ConfigError
-from paceline.data.chat import ChatTemplate
-from paceline.data.preview import preview
-from paceline.data.templates import FORMATS, asked_template, save_template, template_source
-from paceline.data.tokenizer import LoadedTokenizer, load_tokenizer
+from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.text.templates import FORMATS, asked_template, save_template, template_source
+from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
+from paceline.tasks.preview import preview
 
 MODEL = "builtin:qwen2-micro"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

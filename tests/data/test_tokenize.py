@@ -19,9 +19,9 @@ import pytest
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
-from paceline.data.token_dataset import TokenDataset
-from paceline.data.tokenize import PreparedTokens, prepare_tokens, split_indices
-from paceline.data.tokenizer import load_tokenizer
+from paceline.data.text.prepare import PreparedTokens, prepare_tokens, split_indices
+from paceline.data.text.token_dataset import TokenDataset
+from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.builtin import builtin_tokenizer
 
 MODEL = "builtin:qwen2-micro"
@@ -371,7 +371,7 @@ def test_a_hit_is_the_same_and_imports_nothing_heavy(tmp_path: Path) -> None:
     assert "tokenised data from the cache" in second.notices[-1][1]
     assert first.notices[:-1] == second.notices[:-1]
     code = (
-        "import sys; from paceline.config.schema import Config; from paceline.data.tokenize import prepare_tokens; "
+        "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare import prepare_tokens; "
         f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft'); assert 'from the cache' in t.notices[-1][1]; "
         "print({'torch', 'transformers', 'datasets', 'tokenizers', 'jinja2', 'pyarrow'} & set(sys.modules))"
     )
@@ -396,7 +396,7 @@ def test_the_key_follows_all_that_changes_the_tokens(tmp_path: Path, bare_tokeni
 def test_processes_that_come_at_once_build_it_once(tmp_path: Path) -> None:
     data = save(tmp_path / "a.jsonl", [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(300) for row in PAIRS])
     code = (
-        "from paceline.config.schema import Config; from paceline.data.tokenize import prepare_tokens; "
+        "from paceline.config.schema import Config; from paceline.data.text.prepare import prepare_tokens; "
         f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft'); print(t.train_folder, t.notices[-1][1])"
     )
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -409,7 +409,7 @@ def test_processes_that_come_at_once_build_it_once(tmp_path: Path) -> None:
 def test_a_killed_build_leaves_nothing_broken(tmp_path: Path) -> None:
     data = save(tmp_path / "a.jsonl", [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(600) for row in PAIRS])
     code = (
-        "from paceline.config.schema import Config; from paceline.data.tokenize import prepare_tokens; "
+        "from paceline.config.schema import Config; from paceline.data.text.prepare import prepare_tokens; "
         f"prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft')"
     )
     process = subprocess.Popen([sys.executable, "-c", code])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from paceline.config.schema import Config
-from paceline.data.token_dataset import TokenDataset
-from paceline.data.tokenize import prepare_tokens
-from paceline.data.tokenizer import LoadedTokenizer, find_tokenizer, load_tokenizer
+from paceline.data.text.prepare import prepare_tokens
+from paceline.data.text.token_dataset import TokenDataset
+from paceline.data.text.tokenizer import LoadedTokenizer, find_tokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
 
 TEMPLATE = (
@@ -83,7 +83,7 @@ def test_a_tokenizer_written_in_python(tmp_path: Path) -> None:
 
 
 def test_loaded_directly_it_is_what_transformers_loads() -> None:
-    from paceline.data.tokenizer import _load_by_transformers, _load_directly
+    from paceline.data.text.tokenizer import _load_by_transformers, _load_directly
 
     folder = Path(resolve_model("builtin:qwen2-micro"))
     direct, reference = _load_directly(folder), _load_by_transformers(folder, False)

@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.core.wording import data_line
-from paceline.data.chat import ChatTemplate
-from paceline.data.formats import Converter, Malformed, Unsupported
-from paceline.data.token_dataset import TokenDataset
-from paceline.data.tokenize import PreparedTokens, prepare_tokens
-from paceline.data.tokenizer import load_tokenizer
+from paceline.core.formatting import data_line
+from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.text.formats import Converter, Malformed, Unsupported
+from paceline.data.text.prepare import PreparedTokens, prepare_tokens
+from paceline.data.text.token_dataset import TokenDataset
+from paceline.data.text.tokenizer import load_tokenizer
 
 MODEL = "builtin:qwen2-micro"
 CHATML = (

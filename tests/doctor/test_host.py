@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from paceline.config.load import load_config
-from paceline.doctor import profile
+from paceline.distributed.devices import cpu_cores
 from paceline.doctor.machine import check_clock, check_open_files, check_shared_memory, check_threads
 from paceline.doctor.network import check_interface, check_port, interfaces
 from paceline.doctor.quick import quick_checks
 from paceline.doctor.software import check_driver, check_packages, nvidia_driver
 from paceline.doctor.storage import check_disk, check_writing, existing
-from paceline.world.device import cpu_cores
+from paceline.planner import machine_profile
 
 
 def test_threads_that_crowd_the_cores_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,24 +126,24 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_profile_is_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert profile.read("cpu") is None
-    path = profile.keep("cpu", 2, 1, 1e-4, 1e9)
-    found = profile.read("cpu")
+    assert machine_profile.read("cpu") is None
+    path = machine_profile.keep("cpu", 2, 1, 1e-4, 1e9)
+    found = machine_profile.read("cpu")
     assert found is not None
     assert (found.host, found.bandwidth_bytes_s) == (socket.gethostname(), 1e9)
-    assert profile.read("cuda") is None
+    assert machine_profile.read("cuda") is None
     path.write_text(path.read_text().replace(socket.gethostname(), "another"))
-    assert profile.read("cpu") is None
+    assert machine_profile.read("cpu") is None
     path.write_text("{")
-    assert profile.read("cpu") is None
+    assert machine_profile.read("cpu") is None
 
 
 def test_the_planner_reads_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.plan.choose import here
+    from paceline.planner.choose import here
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = here(2, True, False)
-    profile.keep("cpu", 2, 1, 1e-4, 123e6)
+    machine_profile.keep("cpu", 2, 1, 1e-4, 123e6)
     after = here(2, True, False)
     assert after.link_bytes_s == 123e6 != before.link_bytes_s
     assert any("paceline doctor" in note for note in after.notes)

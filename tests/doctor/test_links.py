@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
+from paceline.distributed.communicator import World
+from paceline.distributed.link import Link
 from paceline.doctor.links import Network, Pair, measure_network
-from paceline.launch.doctor import judge_network
-from paceline.world.group import World
-from paceline.world.link import Link
+from paceline.doctor.run import judge_network
 
 pytestmark = pytest.mark.alone
 

@@ -24,7 +24,7 @@ from paceline.doctor.host_report import evaluate
 
 _HOST = """
 import json, sys
-from paceline.launch.doctor_hosts import Endpoint, check_own_port, inspect_endpoint_and_hosts, reach_endpoint
+from paceline.doctor.hosts import Endpoint, check_own_port, inspect_endpoint_and_hosts, reach_endpoint
 
 address, is_host, blocked_port = sys.argv[1], sys.argv[2] == "0", int(sys.argv[3])
 result = {}

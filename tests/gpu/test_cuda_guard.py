@@ -11,8 +11,8 @@ import pytest
 import torch
 from commands import events, report, run
 
+from paceline.checkpoint import store
 from paceline.data.order import SampleOrder
-from paceline.engine import checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -27,7 +27,7 @@ def train(folder: Path, bad: list[int], *words: str, expect: int = 0) -> str:
 
 
 def tensors(folder: Path, step: int) -> dict[str, Any]:
-    with checkpoint.CheckpointReader(folder / "checkpoints" / checkpoint.name_of(step)) as reader:
+    with store.CheckpointReader(folder / "checkpoints" / store.name_of(step)) as reader:
         return {name: reader.read(name, (0,) * len(shape), shape) for name, (_, shape) in reader.tensors().items()}
 
 

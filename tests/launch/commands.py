@@ -56,9 +56,9 @@ def losses(output_dir: Path) -> list[float]:
 
 
 def digest(path: Path) -> str:
-    from paceline.engine import checkpoint
+    from paceline.checkpoint import store
 
-    return checkpoint.inspect(checkpoint.find(path))["digest"]
+    return store.inspect(store.find(path))["digest"]
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180.0) -> None:

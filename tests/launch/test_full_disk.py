@@ -14,7 +14,7 @@ import pytest
 from commands import MICRO, events, report, start, train
 from disks import disk
 
-from paceline.engine import checkpoint
+from paceline.checkpoint import store
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
         folder = tmp_path / "small" / "run"
         words = (*WORDS, "async_save=false")
         failed = train(folder, *words, expect=1)  # the first save fits, no second one does
-        whole, wrong = checkpoint.newest_whole(folder / "checkpoints")
+        whole, wrong = store.newest_whole(folder / "checkpoints")
         assert whole == folder / "checkpoints" / "step-00000003"
         assert wrong == []
         assert [one.name for one in (folder / "checkpoints").iterdir()] == ["step-00000003"]
@@ -92,7 +92,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
             wait_for_checkpoint(folder, process, failed=False)
             ballast = folder / "ballast"  # an old checkpoint that is removed makes room again: filled until it is noticed
             wait_for_checkpoint(folder, process, failed=True, meanwhile=lambda: fill(ballast, leave_bytes=300_000))
-            assert checkpoint.newest_whole(folder / "checkpoints")[0] is not None
+            assert store.newest_whole(folder / "checkpoints")[0] is not None
             ballast.unlink()
             _, err = process.communicate(timeout=120)
         finally:
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
         assert process.returncode == 0, err
         assert "No space left" in err
         assert report(folder)["status"] == "done"
-        assert checkpoint.find(folder).name == "step-00000080"
+        assert store.find(folder).name == "step-00000080"
 
 
 @pytest.mark.soak
@@ -170,6 +170,6 @@ def test_the_model_folder_does_not_fit(tmp_path: Path) -> None:
         error = failed.stderr[failed.stderr.rindex("\nerror: ") :].strip()
         assert "\n" not in error
         assert f"the trained model could not be written to {folder}/model" in error
-        assert checkpoint.find(folder).name == "step-00000003"
+        assert store.find(folder).name == "step-00000003"
         assert not (folder / "model").exists()
         assert [one.name for one in folder.iterdir() if one.name.endswith(".tmp")] == []

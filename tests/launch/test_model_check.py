@@ -13,10 +13,10 @@ import paceline
 from paceline.cli import main
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.distributed.mesh import Axes
 from paceline.launch import model_check
-from paceline.models.meta import language_model_on_meta
-from paceline.parallel import Layout
-from paceline.world.mesh import Axes
+from paceline.models.shape.meta import language_model_on_meta
+from paceline.parallel.registry import Layout
 
 
 def words(model: Path, output: Path, *more: str) -> list[str]:

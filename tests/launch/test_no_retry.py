@@ -13,9 +13,9 @@ from commands import events, run
 from paceline.config.schema import Config
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
-from paceline.launch.recover import Recovery
+from paceline.distributed.environment import RankEnv
+from paceline.launch.restart import Recovery
 from paceline.launch.worker import run_guarded
-from paceline.world.env import RankEnv
 
 TASK = """
 import pathlib

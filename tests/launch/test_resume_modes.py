@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import events, report, run, train
 
-from paceline.engine import checkpoint
+from paceline.checkpoint import store
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,7 @@ def test_a_chain_of_modes_is_one_run(tmp_path: Path, modes: list[str]) -> None:
     last = report(tmp_path / "chain")
     assert (last["strategy"], last["world_size"], last["resumed_from_step"]) == (modes[-1], 2, 2 * len(modes) - 2)
     paths = {mode: tmp_path / name for mode, name in (("unbroken", "unbroken"), ("chain", "chain"))}
-    held = {name: checkpoint.inspect(checkpoint.find(path))["tensors"] for name, path in paths.items()}
+    held = {name: store.inspect(store.find(path))["tensors"] for name, path in paths.items()}
     assert held["chain"].keys() == held["unbroken"].keys()
     assert {name: one["shape"] for name, one in held["chain"].items()} == {
         name: one["shape"] for name, one in held["unbroken"].items()

@@ -9,7 +9,7 @@ import pytest
 from commands import events, losses, report, run
 
 from paceline.cli import main
-from paceline.config.resolve import derive
+from paceline.config.derive import derive
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.launch.sizes import check_sizes

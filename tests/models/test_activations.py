@@ -11,11 +11,11 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.config.schema import Config
-from paceline.engine.precision import checkpoint_activations
 from paceline.models import attention
-from paceline.models.activations import dims_of, language_activations
-from paceline.models.adapters import add_adapters
-from paceline.models.flops import language_flops
+from paceline.models.lora import add_adapters
+from paceline.models.shape.activations import dims_of, language_activations
+from paceline.models.shape.flops import language_flops
+from paceline.train.precision import checkpoint_activations
 
 WIDTHS = {
     "model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,

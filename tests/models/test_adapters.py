@@ -11,10 +11,10 @@ from adapter_families import FAMILIES, make_family, write_config
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.engine.export import export
-from paceline.engine.generate import load_model
-from paceline.models.adapters import adapter_layers, adapter_notices, bypassed_modules, ineffective_adapters
-from paceline.models.meta import language_model_on_meta
+from paceline.inference.export import export
+from paceline.inference.generate import load_model
+from paceline.models.lora import adapter_layers, adapter_notices, bypassed_modules, ineffective_adapters
+from paceline.models.shape.meta import language_model_on_meta
 from paceline.tasks.language import LanguageTask
 
 #: Families that stand for the others in every run of the tests: experts in parameters, a state space.

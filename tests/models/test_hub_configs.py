@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import paceline
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.models.activations import dims_of
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import canonical_id, known_ids, read_config
 from paceline.models.language import config_numbers, model_type
-from paceline.plan.quick import at_most
+from paceline.models.shape.activations import dims_of
+from paceline.planner.upper_bound import at_most
 
 TABLE: list[dict[str, Any]] = json.loads((files("paceline.models") / "hub_configs.json").read_text())["models"]
 

@@ -12,7 +12,7 @@ from paceline.config.load import load_config
 from paceline.config.schema import Config, DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.core.hub import is_hub_id
-from paceline.data.sources import open_source
+from paceline.data.sources.resolve import open_source
 from paceline.models.builtin import resolve_model
 
 

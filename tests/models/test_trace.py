@@ -12,11 +12,11 @@ from torch.nn import functional
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models.blocks import find_blocks
-from paceline.models.outline import Probe, outline
-from paceline.models.trace import trace, trace_model
-from paceline.parallel.pipeline import divide_model
-from paceline.parallel.pipeline_check import check_blocks
-from paceline.parallel.pipeline_cut import drop
+from paceline.models.shape.outline import Probe, outline
+from paceline.models.shape.trace import trace, trace_model
+from paceline.parallel.pipeline.check import check_blocks
+from paceline.parallel.pipeline.partition import drop
+from paceline.parallel.pipeline.runner import divide_model
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
 

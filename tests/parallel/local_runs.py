@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.config.schema import Config
-from paceline.engine.optim import build_optimizer, matrices_of
-from paceline.models.outline import outline
-from paceline.parallel import make_strategy
+from paceline.models.shape.outline import outline
+from paceline.parallel.registry import make_strategy
+from paceline.train.optimizer import build_optimizer, matrices_of
 
 WORDS = 24
 ROWS = 24  # of a global batch: two micro-batches on 2, 3 and 4 ranks

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from paceline.parallel.parts import Part
+from paceline.parallel.state import Part
 
 
 class MemorySource:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paceline.config.resolve import derive
+from paceline.config.derive import derive
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.core.shares import counts_text, weighted_shares
-from paceline.parallel import check_strategy
+from paceline.core.formatting import counts_text, weighted_shares
+from paceline.distributed.mesh import Axes
 from paceline.parallel.balance import equal_notice, is_divisible, rank_weights, shares_by_speed, step_seconds
-from paceline.world.mesh import Axes
+from paceline.parallel.registry import check_strategy
 
 
 def config(balance: Any = "speed", **more: Any) -> Config:

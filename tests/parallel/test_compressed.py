@@ -9,11 +9,11 @@ from training import Plain
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.parallel import check_strategy
-from paceline.parallel.communication import break_even_ratio, communication_cost, compression_notice
+from paceline.distributed.mesh import Axes
+from paceline.distributed.traffic_volume import all_reduce_bytes
+from paceline.parallel.compression.cost import break_even_ratio, communication_cost, compression_notice
 from paceline.parallel.cost import TensorShape
-from paceline.world.mesh import Axes
-from paceline.world.volume import all_reduce_bytes
+from paceline.parallel.registry import check_strategy
 
 #: by name: settings, and the loss that 60 steps must reach; plain ddp goes from 3.35 to 0.09
 LEARNS = {

@@ -12,16 +12,16 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.engine.optim import build_optimizer, matrices_of
-from paceline.engine.precision import Precision
-from paceline.models.outline import outline
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import Axes
+from paceline.distributed.traffic_volume import scatter_bytes
+from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.deepspeed import DeepSpeed
-from paceline.parallel.replicated import Single
-from paceline.world.env import RankEnv
-from paceline.world.group import World
-from paceline.world.mesh import Axes
-from paceline.world.volume import scatter_bytes
+from paceline.parallel.ddp.strategy import Single
+from paceline.parallel.deepspeed.strategy import DeepSpeed
+from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.precision import Precision
 
 MICRO_BATCHES = 6  # of a global step, over all ranks
 
@@ -235,8 +235,10 @@ def test_not_installed_is_said_with_the_command(tmp_path):
         "        return None if name == 'deepspeed' and found and found.origin else found\n"
         "sys.meta_path[:] = [Without(one) for one in sys.meta_path]\n"
     )
-    check = "from paceline.config.schema import Config; from paceline.parallel.deepspeed import DeepSpeed; "
-    check += "from paceline.world.mesh import Axes; config = Config(model='m', dataset='d', parallel={'deepspeed_stage': 3}); "
+    check = "from paceline.config.schema import Config; from paceline.parallel.deepspeed.strategy import DeepSpeed; "
+    check += (
+        "from paceline.distributed.mesh import Axes; config = Config(model='m', dataset='d', parallel={'deepspeed_stage': 3}); "
+    )
     check += "DeepSpeed.check(config, Axes(data=2))"
     said = said_of(check, str(tmp_path))
     assert "DeepSpeed is not installed" in said
@@ -246,7 +248,7 @@ def test_not_installed_is_said_with_the_command(tmp_path):
 
 def test_one_that_does_not_load_is_a_rank_s_error_with_its_reason(tmp_path):
     (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no compiler')\n")
-    said = said_of("from paceline.parallel.deepspeed_import import import_deepspeed; import_deepspeed('cpu')", str(tmp_path))
+    said = said_of("from paceline.parallel.deepspeed.package import import_deepspeed; import_deepspeed('cpu')", str(tmp_path))
     assert "DeepSpeed does not load here: RuntimeError: no compiler" in said
 
 

@@ -5,18 +5,18 @@ import json
 import pytest
 import torch
 
-from paceline.config.deepspeed_json import IGNORED
+from paceline.config.compat.deepspeed_json import IGNORED
 from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.models.shape import ModelShape, TensorShape
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import Axes
+from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Workload
-from paceline.parallel.deepspeed import DeepSpeed
-from paceline.parallel.deepspeed_config import HONOURED_ZERO, REFUSED, check_json, engine_config
-from paceline.parallel.deepspeed_cost import deepspeed_cost
-from paceline.world.env import RankEnv
-from paceline.world.group import World
-from paceline.world.mesh import Axes
+from paceline.parallel.deepspeed.config import HONOURED_ZERO, REFUSED, check_json, engine_config
+from paceline.parallel.deepspeed.cost import deepspeed_cost
+from paceline.parallel.deepspeed.strategy import DeepSpeed
 
 
 def configured(given, stage=2, **train_args):

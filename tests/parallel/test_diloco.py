@@ -8,7 +8,7 @@ from local_runs import Plain, goes_on_to_the_bit, loss_of, make, one_step, resum
 from ranks import run_ranks
 from test_local_sgd import costs_of, decayed
 
-from paceline.parallel.outer import BLOCK, Code, Mean, Vector, mean_traffic, share
+from paceline.parallel.local_sgd.sync import BLOCK, Code, Mean, Vector, mean_traffic, share
 
 BITWISE = [
     ({"steps": 4}, (2, 4)),

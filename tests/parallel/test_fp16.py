@@ -7,9 +7,9 @@ from states import MemorySource, assemble, copied
 from test_skipped import Run, same
 from training import Adapted, Plain
 
+from paceline.distributed.mesh import Axes
 from paceline.parallel.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScaler
-from paceline.parallel.parts import Part
-from paceline.world.mesh import Axes
+from paceline.parallel.state import Part
 
 TOPK = {"method": "topk", "ratio": 0.1}
 CASES = {

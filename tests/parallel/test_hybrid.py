@@ -10,13 +10,13 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.engine.precision import checkpoint_activations
-from paceline.models.outline import outline
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
+from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.hybrid import Hybrid
-from paceline.parallel.replicated import Single
-from paceline.world.group import World
-from paceline.world.mesh import Axes
+from paceline.parallel.ddp.strategy import Single
+from paceline.parallel.hybrid.strategy import Hybrid
+from paceline.train.precision import checkpoint_activations
 
 TOKENS, STEPS, MICRO = 14, 20, 2
 

@@ -8,9 +8,9 @@ import pytest
 
 from paceline.config.schema import Parallel
 from paceline.core.errors import ConfigError
-from paceline.parallel import STRATEGIES, layout, mode_of, strategy_class
+from paceline.distributed.mesh import Axes
 from paceline.parallel.base import Strategy
-from paceline.world.mesh import Axes
+from paceline.parallel.registry import STRATEGIES, layout, mode_of, strategy_class
 
 
 @pytest.mark.parametrize(

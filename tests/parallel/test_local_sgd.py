@@ -22,12 +22,12 @@ from local_runs import (
 from ranks import run_ranks
 
 from paceline.core.errors import ConfigError
-from paceline.parallel import check_strategy, strategy_class
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import Axes
 from paceline.parallel.cost import Workload
-from paceline.parallel.local_rhythm import Rhythm, num_workers
-from paceline.world.env import RankEnv
-from paceline.world.group import World
-from paceline.world.mesh import Axes
+from paceline.parallel.local_sgd.schedule import Rhythm, num_workers
+from paceline.parallel.registry import check_strategy, strategy_class
 
 BITWISE = [
     ({"steps": 4}, (2, 6)),

@@ -13,19 +13,19 @@ from states import assemble, copied
 from torch.distributed import rpc
 from torch.nn import functional
 
+from paceline.checkpoint.store import CheckpointReader
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.engine.checkpoint import CheckpointReader
-from paceline.engine.optim import build_optimizer, matrices_of
-from paceline.models.outline import outline
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import Axes
 from paceline.models.recommend import ClickModel, load_recommender
-from paceline.parallel import make_strategy
+from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.parameter_server import ParameterServer
-from paceline.parallel.server_async import _STORE
-from paceline.world.env import RankEnv
-from paceline.world.group import World
-from paceline.world.mesh import Axes
+from paceline.parallel.parameter_server.asynchronous import _STORE
+from paceline.parallel.parameter_server.strategy import ParameterServer
+from paceline.parallel.registry import make_strategy
+from paceline.train.optimizer import build_optimizer, matrices_of
 
 TABLES, DIM, ROWS = (5000, 7, 2), 4, 24
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.events import read_events
-from paceline.parallel.server_meeting import Loss, Meeting
+from paceline.parallel.parameter_server.collectives import Loss, Meeting
 
 TASK = """
 import os, signal

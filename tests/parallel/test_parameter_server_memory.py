@@ -6,11 +6,11 @@ from ranks import run_ranks
 from serving import make_config
 from torch.nn import functional
 
-from paceline.engine.optim import build_optimizer, matrices_of
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
 from paceline.models.recommend import ClickModel
-from paceline.parallel import make_strategy
-from paceline.world.group import World
-from paceline.world.mesh import Axes
+from paceline.parallel.registry import make_strategy
+from paceline.train.optimizer import build_optimizer, matrices_of
 
 
 def large(world, rows, dim, spare_bytes):

@@ -15,16 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import Axes
 from paceline.models.blocks import find_blocks
-from paceline.models.outline import outline
+from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.pipeline import Pipeline, divide_model
-from paceline.parallel.pipeline_check import check_blocks
-from paceline.parallel.pipeline_cost import pipeline_cost
-from paceline.parallel.pipeline_cut import Cut
-from paceline.world.env import RankEnv
-from paceline.world.group import World
-from paceline.world.mesh import Axes
+from paceline.parallel.pipeline.check import check_blocks
+from paceline.parallel.pipeline.cost import pipeline_cost
+from paceline.parallel.pipeline.partition import Cut
+from paceline.parallel.pipeline.runner import Pipeline, divide_model
 
 LENGTHS = ((5, 3), (7,), (2, 2, 9), (4, 4))  # samples of each micro-batch: ragged, packed into one row
 HIDDEN = 16

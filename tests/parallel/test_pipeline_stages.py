@@ -8,10 +8,10 @@ from itertools import combinations, pairwise
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.models.shape import ModelShape, TensorShape
+from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Workload
-from paceline.parallel.pipeline_cost import pipeline_cost
-from paceline.parallel.pipeline_stages import check_sizes, divide
+from paceline.parallel.pipeline.cost import pipeline_cost
+from paceline.parallel.pipeline.stages import check_sizes, divide
 
 
 def sizes_of(layers: int, layer: int, embedding: int, head: int) -> dict[str, int]:

@@ -8,9 +8,9 @@ from training import Net, Plain
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.parallel import check_strategy
-from paceline.world.lane import Lane
-from paceline.world.mesh import Axes
+from paceline.distributed.comm_thread import Lane
+from paceline.distributed.mesh import Axes
+from paceline.parallel.registry import check_strategy
 
 ALGORITHMS = ("native", "ring", "tree", "halving", "naive")
 

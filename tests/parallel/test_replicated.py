@@ -7,13 +7,13 @@ from states import assemble, copied
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.models.outline import outline
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import Axes
+from paceline.distributed.traffic_volume import all_reduce_bytes
+from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.replicated import DistributedDataParallel, Single
-from paceline.world.env import RankEnv
-from paceline.world.group import World
-from paceline.world.mesh import Axes
-from paceline.world.volume import all_reduce_bytes
+from paceline.parallel.ddp.strategy import DistributedDataParallel, Single
 
 
 class Net(nn.Module):

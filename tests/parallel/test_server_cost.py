@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from serving import make_config
 
-from paceline.models.outline import outline
+from paceline.distributed.mesh import Axes
 from paceline.models.recommend import ClickModel
-from paceline.models.shape import ModelShape
+from paceline.models.shape.outline import outline
+from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Workload
-from paceline.parallel.parameter_server import ParameterServer
-from paceline.parallel.server_cost import deal, distinct_ids
-from paceline.world.mesh import Axes
+from paceline.parallel.parameter_server.cost import deal, distinct_ids
+from paceline.parallel.parameter_server.strategy import ParameterServer
 
 TABLES, DIM = (10, 6), 4
 

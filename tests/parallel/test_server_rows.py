@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.server_rows import RowOptimizer, Shard, row_ranges
+from paceline.parallel.parameter_server.server import RowOptimizer, Shard, row_ranges
 
 ROWS, DIM, STEPS = 12, 3, 5
 

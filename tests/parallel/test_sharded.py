@@ -9,11 +9,11 @@ from training import WORDS, Adapted, Net, Plain, largest_difference, train
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
 from paceline.parallel.cost import ModelShape, TensorShape, Workload
-from paceline.parallel.sharded import ZeRO2, ZeRO3
-from paceline.parallel.sharding import Sharding, shard_dim
-from paceline.world.group import World
-from paceline.world.mesh import Axes
+from paceline.parallel.fsdp.sharding import Sharding, shard_dim
+from paceline.parallel.fsdp.strategy import ZeRO2, ZeRO3
 
 
 class SingleUse(Net):
@@ -205,6 +205,6 @@ def test_parameters_of_several_types_are_refused():
 
 
 def run_ranks_alone(model):
-    from paceline.world.env import RankEnv
+    from paceline.distributed.environment import RankEnv
 
     return Sharding(model, World(RankEnv(), torch.device("cpu")))

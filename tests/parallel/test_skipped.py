@@ -8,11 +8,11 @@ from torch.nn import functional
 from training import ROWS, WORDS, Net, Plain
 
 from paceline.config.schema import Config
-from paceline.engine.optim import build_optimizer, matrices_of
-from paceline.engine.precision import Precision
-from paceline.parallel import make_strategy
-from paceline.world.group import World
-from paceline.world.mesh import Axes
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
+from paceline.parallel.registry import make_strategy
+from paceline.train.optimizer import build_optimizer, matrices_of
+from paceline.train.precision import Precision
 
 BAD_RANK = 1
 
@@ -186,8 +186,8 @@ def test_a_worker_that_trains_on_its_own_skips_its_own_step():
 @pytest.mark.parametrize("optim", ["adamw", "adam"])
 def test_an_accelerators_optimizer_can_leave_a_step_out_by_itself(optim):
     """The flag that is read on the device: as fused optimizers take it, here on the CPU."""
-    from paceline.engine.precision import skips_on_device
-    from paceline.world.env import RankEnv
+    from paceline.distributed.environment import RankEnv
+    from paceline.train.precision import skips_on_device
 
     config = Config(model="m", dataset="d", train_args={"optim": optim})
     model = Plain()

@@ -7,8 +7,8 @@ from torch import nn
 
 from paceline.config.schema import Parallel
 from paceline.core.errors import ConfigError
-from paceline.models.tensor_plan import find_tensor_plan
-from paceline.parallel.tensor import TensorSplit, check_plan_sizes
+from paceline.models.tensor_plan.plan import find_tensor_plan
+from paceline.parallel.tensor.shard import TensorSplit, check_plan_sizes
 
 
 class Heads(nn.Module):

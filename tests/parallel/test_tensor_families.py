@@ -10,14 +10,14 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import Axes
 from paceline.models.blocks import find_blocks
-from paceline.models.tensor_plan import find_tensor_plan
-from paceline.models.tensor_style import ranges
-from paceline.parallel.hybrid import Hybrid
-from paceline.parallel.replicated import Single
-from paceline.world.env import RankEnv
-from paceline.world.group import World
-from paceline.world.mesh import Axes
+from paceline.models.tensor_plan.plan import find_tensor_plan
+from paceline.models.tensor_plan.style import ranges
+from paceline.parallel.ddp.strategy import Single
+from paceline.parallel.hybrid.strategy import Hybrid
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 GPT = {"vocab_size": 96, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}

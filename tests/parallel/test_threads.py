@@ -6,11 +6,11 @@ from ranks import run_ranks
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.models.outline import outline
+from paceline.distributed.mesh import Axes
+from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.replicated import Single
-from paceline.parallel.threads import DataParallel
-from paceline.world.mesh import Axes
+from paceline.parallel.ddp.strategy import Single
+from paceline.parallel.ddp.threads import DataParallel
 
 
 class Tied(nn.Module):

@@ -9,12 +9,12 @@ from training import Adapted, Plain, largest_difference, train
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.engine.optim import build_optimizer
-from paceline.parallel.buckets import lay_out
+from paceline.distributed.mesh import Axes
 from paceline.parallel.cost import ModelShape, TensorShape, Workload
-from paceline.parallel.flat import ShardedBuckets
-from paceline.parallel.zero1 import ShardedOptimizer
-from paceline.world.mesh import Axes
+from paceline.parallel.ddp.buckets import lay_out
+from paceline.parallel.zero1.buckets import ShardedBuckets
+from paceline.parallel.zero1.strategy import ShardedOptimizer
+from paceline.train.optimizer import build_optimizer
 
 
 def chain(world, source):

@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.config.schema import Config
-from paceline.engine.optim import build_optimizer, matrices_of
-from paceline.models.outline import outline
-from paceline.parallel import make_strategy
+from paceline.distributed.communicator import World
+from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.world.group import World
+from paceline.parallel.registry import make_strategy
+from paceline.train.optimizer import build_optimizer, matrices_of
 
 WIDTH = 20  # does not divide by three: shards get padding
 WORDS = 30

@@ -15,10 +15,10 @@ from PIL import Image
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.data.images import ImageDataset, ImageForm, open_images
+from paceline.distributed.seeds import seed_everything
 from paceline.models.vision import load_classifier
 from paceline.tasks import load_task
 from paceline.tasks.base import Task
-from paceline.world.seeds import seed_everything
 
 
 def make_config(**keys: Any) -> Config:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.config.schema import Config
-from paceline.data.token_dataset import TokenDataset
+from paceline.data.text.token_dataset import TokenDataset
 from paceline.tasks.language import LanguageTask
 
 MODEL = "builtin:qwen2-micro"

@@ -15,13 +15,13 @@ from sklearn.metrics import roc_auc_score
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.loader import LoaderOptions
-from paceline.engine.evaluate import EvalResult, evaluate
-from paceline.engine.precision import Precision
+from paceline.distributed.communicator import World
 from paceline.models.recommend import ClickModel, Table, fill_rows, load_recommender, tables_elsewhere
-from paceline.parallel.replicated import DistributedDataParallel
+from paceline.parallel.ddp.strategy import DistributedDataParallel
 from paceline.tasks import load_task
 from paceline.tasks.base import Task
-from paceline.world.group import World
+from paceline.train.evaluation import EvalResult, evaluate
+from paceline.train.precision import Precision
 
 
 def make_config(**keys: Any) -> Config:

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 
 from paceline.web.binding import bind
-from paceline.web.panel import Panel
 from paceline.web.server import PanelServer
+from paceline.web.state import Panel
 
 
 @dataclass

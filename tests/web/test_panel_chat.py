@@ -18,7 +18,7 @@ from event_logs import begin, finished
 from starts import ask
 
 from paceline.models.builtin import resolve_model
-from paceline.web import chatting
+from paceline.web.jobs import chat as chatting
 
 QUESTION = [{"role": "user", "content": "What is the Python module os for?"}]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.web.machine import machine
+from paceline.web.api.machine import machine
 
 
 @pytest.mark.gpu

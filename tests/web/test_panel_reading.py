@@ -98,7 +98,7 @@ def test_a_run_that_has_written_nothing_is_empty_or_waiting(serve, tmp_path):
 
 
 def test_a_run_that_was_begun_a_moment_ago_is_found_by_its_id(serve, tmp_path):
-    from paceline.web.runs import run_id
+    from paceline.web.runs.discovery import run_id
 
     served = serve(tmp_path)
     assert served.get("/api/runs")["runs"] == []
@@ -309,7 +309,7 @@ def test_the_machine_is_told_and_why_not(serve, tmp_path):
 
 
 def test_many_runs_are_read_once(serve, tmp_path, monkeypatch):
-    from paceline.web import summary
+    from paceline.web.runs import summary
 
     for number in range(60):
         finished(tmp_path / f"run-{number}", steps=3)

@@ -11,9 +11,9 @@ from event_logs import begin, emit_steps, finished, step_fields, write_long
 from panels import until
 
 from paceline.core.events import effective_events, read_events
-from paceline.web import index as index_module
-from paceline.web.columns import SERIES, Columns, step_row
-from paceline.web.index import RunIndex
+from paceline.web.runs import index as index_module
+from paceline.web.runs.columns import SERIES, Columns, step_row
+from paceline.web.runs.index import RunIndex
 
 
 def test_a_short_run_is_given_step_by_step(serve, tmp_path):

@@ -17,10 +17,10 @@ import pytest
 from event_logs import begin, emit_steps, finished
 from panels import Served, until
 
-from paceline.web import stream as stream_module
-from paceline.web import viewer as viewer_module
-from paceline.web.stream import without_ranks
-from paceline.web.viewer import Viewer
+from paceline.web.runs import sse_client as viewer_module
+from paceline.web.runs import stream as stream_module
+from paceline.web.runs.sse_client import Viewer
+from paceline.web.runs.stream import without_ranks
 
 
 @contextmanager

@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 import paceline.web
-from paceline import parallel, tasks
+from paceline import tasks
 from paceline.config.fields import KEYS, SECTIONS
 from paceline.config.load import load_text
-from paceline.web.form import PRESETS, SUGGESTED
+from paceline.parallel import registry
+from paceline.web.api.form import PRESETS, SUGGESTED
 
 STATIC = Path(paceline.web.__file__).parent / "static"
 
@@ -47,7 +48,7 @@ def test_every_key_has_a_field_in_one_group(panel):
 
 def test_what_is_suggested_is_there():
     assert set(SUGGESTED["task"]) == set(tasks.BUILT_IN)
-    assert set(SUGGESTED["parallel.mode"]) == {"auto", *parallel.STRATEGIES}
+    assert set(SUGGESTED["parallel.mode"]) == {"auto", *registry.STRATEGIES}
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda one: one["id"])

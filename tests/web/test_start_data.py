@@ -7,10 +7,11 @@ import json
 import pytest
 from starts import ask
 
-from paceline.data.builtin import builtin_datasets
-from paceline.data.readers import TABLE_SUFFIXES, TEXT_SUFFIXES
-from paceline.web import datasets_api, uploading
-from paceline.web.uploading import SUFFIXES, safe_name
+from paceline.data.sources.builtin import builtin_datasets
+from paceline.data.sources.readers import TABLE_SUFFIXES, TEXT_SUFFIXES
+from paceline.web.api import datasets
+from paceline.web.api import upload as uploading
+from paceline.web.api.upload import SUFFIXES, safe_name
 
 ROW = json.dumps({"prompt": "What is a pace line?", "completion": "Riders in a row."}) + "\n"
 
@@ -23,7 +24,7 @@ def upload(served, name: str, content: bytes, status: int = 200) -> dict:
 
 def test_what_may_be_uploaded_is_what_is_read():
     assert set(SUFFIXES) == {*TABLE_SUFFIXES, *TEXT_SUFFIXES}
-    assert {f"builtin:{name}" for name in builtin_datasets()} <= set(datasets_api.BUILT_IN)
+    assert {f"builtin:{name}" for name in builtin_datasets()} <= set(datasets.BUILT_IN)
 
 
 def test_an_upload_lies_in_the_folder_and_never_over_another(serve, tmp_path):
@@ -58,7 +59,7 @@ def test_an_upload_that_is_no_data_leaves_nothing(serve, tmp_path):
 
 
 def test_bytes_are_counted_as_they_come(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets_api, "take_upload", lambda request, folder: uploading.take_upload(request, folder, 100_000))
+    monkeypatch.setattr(datasets, "take_upload", lambda request, folder: uploading.take_upload(request, folder, 100_000))
     served = serve(tmp_path)
     assert upload(served, "small.csv", b"x" * 90_000)["size_bytes"] == 90_000
     assert "larger than" in upload(served, "large.csv", b"x" * 200_000, 413)["error"]["what"]

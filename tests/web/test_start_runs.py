@@ -16,9 +16,9 @@ from event_logs import begin, emit_steps
 from panels import until
 from starts import MICRO, ask, events, until_status, until_step
 
-from paceline.core.life import host_name
-from paceline.web import launching
-from paceline.web.launching import START, Launches, check_name, started_from, stop
+from paceline.core.processes import host_name
+from paceline.web.jobs import runs
+from paceline.web.jobs.runs import START, Launches, check_name, started_from, stop
 
 
 def test_a_run_is_started_and_comes_to_its_end(serve, tmp_path):
@@ -90,7 +90,7 @@ def test_a_name_that_is_a_link_elsewhere_is_taken(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(launching.ConfigError, match="already"):
+    with pytest.raises(runs.ConfigError, match="already"):
         check_name(tmp_path / "runs", "link")
 
 
@@ -134,15 +134,15 @@ def test_a_process_that_only_has_the_number_of_a_run_is_never_told_to_stop(tmp_p
         text = text.replace(f'"time": {began["time"]}', f'"time": {began["time"] - 3600}')
         (run / "events.jsonl").write_text(text)
         for locked in (False, True):
-            handle = launching.lock_run(launching.RunDir(run), 0.0) if locked else None
-            with pytest.raises(launching.ConfigError, match="not going on"):
+            handle = runs.lock_run(runs.RunDir(run), 0.0) if locked else None
+            with pytest.raises(runs.ConfigError, match="not going on"):
                 stop(run, Launches(tmp_path))
             if handle is not None:
                 handle.close()
         (run / "events.jsonl").unlink()
         started = {"pid": other.pid, "host": host_name(), "cwd": str(tmp_path), "time": time.time() - 3600}
-        launching.write_json_atomic(run / START, started)
-        with pytest.raises(launching.ConfigError, match="is gone"):
+        runs.write_json_atomic(run / START, started)
+        with pytest.raises(runs.ConfigError, match="is gone"):
             stop(run, Launches(tmp_path))
         assert other.poll() is None
     finally:
@@ -155,7 +155,7 @@ def test_a_run_of_another_host_is_left_alone(tmp_path):
     emit_steps(log, 1, 3)
     path = tmp_path / "one" / "events.jsonl"
     path.write_text(path.read_text().replace(f'"host": "{host_name()}"', '"host": "elsewhere"'))
-    with pytest.raises(launching.ConfigError, match="elsewhere"):
+    with pytest.raises(runs.ConfigError, match="elsewhere"):
         stop(tmp_path / "one", Launches(tmp_path))
 
 

@@ -127,9 +127,9 @@ import sys
 from pathlib import Path
 import paceline.web.server
 from paceline.web.app import create_app
-from paceline.web.panel import Panel
+from paceline.web.state import Panel
 create_app(Panel(Path("."), 8765)).openapi()
-heavy = {"torch", "transformers", "peft", "datasets", "sklearn", "paceline.engine", "paceline.launch", "paceline.data"}
+heavy = {"torch", "transformers", "peft", "datasets", "sklearn", "paceline.train", "paceline.launch", "paceline.data"}
 print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)

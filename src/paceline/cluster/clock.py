@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.core.life import host_name
-from paceline.core.wording import finite
+from paceline.core.formatting import finite
+from paceline.core.processes import host_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store

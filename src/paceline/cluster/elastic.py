@@ -25,14 +25,12 @@ from paceline.cluster.failures import AgentFolder
 from paceline.cluster.rounds import Membership, join_round
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, RunError
-from paceline.core.files import write_atomic
-from paceline.core.life import host_name, pid_alive
-from paceline.core.processes import hidden_main
-from paceline.core.scratch import Scratch
-from paceline.engine.stop import StopFlag
+from paceline.core.files import Scratch, write_atomic
+from paceline.core.processes import hidden_main, host_name, pid_alive
+from paceline.core.stop import StopFlag
+from paceline.distributed.environment import scheduled_host
 from paceline.launch.local import Signals, stop_code
 from paceline.launch.worker import STOP_FILE, describe, end_with_launcher
-from paceline.world.env import scheduled_host
 
 Say = Callable[[str, str], None]
 Outcome = dict[str, Any]

@@ -24,7 +24,7 @@ from typing import Any
 
 from paceline.core.errors import EXIT_FAILED
 from paceline.core.files import write_json_atomic
-from paceline.core.life import pid_alive
+from paceline.core.processes import pid_alive
 
 #: How Gloo, NCCL and torch's stores report that a peer has gone.
 _PEER_GONE = re.compile(

@@ -36,10 +36,10 @@ def plan_values(job: Any) -> dict[str, Any]:
 def software() -> dict[str, str]:
     import torch
 
-    import paceline
+    from paceline.version import __version__
 
     return {
-        "paceline": paceline.__version__,
+        "paceline": __version__,
         "code": _code_digest(),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__,

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from paceline.core.errors import RunError
-from paceline.world.env import RankEnv, from_environment
+from paceline.distributed.environment import RankEnv, from_environment
 
 _POLL_S = 0.02
 _STORE_TIMEOUT_S = 120.0

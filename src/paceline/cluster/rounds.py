@@ -15,8 +15,8 @@ from paceline.cluster.failures import AgentFolder, Record, first_failure, watch_
 from paceline.cluster.ranks import HostEntry, Round, enter_round
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_FAILED, EXIT_USAGE
-from paceline.core.life import host_name
-from paceline.launch.recover import Recovery
+from paceline.core.processes import host_name
+from paceline.launch.restart import Recovery
 
 Say = Callable[[str, str], None]
 Outcome = dict[str, Any]

@@ -9,10 +9,10 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from paceline.config.aliases import Alias, Ignored, alias_of, all_foreign, ignored_of
+from paceline.config.compat.keys import Alias, Ignored, alias_of, all_foreign, ignored_of
+from paceline.config.compat.methods import method_setting, methods_of
 from paceline.config.fields import FREE, KEYS, SECTIONS, SOURCE_KEYS
-from paceline.config.methods import method_setting, methods_of
-from paceline.config.reader import KeyPath, kind_of
+from paceline.config.yaml_read import KeyPath, kind_of
 from paceline.core.errors import nearest
 
 FILE, OVERRIDE = 0, 1

@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from paceline.config.schema import Config, DatasetSource
-from paceline.config.section import Section
+from paceline.config.schema.base import Section
 
 
 def _is_section(annotation: Any) -> bool:

@@ -13,18 +13,18 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from paceline.config.aliases import tool_scores
+from paceline.config.compat.conflicts import settle
+from paceline.config.compat.keys import tool_scores
+from paceline.config.compat.merge import RESET, Merge
+from paceline.config.compat.methods_refusal import hints_of, refusal
+from paceline.config.compat.parallel_keys import expand
+from paceline.config.compat.parallel_keys import notices as json_notices
 from paceline.config.entries import FILE, OVERRIDE, Entry, Problem, Walk, meaning_of, short, split_key
-from paceline.config.explain import explain, strict_problems
 from paceline.config.file_kinds import accelerate_problem, check_kind, is_accelerate
-from paceline.config.merge import RESET, Merge
-from paceline.config.methods_refusal import hints_of, refusal
+from paceline.config.messages import explain, strict_problems
 from paceline.config.overrides import parse_tokens, split_cli
-from paceline.config.parallel_keys import expand
-from paceline.config.parallel_keys import notices as json_notices
-from paceline.config.reader import Document, Dumper, as_config, parse_yaml, read_config_file
 from paceline.config.schema import Config, Parallel
-from paceline.config.settle import settle
+from paceline.config.yaml_read import Document, Dumper, as_config, parse_yaml, read_config_file
 from paceline.core.errors import ConfigError
 
 __all__ = ["ConfigMistakes", "Loaded", "Mistake", "diff_configs", "load_config", "load_text", "split_cli", "to_yaml"]

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config.aliases import alias_of
+from paceline.config.compat.keys import alias_of
 from paceline.config.fields import KEYS, takes
-from paceline.config.reader import missing_file, parse_value
+from paceline.config.yaml_read import missing_file, parse_value
 from paceline.core.errors import ConfigError
 
 _PAIR = re.compile(r"^(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)

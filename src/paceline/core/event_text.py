@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paceline.core import wording
+from paceline.core import formatting
 from paceline.core.events import Event
 
 INFO, WARNING, ERROR = "info", "warning", "error"
@@ -20,7 +20,7 @@ def event_text(event: Event) -> tuple[str, str]:
         level, text = known(event) if known is not None else _other(event)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError):  # fields of another kind than this version writes
         level, text = _other(event)
-    return level, wording.clean(text)[:_LONGEST]
+    return level, formatting.clean(text)[:_LONGEST]
 
 
 def _other(event: Event) -> tuple[str, str]:
@@ -32,43 +32,43 @@ def _other(event: Event) -> tuple[str, str]:
 
 
 def _run_start(event: Event) -> tuple[str, str]:
-    resumed = f", from step {wording.count(event['resumed_from_step'])} on" if event.get("resumed_from_step") else ""
-    ranks = wording.ranks(event.get("world_size"))
+    resumed = f", from step {formatting.count(event['resumed_from_step'])} on" if event.get("resumed_from_step") else ""
+    ranks = formatting.ranks(event.get("world_size"))
     return INFO, f"run starts{resumed}: {event.get('strategy')}, {ranks}, {event.get('device')}"
 
 
 def _run_end(event: Event) -> tuple[str, str]:
     status, step = str(event.get("status")), event.get("step")
-    text = status if step is None else f"{status} at step {wording.count(step)}"
-    text += f" after {wording.duration(event['wall_s'])}" if event.get("wall_s") is not None else ""
+    text = status if step is None else f"{status} at step {formatting.count(step)}"
+    text += f" after {formatting.duration(event['wall_s'])}" if event.get("wall_s") is not None else ""
     text += f": {event['reason']}" if event.get("reason") else ""
     return {"done": INFO, "stopped": WARNING}.get(status, ERROR), text
 
 
 def _resume(event: Event) -> tuple[str, str]:
     where = f" from {event['path']}" if event.get("path") else ""
-    return INFO, f"resumed at step {wording.count(event.get('step'))}{where}"
+    return INFO, f"resumed at step {formatting.count(event.get('step'))}{where}"
 
 
 def _fault(event: Event) -> tuple[str, str]:
     text = f"fault{_who(event)}: {event.get('reason')}"
-    return ERROR, f"{text} (restart {wording.count(event['restart'])})" if event.get("restart") is not None else text
+    return ERROR, f"{text} (restart {formatting.count(event['restart'])})" if event.get("restart") is not None else text
 
 
 def _skipped(event: Event) -> tuple[str, str]:
     cause = f" ({event['cause']})" if event.get("cause") else ""
-    many = wording.count(event.get("updates"))
-    return WARNING, f"step {wording.count(event.get('step'))}: {many} update(s) left out, not finite{cause}{_who(event)}"
+    many = formatting.count(event.get("updates"))
+    return WARNING, f"step {formatting.count(event.get('step'))}: {many} update(s) left out, not finite{cause}{_who(event)}"
 
 
 def _drift(event: Event) -> tuple[str, str]:
-    where = f"{wording.count(event.get('tensors'))} tensor(s), the first {event.get('parameter')}"
-    return ERROR, f"step {wording.count(event.get('step'))}: replicas differ{_who(event)}: {where}"
+    where = f"{formatting.count(event.get('tensors'))} tensor(s), the first {event.get('parameter')}"
+    return ERROR, f"step {formatting.count(event.get('step'))}: replicas differ{_who(event)}: {where}"
 
 
 def _rewind(event: Event) -> tuple[str, str]:
-    jump = f"the loss jumped to {wording.loss(event.get('loss'))} (median {wording.loss(event.get('median'))})"
-    return WARNING, f"step {wording.count(event.get('step'))}: {jump}; back to step {wording.count(event.get('to_step'))}"
+    jump = f"the loss jumped to {formatting.loss(event.get('loss'))} (median {formatting.loss(event.get('median'))})"
+    return WARNING, f"step {formatting.count(event.get('step'))}: {jump}; back to step {formatting.count(event.get('to_step'))}"
 
 
 def _worker_lost(event: Event) -> tuple[str, str]:
@@ -76,27 +76,27 @@ def _worker_lost(event: Event) -> tuple[str, str]:
 
 
 def _eval(event: Event) -> tuple[str, str]:
-    parts = [f"evaluation at step {wording.count(event.get('step'))}: loss {wording.loss(event.get('loss'))}"]
-    parts += [f"{name} {wording.loss(value)}" for name, value in (event.get("metrics") or {}).items()]
-    parts += [f"over {wording.count(event['count'])}"] if event.get("count") is not None else []
-    parts += [f"in {wording.duration(event['wall_s'])}"] if event.get("wall_s") is not None else []
+    parts = [f"evaluation at step {formatting.count(event.get('step'))}: loss {formatting.loss(event.get('loss'))}"]
+    parts += [f"{name} {formatting.loss(value)}" for name, value in (event.get("metrics") or {}).items()]
+    parts += [f"over {formatting.count(event['count'])}"] if event.get("count") is not None else []
+    parts += [f"in {formatting.duration(event['wall_s'])}"] if event.get("wall_s") is not None else []
     return INFO, ", ".join(parts)
 
 
 def _checkpoint(event: Event) -> tuple[str, str]:
-    step = wording.count(event.get("step"))
+    step = formatting.count(event.get("step"))
     if event.get("error"):
         return WARNING, f"no checkpoint at step {step}: {event['error']}"
-    took = f" in {wording.duration(event['wall_s'])}" if event.get("wall_s") is not None else ""
-    return INFO, f"checkpoint at step {step}: {wording.size(event.get('size_bytes'))}{took}, {event.get('path', '')}"
+    took = f" in {formatting.duration(event['wall_s'])}" if event.get("wall_s") is not None else ""
+    return INFO, f"checkpoint at step {step}: {formatting.size(event.get('size_bytes'))}{took}, {event.get('path', '')}"
 
 
 def _sample(event: Event) -> tuple[str, str]:
-    return INFO, f"samples generated at step {wording.count(event.get('step'))}"
+    return INFO, f"samples generated at step {formatting.count(event.get('step'))}"
 
 
 def _memory(event: Event) -> tuple[str, str]:
-    return INFO, f"memory measured on {wording.ranks(len(event['ranks']))}"
+    return INFO, f"memory measured on {formatting.ranks(len(event['ranks']))}"
 
 
 def _who(event: Event) -> str:

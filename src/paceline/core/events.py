@@ -2,7 +2,7 @@
 
 Types and their fields (every line also has ``time``, seconds since the epoch, and ``type``):
 
-- ``run_start``: ``config`` (resolved), ``derived`` (see :class:`paceline.config.resolve.Derived`), ``world_size``,
+- ``run_start``: ``config`` (resolved), ``derived`` (see :class:`paceline.config.derive.Derived`), ``world_size``,
   ``device``, ``precision``, ``strategy``, ``model`` {name, parameters, trainable_parameters}, ``data`` {read, kept, truncated,
   dropped, and excluded_turns where the loss is switched off for turns}, ``versions``; ``mesh`` {axes: {name: size}, ranks:
   [{rank, host, device, coordinates: {axis: n}}]} (no coordinates and a ``role`` where a rank only serves others); ``predicted``

@@ -20,7 +20,7 @@ from typing import IO
 
 from paceline.core.errors import ConfigError
 from paceline.core.events import tail_events
-from paceline.core.life import pid_alive
+from paceline.core.processes import pid_alive
 from paceline.core.run_dir import RunDir
 
 Say = Callable[[str, str], None]

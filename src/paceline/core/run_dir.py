@@ -64,7 +64,7 @@ class RunDir:
         return self.config.is_file() or self.events.is_file() or self.checkpoints.is_dir()
 
 
-#: What is written aside before it gets its name (core/files.py, engine/model_folder.py).
+#: What is written aside before it gets its name (core/files.py, train/final_model.py).
 _DEBRIS = re.compile(r"\.(config\.yaml|report\.json|report\.html|model)\.\d+\.(tmp|old)")
 
 

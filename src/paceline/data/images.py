@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, nearest
 from paceline.data.cache import key_of
-from paceline.world.seeds import derive_seed
+from paceline.distributed.seeds import derive_seed
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.core.processes import end_by_parent_alone, end_with_parent
 from paceline.data.collate import map_tensors
 from paceline.data.order import SampleOrder, split_by_length, split_even
-from paceline.world.seeds import seed_everything
+from paceline.distributed.seeds import seed_everything
 
 # A sample's key within a micro-batch: (epoch, index).
 Key = tuple[int, int]

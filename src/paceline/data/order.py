@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.core.shares import edges
-from paceline.world.seeds import derive_seed
+from paceline.core.formatting import edges
+from paceline.distributed.seeds import derive_seed
 
 
 def epoch_permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def epoch_permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 def split_even(indices: np.ndarray, parts: int) -> list[np.ndarray]:
     """Cut into ``parts`` consecutive pieces whose sizes differ by at most one; pieces are empty where there are too few. The
-    larger pieces are spread (see :func:`~paceline.core.shares.edges`), so that ranks with several pieces get equal sums."""
+    larger pieces are spread (see :func:`~paceline.core.formatting.edges`), so that ranks with several pieces get equal sums."""
     return np.split(indices, edges(len(indices), parts)[1:-1])
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TextIO
 
-from paceline.core import wording
+from paceline.core import formatting
 
 _QUIET_S = 2.0  # short work needs no progress line
 _TERMINAL_EVERY_S, _PLAIN_EVERY_S = 0.2, 10.0
@@ -45,7 +45,7 @@ class Progress:
             share = min(1.0, self.done_bytes / self.total_bytes)
             filled = round(20 * share)
             parts.insert(0, f"[{'#' * filled}{'.' * (20 - filled)}] {share:.0%}")
-            parts.append(f"ETA {wording.clock(elapsed_s * (1 - share) / share)}")
+            parts.append(f"ETA {formatting.clock(elapsed_s * (1 - share) / share)}")
         return "  ".join(parts)
 
     def close(self) -> None:

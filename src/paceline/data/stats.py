@@ -15,11 +15,11 @@ import numpy as np
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.readers import is_text
-from paceline.data.sources import open_source
-from paceline.data.token_dataset import TokenDataset
-from paceline.data.tokenize import PreparedTokens, TextTask, prepare_tokens
-from paceline.data.tokenizer import load_tokenizer
+from paceline.data.sources.readers import is_text
+from paceline.data.sources.resolve import open_source
+from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens
+from paceline.data.text.token_dataset import TokenDataset
+from paceline.data.text.tokenizer import load_tokenizer
 
 LIMITS = (128, 256, 512, 1024, 2048, 4096, 8192)
 #: no sample is as long; fits a signed 32-bit integer
@@ -150,7 +150,7 @@ def duplicates(samples: Samples) -> dict[str, Any]:
 
 
 def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> dict[str, Any]:
-    """What training with ``max_length=limit`` would lose, as :mod:`paceline.data.build` cuts: documents are cut into samples
+    """What training with ``max_length=limit`` would lose, as :mod:`paceline.data.text.build` cuts: documents are cut into samples
     and lose only a last token that stands alone; other samples are truncated, or left out whole where nothing that carries
     loss remains, or where ``overlong`` is `drop`."""
     lengths = samples.lengths

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.core.life import host_name
+from paceline.core.processes import host_name
 from paceline.doctor.software import nvidia_driver
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -86,7 +86,7 @@ def versions() -> dict[str, str]:
     """Versions that must be equal, or should be, on all hosts. Imports torch."""
     import torch
 
-    import paceline
+    from paceline.version import __version__
 
     nccl = "none"
     if torch.version.cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available():
@@ -94,7 +94,7 @@ def versions() -> dict[str, str]:
     return {
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "Paceline": paceline.__version__,
+        "Paceline": __version__,
         "NCCL": nccl,
         "NVIDIA driver": nvidia_driver() or "none",
     }

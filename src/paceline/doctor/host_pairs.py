@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import RunError
-from paceline.core.words import counted
+from paceline.core.formatting import counted
 from paceline.doctor.host_facts import HostFacts
 from paceline.doctor.host_probe import TOKEN_BYTES, Probe, Responder, probe, try_port
 

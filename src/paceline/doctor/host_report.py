@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.core.files import human_bytes
-from paceline.core.wording import short_duration
-from paceline.core.words import counted
+from paceline.core.formatting import counted, short_duration
 from paceline.doctor.check import Check, broken, doubtful, well
 from paceline.doctor.host_facts import HostFacts
 from paceline.doctor.host_pairs import Findings

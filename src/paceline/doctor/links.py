@@ -9,13 +9,13 @@ from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paceline.world.host import host_name
-from paceline.world.link import Link, measure_link
+from paceline.core.processes import host_name
+from paceline.distributed.link import Link, measure_link
 
 if TYPE_CHECKING:
     import torch
 
-    from paceline.world.group import World
+    from paceline.distributed.communicator import World
 
 _PINGS = 12
 #: A message large enough that latency hardly counts, unless a small one took longer than this: then the smaller.
@@ -70,7 +70,7 @@ class Network:
 def measure_network(world: World) -> Network:
     """Measure; a collective. One pair at a time speaks while the others wait, so that each has the wire to itself. Every rank
     gets the same answer."""
-    from paceline.world.traffic import uncounted
+    from paceline.distributed.traffic import uncounted
 
     with uncounted():
         pairs = [_measure_pair(world, one, other) for one, other in combinations(range(world.size), 2)]

@@ -9,10 +9,10 @@ import subprocess
 from pathlib import Path
 
 from paceline.core.files import human_bytes
-from paceline.core.words import counted
+from paceline.core.formatting import counted
+from paceline.core.processes import available_memory
+from paceline.distributed.devices import cpu_cores
 from paceline.doctor.check import Check, doubtful, well
-from paceline.world.device import cpu_cores
-from paceline.world.host import available_memory
 
 _SHARED = Path("/dev/shm")
 #: Below this loader processes and NCCL run out of it: a container gets 64 MB where nobody asks for more.

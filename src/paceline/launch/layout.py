@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.core.words import counted
-from paceline.parallel import Layout, check_strategy, layout, mode_of, strategy_class
+from paceline.core.formatting import counted
+from paceline.parallel.registry import Layout, check_strategy, layout, mode_of, strategy_class
 
 if TYPE_CHECKING:
-    from paceline.world.env import RankEnv
+    from paceline.distributed.environment import RankEnv
 
 Say = Callable[[str, str], None]
 
@@ -30,7 +30,7 @@ def choose_layout(config: Config, num_devices: int, device_type: str, outer: Ran
     """
     name = mode_of(config.parallel)
     if name == "auto":
-        from paceline.plan import pick
+        from paceline.planner.choose import pick
 
         chosen, why = pick(config, num_devices, device_type=device_type)
         say("info", f"strategy: {chosen.text()}, chosen by `mode: auto`: {why}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.core.errors import EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM
 from paceline.core.processes import hidden_main
-from paceline.launch.processes import Place, RankProcesses, open_store
+from paceline.launch.rank_processes import Place, RankProcesses, open_store
 from paceline.launch.worker import RunRank
 
 #: What follows a life that a fault has ended: the job of the next one; None where there is none, with the outcome as it shall
@@ -24,7 +24,7 @@ class LocalRun:
     """Runs a job on ``num_ranks`` ranks of this host and says what became of them."""
 
     def __init__(self, job: Any, num_ranks: int, run_rank: RunRank | None = None, follow: Follow | None = None) -> None:
-        """``run_rank``: what a rank does with the job; default: the training of a :class:`~paceline.engine.session.Job`.
+        """``run_rank``: what a rank does with the job; default: the training of a :class:`~paceline.train.setup.Job`.
         ``follow``: default: no life follows."""
         self.job = job
         self.more = () if run_rank is None else (run_rank,)
@@ -122,7 +122,7 @@ def expendable(job: Any) -> frozenset[int]:
     layout = getattr(job, "layout", None)
     if layout is None:
         return frozenset()
-    from paceline.parallel import strategy_class
+    from paceline.parallel.registry import strategy_class
 
     return strategy_class(layout.strategy).expendable(job.config, layout.axes)
 
@@ -132,7 +132,7 @@ def _role(job: Any, rank: int) -> str:
     layout = getattr(job, "layout", None)
     if layout is None:
         return ""
-    from paceline.parallel import strategy_class
+    from paceline.parallel.registry import strategy_class
 
     role = strategy_class(layout.strategy).role(job.config, layout.axes, rank)
     return f", {role}" if role else ""

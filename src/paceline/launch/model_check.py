@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.core.files import cache_dir, write_json_atomic
+from paceline.core.files import Scratch, cache_dir, write_json_atomic
 from paceline.core.interruption import polling
-from paceline.core.scratch import Scratch
 from paceline.data.cache import key_of
 from paceline.models.language import config_numbers
 
 if TYPE_CHECKING:
-    from paceline.parallel import Layout
+    from paceline.parallel.registry import Layout
 
 Notice = tuple[str, str]
 
@@ -55,10 +54,10 @@ def check_model(config: Config, layout: Layout) -> list[Notice]:
 
 
 def _build_and_check(config: Config, layout: Layout) -> list[Notice]:
-    from paceline.engine.precision import checkpoint_activations
-    from paceline.models.adapters import adapter_notices
-    from paceline.models.meta import language_model_on_meta
+    from paceline.models.lora import adapter_notices
     from paceline.models.positions import check_length
+    from paceline.models.shape.meta import language_model_on_meta
+    from paceline.train.precision import checkpoint_activations
 
     model: Any = language_model_on_meta(config)
     check_length(config, model.config.to_dict())
@@ -71,8 +70,8 @@ def _build_and_check(config: Config, layout: Layout) -> list[Notice]:
                 fix="set `train_args.gradient_checkpointing: false`",
             ) from error
     if layout.axes.tensor > 1:
-        from paceline.models.tensor_plan import find_tensor_plan
-        from paceline.parallel.tensor import check_plan_sizes
+        from paceline.models.tensor_plan.plan import find_tensor_plan
+        from paceline.parallel.tensor.shard import check_plan_sizes
 
         check_plan_sizes(model, find_tensor_plan(model, config.parallel.tensor_plan), layout.axes.tensor)
     if layout.axes.pipeline > 1:
@@ -87,10 +86,10 @@ def check_stages(model: Any, config: Config, num_ranks: int) -> None:
         ConfigError: it cannot be divided.
     """
     from paceline.models.blocks import find_blocks
-    from paceline.models.trace import trace_model
-    from paceline.parallel.pipeline import divide_model
-    from paceline.parallel.pipeline_check import check_trace
-    from paceline.parallel.pipeline_stages import num_chunks
+    from paceline.models.shape.trace import trace_model
+    from paceline.parallel.pipeline.check import check_trace
+    from paceline.parallel.pipeline.runner import divide_model
+    from paceline.parallel.pipeline.stages import num_chunks
 
     trace = trace_model(model)
     if trace is not None and trace.error is not None:

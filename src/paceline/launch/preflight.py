@@ -11,26 +11,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.changes import changes_training
+from paceline.checkpoint import store as checkpoint
+from paceline.checkpoint.remote import CheckpointStore, check_url, fetch_checkpoint, is_url
+from paceline.config.derive import Derived, derive
+from paceline.config.diff import changes_training
 from paceline.config.load import Loaded, diff_configs, load_stored
-from paceline.config.resolve import Derived, derive
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.run_dir import RunDir, lock_run
-from paceline.engine import checkpoint
-from paceline.engine.checkpoint_store import CheckpointStore, check_url, fetch_checkpoint, is_url
+from paceline.distributed.environment import outer_launcher
 from paceline.launch.layout import check_row_state
 from paceline.launch.model_check import check_model, checking_beside
 from paceline.launch.sizes import check_sizes, sharing_text
-from paceline.parallel import Layout, mode_of, strategy_class
 from paceline.parallel.balance import equal_notice
-from paceline.parallel.communication import compression_notice
+from paceline.parallel.compression.cost import compression_notice
+from paceline.parallel.registry import Layout, mode_of, strategy_class
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared
-from paceline.world.env import outer_launcher
 
 if TYPE_CHECKING:
-    from paceline.world.device import Devices
+    from paceline.distributed.devices import Devices
 
 Say = Callable[[str, str], None]
 
@@ -71,7 +71,7 @@ def check_early(config: Config) -> None:
             fix="check the path, or leave `resume` out: a run goes on from its newest checkpoint by itself",
         )
     if "tensorboard" in config.report_to:
-        from paceline.engine.tensorboard import check_tensorboard
+        from paceline.observe.tensorboard import check_tensorboard
 
         check_tensorboard()
 
@@ -134,7 +134,7 @@ def plan_run(
         leader: on ranks other than 0 of a run over several hosts; nothing of the folder here counts.
         dry_run: check the model too, which else the ranks do.
     """
-    from paceline.engine.session import Job
+    from paceline.train.setup import Job
 
     config = loaded.config
     run_dir = RunDir(Path(config.output_dir))
@@ -219,7 +219,7 @@ def check_free(run_dir: RunDir, say: Say) -> None:
 
 
 def _crowded_loaders(config: Config, num_ranks: int) -> list[tuple[str, str]]:
-    from paceline.world.device import cpu_cores
+    from paceline.distributed.devices import cpu_cores
 
     loaders, cores = config.train_args.dataloader_num_workers * num_ranks, cpu_cores()
     if loaders <= cores:
@@ -229,7 +229,7 @@ def _crowded_loaders(config: Config, num_ranks: int) -> list[tuple[str, str]]:
 
 def _check_schedule(config: Config) -> None:
     if config.train_args.lr_scheduler_kwargs:
-        from paceline.engine.optim import check_schedule
+        from paceline.train.optimizer import check_schedule
 
         problem = check_schedule(config.train_args)
         if problem:

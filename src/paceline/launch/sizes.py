@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from paceline.config.changes import OTHER_TRAINING
-from paceline.config.resolve import Derived
+from paceline.config.derive import Derived
+from paceline.config.diff import OTHER_TRAINING
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.core.words import counted
+from paceline.core.formatting import counted
 
 
 def sharing_text(config: Config, derived: Derived) -> str | None:

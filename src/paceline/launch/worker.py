@@ -29,9 +29,9 @@ from paceline.core.errors import (
 )
 from paceline.core.files import write_atomic
 from paceline.core.processes import end_with_parent
-from paceline.engine.session import run_rank
-from paceline.engine.stop import StopFlag
-from paceline.world.env import RankEnv, from_environment
+from paceline.core.stop import StopFlag
+from paceline.distributed.environment import RankEnv, from_environment
+from paceline.train.setup import run_rank
 
 STOP_FILE = "stop"
 

@@ -66,7 +66,7 @@ def load_language_model(config: Config) -> nn.Module:
     if not config.lora.enable:
         return model  # type: ignore[no-any-return]
     check_finite(model, config)
-    from paceline.models.adapters import add_adapters
+    from paceline.models.lora import add_adapters
 
     return add_adapters(model, config)
 

@@ -224,7 +224,7 @@ def _check_space(final: Path, needed: int) -> None:
 
 
 def _convert(source: Path, weights: list[Path], content: dict[str, Any], target: Path) -> None:
-    from paceline.data.qwen_tokenizer import END_OF_TEXT, TURN_END, write_qwen_tokenizer
+    from paceline.data.text.qwen_tokenizer import END_OF_TEXT, TURN_END, write_qwen_tokenizer
 
     config = as_qwen2_config(content, str(source))
     files: dict[str, str] = {}

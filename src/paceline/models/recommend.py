@@ -18,7 +18,7 @@ from torch.nn import functional
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_json_atomic
-from paceline.world.seeds import derive_seed
+from paceline.distributed.seeds import derive_seed
 
 DLRM = "builtin:dlrm"
 _FORMAT = "paceline-recommender"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.config.resolve import Derived
+from paceline.config.derive import Derived
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.core.shares import weighted_shares
-from paceline.core.words import counted
-from paceline.world.mesh import Axes
+from paceline.core.formatting import counted, weighted_shares
+from paceline.distributed.mesh import Axes
 
 #: Fewer micro-batches per step cannot express a useful ratio of speeds.
 MIN_MICRO_BATCHES = 4
@@ -55,7 +54,7 @@ def check_balance(config: Config, mode: str, allows_unequal_shares: bool, axes: 
 
 
 def _check_compression(config: Config, setting: str) -> None:
-    from paceline.parallel.communication import uses_local_moments
+    from paceline.parallel.compression.cost import uses_local_moments
 
     if config.compression.chain[:1] == ("signsgd",):
         raise ConfigError(
@@ -80,7 +79,7 @@ def _check_number_of_weights(config: Config, setting: str, num_weights: int, num
             allowed="`parallel.balance: speed`, or a fixed `parallel.nnodes`",
             fix="set `parallel.balance: speed`",
         )
-    from paceline.world.env import outer_launcher
+    from paceline.distributed.environment import outer_launcher
 
     # Under an outer launcher the number of hosts is known once the ranks are connected, see `rank_weights`.
     if num_weights not in (num_ranks, most) and outer_launcher() is None:

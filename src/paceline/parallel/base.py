@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
+from paceline.parallel.comm_profile import Exchange
 from paceline.parallel.cost import Cost, ModelShape, Workload
-from paceline.parallel.exchange import Exchange
 from paceline.parallel.loss_scale import LossScaler
-from paceline.parallel.parts import Part, StateSource, local_tensor, read_part, storage_bytes
-from paceline.world.group import World
-from paceline.world.mesh import Axes
+from paceline.parallel.state import Part, StateSource, local_tensor, read_part, storage_bytes
 
 #: Loss of micro-batch number i through the module given, already divided by the global count and ready for backward.
 MicroStep = Callable[[int, nn.Module], torch.Tensor]
@@ -275,7 +275,7 @@ class Strategy(ABC):
 
     def load_more(self, source: StateSource) -> None:
         """The reverse, on every rank, after parameters and optimizer were read. What does not fit is dropped, with a notice."""
-        from paceline.parallel.compressed import dropped
+        from paceline.parallel.compression.reducer import dropped
 
         self.notices += dropped(source)
 

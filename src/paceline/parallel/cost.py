@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.models.shape import ModelShape, TensorShape, total_bytes
+from paceline.models.shape.record import ModelShape, TensorShape, total_bytes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.data.collate import map_tensors
-from paceline.world.seeds import seed_everything
+from paceline.distributed.seeds import seed_everything
 
 if TYPE_CHECKING:
     from paceline.tasks.base import Task

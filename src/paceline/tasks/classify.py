@@ -64,7 +64,7 @@ class ClassifyTask(Task):
         """
         from paceline.data.cache import key_of
         from paceline.data.images import DIGITS, open_images
-        from paceline.data.tokenize import split_indices, split_notice
+        from paceline.data.text.prepare import split_indices, split_notice
 
         seed, notices = self.config.train_args.seed, _ignored(self.config)
         found = open_images(self.config.sources()[0].path, seed)

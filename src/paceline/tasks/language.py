@@ -28,7 +28,7 @@ class LanguageTask(Task):
         self._told_segments = False
 
     def check(self) -> None:
-        from paceline.data.sources import check_hub_sources
+        from paceline.data.sources.resolve import check_hub_sources
 
         check_files(self.config)
         language.check_first_generation_qwen(self.config)
@@ -36,7 +36,7 @@ class LanguageTask(Task):
         check_hub_sources(self.config)
 
     def prepare(self) -> Prepared:
-        from paceline.data.tokenize import prepare_tokens
+        from paceline.data.text.prepare import prepare_tokens
 
         tokens = prepare_tokens(self.config, "pretrain" if self.config.task == "pretrain" else "sft")
         return Prepared(
@@ -51,7 +51,7 @@ class LanguageTask(Task):
         )
 
     def build_datasets(self) -> tuple[Any, Any | None]:
-        from paceline.data.token_dataset import TokenDataset
+        from paceline.data.text.token_dataset import TokenDataset
 
         assert self.prepared is not None
         found = self.prepared.handle
@@ -68,7 +68,7 @@ class LanguageTask(Task):
     def _adapter_notices(self, model: Any) -> list[tuple[str, str]]:
         if not self.config.lora.enable:
             return []
-        from paceline.models.adapters import adapter_notices
+        from paceline.models.lora import adapter_notices
 
         return adapter_notices(model, self.config)
 
@@ -131,7 +131,7 @@ class LanguageTask(Task):
         tokenizer = None if self.prepared is None else self.prepared.handle.tokenizer_path
         language.save_language_model(model, tokenizer, folder)
         if tokenizer is not None and self.config.chat_template is not None:
-            from paceline.data.templates import save_template
+            from paceline.data.text.templates import save_template
 
             save_template(self.config, folder)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config, TrainArgs
 from paceline.core.errors import ConfigError
-from paceline.core.words import counted
+from paceline.core.formatting import counted
 from paceline.tasks.base import DataCounts, Prepared, StateSource, Task
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from paceline.data.clicks import ClickLog, Row
+    from paceline.data.clicks.log import ClickLog, Row
 
 #: Settings that mean something for language models alone.
 _LANGUAGE_KEYS = ("tokenizer", "format", "system", "chat_template")
@@ -101,8 +101,8 @@ class RecommendTask(Task):
             ConfigError: no usable data, or ids for which a table has no row.
         """
         from paceline.data.cache import key_of
-        from paceline.data.clicks import stored_meta, take_count
-        from paceline.data.tokenize import split_notice
+        from paceline.data.clicks.log import stored_meta, take_count
+        from paceline.data.text.prepare import split_notice
 
         config = self.config
         name, take = take_count(config.sources()[0].path)
@@ -136,8 +136,8 @@ class RecommendTask(Task):
         )
 
     def _read(self, name: str, train: Path | None) -> Path:
-        from paceline.data.clicks import builtin_clicks
-        from paceline.data.clicks_read import read_clicks
+        from paceline.data.clicks.log import builtin_clicks
+        from paceline.data.clicks.reader import read_clicks
 
         return builtin_clicks(name) if name.startswith("builtin:") else read_clicks(name, self.config.recommend, train)
 
@@ -190,7 +190,7 @@ class RecommendTask(Task):
 
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
         """``auc`` over the whole set, exact, and ``best_auc``, that of the true chances, where they are known."""
-        from paceline.data.clicks_auc import exact_auc
+        from paceline.data.clicks.metrics import exact_auc
 
         labels = gathered["label"].numpy()
         found = {"auc": exact_auc(labels, gathered["score"].numpy())}
@@ -226,7 +226,7 @@ class RecommendTask(Task):
         return True
 
     def _save(self, folder: Path, dense: dict[str, torch.Tensor], table: Any) -> None:
-        from paceline.data.clicks import stored_meta
+        from paceline.data.clicks.log import stored_meta
         from paceline.models.recommend import save_click_model
 
         handle, said = self._handle(), self.config.recommend
@@ -259,9 +259,9 @@ def _split(handle: _Handle) -> tuple[ClickLog, ClickLog | None]:
     """The training and the validation rows."""
     import numpy as np
 
-    from paceline.data.clicks import open_stored
-    from paceline.data.tokenize import split_indices
-    from paceline.world.seeds import derive_seed
+    from paceline.data.clicks.log import open_stored
+    from paceline.data.text.prepare import split_indices
+    from paceline.distributed.seeds import derive_seed
 
     def some(log: ClickLog, take: int | None) -> ClickLog:
         if take is None or take >= len(log):
@@ -282,7 +282,7 @@ def _split(handle: _Handle) -> tuple[ClickLog, ClickLog | None]:
 
 
 def _about(name: str, rows: ClickLog, held_out: ClickLog | None, meta: dict[str, Any]) -> list[tuple[str, str]]:
-    from paceline.data.clicks_auc import exact_auc
+    from paceline.data.clicks.metrics import exact_auc
 
     columns = ", ".join(f"{column} {size:,}" for column, size in zip(rows.names, rows.tables, strict=True))
     clicks = float(rows.column(rows.labels).mean())

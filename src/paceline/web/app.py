@@ -11,11 +11,12 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.middleware.gzip import GZipMiddleware
 
-from paceline.web import chat_api, datasets_api, ranks, reading, series, start_api, starting
-from paceline.web.answers import Answer, add_handlers
-from paceline.web.panel import Panel
+from paceline.web.api import chat, datasets, launch, ranks, runs, series
+from paceline.web.jobs import context
+from paceline.web.responses import Answer, add_handlers
 from paceline.web.security import Guard
-from paceline.web.shipped import Shipped
+from paceline.web.state import Panel
+from paceline.web.static_files import Shipped
 
 STATIC = Path(__file__).parent / "static"
 
@@ -29,7 +30,7 @@ def create_app(panel: Panel) -> FastAPI:
         first_look.daemon = True
         first_look.start()
         yield
-        await starting.close(app)
+        await context.close(app)
         panel.close()
 
     app = FastAPI(
@@ -38,7 +39,7 @@ def create_app(panel: Panel) -> FastAPI:
     )  # fmt: skip
     app.state.panel = panel
     add_handlers(app)
-    for routes in (reading, series, ranks, start_api, datasets_api, chat_api):
+    for routes in (runs, series, ranks, launch, datasets, chat):
         app.include_router(routes.router)
     app.mount("/", Shipped(STATIC))
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.core.wording import clean
+from paceline.core.formatting import clean
 
 
 def open_inside(path: Path) -> IO[bytes] | None:

@@ -17,8 +17,8 @@ from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.web.answers import problem
 from paceline.web.binding import is_loopback
+from paceline.web.responses import problem
 
 TOKEN_HEADER = "x-paceline-token"
 CSP = (

@@ -7,8 +7,8 @@ import socket
 import uvicorn
 
 from paceline.web.app import create_app
-from paceline.web.panel import Panel
-from paceline.web.viewer import LinkedProtocol
+from paceline.web.runs.sse_client import LinkedProtocol
+from paceline.web.state import Panel
 
 
 class PanelServer(uvicorn.Server):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
-from paceline.web.runs import run_id as id_of
+from paceline.web.runs.discovery import run_id as id_of
 
 ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-features=SpareRendererForSitePerProcess"]
 if sys.platform.startswith("linux"):  # the tests' cache is a folder of their own; Playwright's browsers are in the user's

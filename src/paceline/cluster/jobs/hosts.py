@@ -13,7 +13,7 @@ from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.files import write_atomic
-from paceline.core.words import counted
+from paceline.core.formatting import counted
 
 MOST_NODES = 10_000
 MOST_GPUS = 64
@@ -59,7 +59,7 @@ class Hosts:
 
 def check_options(tokens: list[str], verb: str, names: Collection[str]) -> None:
     """Raise ConfigError for an option that is neither the verb's own nor a key of the config."""
-    from paceline.config.aliases import alias_of
+    from paceline.config.compat.keys import alias_of
     from paceline.config.fields import KEYS
 
     for token in tokens:
@@ -183,7 +183,7 @@ def _own_words(config: Config, nodes: int, gpus: int) -> list[str]:
 
 
 def _check_axes(hosts: Hosts) -> None:
-    from paceline.parallel import layout, mode_of
+    from paceline.parallel.registry import layout, mode_of
 
     mode = mode_of(hosts.config.parallel)
     if hosts.nodes > 1 and mode in ("single", "dp"):

@@ -8,13 +8,7 @@ from typing import Any
 
 import yaml
 
-from paceline.cluster.jobs.kubernetes_options import (
-    CACHE_FOLDER,
-    CONFIG_FOLDER,
-    DATA_FOLDER,
-    WORK_FOLDER,
-    KubernetesOptions,
-)
+from paceline.cluster.jobs.kubernetes_options import CACHE_FOLDER, CONFIG_FOLDER, DATA_FOLDER, WORK_FOLDER, KubernetesOptions
 from paceline.config.load import to_yaml
 
 Object = dict[str, Any]

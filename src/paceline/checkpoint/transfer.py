@@ -1,0 +1,340 @@
+"""Checkpoints of ranks that do not see the run's folder: rank 0 writes what they own, and reads for them.
+
+Nothing is written on the host of such a rank. Both directions use staging buffers of fixed size
+(:mod:`paceline.distributed.side_group`), and the SHA-256 of every transfer is compared at the receiving end.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import math
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from paceline.checkpoint.commit import deliver, has_failed, write_part
+from paceline.checkpoint.format import DTYPES, index_to_json, state_file
+from paceline.checkpoint.store import CheckpointReader, read_meta
+from paceline.checkpoint.writer import StateFile
+from paceline.core.errors import ConfigError, RunError
+from paceline.core.files import human_bytes
+from paceline.distributed.progress import PULSE
+from paceline.distributed.side_group import CHUNK_BYTES, SideGroup, TransferError
+from paceline.distributed.traffic import uncounted
+from paceline.parallel.state import StateSource
+
+if TYPE_CHECKING:
+    from paceline.parallel.state import Part
+    from paceline.train.trainer import Session
+
+Tick = Callable[[], None]
+
+#: A save that takes longer than this between the hosts is worth a warning.
+_LONG_SAVE_S = 60.0
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------------
+def send_part(side: SideGroup, rank: int, num_ranks: int, parts: Sequence[Part], tick: Tick) -> None:
+    """Send what this rank owns to rank 0, which writes it as :func:`~paceline.checkpoint.commit.write_part` does. Raises
+    nothing: rank 0 reports a failure as one of the save."""
+    try:
+        try:
+            file = StateFile(state_file(rank, num_ranks), parts)
+        except TypeError as error:
+            side.send_frame(side.root, {"problem": str(error)})
+            return
+        side.send_frame(side.root, {"size_bytes": file.size_bytes})
+        if not side.receive_frame(side.root)["is_accepted"]:
+            return
+        with side.outgoing(side.root, file.size_bytes, tick) as out:
+            sha256 = file.write(out)
+            out.finish({"sha256": sha256, "tensors": index_to_json(file.index)})
+    except Exception as error:
+        text = f"the part of rank {rank} of a checkpoint did not reach rank {side.root}: {error}"
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def receive_parts(side: SideGroup, aside: Path, senders: Sequence[int], num_ranks: int, tick: Tick) -> None:
+    """On rank 0: write what the ranks ``senders`` own, one rank after another, into the hidden folder of a save. Raises
+    nothing; what fails is marked in the folder, as by a rank that writes there itself."""
+    for rank in senders:
+        if has_failed(aside):
+            _decline(side, aside, rank, num_ranks)
+        else:
+            deliver(aside, rank, num_ranks, partial(_receive_part, side, rank, tick))
+
+
+def _decline(side: SideGroup, aside: Path, rank: int, num_ranks: int) -> None:
+    """The save has failed already: do not let the rank send what would be thrown away."""
+    try:
+        if "problem" not in side.receive_frame(rank):
+            side.send_frame(rank, {"is_accepted": False})
+    except TransferError:
+        pass  # the first failure is the one to report
+    write_part(aside, rank, num_ranks, ())
+
+
+def _receive_part(side: SideGroup, rank: int, tick: Tick, path: Path) -> dict[str, Any]:
+    """Returns what rank 0 must know of the file. Raises why it was not written."""
+    host = f"rank {rank}"
+    try:
+        offer = side.receive_frame(rank)
+        if "problem" in offer:
+            raise ValueError(offer["problem"])
+        size_bytes = int(offer["size_bytes"])
+        try:
+            handle = _open_for(path, size_bytes)
+        except OSError:
+            side.send_frame(rank, {"is_accepted": False})
+            raise
+        with handle:
+            side.send_frame(rank, {"is_accepted": True})
+            writer = _Writer(handle, tick)
+            ending = side.receive(rank, size_bytes, writer.consume)
+            if writer.error is not None:
+                raise writer.error
+            if "problem" in ending:
+                raise ValueError(ending["problem"])
+            if ending["sha256"] != writer.digest.hexdigest():
+                raise ValueError(f"the part of {host} arrived with another SHA-256 than it was sent with")
+            os.fsync(handle.fileno())
+    except TransferError as error:
+        raise ValueError(f"the part of {host} did not arrive: {error}") from error
+    return {"file": path.name, "size_bytes": size_bytes, "sha256": ending["sha256"], "tensors": ending["tensors"]}
+
+
+def _open_for(path: Path, size_bytes: int) -> Any:
+    if shutil.disk_usage(path.parent).free < size_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return open(path, "wb", buffering=0)
+
+
+class _Writer:
+    """Writes chunks as they arrive. After an error of the disk the rest is received and dropped: the sender does not wait for
+    an answer in between."""
+
+    def __init__(self, handle: Any, tick: Tick) -> None:
+        self.handle, self.tick = handle, tick
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def consume(self, chunk: memoryview) -> None:
+        self.tick()
+        if self.error is not None:
+            return
+        self.digest.update(chunk)
+        try:
+            while len(chunk):
+                chunk = chunk[self.handle.write(chunk) :]
+        except OSError as error:
+            self.error = error
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------------
+class OpenCheckpoint(StateSource, Protocol):
+    """The state in a checkpoint together with its ``meta.json``."""
+
+    meta: dict[str, Any]
+
+
+class _LocalCheckpoint(CheckpointReader):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.meta = read_meta(path)
+
+
+@contextmanager
+def open_checkpoint(path: Path, side: SideGroup | None) -> Iterator[OpenCheckpoint]:
+    """A checkpoint, read from its folder by the ranks that see it and through rank 0 by the others. A collective of the members
+    of ``side``; ``path`` is rank 0's.
+
+    Raises:
+        ConfigError: it is broken, or one of another model.
+    """
+    if side is not None and side.is_remote:
+        remote = _RemoteCheckpoint(side)
+        try:
+            yield remote
+        finally:
+            remote.close()
+        return
+    servers = [] if side is None or not side.is_root else [_Server(side, rank, path) for rank in side.remote_ranks]
+    with _LocalCheckpoint(path) as reader:
+        yield reader
+    for server in servers:  # not after an error: the other ranks may never end
+        server.join()
+
+
+class _RemoteCheckpoint:
+    """A checkpoint that rank 0 reads for this rank: each request names a box or a flat range, which arrives in chunks."""
+
+    def __init__(self, side: SideGroup) -> None:
+        self.side = side
+        self._request({"do": "open"})
+        opened = self._call(lambda: side.receive_frame(side.root))
+        if "error" in opened:
+            raise _error_from(opened["error"])
+        self.meta: dict[str, Any] = opened["meta"]
+        self._tensors = {name: (str(dtype), tuple(shape)) for name, (dtype, shape) in opened["tensors"].items()}
+
+    def close(self) -> None:
+        if not self.side.is_broken:
+            self._request({"do": "close"})
+
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of each whole tensor, by name."""
+        return {name: (getattr(torch, DTYPES[dtype][0]), shape) for name, (dtype, shape) in self._tensors.items()}
+
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor, on the CPU."""
+        found = self._read(name, math.prod(shape), {"do": "read", "name": name, "offset": [*offset], "shape": [*shape]})
+        return found.view(tuple(shape))
+
+    def read_flat(self, name: str, start: int, count: int) -> torch.Tensor:
+        """``count`` elements from ``start`` on of the flattened tensor, on the CPU."""
+        return self._read(name, count, {"do": "read_flat", "name": name, "start": start, "count": count})
+
+    def _read(self, name: str, count: int, request: dict[str, Any]) -> torch.Tensor:
+        known = self._tensors.get(name)  # rank 0 answers a request for a name that it does not have with the error
+        values = torch.empty(count if known else 0, dtype=getattr(torch, DTYPES[known[0] if known else "U8"][0]))
+        memory = values.view(torch.uint8).numpy()
+        digest = hashlib.sha256()
+        self._request({**request, "size_bytes": len(memory)})
+        ending = self._call(lambda: self.side.receive_into(self.side.root, memory, digest.update))
+        if "error" in ending:
+            raise _error_from(ending["error"])
+        if ending.get("sha256") != digest.hexdigest():
+            raise RunError(f"{name} of the checkpoint arrived with another SHA-256 than rank {self.side.root} read it with")
+        return values
+
+    def _request(self, request: dict[str, Any]) -> None:
+        self._call(lambda: self.side.send_frame(self.side.root, request))
+
+    def _call(self, transfer: Callable[[], Any]) -> Any:
+        try:
+            return transfer()
+        except TransferError as error:
+            raise RunError(f"the checkpoint cannot be read through rank {self.side.root}: {error}") from error
+
+
+class _Server(threading.Thread):
+    """On rank 0: reads a checkpoint for one remote rank until that rank closes it."""
+
+    def __init__(self, side: SideGroup, rank: int, path: Path) -> None:
+        super().__init__(name=f"checkpoint-for-{rank}", daemon=True)
+        self.side, self.rank, self.path = side, rank, path
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._serve()
+        except TransferError:
+            return  # the rank has ended, and what ended it is reported there
+
+    def _serve(self) -> None:
+        side, rank = self.side, self.rank
+        side.receive_frame(rank)
+        try:
+            reader = _LocalCheckpoint(self.path)
+        except ConfigError as error:
+            side.send_frame(rank, {"error": _error_to(error)})
+            return
+        with reader:
+            tensors = {name: (entry.dtype, entry.shape) for name, entry in reader.entries.items()}
+            side.send_frame(rank, {"meta": reader.meta, "tensors": tensors})
+            while (request := side.receive_frame(rank, any_time=True))["do"] != "close":
+                self._answer(reader, request)
+
+    def _answer(self, reader: CheckpointReader, request: dict[str, Any]) -> None:
+        digest = hashlib.sha256()
+        with self.side.outgoing(self.rank, int(request["size_bytes"])) as out:
+            try:
+                for block in _blocks(reader, request):
+                    digest.update(block)
+                    while len(block):
+                        block = block[out.write(block) :]
+                out.finish({"sha256": digest.hexdigest()})
+            except TransferError:
+                raise
+            except Exception as error:  # the rank that asked raises it
+                out.finish({"error": _error_to(error)})
+
+    def join(self, timeout: float | None = None) -> None:
+        with PULSE.waiting("other ranks to read the checkpoint"):
+            super().join(timeout)
+
+
+def _blocks(reader: CheckpointReader, request: dict[str, Any]) -> Iterator[memoryview]:
+    if request["do"] == "read":
+        return reader.box_blocks(request["name"], request["offset"], request["shape"], CHUNK_BYTES)
+    return reader.flat_blocks(request["name"], request["start"], request["count"], CHUNK_BYTES)
+
+
+def _error_to(error: Exception) -> dict[str, Any]:
+    if isinstance(error, ConfigError):
+        return {"what": error.what, "allowed": error.allowed, "fix": error.fix, "is_config": True}
+    return {"what": str(error) or type(error).__name__, "allowed": None, "fix": None, "is_config": False}
+
+
+def _error_from(raw: dict[str, Any]) -> ConfigError | RunError:
+    kind = ConfigError if raw["is_config"] else RunError
+    return kind(raw["what"], allowed=raw["allowed"], fix=raw["fix"])
+
+
+# -- what it costs ------------------------------------------------------------------------------------------------------------
+def transfer_notices(session: Session, side: SideGroup | None) -> list[tuple[str, str]]:
+    """What travels to rank 0 at each save, as (level, text). A collective."""
+    if side is None:
+        return []
+    strategy, moments = session.strategy, session.shape.optimizer_bytes_per_element
+    size_bytes = 0
+    for part in strategy.parts():
+        item = part.tensor.element_size()
+        if part.owned or strategy.trains_apart:
+            size_bytes += part.tensor.numel() * (item + (moments if part.key is not None else 0))
+        elif session.config.compression.chain and part.key is not None:
+            size_bytes += part.tensor.numel() * item  # what compression keeps of the gradient until later
+    with uncounted():
+        sizes: list[Any] = session.world.gather_objects(size_bytes if side.is_remote else None)
+        rate = side.measure_bytes_per_s()
+    if not session.world.is_first:
+        return []
+    return [transfer_text([one for one in sizes if one is not None], rate, session.config.parallel.timeout_s)]
+
+
+def transfer_text(sizes: Sequence[int], bytes_per_s: float | None, timeout_s: float) -> tuple[str, str]:
+    """(level, text) of what travels to rank 0 at each save.
+
+    Args:
+        sizes: bytes that each rank sends that does not see the run's folder.
+        bytes_per_s: that rank 0 receives from the slowest of their hosts.
+        timeout_s: a save that the ranks wait for must end within it.
+    """
+    size_bytes = sum(sizes)
+    text = "the hosts do not share the run's folder: checkpoints are written on the host of rank 0"
+    if not size_bytes:
+        return "info", f"{text}, whose ranks own everything that goes into them"
+    text += f"; at each save about {human_bytes(size_bytes)} travel there"
+    if not bytes_per_s:
+        return "info", text
+    wall_s = size_bytes / bytes_per_s
+    text += f", which takes about {wall_s:.1f} s at {human_bytes(bytes_per_s)}/s (measured)"
+    if wall_s < _LONG_SAVE_S:
+        return "info", text
+    text += (
+        ". To save less often, raise `save_steps`. To send less, shard within a host (`parallel.shard`: the number of its "
+        "devices; `parallel.data`: the number of hosts) or use `mode: ddp`. To send nothing, use an `output_dir` that all "
+        "hosts share"
+    )
+    if 2 * wall_s > timeout_s:
+        text += f". The last save must end within `parallel.timeout_s` ({timeout_s:.0f} s): set it to {4 * wall_s:.0f}"
+    return "warning", text

@@ -1,0 +1,271 @@
+"""A Ray Train worker: the same path as a rank under torchrun, with a config that the driver has read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.ray.record import Attempt, WorkerPlace
+from paceline.config.load import Loaded
+from paceline.core.errors import EXIT_USAGE, ConfigError, PacelineError
+from paceline.core.events import tail_events
+from paceline.core.processes import host_name
+from paceline.core.run_dir import RunDir
+
+_POLL_S = 1.0
+#: So long a worker with a final failure waits for the others to find the same one, before Ray ends them.
+_AGREE_S = 5.0
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """What the driver sends to every worker.
+
+    Args:
+        loaded: the config, with an absolute ``output_dir``.
+        directory: the driver's working directory, which relative paths of the config start from; None if Ray copies a
+            working directory to the nodes.
+        version: of Paceline on the driver.
+        record: handle of the actor :class:`~paceline.cluster.ray.record.RunRecord`.
+    """
+
+    loaded: Loaded
+    directory: str | None
+    version: str
+    allow_config_change: bool
+    started_at: float
+    record: Any
+
+
+def train_worker(task: WorkerTask) -> dict[str, Any]:
+    """Train on this worker. Returns the result of this rank: status, exit_code, report.
+
+    An exception makes Ray start all workers again. A failure that would only come again is therefore returned, if all workers
+    report one, and otherwise remembered by the record, so that the workers of the next attempt end at once.
+    """
+    import ray
+    import ray.train
+
+    failed = ray.get(task.record.final_failure.remote())
+    if failed is not None:
+        return _final(failed)
+    ray_rank = ray.train.get_context().get_world_rank()
+    try:
+        attempt = _begin_attempt(task)
+        result = _run(task, attempt)
+    except PacelineError as error:
+        if error.exit_code == EXIT_USAGE or getattr(error, "would_repeat", False):
+            return _fail_finally(task, ray_rank, error)
+        is_secondary = _only_reports_a_peer(error.paragraph())
+        ray.get(task.record.fail.remote(ray_rank, error.paragraph(), is_secondary))
+        raise
+    except Exception as error:
+        ray.get(task.record.fail.remote(ray_rank, f"{type(error).__name__}: {error}", False))
+        raise
+    ray.get(task.record.finish.remote(attempt.order.index(ray_rank), result))
+    return result
+
+
+def _run(task: WorkerTask, attempt: Attempt) -> dict[str, Any]:
+    import ray
+
+    from paceline.api import Options, run
+
+    run_dir = RunDir(Path(task.loaded.config.output_dir))
+    is_first = os.environ["RANK"] == "0"
+    if is_first and attempt.lost_folder_of is not None and not run_dir.is_run():
+        raise ConfigError(
+            f"the run cannot continue: {attempt.lost_folder_of}, which holds its folder {run_dir.root}, is not among the nodes "
+            f"of the workers any more, and {host_name()} does not see that folder",
+            fix="set `output_dir` to a folder on storage that all nodes share",
+        )
+    fault, started_at = attempt.fault, task.started_at
+    if fault is not None:
+        fault, started_at = {**fault, "step": _last_step(run_dir)}, float(fault["seen_at"])
+        if is_first:
+            _say(f"warning: {fault['reason']}. Ray has started the workers again (restart {fault['restart']})")
+    if is_first:
+        _say(f"Ray nodes: {_nodes(ray.get(task.record.places.remote()))}")
+    options = Options(allow_config_change=task.allow_config_change, fault=fault)
+    with _reporting(task, run_dir) if is_first else contextlib.nullcontext():
+        result = run(_for_ranks(task.loaded), options, started_at)
+    return {"status": (result.report or {}).get("status", "stopped"), "exit_code": result.exit_code, "report": result.report}
+
+
+def _for_ranks(loaded: Loaded) -> Loaded:
+    return replace(loaded, notices=loaded.notices if os.environ["RANK"] == "0" else [])
+
+
+# -- numbering ----------------------------------------------------------------------------------------------------------------
+def _begin_attempt(task: WorkerTask) -> Attempt:
+    """Enter the working directory, and number the ranks so that rank 0 stays on its node. A collective of all workers."""
+    import ray
+    import ray.util
+
+    from paceline.version import __version__
+
+    context = ray.get_runtime_context()
+    place = WorkerPlace(context.get_node_id(), ray.util.get_node_ip_address(), host_name(), os.getpid())
+    gathered = _gather((place, __version__))
+    places = [place for place, _ in gathered]
+    # One worker asks for all: the record counts the attempts.
+    attempt: Attempt = _broadcast(ray.get(task.record.begin_attempt.remote(places)) if _rank() == 0 else None)
+    if attempt.order != list(range(len(places))):
+        _renumber(attempt.order)
+    else:
+        os.environ["GROUP_RANK"] = os.environ["NODE_RANK"]  # as torchrun names the number of the node
+    _check_same([(place.host, version) for place, version in gathered], task.version)
+    if task.directory is not None:
+        if not os.path.isdir(task.directory):
+            raise ConfigError(
+                f"{place.host} has no folder {task.directory}, the working directory of the driver",
+                fix="give the command in a folder that all nodes share; or add `--working-dir .`, with which Ray copies the "
+                "folder to the nodes",
+            )
+        os.chdir(task.directory)
+    return attempt
+
+
+def _check_same(versions: list[tuple[str, str]], driver: str) -> None:
+    differing = sorted({f"{host} has {version}" for host, version in versions if version != driver})
+    if differing:
+        raise ConfigError(
+            f"the driver has Paceline {driver}, but {', '.join(differing)}", fix="install the same version on all nodes"
+        )
+
+
+def _rank() -> int:
+    from torch import distributed
+
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def _gather(value: Any) -> list[Any]:
+    from torch import distributed
+
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+def _broadcast(value: Any) -> Any:
+    from torch import distributed
+
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return value
+    values = [value]
+    distributed.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _renumber(order: list[int]) -> None:
+    """Leave Ray's process group, and describe one with other ranks in the environment: Paceline forms it.
+
+    Args:
+        order: Ray's rank of each worker, in the order of the new ranks.
+    """
+    import ray.util
+    from torch import distributed
+
+    ray_rank = _rank()
+    rank = order.index(ray_rank)
+    endpoints = _gather((ray.util.get_node_ip_address(), _free_port()) if rank == 0 else None)
+    address, port = endpoints[order[0]]
+    node_ranks = _gather((os.environ.get("NODE_RANK", "0"), os.environ["LOCAL_RANK"]))
+    nodes = list(dict.fromkeys(node_ranks[one][0] for one in order))
+    distributed.barrier()
+    distributed.destroy_process_group()
+    os.environ.update(
+        RANK=str(rank),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        NODE_RANK=str(nodes.index(node_ranks[ray_rank][0])),
+        GROUP_RANK=str(nodes.index(node_ranks[ray_rank][0])),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+# -- the end ------------------------------------------------------------------------------------------------------------------
+def _fail_finally(task: WorkerTask, ray_rank: int, error: PacelineError) -> dict[str, Any]:
+    """Return the failure, if all workers have one; else raise it: the others wait for this worker, and Ray must end them."""
+    import ray
+    import ray.train
+
+    failed = {"exit_code": error.exit_code, "text": error.paragraph()}
+    deadline = time.monotonic() + _AGREE_S
+    while ray.get(task.record.fail_finally.remote(ray_rank, failed)) < ray.train.get_context().get_world_size():
+        if time.monotonic() > deadline:
+            raise error
+        time.sleep(0.1)
+    return _final(failed)
+
+
+def _final(failed: dict[str, Any]) -> dict[str, Any]:
+    return {"status": "failed", "exit_code": failed["exit_code"], "text": failed["text"], "report": None}
+
+
+def _only_reports_a_peer(text: str) -> bool:
+    from paceline.launch.worker import reports_a_link
+
+    return reports_a_link(text)
+
+
+def _last_step(run_dir: RunDir) -> int | None:
+    steps = [event["step"] for event in tail_events(run_dir.events) if event["type"] == "step"]
+    return steps[-1] if steps else None
+
+
+@contextlib.contextmanager
+def _reporting(task: WorkerTask, run_dir: RunDir) -> Iterator[None]:
+    """Within the block, ask the record once a second whether the driver was asked to stop."""
+    import ray
+
+    from paceline.core.stop import request_stop
+
+    ended = threading.Event()
+
+    def poll() -> None:
+        while not ended.wait(_POLL_S):
+            number = ray.get(task.record.poll.remote(run_dir.is_run()))
+            if number is not None:
+                request_stop(number)
+
+    thread = threading.Thread(target=poll, name="driver-poll", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(2 * _POLL_S)
+
+
+def _nodes(places: list[dict[str, Any]]) -> str:
+    """The nodes with their ranks: ``gpu1 (10.0.0.1) with ranks 0 1 2 3; …``."""
+    ranks: dict[str, list[str]] = {}
+    names = {}
+    for place in places:
+        ranks.setdefault(place["node_id"], []).append(str(place["rank"]))
+        names[place["node_id"]] = f"{place['host']} ({place['address']})"
+    return "; ".join(
+        f"{names[node]} with rank{'s' if len(of_node) > 1 else ''} {' '.join(of_node)}" for node, of_node in ranks.items()
+    )
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

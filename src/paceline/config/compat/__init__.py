@@ -1,0 +1,1 @@
+"""Keys and values of other training tools, read as Paceline's."""

@@ -1,0 +1,181 @@
+"""LLaMA-Factory's ``dataset_info.json``: names of datasets as sources. Every key of an entry is read, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.config.chat_roles import CALL, ROLES
+from paceline.config.compat.conversion import Refused
+
+FILE = "dataset_info.json"
+_SUFFIXES = ("", ".json", ".jsonl", ".csv", ".parquet", ".txt")
+#: their column → ours, in the alpaca and in the sharegpt format
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
+           "tools": "tools"}  # fmt: skip
+_MEDIA = ("images", "videos", "audios")
+_ROLES = {
+    "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "function_tag": CALL, "system_tag": "system",
+}  # fmt: skip
+_KNOWN = {
+    "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "file_name", "cloud_file_name", "formatting", "ranking", "subset",
+    "split", "folder", "num_samples", "revision", "columns", "tags",
+}  # fmt: skip
+
+
+def in_folder(sources: list[Any], folder: str, pretrain: bool, notes: list[str]) -> list[Any]:
+    """LLaMA-Factory's names of datasets as sources: by the folder's ``dataset_info.json``, or files of their own name.
+
+    Args:
+        sources: what `dataset` names; mappings are left as they are.
+        folder: `dataset_dir`; `ONLINE` stands for the hub.
+        pretrain: the prompt's column is plain text.
+        notes: gets what the user should know.
+    """
+    if folder == "ONLINE":
+        return sources
+    if folder.startswith("REMOTE:"):
+        raise Refused(
+            f"`{folder}` is a folder on the hub, which is not read", f"download it, and give its path instead of `{folder}`"
+        )
+    root = Path(folder)
+    table = _table(root / FILE)
+    return [_source(one, root, table, pretrain, notes) if isinstance(one, str) else one for one in sources]
+
+
+def _table(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise Refused(f"{path} is not valid JSON: {error}", "repair it, or give the files themselves") from None
+    if not isinstance(loaded, dict):
+        raise Refused(f"{path} is not a mapping of names to datasets", "repair it, or give the files themselves")
+    return loaded
+
+
+def _source(name: str, root: Path, table: dict[str, Any], pretrain: bool, notes: list[str]) -> Any:
+    plain, mark, count = name.partition("#")
+    entry = table.get(plain)
+    if isinstance(entry, dict):
+        return _from_entry(_Entry(plain, entry, root / FILE), root, mark + count, pretrain, notes)
+    for suffix in _SUFFIXES:
+        if (root / (plain + suffix)).exists() and not Path(plain).is_absolute():
+            return str(root / (plain + suffix)) + mark + count
+    return name
+
+
+class _Entry:
+    """One dataset of the file, with errors that name it."""
+
+    def __init__(self, name: str, values: dict[str, Any], file: Path) -> None:
+        self.name, self.values, self.file = name, values, file
+        self.columns = self._mapping("columns")
+        self.tags = self._mapping("tags")
+
+    def _mapping(self, key: str) -> dict[str, str]:
+        value = self.values.get(key) or {}
+        if not isinstance(value, dict):
+            raise self.refused(f"`{key}` is not a mapping", "write it as {...}")
+        return {str(name): str(column) for name, column in value.items() if column is not None}
+
+    def refused(self, why: str, fix: str) -> Refused:
+        return Refused(f"`{self.name}` in {self.file}: {why}", fix)
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
+
+
+def _from_entry(entry: _Entry, root: Path, mark: str, pretrain: bool, notes: list[str]) -> dict[str, Any]:
+    _check_method(entry)
+    media = [key for key in _MEDIA if key in entry.columns]
+    if media:
+        raise entry.refused(f"it has {media[0]}, and `task: sft` reads text alone", "use a dataset of text")
+    if entry.get("folder"):
+        raise entry.refused(
+            f"`folder: {entry.get('folder')}` of a hub dataset cannot be chosen", "download it and give `file_name`"
+        )
+    if entry.get("revision") not in (None, "main", "master"):
+        raise entry.refused(f"`revision: {entry.get('revision')}` cannot be chosen", "download it and give `file_name`")
+    unknown = sorted(set(entry.values) - _KNOWN)
+    if unknown:
+        notes.append(f"`{entry.name}`: {', '.join(f'`{key}`' for key in unknown)} has no meaning in {FILE}")
+    number = entry.get("num_samples")
+    if number is not None and not mark:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise entry.refused(f"`num_samples: {number}` is not a number of samples", "write a number of at least 1")
+        mark = f"#{number}"
+    source: dict[str, Any] = {"path": _path(entry, root) + mark}
+    form, columns = _shape(entry, pretrain)
+    source["format"] = form
+    if columns:
+        source["columns"] = columns
+    words = {role: entry.tags[tag] for tag, role in _ROLES.items() if tag in entry.tags}
+    roles = {role: word for role, word in words.items() if ROLES.get(word.lower()) != role}
+    if roles and form != "alpaca":
+        source["roles"] = roles
+    for theirs, ours in (("subset", "name"), ("split", "split")):
+        if entry.get(theirs):
+            source[ours] = str(entry.get(theirs))
+    return source
+
+
+def _check_method(entry: _Entry) -> None:
+    fix = "choose a dataset for supervised fine-tuning, or use the tool that has this method"
+    pairs = [key for key in ("chosen", "rejected") if key in entry.columns]
+    if entry.get("ranking") or pairs:
+        key = "`ranking: true`" if entry.get("ranking") else f"the column `{pairs[0]}`"
+        raise entry.refused(
+            f"{key} marks it as preference data, for DPO, ORPO, SimPO or reward modeling, which Paceline does not have", fix
+        )
+    if "kto_tag" in entry.columns:
+        raise entry.refused("`kto_tag` marks it as data for KTO, which Paceline does not have", fix)
+
+
+def _path(entry: _Entry, root: Path) -> str:
+    """As LLaMA-Factory chooses: the hub before a file."""
+    if entry.get("hf_hub_url"):
+        return str(entry.get("hf_hub_url"))
+    if entry.get("ms_hub_url"):
+        return f"modelscope:{entry.get('ms_hub_url')}"
+    for key in ("om_hub_url", "script_url", "cloud_file_name"):
+        if entry.get(key):
+            raise entry.refused(
+                f"`{key}: {entry.get(key)}` is not read; `hf_hub_url`, `ms_hub_url` and `file_name` are",
+                "download it and give `file_name`",
+            )
+    if not entry.get("file_name"):
+        raise entry.refused("it has neither `file_name` nor `hf_hub_url` nor `ms_hub_url`", "add one of them")
+    return str(root / str(entry.get("file_name")))
+
+
+def _shape(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
+    """The format, and the names of its columns where they are not the usual ones."""
+    form = str(entry.get("formatting") or "alpaca").lower()
+    if form == "alpaca":
+        return _alpaca(entry, pretrain)
+    if form not in ("sharegpt", "openai"):
+        raise entry.refused(f"`formatting: {form}` is not known", "write alpaca, sharegpt or openai")
+    role = entry.tags.get("role_tag", "role" if form == "openai" else "from")
+    content = entry.tags.get("content_tag", "content" if form == "openai" else "value")
+    messages = entry.columns.get("messages", "messages" if form == "openai" else "conversations")
+    columns = {key: entry.columns[key] for key in ("system", "tools") if entry.columns.get(key, key) != key}
+    if (role, content) == ("role", "content"):
+        return "messages", columns | ({"messages": messages} if messages != "messages" else {})
+    if messages != "conversations":
+        columns["conversations"] = messages
+    if (role, content) != ("from", "value"):
+        columns |= {"from": role, "value": content}
+    return "sharegpt", columns
+
+
+def _alpaca(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
+    if pretrain:
+        text = entry.columns.get("prompt", "instruction")
+        return "text", {"text": text} if text != "text" else {}
+    columns = {ours: entry.columns[theirs] for theirs, ours in _ALPACA.items() if theirs in entry.columns}
+    if columns and "input" not in columns:
+        columns["input"] = ""  # LLaMA-Factory does not read a column that an entry with columns leaves out
+    return "alpaca", {ours: theirs for ours, theirs in columns.items() if ours != theirs}

@@ -1,0 +1,144 @@
+"""Settings of torch's FSDP as transformers, Accelerate and axolotl write them, read as a strategy of Paceline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.config.compat.conversion import Refused, as_bool, is_off
+from paceline.core.errors import nearest
+
+_STRATEGIES = {
+    "full_shard": "zero3",
+    "shard_grad_op": "zero2",
+    "no_shard": "ddp",
+    "hybrid_shard": "zero3",
+    "hybrid_shard_zero2": "zero2",
+    "_hybrid_shard_zero2": "zero2",
+}
+_BY_NUMBER = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")  # from 1 on
+_OTHER_WORDS = ("auto_wrap", "offload")
+#: Settings that change neither the results nor what a rank holds, or that Paceline's own FSDP always has.
+_WITHOUT_EFFECT = (
+    "auto_wrap_policy", "backward_prefetch", "backward_prefetch_policy", "cpu_offload_pin_memory",
+    "cpu_ram_efficient_loading", "final_state_dict_type", "forward_prefetch", "ignored_modules", "limit_all_gathers",
+    "min_num_params", "save_policy", "state_dict_config", "state_dict_type", "sync_module_states",
+    "transformer_cls_names_to_wrap", "transformer_layer_cls_to_wrap", "use_orig_params", "version", "xla_fsdp_grad_ckpt",
+    "xla_fsdp_settings", "xla_fsdp_v2",
+)  # fmt: skip
+_READ = (
+    "sharding_strategy", "reshard_after_forward", "offload_params", "cpu_offload", "offload", "activation_checkpointing",
+    "mixed_precision", "mixed_precision_policy", "xla",
+)  # fmt: skip
+_NAME = re.compile(r"^fsdp2?(?:_(zero[23]))?(_offload)?$")
+
+
+@dataclass
+class FsdpPlan:
+    """What settings of FSDP come to.
+
+    Args:
+        mode: `zero3`, `zero2` (weights stay whole after forward) or `ddp` (nothing is sharded).
+        hybrid: shards within a host, replicas across hosts.
+        precision: `bf16` or `fp16`, if the settings name one.
+    """
+
+    mode: str = "zero3"
+    hybrid: bool = False
+    offload: bool = False
+    checkpointing: bool = False
+    precision: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def fsdp_plan(flags: list[str], config: Mapping[str, Any]) -> FsdpPlan:
+    """Read the words of `fsdp` and the settings of `fsdp_config` (with or without ``fsdp_`` in front).
+
+    Raises:
+        Refused: a word or a setting that Paceline does not know, or cannot honor.
+    """
+    plan = FsdpPlan()
+    for word in flags:
+        if word in _STRATEGIES:
+            _set_strategy(plan, word)
+        elif word not in _OTHER_WORDS:
+            near = nearest(word, [*_STRATEGIES, *_OTHER_WORDS])
+            raise Refused(
+                f"`{word}` is not a setting of FSDP", f"did you mean `{near}`?" if near else f"use {', '.join(_BY_NUMBER)}"
+            )
+    plan.offload = "offload" in flags
+    settings = {key.lower().removeprefix("fsdp_"): value for key, value in config.items() if not key.startswith("_")}
+    _check_names(settings)
+    _sharding(plan, settings)
+    plan.offload |= any(_on(settings.get(key)) for key in ("offload_params", "cpu_offload", "offload"))
+    plan.checkpointing = _on(settings.get("activation_checkpointing"))
+    plan.precision = _precision(settings)
+    inert = [key for key in settings if key in _WITHOUT_EFFECT and settings[key] is not None and key != "version"]
+    if inert:
+        plan.notes.append(f"without effect in it: {', '.join(inert)} (Paceline shards block by block and saves by itself)")
+    if plan.mode == "ddp" and plan.offload:
+        plan.offload = False
+        plan.notes.append("nothing is sharded, so nothing is offloaded")
+    return plan
+
+
+def read_fsdp_name(value: str) -> list[str] | None:
+    """The words for one of ms-swift's names of FSDP configs (`fsdp2`, `fsdp_zero2_offload`); None if it is not one."""
+    match = _NAME.match(value.strip().lower())
+    if match is None:
+        return None
+    return ["shard_grad_op" if match[1] == "zero2" else "full_shard", *(["offload"] if match[2] else [])]
+
+
+def _on(value: Any) -> bool:
+    if isinstance(value, Mapping):  # `cpu_offload: {offload_params: true}`
+        return any(_on(one) for one in value.values())
+    return as_bool(value) is True
+
+
+def _set_strategy(plan: FsdpPlan, word: str) -> None:
+    plan.mode, plan.hybrid = _STRATEGIES[word], "hybrid" in word
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    for key, value in settings.items():
+        if key not in _WITHOUT_EFFECT and key not in _READ:
+            near = nearest(key, [*_READ, *_WITHOUT_EFFECT])
+            raise Refused(f"`fsdp_config` has no setting `{key}`", f"did you mean `{near}`?" if near else "remove it")
+        if key in ("xla", "xla_fsdp_v2") and _on(value):
+            raise Refused(f"`fsdp_config` asks for `{key}`, and TPUs are not supported", "remove it")
+
+
+def _sharding(plan: FsdpPlan, settings: Mapping[str, Any]) -> None:
+    """`sharding_strategy` of FSDP1, by name or number, and `reshard_after_forward` of FSDP2."""
+    for key in ("sharding_strategy", "reshard_after_forward"):
+        value = settings.get(key)
+        if value is None:
+            continue
+        value = as_bool(value)
+        if isinstance(value, bool) and key == "reshard_after_forward":
+            word = "full_shard" if value else "shard_grad_op"
+            if plan.hybrid:
+                word = "hybrid_shard" if value else "hybrid_shard_zero2"
+        elif isinstance(value, int) and key == "reshard_after_forward":
+            word = "full_shard"
+            plan.notes.append(f"reshard_after_forward: {value} (a number of ranks): the weights are sharded over all ranks")
+        elif str(value).isdigit() and 1 <= int(value) <= len(_BY_NUMBER):
+            word = _BY_NUMBER[int(value) - 1]
+        else:
+            word = str(value).split(".")[-1].lower()
+        if word not in _STRATEGIES:
+            raise Refused(f"`fsdp_config` has `{key}: {value}`", f"use {', '.join(name.upper() for name in _BY_NUMBER)}")
+        _set_strategy(plan, word)
+
+
+def _precision(settings: Mapping[str, Any]) -> str | None:
+    value = settings.get("mixed_precision_policy", settings.get("mixed_precision"))
+    if isinstance(value, Mapping):
+        value = value.get("param_dtype")
+    if is_off(value):
+        return None
+    name = str(value).lower().removeprefix("torch.")
+    return {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}.get(name)

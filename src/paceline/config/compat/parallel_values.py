@@ -1,0 +1,231 @@
+"""How other tools choose a parallelism strategy: the values of their keys, read one by one.
+
+What depends on several keys (`fsdp` with `fsdp_config`, `num_processes` with `num_machines`) is kept under names with ``_`` in
+front and put together by :mod:`paceline.config.compat.parallel_keys`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.config.compat.conversion import Convert, Out, Refused, as_bool, info, is_off
+from paceline.config.modes import is_hsdp, read_mode
+
+_LONG_SAMPLES = (
+    "remove it; for long samples set `train_args.gradient_checkpointing: true`, or cut the layers with `parallel.tensor` "
+    "and `parallel.sequence_parallel: true`"
+)
+
+
+def mode(value: Any) -> Out:
+    """Paceline's own `parallel.mode`, in any usual spelling."""
+    if not isinstance(value, str):
+        return Out({"parallel.mode": value})
+    settings = read_mode(value)
+    if settings == {"mode": "auto"}:
+        return Out(weak={"parallel.mode": "auto"})
+    sets = {f"parallel.{key}": one for key, one in settings.items()}
+    return Out({**sets, "_hsdp": True} if is_hsdp(value) else sets)
+
+
+def deepspeed(value: Any) -> Out:
+    """`deepspeed`: a file, the mapping itself, or ms-swift's name of a stage."""
+    value = as_bool(value)
+    if is_off(value):
+        return Out()
+    if value is True or isinstance(value, str | Mapping):
+        return Out({"_deepspeed": value})
+    raise Refused("expected a DeepSpeed JSON or the name of a stage", "write deepspeed: ds_config.json, or deepspeed: zero2")
+
+
+def deepspeed_config(value: Any) -> Out:
+    """Accelerate's `deepspeed_config`."""
+    if is_off(value):
+        return Out()
+    return Out({"_deepspeed_config": value}) if isinstance(value, Mapping) else deepspeed(value)
+
+
+def zero_stage(value: Any) -> Out:
+    """`accelerate launch --zero_stage`."""
+    return deepspeed(f"zero{value}")
+
+
+def fsdp(value: Any) -> Out:
+    """`fsdp` of transformers: words such as ``full_shard auto_wrap offload``, as text or as a list."""
+    value = as_bool(value)
+    return Out({"_fsdp": "" if is_off(value) else value})
+
+
+def fsdp_config(value: Any) -> Out:
+    if is_off(value):
+        return Out()
+    if isinstance(value, str | Mapping):
+        return Out({"_fsdp_config": value})
+    raise Refused("expected a mapping, or the path of a JSON file", "write fsdp_config: {reshard_after_forward: true}")
+
+
+def fsdp_version(value: Any) -> Out:
+    if str(value) in ("1", "2"):
+        return Out({"_fsdp_version": int(value)})
+    raise Refused(f"`{value}` is not a version of FSDP", "use 2; Paceline shards with torch's `fully_shard` (FSDP2) either way")
+
+
+def fsdp_setting(name: str) -> Convert:
+    """A setting of FSDP that is written as a key of its own: as if it were in `fsdp_config`."""
+    return lambda value: Out({"_fsdp_setting": {name: value}})
+
+
+_NO_STRATEGY = {
+    "MEGATRON_LM": "Megatron-LM is not used; tensor and pipeline parallelism are `parallel.tensor` and `parallel.pipeline`",
+    "XLA": "TPUs are not supported",
+    "TPU": "TPUs are not supported",
+}
+
+
+def distributed_type(value: Any) -> Out:
+    """Accelerate's `distributed_type`."""
+    name = str(value).removeprefix("DistributedType.").upper() if not isinstance(value, bool) else "NO"
+    if name in _NO_STRATEGY:
+        raise Refused(_NO_STRATEGY[name], "remove it, and set `parallel.mode`")
+    if name in ("DEEPSPEED", "FSDP", "TP", "NO") or name.startswith("MULTI_"):
+        sets: dict[str, Any] = {"_distributed_type": name}
+        return Out({**sets, "parallel.device": "cpu"} if name == "MULTI_CPU" else sets)
+    raise Refused(
+        f"`{value}` is not a distributed type of Accelerate that Paceline knows", "use MULTI_GPU, FSDP, DEEPSPEED or NO"
+    )
+
+
+def num_processes(value: Any) -> Out:
+    """The number of ranks on all hosts together."""
+    if value in ("gpu", "auto", -1):
+        return Out({"parallel.num_gpus": "auto"})
+    return Out({"_num_processes": value})
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------------
+
+
+def size(target: str) -> Convert:
+    """The size of an axis. 1 sets nothing, and neither does -1 (what the other axes leave)."""
+
+    def convert(value: Any) -> Out:
+        if value == 1 and not isinstance(value, bool):
+            return info("1 is the default")
+        return info("it follows from the number of ranks") if _no_axis(value) else Out({target: value})
+
+    return convert
+
+
+def _no_axis(value: Any) -> bool:
+    return value in (1, -1, "auto") and not isinstance(value, bool)
+
+
+def context(what: str = "context parallelism") -> Convert:
+    """The size of an axis that Paceline does not have: 1 means nothing, more is refused."""
+
+    def convert(value: Any) -> Out:
+        if is_off(value) or _no_axis(value):
+            return info("1 is the default")
+        why = "samples are not split over ranks" if what == "context parallelism" else "each rank holds all experts of a layer"
+        fix = _LONG_SAMPLES if what == "context parallelism" else "remove it; `parallel.mode: zero3` shards the experts too"
+        raise Refused(f"{what} is not supported: {why}", fix)
+
+    return convert
+
+
+def autotp(value: Any) -> Out:
+    """ms-swift's `deepspeed_autotp_size`."""
+    if is_off(value) or _no_axis(value):
+        return info("1 is the default")
+    raise Refused(
+        "tensor parallelism inside DeepSpeed is not supported",
+        f"remove it and `deepspeed`, and set `parallel: {{mode: hybrid, tensor: {value}, shard: ...}}`",
+    )
+
+
+def hpz(value: Any) -> Out:
+    """ms-swift's `zero_hpz_partition_size` (ZeRO++)."""
+    if is_off(value) or _no_axis(value):
+        return info("1 is the default")
+    raise Refused(
+        "ZeRO++'s secondary partition is not supported",
+        "remove it; for shards within each host set `parallel.mode: zero3` and `parallel.data` to the number of hosts",
+    )
+
+
+_SIZES: dict[str, Convert] = {
+    "tp_size": size("parallel.tensor"),
+    "pp_size": size("parallel.pipeline"),
+    "dp_shard_size": size("parallel.shard"),
+    "dp_replicate_size": size("parallel.data"),
+    "mp_shard_size": size("parallel.shard"),
+    "mp_replicate_size": size("parallel.data"),
+    "cp_size": context(),
+    "sp_size": context(),
+    "ep_size": context("expert parallelism"),
+}
+_SIZE_DETAILS = ("cp_", "sp_", "ep_", "tp_", "dp_")
+
+
+def _sizes(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The sizes of axes in a mapping, and the keys that are something else."""
+    sets: dict[str, Any] = {}
+    rest = []
+    for key, one in value.items():
+        name = key.removeprefix("parallelism_config_")
+        if name not in _SIZES:
+            rest.append(key)
+        elif one is not None:
+            try:
+                sets.update(_SIZES[name](one).sets)
+            except Refused as refused:
+                raise Refused(f"`{key}: {one}`: {refused.why}", refused.fix) from None
+    return sets, rest
+
+
+def parallelism_config(value: Any) -> Out:
+    """Accelerate's `parallelism_config`, also as `TrainingArguments` take it."""
+    if is_off(value):
+        return Out()
+    if not isinstance(value, Mapping):
+        raise Refused("expected a mapping", "write parallelism_config: {tp_size: 2}, or parallel.tensor: 2")
+    sets, rest = _sizes(value)
+    unknown = [key for key in rest if not key.removeprefix("parallelism_config_").startswith(_SIZE_DETAILS)]
+    if unknown:
+        raise Refused(f"there is no key `{unknown[0]}` in it", f"use {', '.join(list(_SIZES)[:4])}")
+    if sets:
+        return Out(sets)
+    return info("all sizes in it are 1")
+
+
+def dist_config(value: Any) -> Out:
+    """LLaMA-Factory v1's `dist_config`: ``{name: fsdp2 | deepspeed, ...}``."""
+    if is_off(value):
+        return Out()
+    if not isinstance(value, Mapping) or "name" not in value:
+        raise Refused("expected a mapping with `name`", "write dist_config: {name: fsdp2}")
+    name = str(value["name"]).lower()
+    sets, rest = _sizes(value)
+    if name == "deepspeed":
+        return Out({**sets, "_deepspeed": value.get("config_file") or True})
+    if name == "ddp":
+        return Out({**sets, "parallel.mode": "ddp"})
+    if not name.startswith("fsdp"):
+        raise Refused(f"`{value['name']}` is not a strategy that Paceline knows", "use fsdp2, deepspeed or ddp")
+    kept = ("reshard_after_forward", "offload_params", "cpu_offload", "mixed_precision", "activation_checkpointing")
+    config = {key: value[key] for key in kept if key in rest and value[key] is not None}
+    return Out({**sets, "_fsdp": "full_shard", "_fsdp_config": config})
+
+
+def tp_config(value: Any) -> Out:
+    """Accelerate's `tp_config`."""
+    if is_off(value):
+        return Out()
+    if not isinstance(value, Mapping):
+        raise Refused("expected a mapping", "write tp_config: {tp_size: 2}")
+    return size("parallel.tensor")(value.get("tp_size", 1))
+
+
+def ddp(value: Any) -> Out:
+    return Out({"parallel.mode": "ddp"}) if as_bool(value) is True else Out()

@@ -1,0 +1,204 @@
+"""The user's own click logs: a file with columns of labels, numbers and ids."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.config.schema.recommend import Recommend
+from paceline.core.errors import ConfigError, nearest
+from paceline.data.cache import fingerprint
+from paceline.data.clicks.log import ClickLog, stored, stored_meta
+from paceline.data.sources.readers import TABLE_SUFFIXES, read_file
+
+_HASH_ROWS = 100_000
+_SHOWN = 12
+
+
+def read_clicks(given: str, settings: Recommend, train: Path | None = None) -> Path:
+    """Read a file into the cache; returns its folder there.
+
+    Args:
+        train: folder of the training data in the cache, where this file is validation data: its tables and vocabularies hold.
+
+    Raises:
+        ConfigError: no such file or column, no usable row, or ids that a table has no row for (named with the column, the id
+            and the table's size).
+    """
+    file = Path(given).expanduser()
+    if not file.is_file():
+        near = nearest(file.name, [one.name for one in file.parent.iterdir()]) if file.parent.is_dir() else None
+        raise ConfigError(
+            f"`{given}` is {'a folder' if file.is_dir() else 'not there'}",
+            allowed=f"builtin:clicks, or a file ({', '.join(TABLE_SUFFIXES)}) with a column of labels",
+            fix=f"did you mean `{file.parent / near}`?" if near else None,
+        )
+    keys = settings.model_dump(mode="json", exclude={"embedding_dim", "bottom", "top"})
+    return stored([fingerprint(file), keys, train.name if train else None], lambda: _Reader(file, settings, train).read())
+
+
+class _Reader:
+    """One file's rows into arrays."""
+
+    def __init__(self, file: Path, settings: Recommend, train: Path | None) -> None:
+        self.file = file
+        self.settings = settings
+        self.known = None if train is None else stored_meta(train)
+        self.dropped: Counter[str] = Counter()
+        self.read_rows = 0
+        self.labels: list[float] = []
+        self.dense: list[list[float]] = []
+        self.ids: list[list[int]] = [[] for _ in settings.categorical]
+        self.starts: list[list[int]] = [[0] for _ in settings.categorical]
+        self.values: list[dict[str, int]] = [
+            {} for _ in settings.categorical
+        ]  # a value's hash, or its place in order of coming
+        self.counts: list[Counter[int]] = [Counter() for _ in settings.categorical]
+        self.sizes = [self._given_size(name) for name in settings.categorical]
+
+    def _given_size(self, name: str) -> int | None:
+        if self.known is not None:
+            return int(self.known["tables"][self.known["names"].index(name)])
+        given = self.settings.table_size
+        size = given.get(name) if isinstance(given, dict) else given
+        return _HASH_ROWS if size is None and self.settings.ids == "hash" else size
+
+    def read(self) -> tuple[ClickLog, dict[str, Any]]:
+        for number, row in read_file(self.file):
+            if self.read_rows == 0 and row is not None:
+                self._check_columns(row)
+            self.read_rows += 1
+            reason = "fields do not match the header" if not isinstance(row, dict) else self._take(row, number)
+            if reason:
+                self.dropped[reason] += 1
+        if not self.labels:
+            each = "; ".join(f"{reason}: {number:,}" for reason, number in self.dropped.items())
+            raise ConfigError(f"`{self.file}` has no usable row ({each or 'it is empty'})", fix="check `recommend.label`")
+        vocabulary = self._number_vocabulary() if self.settings.ids == "vocabulary" else None
+        tables = tuple(size or max(ids, default=0) + 1 for size, ids in zip(self.sizes, self.ids, strict=True))
+        bags = self.settings.separator is not None
+        log = ClickLog(
+            labels=np.array(self.labels, np.float32),
+            dense=np.array(self.dense, np.float32).reshape(len(self.labels), len(self.settings.dense)),
+            ids=[np.array(one, np.int64) for one in self.ids],
+            starts=[np.array(one, np.int64) if bags else None for one in self.starts],
+            chance=None,
+            tables=tables,
+            names=tuple(self.settings.categorical),
+        )
+        return log, {"read": self.read_rows, "dropped": dict(self.dropped), "vocabulary": vocabulary}
+
+    def _check_columns(self, row: dict[str, Any]) -> None:
+        wanted = [self.settings.label, *self.settings.dense, *self.settings.categorical]
+        missing = [name for name in wanted if name not in row]
+        if missing:
+            near = nearest(missing[0], row)
+            raise ConfigError(
+                f"`{self.file}` has no column {', '.join(f'`{one}`' for one in missing)}",
+                allowed=f"its columns: {', '.join(list(row)[:_SHOWN])}{', …' if len(row) > _SHOWN else ''}",
+                fix=f"did you mean `{near}`?" if near else "set `recommend.label`, `recommend.dense`, `recommend.categorical`",
+            )
+
+    def _take(self, row: dict[str, Any], number: int) -> str | None:
+        """Take a row in; returns why it is left out, where it is."""
+        label = _number(row[self.settings.label])
+        if label not in (0.0, 1.0) or row[self.settings.label] in (None, ""):
+            return f"{self.settings.label} is not 0 or 1"
+        dense = []
+        for name in self.settings.dense:
+            value = _number(row[name])
+            if value is None:
+                return f"{name} is no number"
+            dense.append(value)
+        found = []
+        for place, name in enumerate(self.settings.categorical):
+            ids = [self._id(place, name, value, number) for value in self._cell(row[name])]
+            if any(one is None for one in ids):
+                return f"{name} is no row number"
+            found.append([one for one in ids if one is not None])
+        self.labels.append(label)
+        self.dense.append(dense)
+        for place, ids in enumerate(found):
+            self.ids[place] += ids
+            self.starts[place].append(len(self.ids[place]))
+            if self.settings.ids == "vocabulary":
+                self.counts[place].update(ids)
+        return None
+
+    def _cell(self, value: Any) -> list[str]:
+        if self.settings.separator is None:
+            return ["" if value is None else str(value)]
+        parts = value if isinstance(value, list) else str("" if value is None else value).split(self.settings.separator)
+        return [str(one).strip() for one in parts if str(one).strip()]
+
+    def _id(self, place: int, name: str, value: str, number: int) -> int | None:
+        """The row of the table (with a vocabulary: the value's place in order of coming)."""
+        if self.settings.ids == "given":
+            as_number = _number(value)
+            if value == "" or as_number is None or as_number != int(as_number):
+                return None
+            self._check_fits(place, name, int(as_number), number)
+            return int(as_number)
+        seen = self.values[place]
+        found = seen.get(value)
+        if found is None:
+            if self.settings.ids == "hash":
+                raw = hashlib.blake2b(f"{name}\0{value}".encode(), digest_size=8).digest()
+                found = int.from_bytes(raw, "little") % (self.sizes[place] or _HASH_ROWS)
+            else:
+                found = len(seen)
+            seen[value] = found
+        return found
+
+    def _check_fits(self, place: int, name: str, found: int, number: int) -> None:
+        size = self.sizes[place]
+        if found < 0 or (size is not None and found >= size):
+            raise ConfigError(
+                f"row {number} of `{self.file}`: `{name}` has the id {found}, and its table has "
+                + (f"{size:,} rows" if size is not None else "no row below 0"),
+                allowed=f"ids from 0 to {size - 1:,}" if size else "ids from 0 on",
+                fix=f"set `recommend.table_size` to more than {max(found, 0)} for `{name}`, or `recommend.ids: hash`",
+            )
+
+    def _number_vocabulary(self) -> list[dict[str, int]]:
+        """Give the values their rows: 0 for the rare and unknown, from 1 on by their counts, ties in order of coming."""
+        found = []
+        for place, name in enumerate(self.settings.categorical):
+            values, counts = self.values[place], self.counts[place]
+            if self.known is not None:
+                rows = self.known["vocabulary"][self.known["names"].index(name)]
+            else:
+                kept = [one for one in values if counts[values[one]] >= self.settings.min_count]
+                kept.sort(key=lambda one, counts=counts, values=values: (-counts[values[one]], values[one]))
+                rows = {value: number for number, value in enumerate(kept, 1)}
+                size = self.sizes[place]
+                if size is not None and len(rows) + 1 > size:
+                    raise ConfigError(
+                        f"`{name}` of `{self.file}` has {len(rows):,} values, the last with the id {len(rows)}, and its table "
+                        f"has {size:,} rows (row 0 is for unknown values)",
+                        fix=f"set `recommend.table_size` to at least {len(rows) + 1} for `{name}`, raise "
+                        "`recommend.min_count`, or set `recommend.ids: hash`",
+                    )
+                self.sizes[place] = size or len(rows) + 1
+            new = [0] * len(values)
+            for value, old in values.items():
+                new[old] = int(rows.get(value, 0))
+            self.ids[place] = [new[one] for one in self.ids[place]]
+            found.append(rows)
+        return found
+
+
+def _number(value: Any) -> float | None:
+    """A cell as a finite number; 0 where it is empty, None where it is no number."""
+    if value is None or value == "":
+        return 0.0
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None

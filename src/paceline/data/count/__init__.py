@@ -1,0 +1,1 @@
+"""``paceline data count``: exact word and token counts over all ranks."""

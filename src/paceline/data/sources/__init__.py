@@ -1,0 +1,1 @@
+"""Where rows come from: files, folders, the Hugging Face hub, built-in data."""

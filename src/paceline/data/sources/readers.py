@@ -1,0 +1,356 @@
+"""Rows of one local file, whatever its kind, each with its line or row number; a broken file says where it is broken."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.data.sources.opening import (
+    COMPRESSED_SUFFIXES,
+    HEAD_BYTES,
+    Position,
+    compression_of,
+    data_suffix,
+    encoding_of,
+    not_text,
+    open_data,
+    read_text,
+    text_lines,
+)
+
+Numbered = Iterator[tuple[int, Any]]
+
+Notice = tuple[str, str]
+
+TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+TEXT_SUFFIXES = (".txt", ".md")
+KINDS = (
+    "JSON (.json), JSON lines (.jsonl), CSV (.csv, .tsv), Parquet (.parquet), Arrow (.arrow), plain text (.txt, .md); "
+    "JSON, CSV and text also compressed (.gz, .bz2, .xz, .zst)"
+)
+_SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev", "eval"},
+    "test": {"test", "testing"},
+}
+
+#: The key under which a plain-text file's content stands: a document is cut into samples, a row of text is one.
+DOCUMENT = "\0document"
+
+
+def split_name(word: str) -> str | None:
+    """Return the usual name of a split (``val`` → ``validation``), or None for a word that does not name one."""
+    base = word.lower().partition("_")[0]
+    return next((name for name, words in _SPLITS.items() if base in words), None)
+
+
+#: How many bytes of lines are read at once, and perhaps one line more.
+_BLOCK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Consecutive lines of a JSON lines file as they are in the file, to be parsed later, perhaps in another process.
+
+    Args:
+        lines: with their line ends, blank lines included.
+        first_number: the number of the first line.
+    """
+
+    lines: list[bytes]
+    first_number: int
+    path: Path
+
+    def part(self, start: int, end: int) -> LineBlock:
+        """The lines with the indices ``start`` to ``end - 1``."""
+        return LineBlock(self.lines[start:end], self.first_number + start, self.path)
+
+
+def read_file(
+    path: Path, split: str = "train", notices: list[Notice] | None = None, position: Position | None = None
+) -> Numbered:
+    """Rows of ``path`` as (number, row): lines for JSON lines and CSV, rows from 1 for the others.
+
+    JSON, CSV and plain text may be compressed (see :mod:`paceline.data.sources.opening`) and may be UTF-16 with a byte order mark.
+
+    Args:
+        split: which list to take of a JSON object that holds several.
+        notices: gets what to report about the file.
+        position: follows the rows as they are read.
+
+    Raises:
+        ConfigError: a kind that is not known, a broken line (with its number and the text near it), bytes that are not text.
+    """
+    suffix, position = data_suffix(path), position or Position()
+    if suffix in (".jsonl", ".ndjson"):
+        if _first_char(_head(path), path) == "[":
+            return _json(path, split, notices, position)
+        return _json_lines(path, position)
+    if suffix == ".json":
+        return _json(path, split, notices, position)
+    if suffix in (".csv", ".tsv"):
+        return _csv(path, suffix, position)
+    if suffix in (".parquet", ".arrow") and compression_of(path) is not None:
+        raise ConfigError(
+            f"`{path}` is a compressed {suffix} file, which is not supported: the format has its own compression",
+            fix="decompress it first",
+        )
+    if suffix == ".parquet":
+        return _parquet(path, position)
+    if suffix == ".arrow":
+        return _arrow(path, position)
+    if suffix in TEXT_SUFFIXES:
+        return _text(path, position)
+    raise unknown_kind(path)
+
+
+def is_table(path: Path) -> bool:
+    """Return whether the name is that of a file of rows."""
+    return data_suffix(path) in TABLE_SUFFIXES
+
+
+def is_text(path: Path) -> bool:
+    """Return whether the name is that of a plain-text file."""
+    return data_suffix(path) in TEXT_SUFFIXES
+
+
+def unknown_kind(path: Path) -> ConfigError:
+    """The error for a file whose name does not say what is in it."""
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSED_SUFFIXES:
+        what = f"`{path}` does not say what is compressed in it"
+        fix = f"rename the file after its content, e.g. `{path.stem}.jsonl{path.suffix}`"
+    elif suffix in (".zip", ".tar", ".tgz", ".7z", ".rar"):
+        what, fix = f"`{path}` is an archive", "unpack it, and give the folder or the file inside"
+    else:
+        what = f"`{path}` is not a known kind of data file (its name ends in {suffix or 'no suffix'})"
+        fix = "rename the file after its content"
+    return ConfigError(what, allowed=KINDS, fix=fix)
+
+
+def _head(path: Path) -> bytes:
+    with open_data(path) as handle:
+        return handle.read(HEAD_BYTES)
+
+
+def _first_char(head: bytes, path: Path) -> str:
+    text = head.decode(encoding_of(head, path), errors="ignore") if head else ""
+    return text.removeprefix("\ufeff").lstrip()[:1]
+
+
+def _json_lines(path: Path, position: Position) -> Numbered:
+    with open_data(path, position) as handle:
+        for number, line in enumerate(text_lines(handle, path), 1):
+            if line.strip():
+                yield number, _parsed(line, number, path)
+
+
+def line_blocks(path: Path, position: Position) -> Iterator[LineBlock] | None:
+    """The lines of ``path`` without parsing them, or None if it is not a file of JSON lines in UTF-8: :func:`read_file` reads
+    these.
+
+    Raises:
+        ConfigError: bytes that are not text.
+    """
+    if data_suffix(path) not in (".jsonl", ".ndjson"):
+        return None
+    head = _head(path)
+    if not encoding_of(head, path).startswith("utf-8") or _first_char(head, path) == "[":
+        return None
+    return _line_blocks(path, position)
+
+
+def _line_blocks(path: Path, position: Position) -> Iterator[LineBlock]:
+    number = 1
+    with open_data(path, position) as handle:
+        while lines := handle.readlines(_BLOCK_BYTES):
+            if number == 1:
+                lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
+            yield LineBlock(lines, number, path)
+            number += len(lines)
+
+
+def parse_lines(block: LineBlock) -> Numbered:
+    """The rows in a block of lines, each with the number of its line. Lines of white space hold none.
+
+    Raises:
+        ConfigError: a line that is not UTF-8 or not JSON.
+    """
+    for number, line in enumerate(block.lines, block.first_number):
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise not_text(block.path, f"line {number}", error) from error
+        if text and not text.isspace():
+            yield number, _parsed(text, number, block.path)
+
+
+def _parsed(line: str, number: int, path: Path) -> Any:
+    try:
+        return json.loads(line.rstrip("\r\n"))
+    except ValueError as error:
+        raise _broken(path, number, line, error) from error
+
+
+def _broken(path: Path, number: int, line: str, error: ValueError) -> ConfigError:
+    column = getattr(error, "pos", 0)
+    before, text = max(0, column - 30), line.rstrip("\r\n")
+    near = ("…" if before else "") + text[before : column + 30] + ("…" if column + 30 < len(text) else "")
+    reason = getattr(error, "msg", str(error)).removesuffix(" starting at").removesuffix(" at")
+    cut = "" if text.rstrip().endswith(("}", "]")) else "; the file may have been cut off while it was copied"
+    return ConfigError(
+        f"line {number} of `{path}` is no valid JSON: {reason} at column {column + 1}, near `{near}`",
+        fix=f"correct or delete line {number}{cut}",
+    )
+
+
+def _json(path: Path, split: str, notices: list[Notice] | None, position: Position) -> Numbered:
+    text = read_text(path)
+    if not text.strip():
+        return
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):
+            yield from _json_lines(path, position)  # JSON lines under the name .json, as many tools write them
+            return
+        line = text.splitlines()[error.lineno - 1] if error.lineno <= len(text.splitlines()) else ""
+        error.pos = error.colno - 1
+        raise _broken(path, error.lineno, line, error) from error
+    rows, number = _rows_of(value, path, split, [] if notices is None else notices), 0
+    position.follow(lambda: number / len(rows))
+    for number, row in enumerate(rows, 1):
+        yield number, {"text": row} if isinstance(row, str) else row
+
+
+def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[Any]:
+    """The rows in a JSON value: a list, an object that holds one, an object of splits or of columns, or a single row."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"`{path}` holds a single {type(value).__name__}", allowed="a list of objects, or an object that holds one"
+        )
+    lists = {key: one for key, one in value.items() if isinstance(one, list)}
+    if {"messages", "conversations"} & set(lists):
+        return [value]
+    splits = {key: one for key, one in value.items() if split_name(key) is not None and isinstance(one, list | dict)}
+    if split in lists or (splits and len(splits) == len(value)):
+        return _rows_of_split(value, lists if split in lists else splits, path, split, notices)
+    if not lists:
+        return [value]
+    of_objects = {key: one for key, one in lists.items() if one and all(isinstance(row, dict) for row in one)}
+    if len(of_objects) == 1:
+        return next(iter(of_objects.values()))
+    if not of_objects and len(lists) == len(value) and len({len(one) for one in lists.values()}) == 1 and len(lists) > 1:
+        return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+    if len(lists) == 1:
+        return next(iter(lists.values()))
+    raise ConfigError(
+        f"`{path}` is an object with several lists: {', '.join(map(str, lists))}",
+        allowed="a list of objects, or an object that holds one such list",
+        fix="name the list you want: `dataset: {path: ..., split: NAME}`",
+    )
+
+
+def _rows_of_split(value: dict[str, Any], splits: dict[str, Any], path: Path, split: str, notices: list[Notice]) -> list[Any]:
+    """The rows of the split asked for, of an object of splits; the others are reported."""
+    wanted = [key for key in splits if key == split] or [
+        key for key in splits if split_name(key) == split_name(split) is not None
+    ]
+    if not wanted and len(splits) > 1:
+        raise ConfigError(
+            f"`{path}` has no split `{split}`; it has {', '.join(splits)}",
+            fix=f"name one of them: `dataset: {{path: ..., split: {next(iter(splits))}}}`",
+        )
+    name = (wanted or list(splits))[0]
+    others = [f"{key} ({_length(one):,} rows)" for key, one in value.items() if key != name and isinstance(one, list | dict)]
+    if others or not wanted:
+        text = f"{path}: split `{name}` is used" + (f"; not used: {', '.join(others)}" if others else "")
+        notices.append(("info" if wanted else "warning", text))
+    rows = splits[name]
+    return rows if isinstance(rows, list) else _rows_of(rows, path, split, notices)
+
+
+def _length(rows: Any) -> int:
+    """The number of rows in a list of them, or in an object of columns."""
+    columns = list(rows.values()) if isinstance(rows, dict) else []
+    return len(columns[0]) if columns and isinstance(columns[0], list) else len(rows)
+
+
+def _csv(path: Path, suffix: str, position: Position) -> Numbered:
+    csv.field_size_limit(1 << 30)
+    with open_data(path, position) as handle:
+        lines = text_lines(handle, path)
+        header = next(lines, "")
+        delimiter = "\t" if suffix == ".tsv" else _delimiter(header)
+        reader = csv.DictReader(chain([header], lines), delimiter=delimiter)
+        try:
+            for row in reader:
+                if None in row:
+                    yield reader.line_num, None  # more fields than the header has columns
+                else:
+                    yield reader.line_num, row
+        except csv.Error as error:
+            what = f"line {reader.line_num} of `{path}` is not valid CSV: {error}"
+            raise ConfigError(what, fix="correct that line") from error
+
+
+def _delimiter(header: str) -> str:
+    return max((",", ";", "\t"), key=header.count)
+
+
+def _parquet(path: Path, position: Position) -> Numbered:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            number, total = 0, max(1, file.metadata.num_rows)
+            position.follow(lambda: number / total)
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pa.ArrowInvalid, OSError) as error:
+        raise _unreadable(path, "Parquet", error) from error
+
+
+def _arrow(path: Path, position: Position) -> Numbered:
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(path)) as source:
+            try:
+                batches: Any = pa.ipc.open_stream(source)
+                position.follow(lambda: 1.0 if source.closed else source.tell() / max(1, source.size()))
+            except pa.ArrowInvalid:
+                file = pa.ipc.open_file(source)
+                batches = (file.get_batch(one) for one in range(file.num_record_batches))
+                position.follow(lambda: current / max(1, file.num_record_batches))
+            number = current = 0
+            for current, batch in enumerate(batches, 1):  # noqa: B007
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pa.ArrowInvalid, OSError) as error:
+        raise _unreadable(path, "Arrow", error) from error
+
+
+def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigError(f"`{path}` cannot be read as {kind}: {reason}", fix="check the file, or copy it anew")
+
+
+def _text(path: Path, position: Position) -> Numbered:
+    text = read_text(path)
+    position.follow(lambda: 1.0)
+    if text.strip():
+        yield 1, {DOCUMENT: text}

@@ -1,0 +1,1 @@
+"""Text datasets: formats, chat templates, tokenization and the token cache."""

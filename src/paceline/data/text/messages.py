@@ -1,0 +1,268 @@
+"""The turns of a chat, whatever their keys and roles are called, as the messages that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.config.chat_roles import CALL, ROLES
+from paceline.data.sources.rows import Malformed, Unsupported, holds_nothing, is_missing
+from paceline.data.text.media import MEDIA, TEXT_PARTS, check_column, check_text, other_part
+from paceline.data.text.tool_calls import name_calls, read_calls
+
+Message = dict[str, Any]
+
+#: Keys of a message by which the data switches the loss on a turn on or off.
+_SWITCHES = ("weight", "loss", "train", "training", "trainable", "loss_weight", "loss_scale")
+_USER_SWITCHES = ("train", "training", "trainable")
+_DETAILS = ("train_detail", "training_detail")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_ASKS = ("human", "user", "query", "instruction", "question", "prompt")
+_ANSWERS = ("assistant", "gpt", "response", "output", "answer", "bot")
+
+
+@dataclass
+class Chat:
+    """Messages, and the indices of the assistant turns on which the data switches the loss off."""
+
+    messages: list[Message]
+    off: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Turns with the same keys.
+
+    Args:
+        role, content: the keys of these, for turns that have nothing else; else None.
+        extra: keys beside the role and the content.
+        is_exchange: the turn is a question with its answer, ``{"human": ..., "assistant": ...}``, as ms-swift allows.
+    """
+
+    role: str | None
+    content: str | None
+    extra: tuple[str, ...]
+    is_exchange: bool
+
+
+@dataclass
+class MessageReader:
+    """Reads the turns of one source.
+
+    Args:
+        columns: `{expected: theirs}`, of which those that name keys of a message are used.
+        roles: their role to one of :data:`STANDARD_ROLES`, beside those that are known.
+        ignored: keys that are left out.
+        supports: whether the chat template uses `tool_calls` or `reasoning_content`.
+        unused: counts keys of messages that are not used.
+        ignored_seen: gets the ignored keys that were met.
+    """
+
+    columns: Mapping[str, str]
+    roles: Mapping[str, str]
+    ignored: Collection[str]
+    supports: Callable[[str], bool]
+    unused: Counter[str]
+    ignored_seen: Counter[str] = field(default_factory=Counter)
+    _shapes: dict[tuple[str, ...], _Shape] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._roles = {**ROLES, **{name.lower(): role for name, role in self.roles.items()}}
+        name = self.columns.get
+        self._role_keys = tuple(dict.fromkeys((name("role", "role"), name("from", "from"))))
+        self._content_keys = tuple(dict.fromkeys((name("content", "content"), name("value", "value"), "text")))
+        own = {theirs: ours for ours, theirs in self.columns.items()}
+        self._meaning = {**{key: key for key in (*_SWITCHES, *_DETAILS, *_REASONING)}, **own}
+        self._checks_text = not MEDIA & set(self.ignored)
+
+    def __call__(self, turns: list[Any]) -> Chat:
+        """Read the turns of a row.
+
+        Raises:
+            Malformed: the row cannot be used.
+            Unsupported: the dataset must be refused.
+        """
+        chat = Chat([])
+        has_calls = False
+        previous_was_call = False
+        for turn in turns:
+            if not isinstance(turn, dict):
+                raise Malformed("a message is no object")
+            keys = tuple(turn)
+            shape = self._shapes.get(keys) or self._shape(keys)
+            if shape.role is not None:  # a role and a content alone, as most turns have
+                spelled, content = turn[shape.role], turn[shape.content]
+                role = self._roles.get(spelled) if spelled.__class__ is str else None
+                if role is not None and role != CALL and content.__class__ is str:
+                    if self._checks_text and role != "assistant" and "<" in content:
+                        check_text(content)
+                    chat.messages.append({"role": role, "content": content})
+                    previous_was_call = False
+                    continue
+            if shape.is_exchange:
+                self._add_exchange(turn, chat)
+                continue
+            message, trains, is_call = self._message(turn, shape.extra)
+            has_calls |= "tool_calls" in message
+            last = chat.messages[-1] if chat.messages else None
+            is_off = message["role"] == "assistant" and trains is False
+            # Parallel calls, and an answer with the call after it, are one turn of the assistant.
+            joins = (
+                is_call and last is not None and last["role"] == "assistant" and is_off == (len(chat.messages) - 1 in chat.off)
+            )
+            if joins and last is not None and ("tool_calls" not in last or previous_was_call):
+                last.setdefault("tool_calls", []).extend(message["tool_calls"])
+            else:
+                if is_off:
+                    chat.off.add(len(chat.messages))
+                chat.messages.append(message)
+            previous_was_call = is_call
+        if has_calls:
+            name_calls(chat.messages)
+        return chat
+
+    # -- one turn -------------------------------------------------------------------------------------------------------
+    def _shape(self, keys: tuple[str, ...]) -> _Shape:
+        roles = [key for key in self._role_keys if key in keys]
+        contents = [key for key in self._content_keys if key in keys]
+        used = contents if contents[1:] != ["text"] else contents[:1]  # `text` is a content where there is no other
+        extra = tuple(key for key in keys if key not in (*roles, *used) and key not in self.ignored)
+        self.ignored_seen.update(key for key in keys if key in self.ignored)
+        is_plain = len(roles) == len(contents) == 1 and not extra
+        shape = _Shape(
+            roles[0] if is_plain else None,
+            contents[0] if is_plain else None,
+            extra,
+            not roles and any(key in keys for key in _ANSWERS),
+        )
+        self._shapes[keys] = shape
+        return shape
+
+    def _message(self, turn: dict[str, Any], extra: tuple[str, ...]) -> tuple[Message, bool | None, bool]:
+        """(message, what the data says about its loss, whether the turn is a tool call alone)."""
+        spelled = _first(turn, self._role_keys)
+        role = self._roles.get(spelled.lower()) if isinstance(spelled, str) else None
+        if role is None:
+            raise Malformed("unknown role")
+        content = _first(turn, self._content_keys)
+        if role == CALL:
+            self._need("tool_calls")
+            message: Message = {"role": "assistant", "content": "", "tool_calls": read_calls(content)}
+        else:
+            message = {"role": role, "content": content if isinstance(content, str) else _as_text(content, role)}
+            if self._checks_text and role != "assistant" and "<" in message["content"]:
+                check_text(message["content"])
+        trains = None
+        for key in extra:
+            value = turn[key]
+            if value is not None and value != "" and value != []:
+                switched = self._extra(message, key, value)
+                trains = switched if switched is not None else trains
+        return message, trains, role == CALL
+
+    def _extra(self, message: Message, key: str, value: Any) -> bool | None:
+        """Take in one more key of a message; returns what it says about the loss, if it does."""
+        name = self._meaning.get(key, key)
+        if name in _SWITCHES:
+            return _switch(message["role"], key, name, value)
+        if name in _DETAILS:
+            if not holds_nothing(value):
+                raise Unsupported(
+                    f"the messages say which parts of a turn to train on (`{key}`), and Paceline trains on whole turns",
+                    allowed="true or false for a whole turn (`weight`, `loss`, `train`)",
+                    fix=f"split these turns, or set `ignore_columns: [{key}]` to train on the whole of them",
+                )
+        elif name in ("tool_calls", "function_call"):
+            if not holds_nothing(value) and message["role"] == "assistant":
+                self._need("tool_calls")
+                message["tool_calls"] = read_calls(value)
+        elif name in _REASONING and message["role"] == "assistant":
+            if isinstance(value, str):
+                self._need("reasoning_content", key)
+                message["reasoning_content"] = message["thinking"] = value
+        elif name in ("name", "tool_call_id"):
+            message[name] = value
+        elif name in MEDIA:
+            check_column(key, value)
+        elif not holds_nothing(value):
+            if name in ("tools", "functions"):
+                raise Unsupported(
+                    f"a message has `{key}`, which is used only as a column of the row",
+                    fix=f"move it to a column `tools`, or set `ignore_columns: [{key}]`",
+                )
+            self.unused[f"{key} (of messages)"] += 1
+        return None
+
+    def _need(self, name: str, key: str | None = None) -> None:
+        if not self.supports(name):
+            raise template_lacks(name, key)
+
+    # -- turns of a question with its answer ------------------------------------------------------------------------------
+    def _add_exchange(self, turn: dict[str, Any], chat: Chat) -> None:
+        for keys, role in ((_ASKS, "user"), (_ANSWERS, "assistant")):
+            text = _first(turn, keys)
+            if not isinstance(text, str) and not is_missing(text):
+                raise Malformed("a message that is not text")
+            if role == "user" and self._checks_text and text:
+                check_text(text)
+            chat.messages.append({"role": role, "content": "" if is_missing(text) else text})
+
+
+def _first(turn: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    for key in keys:
+        value = turn.get(key)
+        if value is not None:
+            return value
+    return None
+
+
+def _as_text(content: Any, role: str) -> str:
+    """The text of a content that is not a string: empty, parts of a multimodal message, or the result of a tool."""
+    if is_missing(content):
+        return ""
+    if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
+        for part in content:
+            if part["type"] not in TEXT_PARTS:
+                raise other_part(part["type"])
+        texts = [part.get("text") for part in content]
+        if not all(isinstance(text, str) or text is None for text in texts):
+            raise Malformed("a message that is not text")
+        return "".join(text or "" for text in texts)
+    if role == "tool":
+        return json.dumps(content, ensure_ascii=False)
+    if isinstance(content, list) and all(isinstance(part, str) for part in content):
+        return "".join(content)
+    raise Malformed("a message that is not text")
+
+
+def _switch(role: str, key: str, name: str, value: Any) -> bool | None:
+    if value != value:  # NaN, an empty cell of a table
+        return None
+    number = {"true": 1, "false": 0, "1": 1, "0": 0}.get(value.strip().lower(), value) if isinstance(value, str) else value
+    if number not in (0, 1):
+        raise Unsupported(
+            f"the messages have `{key}: {value}`, and Paceline has no weights between turns",
+            allowed="0 or false: the turn carries no loss; 1 or true: it does",
+            fix=f"round the weights to 0 and 1, or set `ignore_columns: [{key}]`",
+        )
+    if role != "assistant":
+        if number and name in _USER_SWITCHES:
+            raise Unsupported(
+                f"the messages switch the loss on for a turn of the role `{role}` (`{key}: {value}`), and Paceline trains on "
+                "the turns of the assistant",
+                fix=f"set `ignore_columns: [{key}]`, or `train_args.train_on_inputs: true` for a loss on every token",
+            )
+        return None
+    return bool(number)
+
+
+def template_lacks(name: str, key: str | None = None) -> Unsupported:
+    """The refusal of data that the chat template would leave out."""
+    column = key or name
+    fix = "use a chat template that has it (`chat_template: FILE.jinja`)"
+    if name != "tool_calls":
+        fix += f", or set `ignore_columns: [{column}]` to train without it"
+    return Unsupported(f"the rows have `{column}`, and the chat template does not use `{name}`", fix=fix)

@@ -1,0 +1,128 @@
+"""Recognize preference data (DPO, KTO, reward models), which `task: sft` and `task: pretrain` must not train on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from paceline.data.sources.rows import Unsupported, holds_nothing
+
+_ANSWERS = ("response", "answer", "output", "completion", "text", "content", "message", "messages", "conversation",
+            "conversations", "responses")  # fmt: skip
+REJECTED = frozenset({
+    "rejected", "reject", "dispreferred", "non_preferred_output",
+    *(f"rejected_{word}" for word in _ANSWERS), *(f"{word}_rejected" for word in _ANSWERS),
+})  # fmt: skip
+CHOSEN = frozenset({
+    "chosen", "preferred", "preferred_output",
+    *(f"chosen_{word}" for word in _ANSWERS), *(f"{word}_chosen" for word in _ANSWERS),
+})  # fmt: skip
+#: Columns that mark a single answer as good or bad.
+LABELS = frozenset({"label", "kto_tag", "kto_label"})
+_LABEL_WORDS = {"true", "false", "desirable", "undesirable"}
+_PROMPTS = ("prompt", "question", "query", "instruction", "problem", "input")
+_TWO_ANSWERS = tuple(
+    (f"{word}_{first}", f"{word}_{second}")
+    for word in ("response", "answer", "output", "completion")
+    for first, second in (("0", "1"), ("1", "2"), ("a", "b"), ("j", "k"))
+)
+_NOT_HERE = "Paceline does not support preference training yet"
+_ALLOWED = "rows with one answer each, all of which the model should learn"
+
+
+def check_pairs(row: Mapping[str, Any], rejected: Collection[str], has_answer: bool) -> None:
+    """Refuse a row with a rejected answer.
+
+    Args:
+        rejected: the row's columns that are in :data:`REJECTED`.
+        has_answer: whether the row fits a format without the preference columns.
+
+    Raises:
+        Unsupported: one of the columns holds an answer.
+    """
+    bad = [name for name in rejected if isinstance(row[name], str | list | dict) and not holds_nothing(row[name])]
+    if not bad:
+        return
+    good = [name for name in row if name in CHOSEN and not holds_nothing(row[name])]
+    is_reward = "margin" in row or not (has_answer or any(name in row for name in _PROMPTS))
+    methods = "a reward model, DPO" if is_reward else "DPO"
+    raise Unsupported(
+        f"the rows are preference pairs ({_names([*good, *bad])}): they ask for {methods} or another method of preference "
+        f"training (ORPO, SimPO, CPO), and {_NOT_HERE}",
+        allowed=_ALLOWED,
+        fix=_sft_instead(row, good, bad, has_answer),
+    )
+
+
+def _sft_instead(row: Mapping[str, Any], good: list[str], bad: list[str], has_answer: bool) -> str:
+    """How to fine-tune on the preferred answers alone."""
+    elsewhere = "train this file with a tool that has that method"
+    ignore = f"`ignore_columns: [{', '.join(bad)}]`"
+    columns: dict[str, str] = {}
+    if not has_answer:
+        prompt = next((name for name in _PROMPTS if name in row), None)
+        if not good or isinstance(row[good[0]], dict):
+            return elsewhere
+        value = row[good[0]]
+        if isinstance(value, list) and (prompt is None or not isinstance(row[prompt], list)):
+            columns = {"messages": good[0]}
+        elif prompt is None:
+            columns = {"text": good[0]}
+        elif prompt == "instruction":
+            columns = {"output": good[0]}
+        else:
+            columns = {**({"prompt": prompt} if prompt != "prompt" else {}), "completion": good[0]}
+    mapping = ", ".join(f"{ours}: {theirs}" for ours, theirs in columns.items())
+    settings = (f"`columns: {{{mapping}}}` and " if mapping else "") + ignore
+    return f"{elsewhere}; to fine-tune on the preferred answers alone, give the source {settings}"
+
+
+def check_label(row: Mapping[str, Any], name: str) -> None:
+    """Refuse a row whose single answer is marked as good or bad.
+
+    Raises:
+        Unsupported: the column holds a boolean.
+    """
+    value = row[name]
+    if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in _LABEL_WORDS):
+        raise Unsupported(
+            f"the rows mark each answer as good or bad (`{name}` is {str(value).lower()}): they ask for KTO, and {_NOT_HERE}",
+            allowed=_ALLOWED,
+            fix="train this file with a tool that has KTO, or keep only the rows with good answers; where the column means "
+            f"something else, set `ignore_columns: [{name}]`",
+        )
+
+
+def check_without_format(row: Mapping[str, Any]) -> None:
+    """Refuse a row that fits no format because it holds several answers.
+
+    Raises:
+        Unsupported: it does.
+    """
+    two = next((pair for pair in _TWO_ANSWERS if all(not holds_nothing(row.get(name)) for name in pair)), None)
+    if two is not None:
+        raise Unsupported(
+            f"the rows hold two answers each ({_names(two)}): they ask for a reward model or DPO, and {_NOT_HERE}",
+            allowed=_ALLOWED,
+            fix="train this file with a tool that has that method, or write one answer a row",
+        )
+    if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
+        raise Unsupported(
+            "the rows hold a label for each step of an answer (`completions`, `labels`): they ask for a process reward model "
+            f"(PRM), and {_NOT_HERE}",
+            allowed=_ALLOWED,
+            fix="train this file with a tool that has that method",
+        )
+
+
+def two_outputs(column: str) -> Unsupported:
+    """The refusal of a list of two answers in the column of the answer, an older spelling of preference pairs."""
+    return Unsupported(
+        f"the rows hold two answers each (`{column}` is a list of two): they ask for DPO or a reward model, and {_NOT_HERE}",
+        allowed=_ALLOWED,
+        fix="train this file with a tool that has that method, or write one answer a row",
+    )
+
+
+def _names(names: Collection[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,0 +1,186 @@
+"""The tokenizer of first-generation Qwen models: ``qwen.tiktoken`` as a fast tokenizer with the ChatML template.
+
+The file lists byte strings in base64 with their ranks. Pairs are merged in the order of the ranks, so the merges of a byte-pair
+tokenizer follow from them; words, normalization and special tokens are those of tokenization_qwen.py in
+https://huggingface.co/Qwen/Qwen-7B. Its remote code is not needed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.files import cache_dir
+from paceline.data.cache import build_once, fingerprint, key_of
+
+RANKS_FILE = "qwen.tiktoken"
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_NUM_EXTRAS = 205
+_LAYOUT = 1
+#: ChatML with the system prompt that Qwen-7B-Chat was trained with where the chat has none.
+CHATML_TEMPLATE = (
+    "{%- for message in messages %}\n"
+    "{%- if loop.first and message.role != 'system' %}\n"
+    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}\n"
+    "{%- endif %}\n"
+    "{{- '<|im_start|>' + message.role + '\\n' }}\n"
+    "{%- if message.role == 'assistant' %}\n"
+    "{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}\n"
+    "{%- else %}\n"
+    "{{- message.content + '<|im_end|>' }}\n"
+    "{%- endif %}\n"
+    "{{- '\\n' }}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n"
+    "{{- '<|im_start|>assistant\\n' }}\n"
+    "{%- endif %}"
+)
+
+
+def is_qwen_tokenizer(folder: Path) -> bool:
+    """Whether the folder has the original tokenizer file and none that transformers reads without remote code."""
+    return (folder / RANKS_FILE).is_file() and not (folder / "tokenizer.json").is_file()
+
+
+def converted_tokenizer(folder: Path) -> Path:
+    """A folder in the cache with the fast form of the tokenizer in ``folder``, made on first use.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    key = key_of(["qwen tokenizer", _LAYOUT, fingerprint(folder / RANKS_FILE), _own_template(folder)])
+    final = cache_dir() / "tokenizers" / f"qwen-{key}"
+    build_once(final, "config.json", lambda aside: _write_with_config(folder, aside))
+    return final
+
+
+def _write_with_config(source: Path, target: Path) -> None:
+    write_qwen_tokenizer(source, target)
+    # AutoTokenizer takes the class of a folder from its model type.
+    (target / "config.json").write_text(json.dumps({"model_type": "qwen2"}), encoding="utf-8")
+
+
+def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
+    """Write tokenizer.json and tokenizer_config.json into ``target``; returns the ids of the special tokens.
+
+    Raises:
+        ConfigError: ``source`` has no qwen.tiktoken, or it is damaged.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    from paceline.data.text.tokenizer import QWEN2_WORDS
+
+    ranks = read_ranks(source / RANKS_FILE)
+    letters = _byte_letters()
+
+    def text(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    merges = [(text(left), text(right)) for left, right in recover_merges(ranks, source)]
+    tokenizer = Tokenizer(models.BPE(vocab={text(token): rank for token, rank in ranks.items()}, merges=merges))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [END_OF_TEXT, TURN_START, TURN_END, *(f"<|extra_{number}|>" for number in range(_NUM_EXTRAS))]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(target / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "bos_token": None,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "unk_token": None,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _own_template(source) or CHATML_TEMPLATE,
+    }
+    (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=1, ensure_ascii=False), encoding="utf-8")
+    return {token: len(ranks) + number for number, token in enumerate(special)}
+
+
+def read_ranks(file: Path) -> dict[bytes, int]:
+    """Byte strings and their ranks.
+
+    Raises:
+        ConfigError: no such file, or it is not a list of all single bytes and their merges.
+    """
+    ranks: dict[bytes, int] = {}
+    try:
+        for line in file.read_bytes().splitlines():
+            if line.strip():
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+        if sorted(ranks.values()) != list(range(len(ranks))):
+            raise ValueError("the ranks are not 0, 1, 2 …")
+        if any(bytes([byte]) not in ranks for byte in range(256)):
+            raise ValueError("a single byte has no rank")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"the tokenizer {file} cannot be read: {reason}",
+            allowed="the qwen.tiktoken of the original repository",
+            fix="copy the file again, or give another tokenizer as `tokenizer: ...`",
+        ) from error
+    return ranks
+
+
+def recover_merges(ranks: dict[bytes, int], source: Path) -> list[tuple[bytes, bytes]]:
+    """The two parts that each longer token is merged from, in the order of the ranks.
+
+    Raises:
+        ConfigError: a token that no two tokens of lower rank make.
+    """
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) == 1:
+            continue
+        parts = merge_below(token, ranks, rank)
+        if len(parts) != 2:
+            raise ConfigError(
+                f"the tokenizer {source / RANKS_FILE} is damaged: its token {token!r} does not follow from shorter ones",
+                fix="copy the file again",
+            )
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def merge_below(word: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
+    """``word`` in tokens: the pair of the lowest rank below ``limit`` is merged until there is none."""
+    parts = [bytes([byte]) for byte in word]
+    while len(parts) > 1:
+        best, at = limit, -1
+        for index in range(len(parts) - 1):
+            rank = ranks.get(parts[index] + parts[index + 1], limit)
+            if rank < best:
+                best, at = rank, index
+        if at < 0:
+            break
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+def _byte_letters() -> dict[int, str]:
+    """Byte → the printable letter that byte-level tokenizers write for it (Radford et al., GPT-2, 2019)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    letters = {byte: chr(byte) for byte in plain}
+    others = [byte for byte in range(256) if byte not in letters]
+    return letters | {byte: chr(256 + number) for number, byte in enumerate(others)}
+
+
+def _own_template(folder: Path) -> str | None:
+    """The chat template that the folder itself has."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    try:
+        settings: Any = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    template = settings.get("chat_template") if isinstance(settings, dict) else None
+    return template if isinstance(template, str) else None

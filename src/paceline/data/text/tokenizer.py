@@ -1,0 +1,242 @@
+"""Tokenizers: found in a folder or on the hub, loaded without transformers where nothing of it is needed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.hub import go_offline_if_unreachable
+from paceline.data.cache import fingerprint
+from paceline.data.text.qwen_tokenizer import converted_tokenizer, is_qwen_tokenizer
+
+#: How Qwen2's tokenizer cuts text into words before byte pairs are merged.
+QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*", "additional_chat_templates/*", "tokenization_*.py",
+)  # fmt: skip
+_HUB_TIMEOUT_S = 10.0
+
+
+@dataclass
+class LoadedTokenizer:
+    """What the data room needs of a tokenizer.
+
+    Args:
+        backend: the Rust tokenizer (``tokenizers.Tokenizer``), or None where the tokenizer is written in Python.
+        python: the transformers tokenizer where there is no backend.
+        special_tokens: name to text, e.g. ``{"eos_token": "</s>"}``; chat templates read them.
+        chat_template: Jinja source, or None.
+        eos_token_id, pad_token_id: pad falls back to eos, then 0.
+    """
+
+    backend: Any
+    python: Any
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    eos_token_id: int | None
+    pad_token_id: int
+    vocab_size: int
+    special_ids: frozenset[int] = field(default_factory=frozenset)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens included."""
+        if self.backend is not None:
+            return str(self.backend.decode(ids, skip_special_tokens=False))
+        return str(self.python.decode(ids))
+
+
+def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:
+    """The local folder with the tokenizer's files: the folder given, or a hub id's, downloaded into the hub's own cache.
+
+    Raises:
+        ConfigError: no such folder, no tokenizer in it, or it cannot be downloaded.
+    """
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        return _from_hub(name, trust_remote_code)
+    if not folder.is_dir():
+        raise ConfigError(f"`{name}` is a file", allowed="a folder that holds a tokenizer (tokenizer.json and its like)")
+    if is_qwen_tokenizer(folder):
+        return converted_tokenizer(folder)
+    if tokenizer_files(folder):
+        return folder
+    base = _adapter_base(folder)
+    if base is not None and base != name:
+        return find_tokenizer(base, trust_remote_code)
+    found = ", ".join(sorted(one.name for one in folder.iterdir())[:6]) or "nothing"
+    raise ConfigError(
+        f"no tokenizer in `{name}` (found: {found})",
+        allowed="a folder with tokenizer.json and tokenizer_config.json, as save_pretrained writes them",
+        fix="give the tokenizer's folder or hub id as `tokenizer: ...`",
+    )
+
+
+def _adapter_base(folder: Path) -> str | None:
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return base if isinstance(base, str) and base else None
+
+
+def _from_hub(name: str, trust_remote_code: bool) -> Path:
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local:
+        raise ConfigError(
+            f"`{name}` does not exist",
+            allowed="a folder that holds a tokenizer, a hub id such as Qwen/Qwen2.5-0.5B, or builtin:qwen2-tiny",
+            fix="check the path",
+        )
+    go_offline_if_unreachable(name)
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = [*(one for one in _PATTERNS if trust_remote_code or not one.endswith(".py")), "config.json"]
+    try:
+        revision = HfApi().model_info(name, timeout=_HUB_TIMEOUT_S).sha
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT_S))
+    except HFValidationError as error:
+        raise _no_hub_tokenizer(name, error) from error
+    except Exception as error:  # every kind of network trouble: each client library has its own
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))  # downloaded before
+        except Exception:
+            raise _no_hub_tokenizer(name, error) from error
+    if not tokenizer_files(folder):
+        raise ConfigError(f"`{name}` on the hub holds no tokenizer", fix="give one as `tokenizer: ...`")
+    return converted_tokenizer(folder) if is_qwen_tokenizer(folder) else folder
+
+
+def _no_hub_tokenizer(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the tokenizer of `{name}` cannot be downloaded ({first_line(error)})",
+        allowed="a folder that holds a model or tokenizer, a hub id that this machine can reach, or builtin:qwen2-tiny",
+        fix="download it where there is a network and give its folder: `model=/path/to/folder`",
+    )
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files that decide how text becomes tokens, sorted; empty where the folder holds no tokenizer."""
+    found = sorted({file for pattern in _PATTERNS for file in folder.glob(pattern) if file.is_file()})
+    return found if any(one.suffix != ".py" and not one.name.startswith("chat_template") for one in found) else []
+
+
+def tokenizer_fingerprint(folder: Path) -> list[Any]:
+    """What tells this tokenizer from any other: names and hashes of its files."""
+    return [[file.name, *fingerprint(file)] for file in tokenizer_files(folder)]
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedTokenizer:
+    """Load the tokenizer of a local folder; what it gives is what transformers' AutoTokenizer gives.
+
+    Raises:
+        ConfigError: the files cannot be read as a tokenizer.
+    """
+    return _load_directly(folder) or _load_by_transformers(folder, trust_remote_code)
+
+
+def _load_directly(folder: Path) -> LoadedTokenizer | None:
+    """Without transformers (seconds of import), for Qwen2's kind alone: its class is known to build what the file says."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError):
+        return None
+    plain = (
+        settings.get("tokenizer_class") in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+        and model_type in ("qwen2", "qwen3")
+        and not settings.get("add_bos_token")
+        and not settings.get("add_eos_token")
+        and not settings.get("auto_map")
+        and not settings.get("split_special_tokens")
+        and not (folder / "additional_chat_templates").exists()
+        and (folder / "tokenizer.json").is_file()
+    )
+    if not plain:
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        steps = json.loads(backend.pre_tokenizer.__getstate__())["pretokenizers"]
+        known_words = len(steps) == 2 and steps[0]["pattern"] == {"Regex": QWEN2_WORDS} and not steps[1]["add_prefix_space"]
+        known_form = json.loads(backend.normalizer.__getstate__()) == {"type": "NFC"}
+    except Exception:  # the tokenizers library raises bare Exception; transformers then says what is wrong
+        return None
+    special = _special_tokens(settings)
+    added = {one.content for one in backend.get_added_tokens_decoder().values()}
+    declared = {str(one.get("content")) for one in settings.get("added_tokens_decoder", {}).values()} | set(special.values())
+    if not (known_words and known_form and declared <= added):
+        return None
+    template = settings.get("chat_template")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return _loaded(backend, None, special, template)
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    found = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}  # Qwen2's defaults
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = settings.get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[key] = value
+        elif key in settings:
+            found.pop(key, None)
+    return found
+
+
+def _load_by_transformers(folder: Path, trust_remote_code: bool) -> LoadedTokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:  # anything that foreign tokenizer code raises
+        raise ConfigError(
+            f"the tokenizer in `{folder}` cannot be loaded: {first_line(error)}",
+            fix="give another one as `tokenizer: ...`, or, where it comes with its own code that you trust, "
+            "set `trust_remote_code: true`",
+        ) from error
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return _loaded(backend, tokenizer, special, tokenizer.chat_template)
+
+
+def _loaded(backend: Any, python: Any, special: dict[str, str], template: Any) -> LoadedTokenizer:
+    if isinstance(template, list):  # several, by name
+        template = {one["name"]: one["template"] for one in template}
+    if isinstance(template, dict):
+        template = template.get("default")
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+        look_up = backend.token_to_id
+        size = backend.get_vocab_size(with_added_tokens=True)
+        special_ids = {number for number, one in backend.get_added_tokens_decoder().items() if one.special}
+    else:
+        look_up = python.convert_tokens_to_ids
+        size = len(python)
+        special_ids = set(python.all_special_ids)
+    eos = look_up(special["eos_token"]) if "eos_token" in special else None
+    pad = look_up(special["pad_token"]) if "pad_token" in special else None
+    return LoadedTokenizer(
+        backend=backend,
+        python=None if backend is not None else python,
+        special_tokens=special,
+        chat_template=template,
+        eos_token_id=eos,
+        pad_token_id=pad if pad is not None else eos or 0,
+        vocab_size=size,
+        special_ids=frozenset(special_ids),
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for a message of our own."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300].rstrip(".")

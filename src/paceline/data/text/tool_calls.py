@@ -1,0 +1,154 @@
+"""Tools and tool calls in the spellings of OpenAI, ShareGPT, LLaMA-Factory and ms-swift, as chat templates expect them."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any
+
+from paceline.data.sources.rows import Malformed, holds_nothing, without_nulls
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call: a mapping that prints as JSON, for templates that write them without ``tojson``."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    __repr__ = __str__
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """The tools of a row, each as ``{"type": "function", "function": {...}}``.
+
+    Args:
+        value: a list of mappings, the same as JSON text, or a list of JSON texts. Null and ``[]`` are no tools.
+
+    Raises:
+        Malformed: it is something else.
+    """
+    if holds_nothing(value):
+        return []
+    parsed = _json(value, "tools that are not valid JSON") if isinstance(value, str) else value
+    tools = []
+    for item in parsed if isinstance(parsed, list) else [parsed]:
+        tool = _json(item, "tools that are not valid JSON") if isinstance(item, str) else item
+        if not isinstance(tool, dict):
+            raise Malformed("tools that are not a list of mappings")
+        tool = without_nulls(tool)
+        tools.append(tool if "function" in tool or tool.get("type", "function") != "function" else _as_function(tool))
+    return tools
+
+
+def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def read_calls(value: Any) -> list[dict[str, Any]]:
+    """The calls of one turn, each as ``{"type": "function", "function": {"name", "arguments"}}`` with its ``id`` if any.
+
+    Args:
+        value: a call or a list of calls, as mappings or as JSON text; the function may be nested as OpenAI does or not, and
+            its arguments may be a mapping or JSON text.
+
+    Raises:
+        Malformed: it is not a call.
+    """
+    parsed = _calls_of_text(value) if isinstance(value, str) else value
+    calls = []
+    for item in parsed if isinstance(parsed, list) else [parsed]:
+        call = _json(item, "a tool call that is not valid JSON") if isinstance(item, str) else item
+        if not isinstance(call, dict):
+            raise Malformed("a tool call that is not a mapping")
+        function = call["function"] if isinstance(call.get("function"), dict) else call
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            raise Malformed("a tool call without a name")
+        arguments = function.get("arguments", function.get("parameters"))
+        read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
+        if isinstance(call.get("id"), str) and call["id"]:
+            read["id"] = call["id"]
+        calls.append(read)
+    return calls
+
+
+def _calls_of_text(text: str) -> Any:
+    """One JSON value, or several, one a line."""
+    try:
+        return _json(text, "a tool call that is not valid JSON")
+    except Malformed:
+        lines = [line for line in text.splitlines() if line.strip()]
+        if len(lines) < 2:
+            raise
+        return [_json(line, "a tool call that is not valid JSON") for line in lines]
+
+
+def _arguments(value: Any) -> Any:
+    if value is None:
+        return Arguments()
+    if isinstance(value, str):
+        try:
+            parsed = _json(value, "") if value.strip() else {}
+        except Malformed:
+            return value  # a tool that takes plain text
+        return Arguments(parsed) if isinstance(parsed, dict) else value
+    return Arguments(without_nulls(value)) if isinstance(value, dict) else value
+
+
+def _json(text: str, reason: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:  # some published files write the mapping as Python does, with single quotes
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise Malformed(reason) from None
+
+
+def name_calls(messages: list[dict[str, Any]]) -> None:
+    """Give every call without an ``id`` one of nine letters and digits, and the tool messages that follow the ids of their
+    calls: some templates require them."""
+    number = 0
+    waiting: list[str] = []
+    for message in messages:
+        if message.get("tool_calls"):
+            waiting = []
+            for call in message["tool_calls"]:
+                call.setdefault("id", f"call{number:05d}")
+                waiting.append(call["id"])
+                number += 1
+        elif message["role"] == "tool" and waiting:
+            identifier = waiting.pop(0)
+            message.setdefault("tool_call_id", identifier)
+
+
+def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with ids of nine letters and digits, which Mistral's templates insist on."""
+    short: dict[str, str] = {}
+    out = []
+    for message in messages:
+        message = dict(message)
+        if message.get("tool_calls"):
+            message["tool_calls"] = [
+                {**call, "id": short.setdefault(call.get("id", ""), f"call{len(short):05d}")} for call in message["tool_calls"]
+            ]
+        if "tool_call_id" in message:
+            message["tool_call_id"] = short.get(message["tool_call_id"], message["tool_call_id"])
+        out.append(message)
+    return out
+
+
+def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the arguments of each call as JSON text, as templates that concatenate them expect."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    return [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]} if message.get("tool_calls") else message
+        for message in messages
+    ]

@@ -1,0 +1,133 @@
+"""Encode chunks in this process or in several at once, with the same result.
+
+The results are taken in the order of the chunks, so the number of worker processes and their speed change neither tokens nor
+counts.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context, resource_tracker
+from pathlib import Path
+
+from paceline.core.errors import ConfigError, RunError
+from paceline.core.interruption import poll
+from paceline.core.processes import end_with_parent, hidden_main
+from paceline.data.text.chunks import Chunk, ChunkEncoder, EncodedChunk, Setup
+from paceline.data.text.encode import Encoder
+
+_CHUNKS_AHEAD = 4  # per worker: what may wait for an earlier chunk
+
+
+class Workers:
+    """Encodes chunks in ``count`` processes, or in this one if ``count`` is 1; made by :func:`start_workers`."""
+
+    def __init__(self, count: int, pool: ProcessPoolExecutor | None, setup_file: Path) -> None:
+        self.count = count
+        self._pool, self._setup_file = pool, setup_file
+
+    def encode(self, chunks: Iterable[Chunk], setup: Setup, encoder: Encoder) -> Iterator[EncodedChunk]:
+        """Yield the encoded chunks in the order of ``chunks``. ``encoder`` is used if this process encodes them.
+
+        Raises:
+            ConfigError: a row because of which the data cannot be used; of several the first in the order of the rows.
+            RunError: a worker process was killed.
+        """
+        if self._pool is None:
+            encode = ChunkEncoder(setup, encoder)
+            for chunk in chunks:
+                poll()
+                yield encode(chunk)
+            return
+        # Through a file: a pipe would hold less than a tokenizer, so each process would have to be waited for in turn.
+        self._setup_file.write_bytes(pickle.dumps(setup))
+        try:
+            yield from self._in_order(self._pool, chunks)
+        except BrokenProcessPool as error:
+            raise RunError(
+                "a process that tokenizes the data was killed, perhaps because memory ran out",
+                fix="free memory and give the command again: nothing of the data was stored",
+            ) from error
+
+    def _in_order(self, pool: ProcessPoolExecutor, chunks: Iterable[Chunk]) -> Iterator[EncodedChunk]:
+        waiting: deque[Future[EncodedChunk]] = deque()
+        unread: BaseException | None = None
+        rest = iter(chunks)
+        while True:
+            try:
+                chunk = next(rest, None)
+            except ConfigError as error:  # it is raised after those of earlier rows
+                chunk, unread = None, error
+            if chunk is None:
+                break
+            waiting.append(pool.submit(_encode, self._setup_file, chunk))
+            while len(waiting) >= self.count * _CHUNKS_AHEAD or (waiting and waiting[0].done()):
+                poll()
+                yield waiting.popleft().result()
+        while waiting:
+            poll()
+            yield waiting.popleft().result()
+        if unread is not None:
+            raise unread
+
+
+@contextmanager
+def start_workers(count: int, folder: Path) -> Iterator[Workers]:
+    """Start ``count`` processes that encode chunks; with 1, none. They import what they need while this process loads the
+    tokenizer, and end with the block. ``folder`` gets a file for them while they encode."""
+    if count <= 1:
+        yield Workers(1, None, folder)
+        return
+    setup_file = folder / "setup.pickle"
+    with hidden_main():
+        # Spawned: this process may have threads, whose locks a fork would copy as they are.
+        pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_start_worker, initargs=(os.getpid(),))
+        try:
+            with _without_interrupts():
+                for _ in range(count):
+                    pool.submit(_ready)  # starts a process, as none is idle
+            yield Workers(count, pool, setup_file)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+            setup_file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that start in the block never get Ctrl-C, which goes to the whole group: their parent ends them."""
+    resource_tracker.ensure_running()  # else the first process starts it, which unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_encoder: ChunkEncoder | None = None
+
+
+def _start_worker(parent: int) -> None:
+    end_with_parent()
+    if os.getppid() != parent:  # it ended before that took effect
+        os._exit(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
+    import jinja2  # noqa: F401
+    import tokenizers  # noqa: F401
+
+
+def _ready() -> None:
+    """What a process is started with."""
+
+
+def _encode(setup_file: Path, chunk: Chunk) -> EncodedChunk:
+    global _encoder
+    if _encoder is None:
+        _encoder = ChunkEncoder(pickle.loads(setup_file.read_bytes()))
+    return _encoder(chunk)

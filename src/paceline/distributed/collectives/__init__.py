@@ -1,0 +1,1 @@
+"""Paceline's own all-reduce and broadcast over point-to-point calls."""

@@ -1,0 +1,248 @@
+"""Who sends what to whom, and when, in each of our collectives: numbers alone, no torch here.
+
+A collective is a list of :class:`Step`. Within a step all messages go at once; a rank sends what it held before the step. The
+executor (:mod:`paceline.distributed.collectives.run`) runs these lists, the page of ``paceline explain`` shows them, the tests count
+them.
+
+Sources: ring, Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009), section 3;
+halving-doubling and the binomial tree, Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
+MPICH" (2005), sections 4.1 and 4.5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError, nearest
+
+#: what each collective can be run by
+ALGORITHMS = {
+    "all-reduce": ("ring", "tree", "halving", "naive"),
+    "broadcast": ("ring", "tree", "naive"),
+}
+
+
+@dataclass(frozen=True)
+class Send:
+    """One message: elements ``start`` to ``stop`` of the flattened tensor, from ``source`` to ``target`` (ranks of the group).
+
+    Args:
+        chunk: number of the first chunk in it.
+        add: the target adds it to what it has; else it takes its place.
+    """
+
+    source: int
+    target: int
+    chunk: int
+    start: int
+    stop: int
+    add: bool
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Step:
+    """Messages that go at the same time. ``step`` counts from 0 within its ``phase``."""
+
+    phase: str
+    step: int
+    sends: tuple[Send, ...]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank sends in a collective."""
+
+    bytes: int
+    messages: int
+
+
+def check_algorithm(algorithm: str, collective: str = "all-reduce") -> None:
+    """Raises:
+    ConfigError: no such algorithm for this collective.
+    """
+    known = ALGORITHMS[collective]
+    if algorithm not in known:
+        raise ConfigError(
+            f"`{algorithm}` is no algorithm for {collective}",
+            allowed=", ".join(known),
+            fix=f"did you mean `{nearest(algorithm, known) or known[0]}`?",
+        )
+
+
+def sent(algorithm: str, world_size: int, numel: int, element_size: int, collective: str = "all-reduce") -> list[Sent]:
+    """Bytes and messages of each rank, added up over the :func:`steps`. ``element_size``: bytes."""
+    ranks: list[list[Send]] = [[] for _ in range(world_size)]
+    for step in steps(algorithm, world_size, numel, collective):
+        for send in step.sends:
+            ranks[send.source].append(send)
+    return [Sent(sum(send.count for send in sends) * element_size, len(sends)) for sends in ranks]
+
+
+def steps(algorithm: str, world_size: int, numel: int, collective: str = "all-reduce", root: int = 0) -> list[Step]:
+    """The steps of a collective over ``numel`` elements. Messages without an element are left out; with one rank there is no
+    step.
+
+    Args:
+        root: the rank whose values a broadcast hands out.
+
+    Raises:
+        ConfigError: no such algorithm.
+    """
+    check_algorithm(algorithm, collective)
+    if world_size == 1 or numel == 0:
+        return []
+    make = _ALL_REDUCE[algorithm] if collective == "all-reduce" else _BROADCAST[algorithm]
+    found = []
+    for phase, number, sends in make(world_size, numel):
+        kept = tuple(_turned(send, root, world_size) for send in sends if send.count > 0)
+        if kept:
+            found.append(Step(phase, number, kept))
+    return found
+
+
+def bounds(chunk: int, num_chunks: int, numel: int) -> tuple[int, int]:
+    """First element of a chunk, and the one after its last. Sizes differ by one element at most."""
+    return numel * chunk // num_chunks, numel * (chunk + 1) // num_chunks
+
+
+def sent_bytes(algorithm: str, world_size: int, rank: int, numel: int, element_size: int) -> int:
+    """Bytes that a rank sends in an all-reduce, in closed form.
+
+    - ring: all chunks but one in each phase: 2(N-1)/N of the tensor where N divides it.
+    - naive: rank 0 sends the tensor N-1 times, each other rank once.
+    - tree: once up (all but rank 0), and down to each child of the binomial tree.
+    - halving, N = 2^k: 2(N-1)/N of the tensor; the ranks beyond a power of two send and get it whole beside that.
+    """
+    check_algorithm(algorithm)
+    if world_size == 1:
+        return 0
+    return element_size * _SENT[algorithm](world_size, rank, numel)
+
+
+def _ring_sent(size: int, rank: int, numel: int) -> int:
+    def length(chunk: int) -> int:
+        start, stop = bounds(chunk % size, size, numel)
+        return stop - start
+
+    return 2 * numel - length(rank + 1) - length(rank + 2)
+
+
+def _naive_sent(size: int, rank: int, numel: int) -> int:
+    return numel * (size - 1) if rank == 0 else numel
+
+
+def _tree_sent(size: int, rank: int, numel: int) -> int:
+    # A rank's children lie at rank + 2^k, for each 2^k below its lowest set bit (rank 0: below N).
+    reach = rank & -rank if rank else size
+    children = sum(1 for power in range(size.bit_length()) if 1 << power < reach and rank + (1 << power) < size)
+    return numel * (children + (1 if rank else 0))
+
+
+def _halving_sent(size: int, rank: int, numel: int) -> int:
+    core = _power_below(size)
+    if rank >= core:
+        return numel
+    first, last = bounds(rank, core, numel)
+    # Halving: everything but its own chunk goes away. Doubling: the chunk goes out once, then each doubled range but the last.
+    total = numel - (last - first)
+    span = 1
+    while span < core:
+        begin = rank // span * span
+        total += bounds(begin + span - 1, core, numel)[1] - bounds(begin, core, numel)[0]
+        span *= 2
+    return total + (numel if rank + core < size else 0)
+
+
+_SENT = {"ring": _ring_sent, "naive": _naive_sent, "tree": _tree_sent, "halving": _halving_sent}
+
+_Rounds = list[tuple[str, int, list[Send]]]
+
+
+def _ring(size: int, numel: int) -> _Rounds:
+    def send(rank: int, chunk: int, add: bool) -> Send:
+        return Send(rank, (rank + 1) % size, chunk, *bounds(chunk, size, numel), add)
+
+    rounds: _Rounds = []
+    for step in range(size - 1):
+        rounds.append(("scatter-reduce", step, [send(rank, (rank - step) % size, True) for rank in range(size)]))
+    for step in range(size - 1):
+        rounds.append(("all-gather", step, [send(rank, (rank + 1 - step) % size, False) for rank in range(size)]))
+    return rounds
+
+
+def _naive(size: int, numel: int) -> _Rounds:
+    return [("gather", 0, [Send(rank, 0, 0, 0, numel, True) for rank in range(1, size)]), *_naive_broadcast(size, numel)]
+
+
+def _tree(size: int, numel: int) -> _Rounds:
+    up = [[Send(rank + span, rank, 0, 0, numel, True) for rank in range(0, size - span, 2 * span)] for span in _powers(size)]
+    return [*(("reduce", step, sends) for step, sends in enumerate(up)), *_tree_broadcast(size, numel)]
+
+
+def _halving(size: int, numel: int) -> _Rounds:
+    core = _power_below(size)
+    extra = range(core, size)
+    rounds: _Rounds = [("fold", 0, [Send(rank, rank - core, 0, 0, numel, True) for rank in extra])]
+
+    def part(source: int, target: int, holder: int, span: int, add: bool) -> Send:
+        begin = holder // span * span
+        start, stop = bounds(begin, core, numel)[0], bounds(begin + span - 1, core, numel)[1]
+        return Send(source, target, begin, start, stop, add)
+
+    spans = _powers(core)
+    for step, span in enumerate(reversed(spans)):
+        sends = [part(rank, rank ^ span, rank ^ span, span, True) for rank in range(core)]
+        rounds.append(("halving", step, sends))
+    for step, span in enumerate(spans):
+        rounds.append(("doubling", step, [part(rank, rank ^ span, rank, span, False) for rank in range(core)]))
+    rounds.append(("unfold", 0, [Send(rank - core, rank, 0, 0, numel, False) for rank in extra]))
+    return rounds
+
+
+def _ring_broadcast(size: int, numel: int) -> _Rounds:
+    rounds: _Rounds = []
+    for step in range(2 * size - 2):  # chunk c leaves rank r at step r + c
+        sends = [
+            Send(rank, rank + 1, step - rank, *bounds(step - rank, size, numel), False)
+            for rank in range(size - 1)
+            if 0 <= step - rank < size
+        ]
+        rounds.append(("pipeline", step, sends))
+    return rounds
+
+
+def _naive_broadcast(size: int, numel: int) -> _Rounds:
+    return [("broadcast", 0, [Send(0, rank, 0, 0, numel, False) for rank in range(1, size)])]
+
+
+def _tree_broadcast(size: int, numel: int) -> _Rounds:
+    rounds: _Rounds = []
+    for step, span in enumerate(reversed(_powers(size))):
+        sends = [Send(rank, rank + span, 0, 0, numel, False) for rank in range(0, size - span, 2 * span)]
+        rounds.append(("broadcast", step, sends))
+    return rounds
+
+
+_ALL_REDUCE = {"ring": _ring, "tree": _tree, "halving": _halving, "naive": _naive}
+_BROADCAST = {"ring": _ring_broadcast, "tree": _tree_broadcast, "naive": _naive_broadcast}
+
+
+def _turned(send: Send, root: int, size: int) -> Send:
+    """The same message where the rank that begins is ``root`` instead of 0."""
+    if root == 0:
+        return send
+    return Send((send.source + root) % size, (send.target + root) % size, send.chunk, send.start, send.stop, send.add)
+
+
+def _powers(size: int) -> list[int]:
+    """1, 2, 4 … below ``size``."""
+    return [1 << power for power in range(size.bit_length()) if 1 << power < size]
+
+
+def _power_below(size: int) -> int:
+    """The largest power of two that is not above ``size``."""
+    return 1 << (size.bit_length() - 1)

@@ -1,0 +1,106 @@
+"""A thread with a process group of its own, so that communication made of many calls runs beside backward."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+
+Work = Callable[[World], object]
+
+
+class Pending:
+    """What a lane was asked to do. ``wait`` as that of torch's own works."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._done: torch.Event | None = None
+
+    def wait(self) -> None:
+        """Until it is done; on an accelerator the current stream waits, not the host. Raises what was raised in the thread."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        if self._done is not None:
+            torch.accelerator.current_stream().wait_event(self._done)
+
+    def end(self, error: BaseException | None, done: torch.Event | None = None) -> None:
+        self._error, self._done = error, done
+        self._ended.set()
+
+
+class Lane:
+    """Runs what it is given in one thread, one after another, in the order given.
+
+    Every rank of a line gives the same work in the same order; so the collectives within come in one order on every rank,
+    whatever else the ranks do meanwhile on other groups. After an error nothing more is run: the ranks would no longer agree.
+
+    Args:
+        world: all ranks.
+        axes: the line along which the work communicates. A collective: every rank of ``world`` makes its lanes in one order.
+    """
+
+    def __init__(self, world: World, *axes: str, timeout_s: float = 600.0) -> None:
+        self.world = _own_line(world, axes, timeout_s)
+        self._todo: queue.SimpleQueue[tuple[Work, Pending, torch.Event | None] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=_run, args=(self._todo, self.world), name="paceline-lane", daemon=True)
+        thread.start()
+        weakref.finalize(self, self._todo.put, None)
+
+    def submit(self, work: Work) -> Pending:
+        """Have ``work(line)`` run; on an accelerator after what is in the current stream by now."""
+        pending = Pending()
+        ready = None
+        if self.world.device.type != "cpu":
+            ready = torch.Event(self.world.device)
+            ready.record(torch.accelerator.current_stream())
+        self._todo.put((work, pending, ready))
+        return pending
+
+
+def _own_line(world: World, axes: tuple[str, ...], timeout_s: float) -> World:
+    """The line along ``axes`` as a world with a process group of its own, and its own count of seconds waited: the thread's
+    waits are not the training's."""
+    mine, group = [world.ranks[world.rank]], None
+    for line in world.axes.lines(axes):
+        ranks = [world.ranks[one] for one in line]
+        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) if len(ranks) > 1 else None
+        if world.rank in line:
+            mine, group = ranks, made
+    place = mine.index(world.ranks[world.rank])
+    env = RankEnv(place, len(mine), world.env.local_rank, world.env.local_world_size)
+    return World(env, world.device, world.axes, group, mine)
+
+
+def _run(todo: queue.SimpleQueue[tuple[Work, Pending, torch.Event | None] | None], line: World) -> None:
+    stream = None
+    failed: BaseException | None = None
+    if line.device.type != "cpu":
+        torch.accelerator.set_device_index(line.device.index or 0)
+        stream = torch.Stream(line.device)
+        torch.accelerator.set_stream(stream)
+    while (one := todo.get()) is not None:
+        work, pending, ready = one
+        done = None
+        if failed is None:
+            try:
+                if stream is not None and ready is not None:
+                    stream.wait_event(ready)
+                with torch.no_grad():
+                    work(line)
+                if stream is not None:
+                    done = torch.Event(line.device)
+                    done.record(stream)
+            except BaseException as error:
+                failed = error
+        pending.end(failed, done)
+        del one, work, pending  # else the last one would live until the next comes

@@ -1,0 +1,319 @@
+"""The process group of a run, its lines along the axes of the mesh, and the collectives among them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.core.errors import RunError
+from paceline.distributed.allocator import settle
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import Axes
+from paceline.distributed.progress import COLLECTIVE, PULSE
+from paceline.distributed.traffic import Traffic, count_collectives
+
+
+class Waits:
+    """Seconds this rank has stood still for communication."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+class World:
+    """This rank, its device, and the collectives among the ranks of one group: all of them, or a line of the mesh. With one
+    rank each collective is the identity.
+
+    Args:
+        env: rank and sizes within this group.
+        device: where this rank computes.
+        axes: the mesh; a plain data-parallel one where not given.
+        group: the process group (None: all ranks).
+        ranks: global rank of each member, in order.
+        waits: shared by all lines of a rank.
+    """
+
+    def __init__(
+        self,
+        env: RankEnv,
+        device: torch.device,
+        axes: Axes | None = None,
+        group: dist.ProcessGroup | None = None,
+        ranks: list[int] | None = None,
+        waits: Waits | None = None,
+    ) -> None:
+        self.env = env
+        self.device = device
+        self.axes = axes or Axes(data=env.world_size)
+        self.group = group
+        self.ranks = ranks if ranks is not None else list(range(env.world_size))
+        self.waits = waits or Waits()
+        self._lines: dict[tuple[str, ...], World] = {}
+        #: Types of the devices of all ranks; set where the process group was made.
+        self.device_types = frozenset({device.type})
+
+    @property
+    def mixes_devices(self) -> bool:
+        """Whether the ranks' devices differ in type. All ranks use Gloo then."""
+        return len(self.device_types) > 1
+
+    #: The process group existed before the run, and whoever made it closes it.
+    has_adopted_group = False
+
+    @property
+    def traffic(self) -> Traffic:
+        return count_collectives()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds this rank has stood still for communication, on any line."""
+        return self.waits.seconds
+
+    @property
+    def rank(self) -> int:
+        return self.env.rank
+
+    @property
+    def size(self) -> int:
+        return self.env.world_size
+
+    @property
+    def first(self) -> int:
+        """The rank that speaks and writes for all."""
+        return 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.env.rank == self.first
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks that have ended and that the others do without."""
+        return frozenset()
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place on each axis of the mesh."""
+        return self.axes.coordinates(self.ranks[self.rank])
+
+    def line(self, *axes: str) -> World:
+        """The ranks that differ from this one in ``axes`` alone, as a world of their own. A collective the first time: every
+        rank asks for the same lines in the same order."""
+        key = tuple(sorted(axes))
+        if key not in self._lines:
+            self._lines[key] = self._make_line(key)
+        return self._lines[key]
+
+    def _make_line(self, axes: tuple[str, ...]) -> World:
+        lines = self.axes.lines(axes)
+        mine = next(one for one in lines if self.rank in one)
+        if len(mine) == self.size:
+            return self
+        group = None
+        if len(mine) > 1:
+            for ranks in lines:  # every rank takes part in making every group
+                made = dist.new_group(ranks)
+                group = made if ranks is mine else group
+        env = RankEnv(mine.index(self.rank), len(mine), self.env.local_rank, self.env.local_world_size)
+        return World(env, self.device, self.axes, group, mine, self.waits)
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
+        """Start an all-reduce in place; pass the result to :meth:`wait`. None with one rank."""
+        if self.size == 1:
+            return None
+        return dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
+        """Start adding up ``tensor`` [N × n] over the ranks, each keeping its part in ``output`` [n]."""
+        if self.size == 1:
+            output.copy_(tensor)
+            return None
+        return _newest("reduce_scatter_single", "reduce_scatter_tensor")(output, tensor, group=self.group, async_op=True)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
+        """Start gathering each rank's ``tensor`` [n] into ``output`` [N × n]."""
+        if self.size == 1:
+            output.copy_(tensor)
+            return None
+        return _newest("all_gather_single", "all_gather_into_tensor")(output, tensor, group=self.group, async_op=True)
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective, and count the seconds it took."""
+        if work is None:
+            return
+        start = time.perf_counter()
+        with PULSE.waiting(COLLECTIVE):
+            work.wait()
+        self.waits.seconds += time.perf_counter() - start
+
+    def sum(self, *values: float) -> list[float]:
+        """Sum of each value over the ranks, in float64 where the device has it."""
+        if self.size == 1:
+            return [float(value) for value in values]
+        tensor = torch.tensor(values, dtype=self.wide_dtype, device=self.device)
+        self.wait(self.all_reduce(tensor))
+        return [float(value) for value in tensor.tolist()]
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """The widest floating type of the device."""
+        return wide_dtype(self.device)
+
+    def broadcast(self, tensors: Iterable[torch.Tensor], chunk_bytes: int = 64 << 20) -> None:
+        """Copy rank 0's values into every rank's tensors, in place, packed into few messages by dtype."""
+        if self.size == 1:
+            return
+        group: list[torch.Tensor] = []
+        size = 0
+        for tensor in tensors:
+            if group and (tensor.dtype != group[0].dtype or size > chunk_bytes):
+                self._broadcast_group(group)
+                group, size = [], 0
+            group.append(tensor)
+            size += tensor.numel() * tensor.element_size()
+        if group:
+            self._broadcast_group(group)
+
+    def _broadcast_group(self, tensors: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.device)
+            dist.broadcast(flat, src=self.ranks[0], group=self.group)
+            if self.rank != 0:
+                for tensor, part in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+    def broadcast_object(self, value: object) -> object:
+        """Rank 0's value on every rank (a small picklable object)."""
+        if self.size == 1:
+            return value
+        box = [value]
+        device = torch.device("cpu") if dist.get_backend(self.group) == "gloo" else self.device
+        dist.broadcast_object_list(box, src=self.ranks[0], group=self.group, device=device)
+        return box[0]
+
+    def gather_objects(self, value: object) -> list[object]:
+        """Each rank's (small, picklable) object, in order of rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        found: list[object] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def gather_numbers(self, value: float) -> list[float]:
+        """Each rank's value, in order of rank, on every rank."""
+        if self.size == 1:
+            return [float(value)]
+        tensor = torch.zeros(self.size, dtype=self.wide_dtype, device=self.device)
+        tensor[self.rank] = value
+        self.wait(self.all_reduce(tensor))
+        return [float(one) for one in tensor.tolist()]
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self.sum(0.0)
+
+    def close(self) -> None:
+        """Leave the process group. Gloo's is left to the end of the process: to destroy it joins its threads, which can wait
+        for the very interpreter lock that the caller holds; every rank has passed the last barrier by then, and the sockets
+        close with the process."""
+        if dist.is_initialized() and dist.get_backend() != "gloo" and not self.has_adopted_group:
+            dist.destroy_process_group()
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The widest floating type that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | None = None) -> World:
+    """Choose this rank's device, set the number of threads, and join the process group (where there are several ranks).
+
+    The backend is the one torch names as the default for the device (nccl, gloo, xccl…); Gloo if the ranks' devices differ in
+    type. CPU ranks of one host share its cores evenly. ``axes``: the mesh (default: all ranks on the data axis). A process
+    group that exists already is adopted: Ray Train makes one before it calls the training function, and so may a script.
+
+    Raises:
+        RunError: the process group that exists has other ranks, or a backend that the device cannot use.
+    """
+    settle(device_type)
+    if device_type == "cpu":
+        device = torch.device("cpu")
+        share_cores(env.local_world_size)
+    else:
+        device = torch.device(device_type, env.local_rank)
+        torch.accelerator.set_device_index(env.local_rank)
+    device_types = frozenset({device_type})
+    if env.world_size > 1 and dist.is_initialized():
+        _check_adopted(env, device)
+        World.has_adopted_group = True
+    elif env.world_size > 1:
+        World.has_adopted_group = False
+        timeout = timedelta(seconds=timeout_s)
+        options: dict[str, Any] = {}
+        if env.local_world_size < env.world_size:
+            store, _, _ = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
+            store.set_timeout(timeout)
+            options["store"] = dist.PrefixStore("default_pg", store)
+            device_types = _exchange_device_types(dist.PrefixStore("device_types", store), env.world_size, device_type)
+        backend = dist.get_default_backend_for_device(device) if len(device_types) == 1 else "gloo"
+        if device.type != "cpu" and backend != "gloo":
+            options["device_id"] = device
+            os.environ.setdefault(*_FLIGHT_RECORDER)
+        dist.init_process_group(backend, rank=env.rank, world_size=env.world_size, timeout=timeout, **options)
+    count_collectives()
+    world = World(env, device, axes)
+    world.device_types = device_types
+    return world
+
+
+def _exchange_device_types(store: dist.Store, world_size: int, device_type: str) -> frozenset[str]:
+    """Return the device types of all ranks. The backend depends on them, so this comes before the process group."""
+    store.append("types", f"{device_type} ")
+    if store.add("ranks", 1) == world_size:
+        store.set("complete", "1")
+    store.wait(["complete"])
+    return frozenset(store.get("types").decode().split())
+
+
+def _check_adopted(env: RankEnv, device: torch.device) -> None:
+    """Raise RunError if the default process group is not one that this rank can train with."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (env.rank, env.world_size):
+        raise RunError(
+            f"this is rank {rank} of {size} in the process group that exists already, and rank {env.rank} of {env.world_size} "
+            "by the environment",
+            fix="call `torch.distributed.destroy_process_group()` before `paceline.train()`, which makes its own group",
+        )
+    backends = {part.rpartition(":")[2] for part in str(dist.get_backend_config()).split(",")}
+    needed = dist.get_default_backend_for_device(device)
+    if needed not in backends:
+        raise RunError(
+            f"the process group that exists already uses {', '.join(sorted(backends))}, and {device.type} needs {needed}",
+            fix=f"make it with `backend={needed!r}`, or set `parallel.device` to a device that it can be used with",
+        )
+
+
+#: torch's own record of the last collectives on an accelerator, of which the watchdog writes a copy where a rank hangs.
+_FLIGHT_RECORDER = (
+    "TORCH_FR_BUFFER_SIZE" if hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json") else "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "2000",
+)
+
+
+def _newest(name: str, older: str) -> Any:
+    """A function of torch.distributed, which older releases of torch have under another name."""
+    return getattr(dist, name, None) or getattr(dist, older)
+
+
+def share_cores(local_world_size: int) -> None:
+    """Give this CPU rank its share of the cores as threads; OMP_NUM_THREADS, where the user set it, is kept."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // local_world_size))

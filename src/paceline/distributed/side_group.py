@@ -1,0 +1,269 @@
+"""Transfers between rank 0 and the ranks that do not see the run's folder, on a Gloo group separate from the training's groups.
+
+Messages are point to point. They may run in a background thread while the training's collectives run on their own groups.
+A transfer is a sequence of chunks of fixed size followed by a frame (JSON) that reports how it ended. Both ends know the size
+beforehand, so a sender that fails fills the rest with zeros and says so in the frame: the two ends never lose step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from paceline.core.errors import RunError
+from paceline.core.processes import host_name
+from paceline.distributed.communicator import World
+from paceline.distributed.traffic import uncounted
+
+#: Bytes of a staging buffer. Sender and receiver hold ``_WINDOW`` of them for each transfer.
+CHUNK_BYTES = 2 << 20
+_WINDOW = 3
+#: Bytes of a frame's first message, which holds the length and the beginning of the JSON.
+_FRAME_BYTES = 4096
+_MAX_FRAME_BYTES = 1 << 30
+#: A transfer in progress fails if nothing arrives for this long.
+STALL_TIMEOUT_S = 900.0
+#: A rank waits for its turn this long. A peer that dies is noticed at once, whatever the timeout.
+_TURN_TIMEOUT = timedelta(days=7)
+_PROBE_BYTES, _LARGE_PROBE_BYTES = 1 << 18, 1 << 24
+_SHORT_PROBE_S = 0.1
+
+Consume = Callable[[memoryview], None]
+
+
+class TransferError(Exception):
+    """The connection to a peer is closed, or nothing arrived in time."""
+
+
+class SideGroup:
+    """Rank 0 (``root``) and the ranks that do not see the run's folder.
+
+    Attributes:
+        remote_ranks: the ranks that do not see the folder, in order.
+        is_remote: whether this rank is one of them.
+        is_broken: whether a transfer of this rank failed since the group was opened; see :meth:`reopen`.
+        num_moved: grows with each chunk that this rank sends or receives.
+    """
+
+    root = 0
+
+    def __init__(self, world: World, remote_ranks: list[int]) -> None:
+        self.world = world
+        self.remote_ranks = remote_ranks
+        self.members = [self.root, *remote_ranks]
+        self.is_root = world.rank == self.root
+        self.is_remote = world.rank in remote_ranks
+        self.is_broken = False
+        self.num_moved = 0
+        self.reopen()
+
+    @classmethod
+    def open(cls, world: World, sees_run_folder: bool) -> SideGroup | None:
+        """Open the group, or return None if every rank sees the run's folder. A collective."""
+        if world.size == 1:
+            return None
+        with uncounted():
+            flags = world.gather_numbers(float(sees_run_folder))
+        if not flags[cls.root]:
+            raise RunError(f"rank {cls.root} does not see the run's folder, which it writes")
+        remote_ranks = [rank for rank, flag in enumerate(flags) if not flag]
+        return cls(world, remote_ranks) if remote_ranks else None
+
+    def reopen(self) -> None:
+        """Make new connections. A collective of all ranks."""
+        ranks = [self.world.ranks[one] for one in self.members]
+        # Gloo keeps an old group's threads until the process ends; this happens only after a failed transfer.
+        self._group = dist.new_group(ranks, timeout=_TURN_TIMEOUT, backend="gloo")
+        self.is_broken = False
+
+    # -- frames -----------------------------------------------------------------------------------------------------------
+    def send_frame(self, peer: int, value: Any) -> None:
+        """Send a JSON value to rank ``peer``. Waits until the peer receives it, for any time."""
+        raw = json.dumps(value).encode()
+        first = np.zeros(_FRAME_BYTES, np.uint8)
+        first[:8] = np.frombuffer(len(raw).to_bytes(8, "little"), np.uint8)
+        inline = raw[: _FRAME_BYTES - 8]
+        first[8 : 8 + len(inline)] = np.frombuffer(inline, np.uint8)
+        self._wait(self._send(peer, first), _TURN_TIMEOUT)
+        rest = np.frombuffer(bytearray(raw[len(inline) :]), np.uint8)
+        for start in range(0, len(rest), CHUNK_BYTES):
+            self._wait(self._send(peer, rest[start : start + CHUNK_BYTES]))
+
+    def receive_frame(self, peer: int, any_time: bool = False) -> Any:
+        """Receive a JSON value from rank ``peer``. With ``any_time`` only the end of the peer ends the wait."""
+        first = np.empty(_FRAME_BYTES, np.uint8)
+        self._wait(self._receive(peer, first), _TURN_TIMEOUT if any_time else None)
+        return self._rest_of_frame(peer, first)
+
+    def _rest_of_frame(self, peer: int, first: np.ndarray[Any, Any]) -> Any:
+        length = int.from_bytes(first[:8].tobytes(), "little")
+        if length > _MAX_FRAME_BYTES:
+            raise TransferError(f"rank {peer} sent a frame of {length:,} bytes")
+        raw = np.empty(length, np.uint8)
+        num_inline = min(length, _FRAME_BYTES - 8)
+        raw[:num_inline] = first[8 : 8 + num_inline]
+        for start in range(num_inline, length, CHUNK_BYTES):
+            self._wait(self._receive(peer, raw[start : start + CHUNK_BYTES]))
+        return json.loads(raw.tobytes())
+
+    # -- transfers ----------------------------------------------------------------------------------------------------------
+    def outgoing(self, peer: int, size_bytes: int, tick: Callable[[], None] = lambda: None) -> Outgoing:
+        """Begin a transfer of ``size_bytes`` to rank ``peer``."""
+        return Outgoing(self, peer, size_bytes, tick)
+
+    def receive(self, peer: int, size_bytes: int, consume: Consume) -> Any:
+        """Receive a transfer, handing each chunk to ``consume``, which must not keep it. Returns the frame that ends it."""
+        staging = [np.empty(min(CHUNK_BYTES, max(1, size_bytes)), np.uint8) for _ in range(_WINDOW)]
+        buffers = (staging[number % _WINDOW][:size] for number, size in enumerate(_chunk_sizes(size_bytes)))
+        return self._receive_all(peer, buffers, consume)
+
+    def receive_into(self, peer: int, memory: np.ndarray[Any, Any], consume: Consume) -> Any:
+        """As :meth:`receive`, straight into ``memory`` (contiguous uint8)."""
+        buffers = (memory[start : start + CHUNK_BYTES] for start in range(0, len(memory), CHUNK_BYTES))
+        return self._receive_all(peer, buffers, consume)
+
+    def _receive_all(self, peer: int, buffers: Iterator[np.ndarray[Any, Any]], consume: Consume) -> Any:
+        # The ending frame's receive is posted with the data's, so that a short transfer takes one round trip.
+        ending = np.empty(_FRAME_BYTES, np.uint8)
+        pending: deque[tuple[dist.Work, np.ndarray[Any, Any]]] = deque()
+        remaining = _chain_last(buffers, ending)
+        for buffer in remaining:
+            pending.append((self._receive(peer, buffer), buffer))
+            if len(pending) == _WINDOW:
+                self._consume_next(pending, ending, consume)
+        while pending:
+            self._consume_next(pending, ending, consume)
+        return self._rest_of_frame(peer, ending)
+
+    def _consume_next(self, pending: deque[Any], ending: np.ndarray[Any, Any], consume: Consume) -> None:
+        work, buffer = pending.popleft()
+        self._wait(work)
+        if buffer is not ending:
+            consume(buffer.data)
+
+    # -- messages -------------------------------------------------------------------------------------------------------------
+    # The group's own methods, not those of torch.distributed: these would count the bytes as traffic of the training and put
+    # the calls among the collectives that the watchdog compares between ranks.
+    def _send(self, peer: int, data: np.ndarray[Any, Any]) -> dist.Work:
+        try:
+            return self._group.send([torch.from_numpy(data)], self.members.index(peer), 0)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def _receive(self, peer: int, data: np.ndarray[Any, Any]) -> dist.Work:
+        try:
+            return self._group.recv([torch.from_numpy(data)], self.members.index(peer), 0)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def _wait(self, work: dist.Work, timeout: timedelta | None = None) -> None:
+        try:
+            work.wait(timeout or timedelta(seconds=STALL_TIMEOUT_S))
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        self.num_moved += 1
+
+    def _failed(self, error: RuntimeError) -> TransferError:
+        self.is_broken = True
+        text = str(error).splitlines()[0]
+        if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
+            return TransferError("the connection was closed")
+        return TransferError(f"nothing arrived for {STALL_TIMEOUT_S:.0f} s" if "imed out" in text else text)
+
+    # -- measurement ----------------------------------------------------------------------------------------------------------
+    def measure_bytes_per_s(self) -> float | None:
+        """Measure how many bytes a second arrive at rank 0 from the slowest of the hosts that do not see the folder. A
+        collective of the members; None on ranks that are not members."""
+        if not (self.is_root or self.is_remote):
+            return None
+        if self.is_remote:
+            self.send_frame(self.root, host_name())
+            while size_bytes := self.receive_frame(self.root, any_time=True):
+                with self.outgoing(self.root, int(size_bytes)):
+                    pass
+            return None
+        hosts: dict[str, float] = {}
+        for peer in self.remote_ranks:
+            name = self.receive_frame(peer)
+            if name not in hosts:
+                hosts[name] = self._measure(peer)
+            self.send_frame(peer, 0)
+        return min(hosts.values())
+
+    def _measure(self, peer: int) -> float:
+        rate = 0.0
+        for size_bytes in (_PROBE_BYTES, _LARGE_PROBE_BYTES):
+            start = time.perf_counter()
+            self.send_frame(peer, size_bytes)
+            self.receive(peer, size_bytes, lambda _: None)
+            wall_s = max(time.perf_counter() - start, 1e-6)
+            rate = size_bytes / wall_s
+            if wall_s > _SHORT_PROBE_S:
+                break
+        return rate
+
+
+class Outgoing:
+    """The sending end of a transfer: takes bytes as a file without a buffer does. Use it in a ``with``; what was not written
+    by its end is sent as zeros. Call :meth:`finish` with the frame that ends the transfer."""
+
+    def __init__(self, side: SideGroup, peer: int, size_bytes: int, tick: Callable[[], None]) -> None:
+        self.side, self.peer, self.tick = side, peer, tick
+        self.left_bytes = size_bytes
+        self.ending: Any = {}
+        self._staging = [np.empty(min(CHUNK_BYTES, max(1, size_bytes)), np.uint8) for _ in range(_WINDOW)]
+        self._number = self._used = 0
+        self._pending: deque[dist.Work] = deque()
+
+    def __enter__(self) -> Outgoing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TransferError):
+            return
+        if error is not None:
+            self.ending = {"problem": str(error) or type(error).__name__}
+        zeros = memoryview(bytes(CHUNK_BYTES))
+        while self.left_bytes:
+            self.write(zeros[: min(CHUNK_BYTES, self.left_bytes)])
+        while self._pending:
+            self.side._wait(self._pending.popleft())
+        self.side.send_frame(self.peer, self.ending)
+
+    def finish(self, ending: Any) -> None:
+        self.ending = ending
+
+    def write(self, data: memoryview, /) -> int:
+        """Returns how many bytes were taken."""
+        if len(data) > self.left_bytes:
+            raise ValueError(f"{len(data) - self.left_bytes:,} bytes more than the transfer holds")
+        staging = self._staging[self._number % _WINDOW]
+        count = min(len(data), len(staging) - self._used)
+        staging[self._used : self._used + count] = np.frombuffer(data[:count], np.uint8)
+        self._used += count
+        self.left_bytes -= count
+        if self._used == len(staging) or not self.left_bytes:
+            self._pending.append(self.side._send(self.peer, staging[: self._used]))
+            self._number, self._used = self._number + 1, 0
+            if len(self._pending) == _WINDOW:
+                self.side._wait(self._pending.popleft())
+            self.tick()
+        return count
+
+
+def _chunk_sizes(size_bytes: int) -> Iterator[int]:
+    for start in range(0, size_bytes, CHUNK_BYTES):
+        yield min(CHUNK_BYTES, size_bytes - start)
+
+
+def _chain_last(buffers: Iterator[np.ndarray[Any, Any]], last: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    yield from buffers
+    yield last

@@ -1,0 +1,253 @@
+"""`paceline doctor` over several hosts: the part before ranks are started, in the command's own process on each host."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from paceline.cluster.clock import MAX_SKEW_S
+from paceline.cluster.exposure import public_address_warning, public_listener_warning
+from paceline.core.errors import ConfigError, RunError
+from paceline.doctor.check import Check, broken, doubtful, well
+from paceline.doctor.host_facts import collect_facts
+from paceline.doctor.host_pairs import inspect_hosts
+from paceline.doctor.host_probe import try_port
+from paceline.doctor.host_report import evaluate, host_links, local_checks
+from paceline.doctor.network import interface_of, own_address
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from paceline.distributed.environment import RankEnv
+
+#: How long a host may take to start, and how long its port may leave packets unanswered before a firewall is assumed.
+WAIT_S = 120.0
+_SILENT_S = 15.0
+_TRY_TIMEOUT_S = 3.0
+#: Ports on which a host that runs often answers, if only by refusing: SSH, HTTP, HTTPS, and one that nothing listens on.
+_OTHER_PORTS = (22, 80, 443, 9)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the hosts meet.
+
+    Args:
+        address: of the host with the endpoint; resolved.
+        local_address, interface: this host's, on the way there.
+        is_host: this host has the endpoint.
+    """
+
+    address: str
+    port: int
+    local_address: str
+    interface: str
+    is_host: bool
+
+
+@dataclass(frozen=True)
+class HostsReport:
+    """What the preflight between hosts found; equal on all hosts.
+
+    Args:
+        is_first: this host prints it.
+        gradient_bytes: size of the config's gradients; None if it is not known.
+    blocks_ranks: ranks on these hosts could not form a process group, or a run would refuse the hosts.
+    """
+
+    checks: list[Check]
+    is_first: bool
+    links: list[dict[str, Any]]
+    hosts: list[dict[str, Any]]
+    gradient_bytes: int | None = None
+    blocks_ranks: bool = True
+
+
+def inspect_endpoint_and_hosts(
+    endpoint: Endpoint, hosts: tuple[int, int], checks: list[Check], gradient_bytes: int | None, say: Say
+) -> HostsReport:
+    """Reach the endpoint, then measure between the hosts. ``checks``: what this host found of itself."""
+    unreachable = check_own_port(endpoint) if endpoint.is_host else reach_endpoint(endpoint)
+    if unreachable is not None:
+        return HostsReport([*checks, unreachable], True, [], [])
+    store = open_endpoint_store(endpoint)
+    rendezvous = well("rendezvous_port", f"{endpoint.address} accepts connections on port {endpoint.port}")
+    warning = public_address_warning(endpoint.address)
+    if warning is None and endpoint.is_host:
+        warning = public_listener_warning(endpoint.port)
+    if warning is not None:
+        rendezvous = doubtful("rendezvous_port", warning, "see docs/security.md for what to restrict, and how")
+    report = inspect_over_store(store, endpoint, hosts, [one.as_dict() for one in (*checks, rendezvous)], gradient_bytes, say)
+    del store  # the launcher of the ranks opens its own on the same port
+    _wait_until_closed(endpoint)
+    return report
+
+
+def inspect_over_store(
+    store: Store,
+    endpoint: Endpoint,
+    hosts: tuple[int, int],
+    checks: list[dict[str, Any]],
+    gradient_bytes: int | None,
+    say: Say,
+) -> HostsReport:
+    """The preflight over a store that all hosts already reach."""
+    facts = collect_facts(endpoint.local_address, endpoint.interface, checks, gradient_bytes)
+    try:
+        findings = inspect_hosts(store, facts, is_endpoint=endpoint.is_host, hosts=hosts, wait_s=WAIT_S, say=say)
+    except RunError as error:
+        return HostsReport([broken("hosts", error.what, error.fix or "see the other hosts")], True, [], [])
+    between = evaluate(findings, MAX_SKEW_S)
+    return HostsReport(
+        [*local_checks(findings.facts), *between],
+        endpoint.is_host,
+        host_links(findings),
+        [{key: value for key, value in one.as_dict().items() if key != "checks"} for one in findings.facts],
+        findings.facts[0].gradient_bytes,
+        any(one.fatal for one in between),
+    )
+
+
+# -- under an outer launcher -----------------------------------------------------------------------------------------------
+def inspect_from_ranks(
+    env: RankEnv, examine: Callable[[str], tuple[list[Check], int | None]], say: Say
+) -> tuple[HostsReport | None, bool]:
+    """The same from ranks that an outer launcher started, before they form a process group. Every rank calls it.
+
+    Args:
+        examine: the checks of this host alone; given the endpoint's address.
+
+    Returns:
+        The report, on the first rank of each host; and whether it blocks the ranks.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = TCPStore(address, port, is_master=serves, multi_tenant=True, timeout=timedelta(seconds=5 * WAIT_S))
+    verdicts = PrefixStore("paceline/preflight", store)
+    report = None
+    if env.local_rank == 0:
+        local = own_address(address)
+        if local is None or local.startswith("127."):  # the endpoint's name leads to the loopback on its own host
+            local = own_address() or "127.0.0.1"
+        endpoint = Endpoint(address, port, local, interface_of(local) or "an unknown interface", env.rank == 0)
+        num_hosts = int(os.environ.get("GROUP_WORLD_SIZE", env.world_size // env.local_world_size))
+        checks, gradient_bytes = examine(address)
+        report = inspect_over_store(
+            store, endpoint, (num_hosts, num_hosts), [one.as_dict() for one in checks], gradient_bytes, say
+        )
+        if env.rank == 0:
+            verdicts.set("verdict", json.dumps(report.blocks_ranks))
+    return report, bool(json.loads(verdicts.get("verdict")))
+
+
+# -- the endpoint ----------------------------------------------------------------------------------------------------------
+def check_own_port(endpoint: Endpoint) -> Check | None:
+    """On the endpoint host: None if it can listen on the endpoint's port and connect to it, else what prevents it."""
+    family = socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET
+    try:
+        with socket.create_server((endpoint.address, endpoint.port), family=family):
+            outcome = try_port(endpoint.address, endpoint.port, timeout_s=_TRY_TIMEOUT_S)
+    except OSError as error:
+        return broken(
+            "rendezvous_port",
+            f"this host cannot listen on port {endpoint.port} of {endpoint.address}: {error.strerror or error}",
+            "end the program that uses the port, or set another one on every host: `parallel.rdzv_endpoint=HOST:PORT`",
+        )
+    if outcome == "open":
+        return None
+    return broken(
+        "rendezvous_port",
+        f"this host cannot connect to its own port {endpoint.port} of {endpoint.address} ({outcome}): a firewall on this host "
+        "blocks it",
+        f"allow it: `nft add rule inet filter input tcp dport {endpoint.port} accept`, or `iif lo accept` before the rule that "
+        "drops it",
+    )
+
+
+def reach_endpoint(endpoint: Endpoint, wait_s: float = WAIT_S, silent_s: float = _SILENT_S) -> Check | None:
+    """Wait until the endpoint's port accepts connections. None when it does, else which port is blocked and by what.
+
+    Args:
+        wait_s: while the port refuses connections, as before the endpoint host has started.
+        silent_s: while it does not answer at all, as behind a firewall.
+    """
+    start = time.monotonic()
+    silent_since: float | None = None
+    while True:
+        outcome = try_port(endpoint.address, endpoint.port, timeout_s=_TRY_TIMEOUT_S)
+        now = time.monotonic()
+        if outcome == "open":
+            return None
+        silent_since = None if outcome == "refused" else silent_since or now
+        if now - start > wait_s or (silent_since is not None and now - silent_since > silent_s):
+            return diagnose_endpoint(endpoint, outcome)
+        time.sleep(0.5)
+
+
+def diagnose_endpoint(endpoint: Endpoint, outcome: str) -> Check:
+    """Why the rendezvous port cannot be reached. ``outcome``: of :func:`~paceline.doctor.host_probe.try_port`."""
+    where = f"port {endpoint.port} of {endpoint.address}"
+    if outcome == "refused":
+        return broken(
+            "rendezvous_port",
+            f"{where} refuses connections: nothing listens there, or a firewall rejects them",
+            f"start the same command on {endpoint.address}; if it runs there, allow TCP from {endpoint.local_address} to port "
+            f"{endpoint.port} there",
+        )
+    answering = [port for port in _OTHER_PORTS if try_port(endpoint.address, port, timeout_s=1.0) in ("open", "refused")]
+    if answering:
+        return broken(
+            "rendezvous_port",
+            f"{where} does not answer ({outcome}), but port {answering[0]} of the same host does: a firewall drops the packets "
+            f"from {endpoint.local_address}",
+            f"allow it on {endpoint.address}: `nft add rule inet filter input ip saddr {endpoint.local_address} tcp dport "
+            f"{endpoint.port} accept`",
+        )
+    return broken(
+        "rendezvous_port",
+        f"{where} does not answer ({outcome}), and neither does any other port that was tried on this host",
+        f"check that {endpoint.address} is the right address, that the host is up, and that `ping {endpoint.address}` answers",
+    )
+
+
+def open_endpoint_store(endpoint: Endpoint) -> Store:
+    """The store that the endpoint host serves.
+
+    Raises:
+        ConfigError: the port is in use, or another program answers there.
+    """
+    from torch.distributed import TCPStore
+
+    try:
+        return TCPStore(
+            endpoint.address,
+            endpoint.port,
+            is_master=endpoint.is_host,
+            multi_tenant=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=30),
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"no rendezvous store at {endpoint.address}:{endpoint.port}: {str(error).splitlines()[0]}",
+            fix="set another port, the same on every host: `parallel.rdzv_endpoint=HOST:PORT`",
+        ) from error
+
+
+def _wait_until_closed(endpoint: Endpoint) -> None:
+    """On the other hosts, wait until the endpoint host has closed this store: the ranks meet in a new one."""
+    until = time.monotonic() + 5.0
+    while not endpoint.is_host and time.monotonic() < until:
+        if try_port(endpoint.address, endpoint.port, timeout_s=1.0) != "open":
+            return
+        time.sleep(0.05)

@@ -1,0 +1,262 @@
+"""What ranks tell one another of where they are: a beat each through the store of the process group.
+
+Written and read over a connection of its own, so that neither a blocked collective nor a wait in the store holds it up. Each
+rank writes three keys: its beat, the times of its last steps, and its details (stack and calls), which few ever read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.distributed.call_log import OpenedBox
+from paceline.distributed.progress import COLLECTIVE, PULSE, StepTimes, stack_of
+from paceline.distributed.segments import SegmentCounter, Segments
+from paceline.health.hangs import Seen
+from paceline.health.link_health import Pause
+
+#: How long the store may take to answer.
+_STORE_S = 10.0
+#: A rank that has stood still for so long tells its last calls.
+_CALLS_AFTER_S = 1.0
+#: Silence from which on the state of a process on this host is looked at.
+_LOOK_S = 0.8
+#: Up to so many ranks each one reads the beats of all. In larger worlds the first of each host does, and all beat more seldom:
+#: the store's work grows with readers times ranks.
+_ALL_READ = 64
+#: Between two readings of the counts of the sockets.
+_SEGMENTS_S = 2.0
+#: Not yet known which ranks this one is like.
+UNKNOWN_KIND = "?"
+
+
+def period_s(world_size: int, shortest_s: float) -> float:
+    """Seconds between two beats of a rank."""
+    return shortest_s * max(1.0, world_size / _ALL_READ)
+
+
+def reads(world_size: int, local_rank: int) -> bool:
+    """Whether a rank listens to the others."""
+    return world_size <= _ALL_READ or local_rank == 0
+
+
+class Beats:
+    """This rank's beats, written (:meth:`publish`); those of all ranks, read (:meth:`read`). For one thread.
+
+    Args:
+        kind: which ranks this one is like in its work (None: it does not train); see
+            :class:`~paceline.health.stragglers.StragglerJudge`.
+        asks: the others shall tell their last calls.
+    """
+
+    def __init__(self, rank: int, size: int, host: str, pid: int) -> None:
+        self.rank, self.size, self.host, self.pid = rank, size, host, pid
+        self.kind: str | None = UNKNOWN_KIND
+        self.asks = False
+        self.asked = False  # by another rank
+        self.ended = False
+        self.pause: Pause | None = None  # the last one of this process
+        self._segments, self._sent, self._sent_at = SegmentCounter(), Segments(), -math.inf
+        self._store = _connect()
+        self._number = 0
+        self._told_steps: StepTimes | None = None
+        self._told_before = 0
+        self._steps: dict[int, tuple[int | None, list[StepTimes]]] = {}
+        self._peers = {one: Peer(one) for one in range(size)}
+
+    def reconnect(self) -> None:
+        """After an error the connection may hold answers to what was asked before."""
+        self._store = _connect()
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+    def publish(self) -> None:
+        """Say where this rank is."""
+        self._number += 1
+        still_s = time.perf_counter() - PULSE.marked_at
+        steps = list(PULSE.steps)
+        if time.perf_counter() - self._sent_at > _SEGMENTS_S:
+            self._sent, self._sent_at = self._segments.read(), time.perf_counter()
+        beat = {
+            "number": self._number,
+            "marks": PULSE.marks,
+            "still_s": round(still_s, 3),
+            "phase": "ended" if self.ended else PULSE.phase,
+            "step": PULSE.step,
+            "waits_for": _waits_for(),
+            "usual_s": statistics.median(one.wall_s for one in steps[-16:]) if len(steps) > 1 else None,
+            "issued": PULSE.issued,
+            "host": self.host,
+            "pid": self.pid,
+            "kind": self.kind,
+            "asks": self.asks,
+            "told_step": steps[-1].step if steps else None,
+            "box": PULSE.box.file if PULSE.box is not None else None,
+            "pause": [self.pause.step, round(self.pause.seconds, 3)] if self.pause is not None else None,
+            "segments": [self._sent.sent, self._sent.resent],
+        }
+        details: dict[str, Any] = {"stack": stack_of(PULSE.thread)}
+        if still_s > _CALLS_AFTER_S or self.asked or self.asks:
+            details["calls"] = [one.as_dict() for one in list(PULSE.ring)]
+        written: dict[str, Any] = {self._key(self.rank): beat, self._key(self.rank, "details"): details}
+        if steps and steps[-1] is not self._told_steps:
+            # A reader that beats at the same pace may miss one of two.
+            since, self._told_before = self._told_before, self._told_steps.step if self._told_steps is not None else 0
+            self._told_steps = steps[-1]
+            written[self._key(self.rank, "steps")] = [_rounded(one) for one in steps if one.step > since]
+        self._store.multi_set(list(written), [json.dumps(one) for one in written.values()])
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+    def read(self) -> list[Peer]:
+        """All ranks that have given a beat so far, as this one knows them now, itself among them."""
+        met = [one for one in self._peers.values() if one.number > 0 or self._store.check([self._key(one.rank)])]
+        now = time.perf_counter()
+        for peer, text in zip(met, self._store.multi_get([self._key(one.rank) for one in met]), strict=True):
+            peer.hear(json.loads(text), now)
+            peer.look(self.host, now)
+        self.asked = any(one.asks for one in met if one.rank != self.rank)
+        return met
+
+    def forgive(self) -> None:
+        """This process has stood still itself: what it has not heard meanwhile says nothing."""
+        now = time.perf_counter()
+        for one in self._peers.values():
+            one.heard_at = one.moved_at = now
+
+    def steps(self, ranks: Iterable[int]) -> dict[int, list[StepTimes]]:
+        """rank → the times of its last steps, as of its last beat."""
+        told = {rank: self._peers[rank].beat.get("told_step") for rank in ranks}
+        new = [rank for rank, step in told.items() if step is not None and self._steps.get(rank, (None,))[0] != step]
+        for rank, text in zip(new, self._store.multi_get([self._key(one, "steps") for one in new]) if new else (), strict=True):
+            self._steps[rank] = (told[rank], [StepTimes(*one) for one in json.loads(text)])
+        return {rank: self._steps[rank][1] if rank in self._steps else [] for rank in told}
+
+    def details(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """rank → ``stack`` (lines, innermost first), and ``calls`` where it has told them."""
+        found = {rank: self._get(self._key(rank, "details")) for rank in ranks}
+        return {rank: one for rank, one in found.items() if one is not None}
+
+    def calls(self, ranks: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
+        """rank → its last calls, where they can be had: from its memory on this host, or as it has told them."""
+        near = self.calls_near()
+        told = self.details(rank for rank in ranks if rank not in near)
+        return near | {rank: one["calls"] for rank, one in told.items() if "calls" in one}
+
+    def calls_near(self) -> dict[int, list[dict[str, Any]]]:
+        """Of the ranks of this host, without the store."""
+        return {rank: one.box.calls() for rank, one in self._peers.items() if one.box is not None}
+
+    def _get(self, key: str) -> Any:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _key(self, rank: int, what: str = "beat") -> str:
+        return f"paceline/{what}/{rank}"
+
+
+@dataclass
+class Peer:
+    """A rank by its last beat. Times are of this process's clock: when it was heard, when it last made progress."""
+
+    rank: int
+    number: int = 0
+    marks: int = -1
+    heard_at: float = field(default_factory=time.perf_counter)
+    moved_at: float = field(default_factory=time.perf_counter)
+    beat: dict[str, Any] = field(default_factory=dict)
+    state: str | None = None
+    box: OpenedBox | None = None
+
+    @property
+    def asks(self) -> bool:
+        return bool(self.beat.get("asks"))
+
+    @property
+    def kind(self) -> str | None:
+        found: str | None = self.beat.get("kind", UNKNOWN_KIND)
+        return found
+
+    @property
+    def pause(self) -> Pause | None:
+        """The last one that the rank reports."""
+        found = self.beat.get("pause")
+        return Pause(*found) if found is not None else None
+
+    @property
+    def segments(self) -> Segments:
+        return Segments(*self.beat.get("segments", ()))
+
+    def hear(self, beat: dict[str, Any], now: float) -> None:
+        if beat["number"] == self.number:
+            return
+        if beat["marks"] != self.marks:
+            self.moved_at = now - beat["still_s"]
+        self.number, self.marks, self.beat, self.heard_at, self.state = beat["number"], beat["marks"], beat, now, None
+
+    @property
+    def is_gone(self) -> bool:
+        """Its process has ended without a word."""
+        return self.state in ("gone", "Z", "X")
+
+    def look(self, host: str, now: float) -> None:
+        """On this host: the state of a process that is silent, and its black box while it lives."""
+        if self.beat["host"] != host or self.beat["phase"] == "ended":
+            self.state = None
+            return
+        self.state = state_of(self.beat["pid"]) if now - self.heard_at > _LOOK_S else None
+        if self.box is None and self.state is None and self.beat["box"] is not None:
+            with contextlib.suppress(OSError):
+                self.box = OpenedBox(self.beat["pid"], self.beat["box"])
+
+    def seen(self, now: float) -> Seen:
+        beat = self.beat
+        return Seen(
+            rank=self.rank,
+            host=beat["host"],
+            pid=beat["pid"],
+            phase=beat["phase"],
+            step=beat["step"],
+            still_s=now - self.moved_at,
+            silent_s=now - self.heard_at,
+            waits_for=beat["waits_for"],
+            usual_s=beat["usual_s"],
+            issued=beat["issued"],
+            state=self.state,
+        )
+
+
+def state_of(pid: int) -> str | None:
+    """The state of a process on this host: a letter as in `proc(5)`, ``gone``, or None where this system does not say."""
+    if not Path("/proc/self/stat").exists():
+        return None
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+
+
+def _connect() -> Any:
+    store: Any = dist.distributed_c10d._get_default_store()
+    store = store.clone()
+    store.set_timeout(timedelta(seconds=_STORE_S))
+    return store
+
+
+def _waits_for() -> str | None:
+    what, call = PULSE.waits_for, PULSE.last
+    if what != COLLECTIVE or call is None:
+        return what
+    number = f" number {call.number + 1:,}" if call.number is not None else ""
+    return f"{call.function}{number} of {len(PULSE.groups.get(call.group, ()))} ranks"
+
+
+def _rounded(value: StepTimes) -> list[Any]:
+    return [round(one, 5) if isinstance(one, float) else one for one in value]

@@ -1,0 +1,1 @@
+"""Generation, chat and export with a trained model."""

@@ -1,0 +1,214 @@
+"""The ranks of this host in one life of a run: from their start until the last of them has ended.
+
+They are plain processes of the fork server and meet at a store that belongs to the launcher, not to a rank. On one host this
+launcher is used instead of torch's elastic agent, because it restarts the ranks in about 3 s and because some ranks may be lost
+without ending the others. Several hosts run on elastic: :mod:`paceline.cluster.elastic`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.files import Scratch, write_atomic
+from paceline.distributed.store_keys import LOST_KEY, MEETING_KEY
+from paceline.launch.worker import STOP_FILE, outcome_file, pid_file, worker_main
+
+# How long the other ranks may take to end by themselves after one has failed: they leave a word, and end what they are saving.
+_GRACE_S = 4.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this host's ranks stand among all.
+
+    Args:
+        first_rank: global rank of this host's rank 0.
+        num_ranks: on this host.
+        world_size: on all hosts.
+        address, port: of the store at which the ranks meet.
+    """
+
+    first_rank: int
+    num_ranks: int
+    world_size: int
+    address: str
+    port: int
+    environment: tuple[tuple[str, str], ...] = ()  # more of it, for the ranks
+
+
+class RankProcesses:
+    """Starts the ranks, watches them, and says what became of them. Use it in a ``with``: it leaves no process and no file.
+
+    Args:
+        job: sent to each rank; ``more`` may name what a rank does with it (see :func:`~paceline.launch.worker.worker_main`).
+        expendable: global ranks that may end without ending the others.
+        store: where the ranks meet; needed where some are expendable.
+    """
+
+    def __init__(self, job: Any, place: Place, *more: Any, expendable: frozenset[int] = frozenset(), store: Any = None) -> None:
+        self.place = place
+        self.expendable = expendable
+        self.store = store
+        self._scratch = Scratch()
+        self.folder = self._scratch.path
+        self.told: dict[int, dict[str, Any]] = {}  # rank that the others go on without → pid, reason
+        self._failed_at: float | None = None
+        self._gone: list[int] = []  # without a word, when the first failure was seen
+        self._killed: set[int] = set()  # by this launcher
+        context = multiprocessing.get_context("forkserver")
+        self.processes: dict[int, Any] = {
+            place.first_rank + number: context.Process(target=_rank, args=(number, place, job, str(self.folder), *more))
+            for number in range(place.num_ranks)
+        }
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for one in self.processes.values():
+            if one.pid is not None:
+                one.join(5.0)
+        self._scratch.close()
+
+    def start(self) -> None:
+        for one in self.processes.values():
+            one.start()
+
+    # -- while they run -------------------------------------------------------------------------------------------------------
+    def wait(self, seconds: float) -> bool:
+        """Look after the ranks for so long, or until the last has ended. True where it has."""
+        living = [one.sentinel for one in self.processes.values() if one.is_alive()]
+        if living:
+            multiprocessing.connection.wait(living, timeout=seconds)
+        self._end_stuck_ranks()
+        return not any(one.is_alive() for one in self.processes.values())
+
+    @property
+    def failing(self) -> bool:
+        """Some rank has failed in a way that the others do not outlive."""
+        return self._failed_at is not None
+
+    def pass_on(self, number: int) -> None:
+        """Ask all ranks to stop, also those that are only starting."""
+        write_atomic(self.folder / STOP_FILE, str(number))
+        for pid in self.pids().values():
+            _send(pid, signal.SIGTERM)
+
+    def kill(self, wait_s: float = 0.0) -> None:
+        """``wait_s``: for so long at most, until they are gone."""
+        living = {rank: one for rank, one in self.processes.items() if one.pid is not None and one.is_alive()}
+        for rank, one in living.items():
+            self._killed.add(rank)
+            _send(one.pid, signal.SIGKILL)
+        deadline, left = time.monotonic() + wait_s, [one.sentinel for one in living.values()]
+        while left and (seconds := deadline - time.monotonic()) > 0:
+            gone = multiprocessing.connection.wait(left, timeout=seconds)
+            left = [one for one in left if one not in gone]
+
+    # -- what became of them --------------------------------------------------------------------------------------------------
+    def pids(self) -> dict[int, int]:
+        """Process of each rank that has come as far as to say so."""
+        found = {}
+        for number in range(self.place.num_ranks):
+            with contextlib.suppress(OSError, ValueError):
+                found[self.place.first_rank + number] = int(pid_file(self.folder, number).read_text())
+        return found
+
+    def outcomes(self) -> dict[int, dict[str, Any]]:
+        """What each rank that has ended left behind."""
+        found = {}
+        for number in range(self.place.num_ranks):
+            with contextlib.suppress(OSError, ValueError):
+                found[self.place.first_rank + number] = json.loads(outcome_file(self.folder, number).read_text())
+        return found
+
+    def lost(self) -> list[int]:
+        """Ranks whose process is gone without a word, and not by this launcher's hand."""
+        if self._failed_at is not None:  # who was gone then, not those that were ended after them
+            return self._gone
+        return self._lost_by_now()
+
+    def _lost_by_now(self) -> list[int]:
+        ended = [rank for rank, one in self.processes.items() if one.exitcode is not None and rank not in self._killed]
+        outcomes = self.outcomes()  # read now: a rank leaves its word before it ends
+        return [rank for rank in ended if rank not in outcomes and rank not in self.told]
+
+    def how_it_ended(self, rank: int) -> str:
+        """For a person, of a process that left no word: ``was killed by SIGKILL``."""
+        code = self.processes[rank].exitcode
+        if code is None or code >= 0:
+            return "ended without a word" if not code else f"ended without a word, with exit code {code}"
+        why = " (often: out of memory; see `dmesg`)" if -code == signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{why}"
+
+    # -- ranks that fail ------------------------------------------------------------------------------------------------------
+    def _end_stuck_ranks(self) -> None:
+        # A rank may wait for a dead one inside a collective that never ends.
+        if self._failed_at is None:
+            lost, outcomes = self._lost_by_now(), self.outcomes()
+            ended = {*lost, *(rank for rank, one in outcomes.items() if one["status"] == "failed")} - self.told.keys()
+            if ended and not self._do_without(sorted(ended), outcomes):
+                self._failed_at = time.monotonic()
+                self._gone = lost
+        elif time.monotonic() - self._failed_at > _GRACE_S:
+            self.kill()
+
+    def _do_without(self, ended: list[int], outcomes: dict[int, dict[str, Any]]) -> bool:
+        """Tell the other ranks to go on without these. False where they cannot."""
+        gone = {*ended, *self.told}
+        if not (gone <= self.expendable and gone != self.expendable and self.store.check([MEETING_KEY])):
+            return False
+        for rank in ended:
+            said = outcomes.get(rank)
+            failed = None if said is None else said["text"].split(" To fix:")[0].rstrip(".")
+            reason = self.how_it_ended(rank) if failed is None else f"failed: {failed}"
+            self.told[rank] = {"pid": self.processes[rank].pid, "reason": reason}
+        self.store.set(LOST_KEY, json.dumps(self.told))
+        return True
+
+
+def open_store(port: int = 0, address: str = "127.0.0.1") -> Any:
+    """A store for ranks to meet at, served by this process at this address alone; ``port`` 0: any free one.
+
+    Raises:
+        OSError: the port is in use, or the address is none of this host.
+    """
+    from torch.distributed import TCPStore
+
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        listening.listen(1024)
+        port = listening.getsockname()[1]
+        # Left to itself, the store would listen on every address of this host.
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def _rank(number: int, place: Place, job: Any, folder: str, *more: Any) -> None:
+    numbers = {
+        "RANK": place.first_rank + number,
+        "LOCAL_RANK": number,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_WORLD_SIZE": place.num_ranks,
+        "MASTER_PORT": place.port,
+    }
+    os.environ.update({name: str(value) for name, value in numbers.items()})
+    # The store is a launcher's: no rank opens one.
+    os.environ.update(MASTER_ADDR=place.address, TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(place.environment)
+    worker_main(job, folder, *more)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,101 @@
+"""A model's shape, read from the module itself: on a device, on the CPU, or on torch's meta device, where nothing is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.config.derive import optimizer_bytes_per_element
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.models.blocks import find_blocks
+from paceline.models.shape.record import ModelShape, TensorShape
+from paceline.models.shape.trace import trace_model
+from paceline.models.tensor_plan.plan import find_tensor_plan
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A forward through a model on a batch of ``rows`` samples: shows what its blocks give out, where nothing else tells."""
+
+    run: Callable[[nn.Module], object]
+    rows: int
+
+
+def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> ModelShape:
+    """The shape of ``model`` as the task built it, before a strategy has placed it."""
+    args = config.train_args
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    parameters = []
+    for name, one in model.named_parameters(remove_duplicate=False):
+        if id(one) in first:
+            aliases[name] = first[id(one)]
+            continue
+        first[id(one)] = name
+        parameters.append(TensorShape(name, tuple(one.shape), one.element_size(), one.requires_grad))
+    return ModelShape(
+        parameters=tuple(parameters),
+        buffers=tuple(TensorShape(name, tuple(one.shape), one.element_size()) for name, one in model.named_buffers()),
+        optimizer_bytes_per_element=optimizer_bytes_per_element(args),
+        low_bytes=2 if args.mixed_dtype else 0,
+        blocks=tuple(name for name, _ in find_blocks(model)),
+        tensor_plan=_tensor_plan(model, config),
+        aliases=aliases,
+        block_output_elements=_block_outputs(model, probe),
+        phases=_phases(model, probe),
+    )
+
+
+def _phases(model: nn.Module, probe: Probe | None) -> dict[str, tuple[str, ...]] | None:
+    """When parameters outside the blocks are used. Traced for a pipeline, and on the meta device, where it costs little; there
+    some models cannot run their blocks, and what was not used before the first block counts as used after the last."""
+    on_meta = any(one.device.type == "meta" for one in model.parameters())
+    if probe is None and not on_meta:
+        return None
+    found = trace_model(model, None if probe is None else probe.run)
+    if found is None or (found.error is not None and not (on_meta and found.reached_blocks)):
+        return None
+    return {name: tuple(sorted(phases)) for name, phases in found.phases.items()}
+
+
+def _tensor_plan(model: nn.Module, config: Config) -> dict[str, str]:
+    try:
+        return find_tensor_plan(model, config.parallel.tensor_plan)
+    except ConfigError:
+        return {}  # said where tensor parallelism is asked for
+
+
+def _block_outputs(model: nn.Module, probe: Probe | None) -> tuple[float, ...]:
+    """Elements that each block gives out for each token or sample; empty where not known."""
+    blocks = find_blocks(model)
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = getattr(inner, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    if isinstance(getattr(text, "hidden_size", None), int):
+        return (float(text.hidden_size),) * len(blocks)
+    return () if probe is None else _probed(model, [block for _, block in blocks], probe)
+
+
+def _probed(model: nn.Module, blocks: list[nn.Module], probe: Probe) -> tuple[float, ...]:
+    sizes: dict[int, float] = {}
+
+    def note(block: nn.Module, _: object, output: object) -> None:
+        if isinstance(output, torch.Tensor):
+            sizes[id(block)] = output.numel() / probe.rows
+
+    handles = [block.register_forward_hook(note) for block in blocks]
+    was_training = model.training
+    model.eval()  # running statistics stay as they are
+    try:
+        with torch.no_grad():
+            probe.run(model)
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return tuple(sizes[id(block)] for block in blocks) if len(sizes) == len({id(block) for block in blocks}) else ()

@@ -1,0 +1,1 @@
+"""Which layers tensor parallelism splits, and how."""

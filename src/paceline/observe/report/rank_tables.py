@@ -1,0 +1,50 @@
+"""The report's tables by rank: where its step went, and what its memory is filled with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core import formatting
+from paceline.core.events import Event, effective_events
+
+#: Of a step line's ``ranks``: what the parts of a step have taken the place of, and how these are named for a person.
+_OLDER = ("data_wait_s", "comm_wait_s")
+_NAMES = {"data_s": "data", "forward_s": "forward", "backward_s": "backward", "communication_s": "communication, not hidden",
+          "optimizer_s": "optimizer", "other_s": "rest", "memory_bytes": "memory"}  # fmt: skip
+_KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
+
+
+def rank_table(steps: Sequence[Event]) -> dict[str, Any]:
+    """What each rank said of itself at the last step that has it: {columns, rows, step}."""
+    last: Event = next((step for step in reversed(steps) if step.get("ranks")), {})
+    rows = [row for row in last.get("ranks") or [] if isinstance(row, dict)]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    if "forward_s" in keys:
+        keys = [key for key in keys if key not in _OLDER]
+    cells = [[_cell(key, row.get(key)) for key in keys] for row in rows]
+    return {"columns": [_NAMES.get(key, key) for key in keys], "rows": cells, "step": last.get("step")}
+
+
+def memory_table(events: Sequence[Event], start: Event) -> dict[str, Any]:
+    """What was measured of each rank's memory, and above it what was predicted for the fullest: {columns, rows}. ``start``: the
+    last ``run_start``. No rows where nothing was measured."""
+    last: Event = next(iter(reversed(effective_events(events, "memory"))), {})
+    ranks = [row for row in last.get("ranks") or [] if isinstance(row, dict)]
+    predicted = (start.get("predicted") or {}).get("memory_bytes")
+    rows = [("predicted, fullest rank", predicted)] if ranks and isinstance(predicted, dict) else []
+    rows += [(f"rank {rank}", row) for rank, row in enumerate(ranks)]
+    return {
+        "columns": list(_KINDS),
+        "rows": [[name, *(formatting.size(formatting.finite(row.get(kind))) for kind in _KINDS)] for name, row in rows],
+    }
+
+
+def _cell(key: str, value: Any) -> str:
+    if key.endswith("_bytes"):
+        return formatting.size(formatting.fullest(value))
+    if key.endswith("_s"):
+        seconds = formatting.finite(value)
+        return f"{seconds * 1e3:.1f} ms" if seconds is not None and abs(seconds) < 1 else formatting.duration(value)
+    figure = formatting.number(value)
+    return formatting.UNKNOWN if value is None else f"{figure:,.6g}" if figure is not None else str(value)

@@ -1,0 +1,98 @@
+"""TensorBoard event files beside the run's own event log (``report_to: [tensorboard]``)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from paceline.core import formatting
+from paceline.core.errors import ConfigError
+from paceline.core.events import Event
+
+
+def check_tensorboard() -> None:
+    """Raise ConfigError where the tensorboard package is not installed. Imports nothing heavy: for the start of a run."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "`report_to` names tensorboard, but the tensorboard package is not installed",
+            fix="`pip install 'paceline[tensorboard]'`, or leave tensorboard out of `report_to`",
+        )
+
+
+class TensorBoardListener:
+    """Writes the run's figures to ``<output_dir>/tensorboard``. As every listener it never raises.
+
+    A disk that fills up ends the TensorBoard files, not the training; ``error`` then says why.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        check_tensorboard()
+        self.folder = output_dir / "tensorboard"
+        self.error: Exception | None = None
+        self._writer: Any = None
+        self._resumed_from: int | None = None
+        self._batch: Any = None
+
+    def __call__(self, event: Event) -> None:
+        if self.error is not None:
+            return
+        try:
+            self._handle(event)
+        except Exception as error:
+            self.error = error
+
+    def close(self) -> None:
+        """Write out what is pending. May be called twice."""
+        writer, self._writer = self._writer, None
+        if writer is not None and self.error is None:
+            try:
+                writer.close()
+            except Exception as error:
+                self.error = error
+
+    def _handle(self, event: Event) -> None:
+        kind = event["type"]
+        if kind == "run_start":
+            self._resumed_from = event.get("resumed_from_step")
+            self._batch = (event.get("derived") or {}).get("global_batch_size")
+        elif kind == "resume":
+            self._resumed_from = event["step"]
+        elif kind == "step":
+            self._write(event, _step_scalars(event, self._batch))
+        elif kind == "eval":
+            metrics = {f"eval/{name}": value for name, value in (event.get("metrics") or {}).items()}
+            self._write(event, {"eval/loss": event.get("loss"), **metrics})
+        elif kind == "run_end":
+            self.close()
+
+    def _write(self, event: Event, scalars: dict[str, Any]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # After a resume, what an earlier life wrote for later steps no longer counts: purge_step hides it.
+            purge = None if self._resumed_from is None else int(self._resumed_from) + 1
+            self._writer = SummaryWriter(str(self.folder), purge_step=purge)
+        for name, value in scalars.items():
+            figure = formatting.number(value)
+            if figure is not None:
+                self._writer.add_scalar(name, figure, global_step=event["step"], walltime=event.get("time"))
+
+
+def _step_scalars(step: Event, global_batch_size: Any) -> dict[str, Any]:
+    per_second, unit = formatting.throughput(step, global_batch_size)
+    scalars = {
+        "train/loss": step.get("loss"),
+        "train/learning_rate": step.get("learning_rate"),
+        "train/grad_norm": step.get("grad_norm"),
+        f"train/{unit.replace('/s', '_per_second')}": per_second,
+        "time/step_s": step.get("step_time_s"),
+        "time/data_wait_s": step.get("data_wait_s"),
+        "time/comm_wait_s": step.get("comm_wait_s"),
+    }
+    memory = step.get("memory_bytes")
+    if isinstance(memory, list | tuple):
+        scalars |= {f"memory/rank_{rank}_bytes": value for rank, value in enumerate(memory)}
+    else:
+        scalars["memory/bytes"] = memory
+    return scalars

@@ -1,0 +1,62 @@
+"""How the replicas of a strategy come together, as numbers: what it takes to tell what that costs, and whether it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.distributed.communicator import World
+    from paceline.parallel.ddp.buckets import GradientBuckets
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of this rank since the start, added up over the steps, as its host saw them.
+
+    Args:
+        backward_s: in the backward during which plain ddp would send its buckets.
+        method_s: in the method's own computing (choosing, packing, an outer step): processor time where it runs in a thread
+            beside the step, seconds of the step where it does not.
+        moments_s: in what plain ddp's optimizer would do in its stead.
+    """
+
+    backward_s: float
+    method_s: float = 0.0
+    moments_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Gradients of replicas that plain ddp would sum in buckets, and what is done instead.
+
+    Args:
+        method: what saves traffic, for a person; None: nothing, this is plain ddp.
+        without: what to change in the config to have plain ddp.
+        buckets: those that plain ddp would sum, over the ranks of ``buckets.world``.
+        group: the ranks over which plain ddp would sum them.
+        line: the ranks between which the method sends.
+        sent_bytes: what a rank sends over it in a step, a mean over ``period`` steps.
+        messages: one after the other, in a step; likewise. About.
+        spent: asked for anew each time.
+        beside: the method computes in a thread beside the step.
+        period: steps after which what is sent repeats.
+        warmup: steps of a run before the method sends as little as it will.
+    """
+
+    method: str | None
+    without: str
+    buckets: GradientBuckets
+    group: World
+    line: World
+    sent_bytes: float
+    messages: float
+    spent: Callable[[], Spent]
+    beside: bool = False
+    period: int = 1
+    warmup: int = 0
+
+    @property
+    def bucket_bytes(self) -> list[int]:
+        return [one.numel() * one.element_size() for one in self.buckets.flats]

@@ -1,0 +1,131 @@
+"""The contract of a compressor: it sums a bucket of gradients over the ranks, sending less than the bucket."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.config.schema.compression import Compression
+from paceline.distributed.communicator import World
+from paceline.distributed.seeds import derive_seed
+
+#: Elements of a part of :func:`blocks`: 256 KiB of float32.
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in a bucket: elements from ``offset`` on."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The slot's elements of a bucket, as a view in the parameter's shape."""
+        return flat[self.offset : self.offset + self.numel].view(self.shape)
+
+
+@dataclass(frozen=True)
+class BucketShape:
+    """A bucket as numbers.
+
+    Args:
+        number: its place in the order in which buckets are sent.
+        size: elements with the padding between parameters, which is zero and stays so.
+        slots: the parameters in it, in the bucket's order.
+    """
+
+    number: int
+    size: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return sum(one.numel for one in self.slots)
+
+
+@dataclass
+class State:
+    """What a rank keeps of a bucket from step to step.
+
+    Args:
+        flats: by kind ("residual", …), float32 and of the bucket's size.
+        tensors: by (parameter, kind), what is of a shape of its own.
+    """
+
+    flats: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        return [*self.flats.values(), *self.tensors.values()]
+
+
+def blocks(*flats: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors of one size, cut alike into parts that stay in a CPU's cache while several things are done to them."""
+    size = _BLOCK if flats[0].device.type == "cpu" else max(1, flats[0].numel())
+    return zip(*(one.split(size) for one in flats), strict=True)
+
+
+class Compressor(ABC):
+    """One method, with its settings. What it keeps is in the :class:`State` of each bucket, so it can go into a checkpoint.
+
+    The sum that comes out is the same on every rank, to the bit. What a rank sent and what it keeps make up what it was given:
+    ``residual after = gradient + residual before - sent``, and the sum is that of what the ranks sent. So nothing is lost, only
+    late (error feedback: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
+    Training of Speech DNNs", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
+    2019). Methods without a residual lose the difference.
+
+    Args:
+        settings: the config's section.
+        seed: of the run: chance is a function of (seed, step, bucket, rank).
+    """
+
+    #: Keeps something from step to step.
+    stateful = True
+    #: How often each of the collectives that :meth:`sends` names is called for a bucket, one call after the other.
+    turns = 1
+
+    def __init__(self, settings: Compression, seed: int) -> None:
+        self.settings = settings
+        self.seed = seed
+
+    def state_of(self, bucket: BucketShape, device: torch.device) -> State:
+        """What is kept of a bucket before the first step."""
+        if not self.stateful:
+            return State()
+        return State({"residual": torch.zeros(bucket.size, dtype=torch.float32, device=device)})
+
+    def state_bytes(self, bucket: BucketShape) -> int:
+        """Bytes of :meth:`state_of`."""
+        return 4 * bucket.size if self.stateful else 0
+
+    @abstractmethod
+    def reduce(self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int) -> None:
+        """Put the sum over the ranks of ``line`` in the place of this rank's values, in place. A collective; the same number of
+        collectives in the same order on every rank, whatever the values are.
+
+        Args:
+            flat: [bucket.size], float32.
+            step: updates made before this one.
+        """
+
+    @abstractmethod
+    def sends(self, bucket: BucketShape, num_ranks: int, step: int | None = None) -> Mapping[str, int]:
+        """Bytes that one rank sends for a bucket, by collective. ``step``: None after any warm-up."""
+
+    def generator(self, step: int, bucket: BucketShape, device: torch.device, *more: int) -> torch.Generator:
+        """A source of chance for this step and bucket; the same on every rank unless ``more`` names the rank."""
+        made = torch.Generator(device)
+        made.manual_seed(derive_seed(self.seed, "compression", step, bucket.number, *more))
+        return made

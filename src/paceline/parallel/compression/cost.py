@@ -1,0 +1,190 @@
+"""Which strategies can sum gradients by an algorithm of our own, or compressed; and what that sends and keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.distributed.collectives.schedules import steps
+from paceline.distributed.mesh import Axes
+from paceline.distributed.traffic_volume import all_reduce_bytes
+from paceline.models.shape.record import TensorShape
+from paceline.parallel.compression.base import BucketShape, Compressor, Slot
+from paceline.parallel.compression.local_adam import LocalAdam
+from paceline.parallel.ddp.buckets import lay_out
+
+#: What a replica that is itself cut can be served: methods whose result for a tensor does not depend on what lies beside it, so
+#: that ranks which hold the same tensor in different company get the same sum.
+FOR_PARTS = ("bf16", "powersgd")
+
+
+def check_communication(config: Config, name: str, sums_buckets: bool, axes: Axes) -> None:
+    """Raise ConfigError where the strategy ``name`` cannot do what ``compression`` and ``parallel.all_reduce`` ask for.
+
+    Args:
+        sums_buckets: the strategy sums gradients in buckets over the axis data.
+    """
+    settings, own = config.compression, config.parallel.all_reduce
+    whole = sums_buckets and axes.shard == axes.tensor == axes.pipeline == 1
+    if own != "native" and not (sums_buckets and axes.shard == 1) and axes.size > 1:
+        raise ConfigError(
+            f"`parallel.all_reduce: {own}` with mode {name} ({axes.text()}): it sums no gradients of whole replicas",
+            allowed="`parallel.mode: ddp`; `tensor`, `pipeline` and `hybrid` without `parallel.shard`",
+            fix="set `parallel.mode: ddp`, or `parallel.all_reduce: native`",
+        )
+    if not settings.chain:
+        return
+    what = f"`compression.method: {settings.text}`"
+    if not sums_buckets or axes.shard > 1 or (axes.data == 1 and axes.size > 1):
+        raise ConfigError(
+            f"{what} with mode {name} ({axes.text()}): it sums no gradients of whole replicas, so there is nothing to compress",
+            allowed=f"`parallel.mode: ddp`; with {', '.join(FOR_PARTS)} also `tensor`, `pipeline` and `hybrid` with "
+            "`parallel.data` of at least 2 and without `parallel.shard`",
+            fix="set `parallel.mode: ddp`, or leave `compression` out",
+        )
+    if axes.data == 1:
+        raise ConfigError(
+            f"{what} with one rank: nothing is sent",
+            allowed="two ranks or more",
+            fix="set `parallel.num_gpus: 2`, or leave it out",
+        )
+    if not whole and (len(settings.chain) > 1 or settings.chain[0] not in FOR_PARTS):
+        raise ConfigError(
+            f"{what} with {axes.text()}: parts of one replica that hold the same weight would choose differently for it",
+            allowed=f"with mode {name}: {', '.join(FOR_PARTS)}; with `parallel.mode: ddp` every method",
+            fix=f"set `compression.method: {FOR_PARTS[-1]}`, or `parallel.mode: ddp`",
+        )
+    if own != "native":
+        raise ConfigError(
+            f"{what} together with `parallel.all_reduce: {own}`: compressed gradients travel by the backend's collectives",
+            fix="set `parallel.all_reduce: native`, or leave `compression` out",
+        )
+    _check_training(config, what)
+
+
+def _check_training(config: Config, what: str) -> None:
+    args, settings = config.train_args, config.compression
+    sparse = settings.chain[0] in ("topk", "randomk")
+    adam = args.optim in ("adam", "adamw")
+    if settings.local_moments is True and not (sparse and adam):
+        raise ConfigError(
+            f"`compression.local_moments: true` with {what} and `train_args.optim: {args.optim}`",
+            allowed="topk or randomk, with adamw or adam",
+            fix="set `compression.local_moments: auto`",
+        )
+    if settings.momentum_correction is True and not (sparse and args.optim == "sgd" and args.momentum > 0):
+        raise ConfigError(
+            f"`compression.momentum_correction: true` with {what}, `optim: {args.optim}` and momentum {args.momentum}",
+            allowed="topk or randomk, with sgd and `train_args.momentum` > 0",
+            fix="set `compression.momentum_correction: auto`",
+        )
+
+
+def uses_local_moments(config: Config) -> bool:
+    """Adam's moments are each rank's own."""
+    settings = config.compression
+    sparse = settings.chain[:1] in (("topk",), ("randomk",))
+    return sparse and config.train_args.optim in ("adam", "adamw") and settings.local_moments is not False
+
+
+def momentum_correction(config: Config) -> float:
+    """The momentum that each rank gathers; 0: none."""
+    settings, args = config.compression, config.train_args
+    sparse = settings.chain[:1] in (("topk",), ("randomk",))
+    return args.momentum if sparse and args.optim == "sgd" and settings.momentum_correction is not False else 0.0
+
+
+def break_even_ratio(config: Config, num_ranks: int) -> float | None:
+    """The ``compression.ratio`` from which `topk` or `randomk` sends at least as many bytes as `ddp` without compression; None
+    for other methods.
+
+    With `topk` a rank sends 4 bytes of index and a value for each chosen element to N-1 others, with a float32 all-reduce
+    2 · 4 (N-1)/N bytes for each element. `randomk` all-reduces its values, without an index.
+    """
+    chain = config.compression.chain
+    if chain[:1] not in (("topk",), ("randomk",)) or num_ranks < 2:
+        return None
+    from paceline.parallel.compression.quantize import CODES
+
+    value_bytes = CODES[chain[1]].width if len(chain) > 1 else 4
+    return 4 / value_bytes if chain[0] == "randomk" else 8 / ((4 + value_bytes) * num_ranks)
+
+
+def compression_notice(config: Config, num_ranks: int) -> tuple[str, str] | None:
+    """A warning for a ratio that saves nothing."""
+    limit, ratio = break_even_ratio(config, num_ranks), config.compression.ratio
+    if limit is None or ratio < limit:
+        return None
+    settings = config.compression
+    index = ", because each value travels with a 4-byte index" if settings.chain[0] == "topk" else ""
+    amount = "as many bytes as" if ratio == limit else f"{ratio / limit:.2g} times the bytes of"
+    text = (
+        f"compression.ratio: {ratio:g} with {settings.text} on {num_ranks} ranks sends {amount} no compression{index}. "
+        f"It saves bytes below the break-even ratio {limit:.3g}"
+    )
+    return "warning", text
+
+
+def compressor_of(config: Config) -> Compressor | None:
+    """What the config asks for; None where nothing is compressed."""
+    if not config.compression.chain:
+        return None
+    from paceline.parallel.compression import make_compressor
+
+    return make_compressor(config.compression, config.train_args.seed, momentum_correction(config))
+
+
+@dataclass(frozen=True)
+class CommunicationCost:
+    """Bytes that the busiest rank sends in a step, by collective; what is kept from step to step beside the optimizer's state;
+    whether the optimizer's own state is kept there too."""
+
+    traffic: Mapping[str, int]
+    kept: int = 0
+    holds_moments: bool = False
+
+
+def communication_cost(trained: Sequence[TensorShape], config: Config, num_ranks: int) -> CommunicationCost | None:
+    """For gradients summed otherwise than by the backend's all-reduce; None where it is that."""
+    own, compressor = config.parallel.all_reduce, compressor_of(config)
+    if num_ranks == 1 or (own == "native" and compressor is None):
+        return None
+    buckets = bucket_shapes(trained, config.parallel.bucket_cap_mb * 2**20)
+    if compressor is None:
+        sent = [0] * num_ranks
+        for shape, element_bytes in buckets:
+            for rank, amount in enumerate(_own_all_reduce(own, num_ranks, shape.size)):
+                sent[rank] += amount * element_bytes
+        return CommunicationCost({"send": max(sent)})
+    traffic: Counter[str] = Counter()
+    kept = 0
+    local, momentum = uses_local_moments(config), momentum_correction(config)
+    for shape, _ in buckets:
+        traffic.update(compressor.sends(shape, num_ranks))
+        kept += compressor.state_bytes(shape) + (LocalAdam.state_bytes(shape) if local else 0)
+    if local or momentum:
+        traffic["all_reduce"] += all_reduce_bytes(4, num_ranks)  # the norm
+    return CommunicationCost(traffic, kept, local or momentum > 0)
+
+
+def bucket_shapes(trained: Sequence[TensorShape], cap_bytes: float) -> list[tuple[BucketShape, int]]:
+    """The buckets of these parameters' gradients, with the bytes an element."""
+    layouts = lay_out([(one.numel, one.element_bytes, one.element_bytes) for one in trained], cap_bytes)
+    found = []
+    for number, layout in enumerate(layouts):
+        members = [trained[member] for member in layout.members]
+        slots = [Slot(one.name, at, one.shape) for one, at in zip(members, layout.offsets, strict=True)]
+        found.append((BucketShape(number, layout.size, tuple(slots)), members[0].element_bytes))
+    return found
+
+
+def _own_all_reduce(algorithm: str, num_ranks: int, numel: int) -> list[int]:
+    """Elements that each rank sends."""
+    sent = [0] * num_ranks
+    for step in steps(algorithm, num_ranks, numel):
+        for one in step.sends:
+            sent[one.source] += one.stop - one.start
+    return sent

@@ -1,0 +1,155 @@
+"""Numbers in fewer bits, and the sum over ranks of numbers that travel so."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from paceline.distributed.communicator import World
+from paceline.distributed.traffic_volume import scatter_bytes
+
+#: A source of chance for the message of a round.
+Chance = Callable[[int], torch.Generator]
+
+
+class Code(ABC):
+    """A number format. ``width``: bytes a number; ``header``: bytes a message, for its scale."""
+
+    width: int
+    header: int
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 values as (codes of the same shape, scale as a float32 scalar): ``decode`` gives them back, rounded."""
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Float32 values. ``scale`` has to broadcast against the codes."""
+        return codes.to(torch.float32).mul_(scale)
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    def round(self, values: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+        """Values as they arrive."""
+        return self.decode(*self.encode(values, chance))
+
+
+class Float32(Code):
+    """As they are."""
+
+    width, header, dtype = 4, 0, torch.float32  # type: ignore[assignment]
+
+    def encode(self, values: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return values, values.new_ones(())
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return codes
+
+
+class BFloat16(Code):
+    """8 bits of mantissa, float32's range: no scale is needed. Rounds to nearest."""
+
+    width, header, dtype = 2, 0, torch.bfloat16  # type: ignore[assignment]
+
+    def encode(self, values: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return values.to(torch.bfloat16), values.new_ones(())
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return codes.to(torch.float32)
+
+
+class Float16(Code):
+    """11 bits of mantissa and little range: a power of two brings the message's largest value close to the largest there is, so
+    that small gradients do not become zero, and large ones not infinite (Micikevicius et al., "Mixed Precision Training", 2018,
+    section 3.2)."""
+
+    width, header, dtype = 2, 4, torch.float16  # type: ignore[assignment]
+
+    def encode(self, values: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        _, exponent = torch.frexp(values.abs().amax())
+        exponent = exponent.clamp(min=-100)  # the scale itself stays finite
+        up = torch.ldexp(values.new_ones(()), 15 - exponent)
+        return (values * up).to(torch.float16), torch.ldexp(values.new_ones(()), exponent - 15)
+
+
+class Int8(Code):
+    """255 steps between minus and plus the message's largest value; rounded up or down by chance, such that the mean is right
+    (Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", 2017, section 3.1). A value
+    that is not finite makes the whole message not finite: it is not hidden."""
+
+    width, header, dtype = 1, 4, torch.int8  # type: ignore[assignment]
+
+    def encode(self, values: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = values.abs().amax() / 127
+        noise = torch.rand(values.shape, generator=chance, device=values.device)
+        codes = noise.add_(values / torch.where(scale > 0, scale, 1)).floor_().clamp_(-127, 127)
+        return codes.nan_to_num_(0).to(torch.int8), scale
+
+
+CODES: dict[str, Code] = {"bf16": BFloat16(), "fp16": Float16(), "int8": Int8()}
+PLAIN = Float32()
+
+
+def pack(code: Code, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Rows of codes [R, C] (C a multiple of 4) as messages, uint8 [R, header + C × width]."""
+    body = codes.contiguous().view(torch.uint8)
+    if not code.header:
+        return body
+    head = scale.to(torch.float32).reshape(1).view(torch.uint8).expand(codes.shape[0], code.header)
+    return torch.cat([head, body], 1)
+
+
+def unpack(code: Code, messages: torch.Tensor) -> torch.Tensor:
+    """The reverse: float32 [R, C]."""
+    body = messages[:, code.header :].contiguous().view(code.dtype)
+    scale = messages[:, : code.header].contiguous().view(torch.float32) if code.header else body.new_ones(())
+    return code.decode(body, scale)
+
+
+def coded_sum(values: torch.Tensor, code: Code, line: World, chance: Chance) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum over the ranks of float32 values [n], every number on the wire in ``code``. A collective.
+
+    An all-to-all brings each rank its range of everybody's values; it adds them up in float32, in order of rank, and an
+    all-gather hands the sums out. So a rank sends 2(N-1)/N of the coded bytes, as in an all-reduce, and sums never overflow.
+
+    Returns:
+        (total, sent): the sum, the same on every rank, and this rank's share of it: its own values as they arrived, and in the
+        range that it added up also the rounding of the sum. The shares of all ranks add up to the total.
+    """
+    ranks, numel = line.size, values.numel()
+    chunk = _chunk(numel, ranks)
+    padded = values.new_zeros(ranks * chunk)
+    padded[:numel] = values
+    codes, scale = code.encode(padded, chance(1))
+    outbox = pack(code, codes.view(ranks, chunk), scale)
+    inbox = torch.empty_like(outbox)
+    dist.all_to_all_single(inbox, outbox, group=line.group)
+    summed = unpack(code, inbox)
+    mine = summed[0].clone()
+    for rank in range(1, ranks):
+        mine += summed[rank]
+    again, scale_again = code.encode(mine, chance(2))
+    message = pack(code, again.view(1, chunk), scale_again)
+    gathered = message.new_empty((ranks, message.shape[1]))
+    line.wait(line.all_gather(gathered.view(-1), message.view(-1)))
+    total = unpack(code, gathered).view(-1)
+    sent = code.decode(codes, scale).clone()
+    own = slice(line.rank * chunk, (line.rank + 1) * chunk)
+    sent[own] += total[own] - mine
+    return total[:numel].clone(), sent[:numel]
+
+
+def coded_sum_sends(numel: int, code: Code, num_ranks: int) -> dict[str, int]:
+    """Bytes that one rank sends in :func:`coded_sum`."""
+    message = code.header + _chunk(numel, num_ranks) * code.width
+    each = scatter_bytes(message * num_ranks, num_ranks)
+    return {"all_to_all": each, "all_gather": each}
+
+
+def _chunk(numel: int, num_ranks: int) -> int:
+    # A multiple of four numbers: whatever a number's width, the next message begins where float32 can be read.
+    return max(4, -(-numel // (4 * num_ranks)) * 4)

@@ -1,0 +1,207 @@
+"""Gradients in flat buckets, each sent off as soon as backward has filled it.
+
+After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), section 3.2. Unlike
+torch's own reducer the layout is fixed from the first step on, by the order of the parameters alone: where an element lies in
+its bucket decides in which order an all-reduce adds it up, so a layout that changed would make a resumed run round otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.distributed.communicator import World, wide_dtype
+from paceline.parallel.ddp.reducer import Reduction
+
+_ALIGN_BYTES = 64
+_NORM_CHUNK = 65536
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors lie in a bucket.
+
+    Args:
+        members: which of the tensors, by number, in the bucket's order.
+        offsets: where each begins, in elements; aligned to 64 bytes.
+        size: elements of the bucket with its padding, a multiple of the number of shards.
+    """
+
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: int
+
+
+def lay_out(tensors: Sequence[tuple[int, int, Hashable]], cap_bytes: float, shards: int = 1) -> list[Layout]:
+    """Deal tensors, given as (elements, bytes an element, kind), to buckets.
+
+    Buckets run from the last tensor to the first, the order in which backward comes to them. A bucket holds one kind (dtype,
+    device) and up to ``cap_bytes``; a larger tensor gets one of its own. It can be cut into ``shards`` aligned parts of one
+    size.
+    """
+    groups: list[list[int]] = []
+    size = 0
+    for number in reversed(range(len(tensors))):
+        numel, element_bytes, kind = tensors[number]
+        same = bool(groups) and tensors[groups[-1][0]][2] == kind
+        if not same or size + numel * element_bytes > cap_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(number)
+        size += numel * element_bytes
+    found = []
+    for group in groups:
+        step = max(1, _ALIGN_BYTES // tensors[group[0]][1])
+        offsets, end = [], 0
+        for number in group:
+            offsets.append(end)
+            end += math.ceil(tensors[number][0] / step) * step
+        found.append(Layout(tuple(group), tuple(offsets), math.ceil(end / (step * shards)) * step * shards))
+    return found
+
+
+@dataclass
+class _Bucket:
+    flat: torch.Tensor
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    offsets: tuple[int, ...] = ()
+    waiting: int = 0
+    work: Any = None
+
+
+class GradientBuckets:
+    """Owns the gradient of every parameter given: ``parameter.grad`` is a view into a bucket and stays so.
+
+    Args:
+        parameters: those that get a gradient, in the model's order. Buckets run in reverse, the order in which backward
+            comes to them.
+        cap_bytes: size of a bucket; a larger parameter gets one of its own.
+        world: issues the all-reduces, always in the order of the buckets, so every rank issues the same ones.
+        reduction: sums the buckets in its stead.
+    """
+
+    #: Equal parts that a bucket must be cut into.
+    shards = 1
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], cap_bytes: int, world: World, reduction: Reduction | None = None
+    ) -> None:
+        self.world = world
+        self.reduction = reduction
+        self.buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._next = 0
+        self._reducing = False
+        self._backward_began = 0.0
+        self._sums: list[torch.Tensor] = []  # of each bucket, before others' were added to it
+        #: Seconds in the backwards during which buckets are filled and sent, added up; on an accelerator those of the host.
+        self.backward_s = 0.0
+        given = list(parameters)
+        dtypes = [self._dtype_of(one) for one in given]
+        tensors = [(one.numel(), dtype.itemsize, (dtype, one.device)) for one, dtype in zip(given, dtypes, strict=True)]
+        for layout in lay_out(tensors, cap_bytes, self.shards):
+            self._add_bucket([given[number] for number in layout.members], layout, dtypes[layout.members[0]])
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """dtype in which the gradient of ``parameter`` is kept."""
+        return parameter.dtype
+
+    def _add_bucket(self, group: list[nn.Parameter], layout: Layout, dtype: torch.dtype) -> None:
+        bucket = _Bucket(torch.zeros(layout.size, dtype=dtype, device=group[0].device), group, layout.offsets)
+        for parameter, offset in zip(group, layout.offsets, strict=True):
+            parameter.grad = bucket.flat[offset : offset + parameter.numel()].view(parameter.shape)
+            self._bucket_of[parameter] = bucket
+        self.buckets.append(bucket)
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        return [bucket.flat for bucket in self.buckets]
+
+    def zero(self) -> None:
+        torch._foreach_zero_(self.flats)
+
+    def start_reducing(self) -> None:
+        """From here on (the last micro-batch of a step) each bucket is sent off when its last gradient has come."""
+        self._reducing = self.world.size > 1 and not (self.reduction is not None and self.reduction.late)
+        self._next = 0
+        self._sums = []
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.parameters)
+            bucket.work = None
+        self._backward_began = time.perf_counter()
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if not self._reducing:
+            return
+        self._bucket_of[parameter].waiting -= 1
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        bucket = self.buckets[self._next]
+        self._sums.append(_sum_of(bucket.flat))
+        bucket.work = self._send(bucket)
+        self._next += 1
+
+    def _send(self, bucket: _Bucket) -> Any:
+        if self.reduction is not None:
+            return self.reduction.start(self._next, bucket.flat)
+        return self.world.all_reduce(bucket.flat)
+
+    def finish(self) -> None:
+        """Send what no gradient has completed (unused parameters count as zero), then wait for all."""
+        self.backward_s += time.perf_counter() - self._backward_began
+        if not self._reducing:
+            self._sums = [_sum_of(flat) for flat in self.flats] if self.world.size > 1 else []  # they are summed later
+            return
+        while self._next < len(self.buckets):
+            self._launch()
+        for bucket in self.buckets:
+            self.world.wait(bucket.work)
+        self._reducing = False
+        if self.reduction is not None:
+            self.reduction.end_step()
+
+    def norm(self) -> torch.Tensor:
+        """2-norm over all gradients, a float32 scalar on the device."""
+        return norm_of(self.flats, self.world.device)
+
+    def own(self) -> torch.Tensor:
+        """A float32 scalar that is not finite where a gradient of this rank was not, before it met those of others."""
+        sums = self._sums or [_sum_of(flat) for flat in self.flats]
+        return torch.stack(sums).sum() if sums else torch.zeros((), device=self.world.device)
+
+    def scale(self, factor: torch.Tensor) -> None:
+        for flat in self.flats:
+            flat.mul_(factor.to(flat.dtype))
+
+
+def _sum_of(flat: torch.Tensor) -> torch.Tensor:
+    # Reads at the speed of memory; what is not finite stays so in a sum.
+    return flat.sum(dtype=torch.float32)
+
+
+def norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """2-norm over all elements of the tensors, a float32 scalar on ``device``."""
+    return squared_norm_of(tensors, device).sqrt().float()
+
+
+def squared_norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Its square, in the widest floating type of ``device``: nearly the same to the last bit however the elements are dealt to
+    ranks and tensors (see :func:`~paceline.parallel.ddp.strategy.clip_factor`)."""
+    wide = wide_dtype(device)
+    if not tensors:
+        return torch.zeros((), device=device, dtype=wide)
+    if device.type == "cpu":  # where a norm in float64 costs sixty times one in float32: many short ones, added up in float64
+        chunks = [chunk for one in tensors for chunk in one.reshape(-1).split(_NORM_CHUNK)]
+        return torch.stack(torch._foreach_norm(chunks, 2, dtype=torch.float32)).to(wide).square().sum()
+    norms = torch._foreach_norm(tensors, 2, dtype=wide)
+    return torch.stack([one.to(device) for one in norms]).square().sum()

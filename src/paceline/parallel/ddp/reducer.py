@@ -1,0 +1,106 @@
+"""How buckets of gradients are summed over the replicas, where the backend's all-reduce is not to do it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.distributed.collectives import run as collectives
+from paceline.distributed.comm_thread import Lane, Pending
+from paceline.distributed.communicator import World
+
+if TYPE_CHECKING:
+    from paceline.parallel.comm_profile import Exchange
+    from paceline.parallel.ddp.buckets import GradientBuckets
+    from paceline.parallel.loss_scale import LossScaler
+    from paceline.parallel.state import Part, StateSource
+
+
+class Reduction:
+    """Sums each bucket by an all-reduce of our own, in a thread beside backward: the buckets in their order, on every rank.
+
+    Args:
+        config: of the run.
+        world: all ranks. The sum is over its axis data. Making one is a collective.
+    """
+
+    #: Lines for a person, as (level, text).
+    notices: tuple[tuple[str, str], ...] = ()
+    #: Gradients are summed by :meth:`clip_and_sum`, after backward, instead of bucket by bucket during it.
+    late = False
+    #: Of float16 training: the gradients in the buckets are multiplied by its scale.
+    scaler: LossScaler | None = None
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config = config
+        self.world = world
+        self.lane = Lane(world, "data", timeout_s=config.parallel.timeout_s)
+
+    def bind(self, buckets: GradientBuckets, trained: Mapping[str, nn.Parameter]) -> None:
+        """Told once of the buckets, and of the names of what lies in them."""
+
+    def start(self, number: int, flat: torch.Tensor) -> Pending:
+        """Begin to sum bucket ``number``, in place. Buckets come in one order on every rank."""
+        algorithm = self.config.parallel.all_reduce
+        return self.lane.submit(lambda line: collectives.all_reduce(line, flat, algorithm))
+
+    def end_step(self) -> None:
+        """All buckets of a step are summed."""
+
+    def clip_and_sum(self, max_norm: float) -> torch.Tensor:
+        """Where :attr:`late`: as a strategy's ``clip``, and the sum over the replicas."""
+        raise NotImplementedError
+
+    @property
+    def unscales(self) -> bool:
+        """True if :meth:`start` divides the buckets by the loss scale."""
+        return False
+
+    @property
+    def undoes(self) -> bool:
+        """True where :meth:`settle` has something to put back."""
+        return False
+
+    def settle(self, made: bool) -> None:
+        """The end of a step. Where its update was not ``made``, what is kept becomes what it was before."""
+
+    def optimizer(self, built: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """What makes the step, given what the engine would have make it."""
+        return built
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What is sent instead of the gradients, where it is less."""
+        return None
+
+    def held(self) -> list[torch.Tensor]:
+        """What is kept from step to step."""
+        return []
+
+    def parts(self) -> list[Part]:
+        """What of it this rank writes into a checkpoint."""
+        return []
+
+    def load(self, source: StateSource, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+        """The reverse, on every rank. Returns notices."""
+        return []
+
+    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+        """For the report. A collective."""
+        return {}
+
+
+def make_reduction(config: Config, world: World) -> Reduction | None:
+    """What sums gradients over the axis data of ``world`` as the config says; None: the backend's own all-reduce. A
+    collective."""
+    if world.axes.data == 1:
+        return None
+    if config.compression.chain:
+        from paceline.parallel.compression.reducer import CompressedReduction
+
+        return CompressedReduction(config, world)
+    return Reduction(config, world) if config.parallel.all_reduce != "native" else None

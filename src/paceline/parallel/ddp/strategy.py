@@ -1,0 +1,168 @@
+"""A whole replica of the model on each rank: `ddp`, and `single`, which is the same with one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
+from paceline.distributed.traffic_volume import all_reduce_bytes
+from paceline.parallel.base import BuildOptimizer, MicroStep, optimizer_tensors, persistent_buffers
+from paceline.parallel.comm_profile import Exchange, Spent
+from paceline.parallel.compression.cost import communication_cost
+from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
+from paceline.parallel.ddp.buckets import GradientBuckets
+from paceline.parallel.ddp.summed import SummedInBuckets
+from paceline.parallel.state import Part, StateSource, frozen_parts
+
+
+class DistributedDataParallel(SummedInBuckets):
+    """Rank 0's weights are broadcast; gradients are summed over the ranks in buckets while backward goes on, once a step,
+    not within an accumulation; every rank then makes the same update."""
+
+    name = "ddp"
+    allows_unequal_shares = True
+    allows_mixed_devices = True
+    buckets: GradientBuckets
+
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        self.model: nn.Module
+
+    def place(self, model: nn.Module) -> nn.Module:
+        self.model = model
+        self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self.world.broadcast([*model.parameters(), *model.buffers()])
+        self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
+        self.sum_in_buckets(self.world)
+        return model
+
+    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+        built = build(list(self.trained.items()))
+        self.optimizer = built if self.reduction is None else self.reduction.optimizer(built)
+        return self.optimizer
+
+    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+        self.buckets.zero()
+        accumulate(micro_step, self.model, num_micro_batches, self.buckets.start_reducing)
+        if self.on_computed is not None:
+            self.on_computed()
+        self.buckets.finish()
+        self.world.broadcast(self.changing_buffers)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        if self.reduction is not None and self.reduction.late:
+            return self.reduction.clip_and_sum(max_norm)
+        return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
+
+    @property
+    def replica_line(self) -> World | None:
+        return self.world
+
+    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+        yield from super().replicated()
+        yield from frozen_parts(self.model)
+
+    def parts(self) -> Iterable[Part]:
+        for name, one in self.trained.items():
+            yield Part.whole(name, one, key=one, owned=self.world.is_first)
+        for name, one in persistent_buffers(self.model).items():
+            yield Part.whole(name, one, owned=self.world.is_first)
+
+    def held(self) -> list[Any]:
+        kept = [] if self.reduction is None else self.reduction.held()
+        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *kept]
+        return [*self.model.parameters(), *self.model.buffers(), *state]
+
+    def more_state(self) -> list[Part]:
+        return [] if self.reduction is None else self.reduction.parts()
+
+    def load_more(self, source: StateSource) -> None:
+        if self.reduction is None:
+            super().load_more(source)
+        else:
+            self.notices += self.reduction.load(source, self.optimizer)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        if self.world.size == 1 or not self.sums_buckets:
+            return None
+        other = None if self.reduction is None else self.reduction.exchange
+        sent = all_reduce_bytes(sum(one.numel() * one.element_size() for one in self.buckets.flats), self.world.size)
+        messages = 2 * (self.world.size - 1) * len(self.buckets.flats)
+        plain = Exchange(None, "", self.buckets, self.world, self.world, sent, messages, lambda: Spent(self.buckets.backward_s))
+        return plain if other is None else other
+
+    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+        return {} if self.reduction is None else self.reduction.figures(sent_bytes)
+
+    @classmethod
+    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+        """Everything whole on each rank; the gradients' all-reduce: 2(N-1)/N × their bytes (Rajbhandari et al., "ZeRO", 2020,
+        section 7.1: 2Ψ)."""
+        gradients = total_bytes(shape.trained)
+        elements = sum(one.numel for one in shape.trained)
+        optimizer = elements * shape.optimizer_bytes_per_element
+        traffic: Mapping[str, int] = {"all_reduce": all_reduce_bytes(gradients, axes.data)}
+        other = communication_cost(shape.trained, config, axes.data)
+        if other is not None:
+            optimizer = other.kept + (0 if other.holds_moments else optimizer)
+            traffic = other.traffic
+        return Cost(
+            parameters=shape.parameter_bytes + shape.buffer_bytes,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=work.activation_bytes,
+            traffic=traffic,
+        )
+
+
+class Single(DistributedDataParallel):
+    """One rank: no collective is issued."""
+
+    name = "single"
+    sums_buckets = False
+
+
+def accumulate(micro_step: MicroStep, model: nn.Module, num_micro_batches: int, before_last: Callable[[], None]) -> None:
+    """Forward and backward of each micro-batch; ``before_last`` is called when the last one's backward is to begin."""
+    for number in range(num_micro_batches):
+        loss = micro_step(number, model)
+        if number == num_micro_batches - 1:
+            before_last()
+        loss.backward()
+
+
+def clip_to(max_norm: float, norm: torch.Tensor, scale: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """Have ``scale`` multiply gradients of ``norm`` (float32) so that it is at most ``max_norm``, where that is > 0.
+
+    Returns:
+        The norm as it was.
+    """
+    if max_norm > 0:
+        scale(clip_factor(norm, max_norm))
+    return norm
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What gradients of ``norm`` (float32) are multiplied by. As torch.nn.utils.clip_grad_norm_: never scales up. No branch on
+    the value, so no wait for the device.
+
+    The factor is rounded to 18 bits (a relative 2e-6). The norm's last bits depend on the order in which elements are added up,
+    and so on the strategy; with them each scaled gradient would round otherwise, and Adam makes much of that where a gradient
+    is near zero. Rounded, all strategies clip by the same factor.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = factor.nan_to_num(nan=1.0)  # the update is skipped then; gradients are left as they are, to see whose it was
+    return ((factor.view(torch.int32) + 16) & ~31).view(torch.float32)
+
+
+def changing_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """The running statistics of normalisation layers, which each rank would gather from its own share."""
+    norms = (nn.modules.batchnorm._NormBase,)
+    return [one for module in model.modules() if isinstance(module, norms) for one in module.buffers()]

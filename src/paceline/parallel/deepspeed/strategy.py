@@ -1,0 +1,315 @@
+"""`deepspeed`: ZeRO stages 1, 2 and 3 by DeepSpeed itself, an optional extra.
+
+DeepSpeed is driven through its engine: it owns the partitions, the collectives and the update. Paceline keeps what is the same
+for every strategy: the loss and its global count, the schedule, autocast, checkpoints (read from DeepSpeed's partitions, see
+:mod:`paceline.parallel.deepspeed.state`).
+
+The loss comes divided by the global count, so gradients must be *summed* over the ranks, and DeepSpeed averages them. The loss
+is therefore multiplied by the number of ranks first. DeepSpeed has a switch of its own (``gradient_allreduce_op``), but older
+versions lack it; the product is exact where the number of ranks is a power of two, and elsewhere rounds once, by at most 6e-8
+of the gradient in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
+from paceline.distributed.traffic import uncounted
+from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, persistent_buffers
+from paceline.parallel.cost import Cost, ModelShape, Workload
+from paceline.parallel.ddp.strategy import changing_buffers
+from paceline.parallel.deepspeed.config import check_json, engine_config, stage_of
+from paceline.parallel.deepspeed.cost import deepspeed_cost
+from paceline.parallel.deepspeed.package import check_installed, import_deepspeed, quiet
+from paceline.parallel.deepspeed.state import Range, gradient_tensors, owners, ranges, refresh_weights
+from paceline.parallel.state import Part, StateSource, read_part, storage_bytes
+
+#: Optimizers that treat every element alone; others do not train as they should on a flat partition.
+_ELEMENTWISE = ("adamw", "adam", "sgd", "rmsprop")
+
+
+class DeepSpeed(Strategy):
+    """DeepSpeed's ZeRO. In mixed precision the weights and gradients are bfloat16 or float16, as DeepSpeed does by default, and
+    the optimizer updates float32 master weights in the partitions. The loss scale of float16 is Paceline's: DeepSpeed divides
+    by it within its step, and reports overflows.
+
+    At stage 3 every rank must run the same layers in a micro-batch: DeepSpeed gathers each layer's weights as it comes to it.
+    DeepSpeed moves the whole model to the rank's device before it cuts it, so one device must hold the weights at the start.
+    """
+
+    name = "deepspeed"
+    whole_on_first = False
+    skips_itself = True
+
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        self.stage = stage_of(self.settings)
+        self.engine: Any = None
+        self.most_gradient_bytes = 0
+
+    @staticmethod
+    def check(config: Config, axes: Axes) -> None:
+        DeepSpeed.check_settings(config, axes)
+        check_installed(stage_of(config.parallel))
+
+    @staticmethod
+    def check_settings(config: Config, axes: Axes) -> None:
+        """As :meth:`check`, whether DeepSpeed is there or not: a plan may be for another machine."""
+        parallel, args = config.parallel, config.train_args
+        if args.optim not in _ELEMENTWISE:
+            raise ConfigError(
+                f"`train_args.optim: {args.optim}` with `parallel.mode: deepspeed`: DeepSpeed hands the optimizer flat parts "
+                "of several parameters, and it does not train the same on these",
+                allowed=", ".join(_ELEMENTWISE),
+                fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
+            )
+        stage = stage_of(parallel)
+        if stage == 0:
+            raise ConfigError(
+                "ZeRO stage 0 with `parallel.mode: deepspeed`: stage 0 shards nothing",
+                allowed="the stages 1, 2 and 3",
+                fix="set `parallel.mode: ddp`, which does the same",
+            )
+        if stage == 3 and config.evaluation.where == "rank0":
+            raise ConfigError(
+                "`evaluation.where: rank0` with DeepSpeed's stage 3: no rank holds the whole model",
+                allowed="`evaluation.where: all`",
+                fix="leave `evaluation.where` out",
+            )
+        if parallel.offload == "all" and stage < 3:
+            raise ConfigError(
+                f"`parallel.offload: all` with DeepSpeed's stage {stage}: parameters leave the device at stage 3 alone",
+                allowed="`parallel.offload: optimizer`, or stage 3",
+                fix="set `parallel.deepspeed_stage: 3`",
+            )
+        if parallel.offload != "none" and (parallel.device == "cpu" or not torch.accelerator.is_available()):
+            raise _no_offload(parallel.offload)
+        check_json(config, axes.size)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """The model goes to its ranks when the optimizer is built: DeepSpeed takes both at once."""
+        if self.settings.offload != "none" and self.world.device.type == "cpu":
+            raise _no_offload(self.settings.offload)
+        _check_types(model, self.low_dtype)
+        self.model = model
+        self.names = {one: name for name, one in model.named_parameters()}
+        self.shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
+        with uncounted():
+            self.world.broadcast([*model.parameters(), *model.buffers()])
+        return model
+
+    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+        deepspeed = import_deepspeed(self.world.device.type)
+        self.norm = torch.zeros((), device=self.world.device)
+        # DeepSpeed makes its float32 master weights from the weights that it has cast down: these are put back afterwards.
+        exact = {name: one.detach().float().clone() for name, one in self.trained.items()} if self.low_dtype else {}
+        elements = sum(one.numel() for one in self.trained.values())
+        built = build(list(self.trained.items()))
+        with uncounted(), quiet():
+            _join(deepspeed, self.world)
+            self.engine, *_ = deepspeed.initialize(
+                model=self.model, optimizer=built, config=engine_config(self.config, elements)
+            )
+            self.zero = self.engine.optimizer
+            self.optimizer = self.zero.optimizer
+            self.zero.check_grad_overflow = True  # which it leaves out in float32
+            if exact:
+                for one in self._ranges():
+                    whole = exact[self.names[one.parameter]].flatten()
+                    one.of(one.flat).copy_(whole.narrow(0, one.offset, one.count))
+        self._watch_gradients()
+        return self.optimizer
+
+    def _ranges(self) -> Iterator[Range]:
+        return ranges(self.zero, self.stage, self.world.rank)
+
+    # -- a step -------------------------------------------------------------------------------------------------------------
+    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+        engine = self.engine
+        for number in range(num_micro_batches):
+            engine.set_gradient_accumulation_boundary(number == num_micro_batches - 1)
+            # What engine.forward() does around the model's forward: the task gets the model itself, not DeepSpeed's wrapper.
+            _call(self.zero, "clear_backward_seen_flag")
+            loss = micro_step(number, self.model)
+            _call(engine, "_backward_prologue")
+            engine.backward(loss * self.world.size, scale_wrt_gas=False)
+            self._note_gradients()
+        self.world.broadcast(self.changing_buffers)
+
+    def unscale(self) -> None:
+        """DeepSpeed divides by the loss scale within its step."""
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """DeepSpeed takes the norm and clips within its step: the tensor returned has its value after :meth:`update`."""
+        self.zero.clip_grad = max_norm
+        return self.norm
+
+    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+        if self.scaler is not None:
+            self.zero.loss_scale = float(self.scaler.scale)
+        with quiet():
+            done = apply(
+                cast(torch.optim.Optimizer, SimpleNamespace(step=self.engine.step, param_groups=self.optimizer.param_groups))
+            )
+            if not done:  # DeepSpeed itself drops what it has gathered where that is not finite
+                for one in gradient_tensors(self.zero, self.model):
+                    one.fill_(math.nan)
+                self.engine.step()
+        if self.scaler is not None:
+            self.zero.loss_scale = 1.0  # backward gets a loss that is scaled already
+        self.norm.copy_(torch.as_tensor(self.engine.get_global_grad_norm()))
+        return done and not self.zero.overflow
+
+    def _watch_gradients(self) -> None:
+        """Note the gradients at the moments when DeepSpeed holds most of them: before and after it reduces them."""
+        for name in ("reduce_gradients", "reduce_ipg_grads"):
+            inner = getattr(self.zero, name, None)
+            if inner is not None:
+                setattr(self.zero, name, self._noting(inner))
+
+    def _noting(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._note_gradients()
+            result = inner(*args, **kwargs)
+            self._note_gradients()
+            return result
+
+        return call
+
+    def _note_gradients(self) -> None:
+        self.most_gradient_bytes = max(self.most_gradient_bytes, storage_bytes(gradient_tensors(self.zero, self.model)))
+
+    # -- state --------------------------------------------------------------------------------------------------------------
+    @property
+    def replica_line(self) -> World | None:
+        return None if self.stage == 3 else self.world
+
+    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.model.named_parameters()  # the optimizer's state is in partitions
+
+    def parts(self) -> Iterable[Part]:
+        for one in self._ranges():
+            name = self.names[one.parameter]
+            yield Part(name, one.of(one.flat), self.shapes[name], (one.offset,), key=one.flat, flat=True)
+        for name, buffer in persistent_buffers(self.model).items():
+            yield Part.whole(name, buffer, owned=self.world.is_first)
+
+    def _optimizer_state(self, part: Part) -> dict[str, torch.Tensor]:
+        """The part's share of what the optimizer keeps for the whole partition."""
+        if part.key is None:
+            return {}
+        found = {}
+        for key, value in self.optimizer.state.get(self._owner(part), {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                value = value.detach().narrow(0, part.tensor.storage_offset() - part.key.storage_offset(), part.tensor.numel())
+            if value is not None:
+                found[str(key)] = torch.as_tensor(value)
+        return found
+
+    def _owner(self, part: Part) -> torch.Tensor:
+        """The partition as the optimizer knows it: the parameter that ``part.key`` is a detached view of."""
+        assert part.key is not None
+        return next(one for one in owners(self.zero, self.stage) if one.data_ptr() == part.key.data_ptr())
+
+    def load_state(self, source: StateSource) -> None:
+        known = source.tensors()
+        with torch.no_grad(), uncounted(), quiet():
+            for part in self.parts():
+                part.tensor.copy_(read_part(source, f"{'buffer' if part.key is None else 'model'}/{part.name}", part))
+                if part.key is not None:
+                    self._load_entries(part, source, known)
+            refresh_weights(self.zero, self.stage)
+
+    def _load_entries(self, part: Part, source: StateSource, known: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        assert part.key is not None
+        owner = self._owner(part)
+        state = self.optimizer.state.setdefault(owner, {})
+        prefix = f"optimizer/{part.name}/"
+        for name in known:
+            if not name.startswith(prefix):
+                continue
+            entry, shape = name.removeprefix(prefix), known[name][1]
+            if shape != part.shape or not shape:
+                state[entry] = self._read_entry(source, name, part, known)
+                continue
+            whole = state.setdefault(entry, torch.zeros_like(owner, requires_grad=False))
+            start = part.tensor.storage_offset() - part.key.storage_offset()
+            whole.narrow(0, start, part.tensor.numel()).copy_(read_part(source, name, part))
+
+    def held(self) -> list[Any]:
+        """Weights as the forward reads them, float32 partitions, optimizer state, and the gradients that are there at the time.
+        With ``parallel.offload`` what lies in the host's memory is left out."""
+        zero = self.zero
+        found: list[Any] = [*self.model.buffers(), *owners(zero, self.stage)]
+        for one in self.model.parameters():
+            found += [one.data, getattr(one, "ds_tensor", None)]
+        for entries in self.optimizer.state.values():
+            found += [value for value in entries.values() if isinstance(value, torch.Tensor)]
+        found += gradient_tensors(zero, self.model)
+        if self.settings.offload != "none":
+            found = [one for one in found if isinstance(one, torch.Tensor) and one.device.type == self.world.device.type]
+        return found
+
+    def state_bytes(self) -> int:
+        """DeepSpeed frees its gradients within the update, so the most that was seen of them in a step is added here."""
+        gradients = storage_bytes(gradient_tensors(self.zero, self.model))
+        return storage_bytes(self.held()) - gradients + max(gradients, self.most_gradient_bytes)
+
+    @classmethod
+    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+        return deepspeed_cost(shape, axes, work, config)
+
+
+def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
+    norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._NormBase) and one.running_mean is not None]
+    if low_dtype is not None and norms:
+        kind = type(norms[0]).__name__
+        raise ConfigError(
+            f"mixed precision with `parallel.mode: deepspeed`, and the model has {kind}: DeepSpeed makes its weights "
+            "half precision, beside float32 running statistics, and it cannot compute with both",
+            allowed="models without running statistics, or float32",
+            fix="set `parallel.mode: ddp`, or `train_args.precision: 32`",
+        )
+
+
+def _no_offload(offload: str) -> ConfigError:
+    return ConfigError(
+        f"`parallel.offload: {offload}` needs an accelerator: on a CPU everything is in the host's memory already",
+        allowed="`parallel.offload: none` on a CPU",
+        fix="leave `parallel.offload` out",
+    )
+
+
+def _join(deepspeed: Any, world: World) -> None:
+    """Let DeepSpeed use this rank's process group: it must neither look for MPI nor compile kernels to talk through."""
+    os.environ.setdefault("LOCAL_RANK", str(world.env.local_rank))
+    if not dist.is_initialized():  # one rank has no group
+        dist.init_process_group("gloo" if world.device.type == "cpu" else None, store=dist.HashStore(), rank=0, world_size=1)
+    compatible = getattr(deepspeed.ops, "__compatible_ops__", {})
+    compatible["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+def _call(holder: Any, name: str) -> None:
+    """Call a method that DeepSpeed's older versions do not have (there, ``backward`` does its work)."""
+    method = getattr(holder, name, None)
+    if callable(method):
+        method()
+
+
+warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+_tensor` is deprecated")

@@ -1,0 +1,1 @@
+"""ZeRO stages 2 and 3 by FSDP2."""

@@ -1,0 +1,315 @@
+"""A module cut into shards over a line of ranks by FSDP2: the component that `zero2`, `zero3` and the hybrids share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from paceline.core.errors import ConfigError
+from paceline.distributed.communicator import World
+from paceline.models.blocks import find_blocks
+from paceline.parallel.base import persistent_buffers
+from paceline.parallel.ddp.buckets import squared_norm_of
+from paceline.parallel.ddp.strategy import changing_buffers
+from paceline.parallel.state import Part, local_tensor, storage_bytes
+from paceline.parallel.zero1.common import batch_norm_parameters
+
+_MESSAGE_BYTES = 64 << 20
+
+
+def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
+    """Dimension along which a parameter is cut: the first, unless that has fewer rows than there are shards (which would
+    leave most of each shard padding, as with the low-rank matrices of LoRA) and another one divides."""
+    if shape[0] < num_shards:
+        for dim, size in enumerate(shape):
+            if size % num_shards == 0:
+                return dim
+    return 0
+
+
+@dataclass
+class ShardPiece:
+    """A trained parameter as this rank holds it.
+
+    Args:
+        name: in the module given to :class:`Sharding`.
+        parameter: what FSDP manages (a DTensor), or, with no dimension to cut, the parameter itself.
+        values: the local values, live, as a plain parameter; its ``grad`` is set by :meth:`Sharding.end_step`.
+        shape: before the cut.
+        offset: where the local values begin.
+        cut: False where every rank of the line holds the whole.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    values: nn.Parameter
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    cut: bool
+
+
+class Sharding:
+    """Parameters, gradients and optimizer state of ``model`` cut over the line of ``world`` along the axis "shard", and
+    repeated along the axis "data". Its parameters may be parts of a tensor-parallel model already: plain tensors.
+
+    A step is :meth:`begin_step`, any number of forward and backward passes through the module (FSDP gathers weights and
+    reduce-scatters the sum of the gradients in each; :meth:`free_in_backward` before the last), :meth:`end_step`; then
+    :attr:`pieces` have their gradients. A collective: every rank of the world makes one, at the same place.
+
+    Modules are cut block by block, so a block must be run by every rank of the line, or by none, in each forward. A block
+    that runs twice in a forward is right, but gathered and reduced twice: more traffic than a cost can know.
+
+    Frozen parameters are never reduced. In stage 2 every rank keeps them whole, as their weights would stay gathered anyway,
+    so they are not sent at all after the start; in stage 3 they are sharded and gathered like the others.
+
+    Args:
+        model: on the CPU or the rank's device; changed in place, one block at a time on the device. The first rank's values
+            win.
+        low_dtype: in which weights are gathered and gradients summed; None: their own.
+        reshard_after_forward: True: gathered weights are freed after forward and after backward, and gathered again (ZeRO
+            stage 3). False: they stay until the last backward, or :meth:`end_step` (stage 2).
+        offload: keep shards, their gradients and the optimizer's state in the host's memory.
+        blocks: modules that are gathered at a time; those of :func:`~paceline.models.blocks.find_blocks` where None.
+
+    Raises:
+        ConfigError: trained parameters of several dtypes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        *,
+        low_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
+        offload: bool = False,
+        blocks: list[nn.Module] | None = None,
+    ) -> None:
+        self.model = model
+        self.shards = world.line("shard")
+        self.copies = world.line("data")
+        self.replicas = world.line("data", "shard")
+        self.keeps_weights = not reshard_after_forward
+        #: Most bytes of gathered weights between a forward and its backward, where they stay that long.
+        self.gathered_bytes = 0
+        _check_dtypes(model)
+        self.replicas.broadcast([*model.parameters(), *model.buffers()])
+        self.changing_buffers = changing_buffers(model) if self.replicas.size > 1 else []
+        self._persistent = list(persistent_buffers(model))
+        self._shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        norm_parameters = batch_norm_parameters(model)
+        #: Parameters that FSDP does not manage: scalars, and in stage 2 frozen ones.
+        self._whole = {one for one in model.parameters() if one.dim() == 0 or (self.keeps_weights and not one.requires_grad)}
+        for one in self._whole:  # FSDP moves what it manages
+            # FSDP would gather a float32 weight in the low precision; one that every rank keeps is held in it.
+            low = low_dtype is not None and one.dtype == torch.float32 and one.dim() > 0 and one not in norm_parameters
+            one.data = one.data.to(world.device, dtype=low_dtype if low else None)
+        self.units = self._cut(low_dtype, offload, blocks)
+        self._to_shards = {name: one for name, one in model.named_parameters() if one not in self._whole}
+        self.pieces = [self._piece(name, one) for name, one in model.named_parameters() if one.requires_grad]
+
+    def _cut(self, low_dtype: torch.dtype | None, offload: bool, blocks: list[nn.Module] | None) -> list[FSDPModule]:
+        """Hand the modules to FSDP, the innermost first. What a block shares with the rest of the model stays with the root."""
+        mesh = DeviceMesh.from_group(_group(self.shards), self.shards.device.type, mesh_dim_names=("shard",))
+        low = MixedPrecisionPolicy(param_dtype=low_dtype, reduce_dtype=low_dtype, cast_forward_inputs=False)
+        own = MixedPrecisionPolicy(cast_forward_inputs=False)
+        norms: list[nn.Module] = [] if low_dtype is None else _batch_norms(self.model)
+        given = [one for _, one in find_blocks(self.model)] if blocks is None else blocks
+        wanted = [*norms, *(one for block in given for one in _callable(block) if one not in norms)]
+        size = self.shards.size
+        arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not self.keeps_weights}
+        arguments["shard_placement_fn"] = lambda one: Shard(shard_dim(tuple(one.shape), size))
+        arguments["offload_policy"] = (
+            CPUOffloadPolicy(pin_memory=self.shards.device.type == "cuda") if offload else OffloadPolicy()
+        )
+        if self._whole:
+            arguments["ignored_params"] = self._whole
+        found: list[FSDPModule] = []
+        for module in [*_separate(self.model, wanted, self._whole), self.model]:
+            fully_shard(module, mp_policy=own if module in norms else low, **arguments)
+            assert isinstance(module, FSDPModule)
+            # The sum over ranks, as exact as it comes: the loss is divided by the global count already.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            found.append(module)
+        root = found[-1]
+        root.set_reshard_after_backward(not self.keeps_weights)
+        self._frees_in_backward = not self.keeps_weights
+        # Ranks may differ in which parameters a batch reaches; torch before 2.12 has no switch for it.
+        if hasattr(root, "set_reduce_scatter_unused_params"):
+            root.set_reduce_scatter_unused_params(True)
+        return found
+
+    def _piece(self, name: str, parameter: nn.Parameter) -> ShardPiece:
+        if parameter in self._whole:
+            return ShardPiece(name, parameter, parameter, (), (), cut=False)
+        shape = self._shapes[name]
+        dim = shard_dim(shape, self.shards.size)
+        begin = min(shape[dim], math.ceil(shape[dim] / self.shards.size) * self.shards.rank)
+        offset = tuple(begin if one == dim else 0 for one in range(len(shape)))
+        return ShardPiece(name, parameter, nn.Parameter(local_tensor(parameter.detach())), shape, offset, cut=True)
+
+    # -- a step --------------------------------------------------------------------------------------------------------------
+    def begin_step(self) -> None:
+        self._set_frees_in_backward(not self.keeps_weights)
+        for piece in self.pieces:
+            piece.parameter.grad = None
+            piece.values.grad = None
+
+    def free_in_backward(self) -> None:
+        """Before the last forward of a step: its backward frees each block's weights when it is done with them, so that
+        they do not lie beside all of the gradients."""
+        self._set_frees_in_backward(True)
+
+    def note_gathered(self) -> None:
+        """Note how much is gathered now, between a forward and its backward."""
+        gathered = [one for one in self.model.parameters() if not isinstance(one, DTensor) and one not in self._whole]
+        self.gathered_bytes = max(self.gathered_bytes, storage_bytes(gathered))
+
+    def _set_frees_in_backward(self, frees: bool) -> None:
+        if frees != self._frees_in_backward:
+            self.units[-1].set_reshard_after_backward(frees)
+            self._frees_in_backward = frees
+
+    def end_step(self) -> None:
+        """Free weights that are gathered still and bring the gradients to their sum over all ranks. Parameters that no batch
+        reached have zeros."""
+        self.reshard()
+        for piece in self.pieces:
+            gradient = piece.parameter.grad
+            piece.values.grad = torch.zeros_like(piece.values) if gradient is None else local_tensor(gradient)
+        _sum_packed([_gradient(piece) for piece in self.pieces if piece.cut], self.copies)
+        _sum_packed([_gradient(piece) for piece in self.pieces if not piece.cut], self.replicas)
+        self.replicas.broadcast(self.changing_buffers)
+
+    def reshard(self) -> None:
+        """Free gathered weights wherever they are: after an evaluation, after new values were written."""
+        for unit in self.units:
+            unit.reshard()
+
+    def squared_norm(self, among: Container[str] | None = None) -> torch.Tensor:
+        """This rank's share of the gradient's squared 2-norm, a wide scalar on the device, to be summed over the shards:
+        each element counts on one rank of the line. ``among``: names to take; all where None."""
+        gradients = [
+            _gradient(piece)
+            for piece in self.pieces
+            if (piece.cut or self.shards.is_first) and (among is None or piece.name in among)
+        ]
+        return squared_norm_of([one for one in gradients if one.numel()], self.shards.device)
+
+    def scale(self, factor: torch.Tensor) -> None:
+        for device, gradients in _by_device(_gradient(piece) for piece in self.pieces).items():
+            torch._foreach_mul_(gradients, factor.to(device))
+
+    # -- what it holds -------------------------------------------------------------------------------------------------------
+    def named_pieces(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer updates: every trained parameter, also where none of its elements fell to this rank."""
+        return [(piece.name, piece.values) for piece in self.pieces]
+
+    def parts(self) -> Iterator[Part]:
+        for piece in self.pieces:
+            owned = self.copies.is_first if piece.cut else self.replicas.is_first
+            yield Part(piece.name, piece.values, piece.shape, piece.offset, key=piece.values, owned=owned)
+        buffers = dict(self.model.named_buffers())
+        for name in self._persistent:
+            yield Part.whole(name, buffers[name], owned=self.replicas.is_first)
+
+    def held(self) -> list[Any]:
+        """Shards (frozen ones too), buffers and gradients; what is gathered for the moment is :attr:`gathered_bytes`."""
+        gradients = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]
+        return [*self._to_shards.values(), *self._whole, *self.model.buffers(), *gradients]
+
+
+def _gradient(piece: ShardPiece) -> torch.Tensor:
+    assert piece.values.grad is not None
+    return piece.values.grad
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for one in tensors:
+        found.setdefault(one.device, []).append(one)
+    return found
+
+
+def _group(line: World) -> dist.ProcessGroup:
+    """The process group of a line; one is made for a rank that is alone on it."""
+    if line.size == 1:
+        if not dist.is_initialized():
+            backend = dist.get_default_backend_for_device(line.device)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+    group = line.group if line.group is not None else dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    kinds = {one.dtype for one in model.parameters() if one.requires_grad}
+    if len(kinds) > 1:
+        names = ", ".join(sorted(str(one).removeprefix("torch.") for one in kinds))
+        raise ConfigError(
+            f"{type(model).__name__} trains parameters of several types ({names}), and sharding packs them together",
+            allowed="one type, best float32: `precision: bf16-mixed` casts for the computation",
+            fix="cast the model with .float(), or set `parallel.mode: zero1` or `ddp`",
+        )
+
+
+def _batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Batch and instance normalisations with weights: beside float32 running statistics these must be float32 too."""
+    norms = (nn.modules.batchnorm._NormBase,)
+    return [one for one in model.modules() if isinstance(one, norms) and any(True for _ in one.parameters(recurse=False))]
+
+
+def _callable(block: nn.Module) -> Iterable[nn.Module]:
+    """The block, or, where it is a list, which nobody calls, what stands in it."""
+    if isinstance(block, nn.ModuleList | nn.ModuleDict):
+        for child in block.children():
+            yield from _callable(child)
+    else:
+        yield block
+
+
+def _separate(model: nn.Module, wanted: list[nn.Module], whole: Container[nn.Parameter]) -> list[nn.Module]:
+    """Return the modules that have parameters to shard, none of which is used elsewhere in the model. Parameters in
+    ``whole`` are not sharded."""
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for one in module.parameters(recurse=False):
+            owners.setdefault(one, set()).add(module)
+    found: list[nn.Module] = []
+    for module in wanted:
+        inside = set(module.modules())
+        parameters = [one for one in module.parameters() if one not in whole]
+        own = bool(parameters) and all(owners[one] <= inside for one in parameters)
+        if own and module is not model and module not in found:
+            found.append(module)
+    return found
+
+
+def _sum_packed(tensors: list[torch.Tensor], line: World) -> None:
+    """Sum tensors over a line, in place, in few messages."""
+    if line.size == 1:
+        return
+    group: list[torch.Tensor] = []
+    size = 0
+    for number, tensor in enumerate(tensors):
+        group.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= _MESSAGE_BYTES or number == len(tensors) - 1:
+            flat = torch.cat([one.reshape(-1) for one in group]).to(line.device)
+            line.wait(line.all_reduce(flat))
+            for one, part in zip(group, flat.split([one.numel() for one in group]), strict=True):
+                one.copy_(part.view(one.shape))
+            group, size = [], 0

@@ -1,0 +1,1 @@
+"""Tensor parallelism, pipeline parallelism, and their combinations with data parallelism."""

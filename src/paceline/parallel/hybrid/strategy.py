@@ -1,0 +1,310 @@
+"""Axes combined: pipeline stages, cut layers and shards or replicas, composed in one fixed order.
+
+The order: the pipeline deals the blocks to stages; tensor parallelism cuts the layers of a stage; what is left is sharded
+(`shard` > 1: FSDP over the axes data and shard) or replicated (gradients in buckets over the axis data). Each step finds plain
+modules with plain parameters, smaller than before; sharding first and cutting afterwards would train with wrong gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
+from paceline.models.language import config_numbers
+from paceline.models.tensor_plan.plan import check_sizes as check_heads
+from paceline.models.tensor_plan.plan import find_tensor_plan
+from paceline.models.tensor_plan.style import Range
+from paceline.parallel.base import BuildOptimizer, MicroStep, optimizer_tensors, persistent_buffers
+from paceline.parallel.comm_profile import Exchange
+from paceline.parallel.cost import Cost, ModelShape, Workload
+from paceline.parallel.ddp.buckets import squared_norm_of
+from paceline.parallel.ddp.strategy import accumulate, changing_buffers, clip_to
+from paceline.parallel.ddp.summed import SummedInBuckets
+from paceline.parallel.hybrid.cost import hybrid_cost
+from paceline.parallel.pipeline.stages import check_sizes as check_layers
+from paceline.parallel.pipeline.stages import num_chunks
+from paceline.parallel.state import Part, StateSource, frozen_parts
+from paceline.parallel.tensor.shard import Cut, TensorSplit, check_plan_sizes
+
+if TYPE_CHECKING:
+    from paceline.parallel.fsdp.sharding import Sharding
+    from paceline.parallel.pipeline.runner import Pipeline
+
+
+class Hybrid(SummedInBuckets):
+    """Any product of the axes data, shard, tensor and pipeline."""
+
+    name = "hybrid"
+    whole_on_first = False
+
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        self.model: nn.Module
+        self.trained = {}
+        self.tensor: TensorSplit | None = None
+        self.pipeline: Pipeline | None = None
+        self.sharding: Sharding | None = None
+
+    @staticmethod
+    def check(config: Config, axes: Axes) -> None:
+        _check(config, axes)
+
+    # -- placing ------------------------------------------------------------------------------------------------------------
+    def place(self, model: nn.Module) -> nn.Module:
+        axes = self.world.axes
+        for line in (("tensor",), ("pipeline",), ("data",), ("shard",), ("data", "shard"), ("shard", "tensor", "pipeline")):
+            self.world.line(*line)  # every rank makes its lines in this order
+        self.world.broadcast([*model.parameters(), *model.buffers()])
+        plan = None
+        if axes.tensor > 1:
+            plan = find_tensor_plan(model, self.settings.tensor_plan)
+            check_plan_sizes(model, plan, axes.tensor)
+        if axes.pipeline > 1:
+            from paceline.parallel.pipeline.runner import Pipeline
+
+            self.pipeline = Pipeline(model, self.world.line("pipeline"), self.config, self.probe)
+            model = self.pipeline.model
+            self.notices += self.pipeline.notices
+        if plan is not None:
+            self.tensor = TensorSplit(model, self.world.line("tensor"), self.settings, plan)
+            self.notices += self.tensor.notices
+        self.model = model
+        # Names of parameters are taken while these are plain: sharding makes new ones, under the same names.
+        partial = {id(one) for one in self.tensor.partial} if self.tensor else set()
+        self.partial_names = [name for name, one in model.named_parameters() if id(one) in partial]
+        if axes.shard > 1:
+            from paceline.parallel.fsdp.sharding import Sharding
+
+            self.sharding = Sharding(model, self.world, low_dtype=self.low_dtype)
+            if self.pipeline is not None:
+                self.pipeline.together = self.world.line("shard")
+            self.trained = dict(self.sharding.named_pieces())
+        else:
+            model.to(self.world.device)
+            self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+            self.changing_buffers = changing_buffers(model) if axes.data > 1 else []
+            self.sum_in_buckets(self.world.line("data"))
+        return model
+
+    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+        self.optimizer = build(list(self.trained.items()))
+        return self.optimizer
+
+    # -- a step -------------------------------------------------------------------------------------------------------------
+    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+        if self.sharding is not None:
+            self.sharding.begin_step()
+            self._run_backward(micro_step, num_micro_batches, lambda: None)
+            self.sharding.end_step()
+        else:
+            assert self.buckets is not None
+            self.buckets.zero()
+            self._run_backward(micro_step, num_micro_batches, self.buckets.start_reducing)
+            self.buckets.finish()
+            self.world.line("data").broadcast(self.changing_buffers)
+        if self.tensor is not None:
+            self.tensor.sum_partial_gradients([_gradient(self.trained[name]) for name in self.partial_names])
+            self.tensor.sum_over_copies([(gradient, one.copies) for gradient, one in self._shared_gradients()])
+        if self.pipeline is not None:
+            self.pipeline.sum_shared_gradients()
+
+    def _run_backward(self, micro_step: MicroStep, num_micro_batches: int, before_last: Callable[[], None]) -> None:
+        if self.pipeline is not None:
+            self.pipeline.backward(micro_step, num_micro_batches)
+            before_last()  # gradients of several micro-batches come in at once: they are reduced when all are there
+            return
+        accumulate(micro_step, self.model, num_micro_batches, before_last)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        counted = {name for name in self.trained if self._counts(name)}
+        if self.sharding is not None:
+            total = self.sharding.squared_norm(counted)
+        else:
+            gradients = [_gradient(self.trained[name]) for name in self.trained if name in counted]
+            total = squared_norm_of(gradients, self.world.device)
+        if self.tensor is not None:  # what another rank of the tensor line counts
+            total -= squared_norm_of([one for one, place in self._shared_gradients() if not place.owned], self.world.device)
+        line = self.world.line("shard", "tensor", "pipeline")
+        line.wait(line.all_reduce(total))
+        scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
+        return clip_to(max_norm, total.sqrt().float(), scale)
+
+    @property
+    def replica_line(self) -> World | None:
+        return self.world.line("data")
+
+    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+        yield from super().replicated()
+        yield from frozen_parts(self.model)
+
+    def _counts(self, name: str) -> bool:
+        """True on one rank of the tensor and pipeline lines for each element that this rank holds of ``name``."""
+        if self.pipeline is not None and not self.pipeline.owns(name):
+            return False
+        return self.tensor is None or name in self.tensor.cuts or self.tensor.line.is_first
+
+    def evaluate(self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module) -> dict[str, torch.Tensor] | None:
+        found = super().evaluate(run, model) if self.pipeline is None else self.pipeline.evaluate(run, model)
+        if self.sharding is not None:
+            self.sharding.reshard()
+        return found
+
+    # -- state --------------------------------------------------------------------------------------------------------------
+    def parts(self) -> Iterable[Part]:
+        first_replica = self.world.coordinates["data"] == 0
+        for part in self._local_parts():
+            owned = part.owned and first_replica and self._counts(part.name)
+            cut = self.tensor.cuts.get(part.name) if self.tensor is not None else None
+            if cut is None:
+                yield replace(part, owned=owned)
+            else:
+                yield from _cut_parts(part, cut, owned)
+
+    def _shared_gradients(self) -> list[tuple[torch.Tensor, Range]]:
+        """What this rank holds of gradients of weights that several ranks of the tensor line hold; the same on each of them."""
+        assert self.tensor is not None
+        found = []
+        for part in self._local_parts():
+            cut = self.tensor.cuts.get(part.name)
+            if cut is None or part.key is None or all(one.copies == 1 for one in cut.ranges):
+                continue
+            gradient = _gradient(part.key)  # type: ignore[arg-type]
+            for first, length, place in cut.pieces(part.offset[cut.dim], part.tensor.shape[cut.dim]):
+                if place.copies > 1:
+                    found.append((gradient.narrow(cut.dim, first, length), place))
+        return found
+
+    def _local_parts(self) -> Iterable[Part]:
+        """Parts of what this rank's tensor part of this stage is, as if that were the whole."""
+        if self.sharding is not None:
+            yield from self.sharding.parts()
+            return
+        for name, one in self.trained.items():
+            yield Part.whole(name, one, key=one)
+        for name, one in persistent_buffers(self.model).items():
+            yield Part.whole(name, one)
+
+    def held(self) -> list[Any]:
+        if self.sharding is not None:
+            return [*self.sharding.held(), *optimizer_tensors(self.optimizer)]
+        assert self.buckets is not None
+        kept = [] if self.reduction is None else self.reduction.held()
+        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *kept]
+        return [*self.model.parameters(), *self.model.buffers(), *state]
+
+    def more_state(self) -> list[Part]:
+        return [] if self.reduction is None else self.reduction.parts()
+
+    def load_more(self, source: StateSource) -> None:
+        if self.reduction is None:
+            super().load_more(source)
+        else:
+            self.notices += self.reduction.load(source, self.optimizer)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        return None if self.reduction is None else self.reduction.exchange
+
+    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+        return {} if self.reduction is None else self.reduction.figures(sent_bytes)
+
+    def after_load(self) -> None:
+        if self.sharding is not None:
+            self.sharding.reshard()
+
+    def state_bytes(self) -> int:
+        return super().state_bytes() + (self.sharding.gathered_bytes if self.sharding is not None else 0)
+
+    @classmethod
+    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+        return hybrid_cost(shape, axes, work, config)
+
+
+class TensorParallel(Hybrid):
+    """Each layer cut over the axis tensor, beside replicas."""
+
+    name = "tensor"
+
+
+class PipelineParallel(Hybrid):
+    """Blocks dealt to stages along the axis pipeline, beside replicas."""
+
+    name = "pipeline"
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _cut_parts(part: Part, cut: Cut, owned: bool) -> Iterable[Part]:
+    """The parts of the whole that a part of this rank's tensor part is: one for each range of rows."""
+    pieces = cut.pieces(part.offset[cut.dim], part.tensor.shape[cut.dim])
+    if not pieces:  # a shard without elements: named all the same, for its optimizer's step
+        offset = tuple(cut.start if dim == cut.dim else 0 for dim in range(len(cut.shape)))
+        yield replace(part, owned=owned, shape=cut.shape, offset=offset)
+    for first, length, place in pieces:
+        offset = tuple(place.start if dim == cut.dim else begin for dim, begin in enumerate(part.offset))
+        region = None
+        if len(pieces) > 1:
+            region = tuple(slice(first, first + length) if dim == cut.dim else slice(None) for dim in range(len(cut.shape)))
+        is_all = length == part.tensor.shape[cut.dim]
+        yield replace(
+            part,
+            tensor=part.tensor if is_all else part.tensor.detach().narrow(cut.dim, first, length),
+            owned=owned and place.owned,
+            shape=cut.shape,
+            offset=offset,
+            region=region,
+        )
+
+
+def _check(config: Config, axes: Axes) -> None:
+    cut = " × ".join(f"{axis} {getattr(axes, axis)}" for axis in ("shard", "tensor", "pipeline") if getattr(axes, axis) > 1)
+    if config.parallel.sequence_parallel and axes.tensor == 1:
+        raise ConfigError(
+            "`parallel.sequence_parallel: true` without tensor parallelism: there is nothing between cut layers",
+            fix="set `parallel.tensor: 2`, or leave `parallel.sequence_parallel` out",
+        )
+    if not cut:
+        return
+    if config.evaluation.where == "rank0":
+        raise ConfigError(
+            f"`evaluation.where: rank0` with {cut}: no rank holds the whole model",
+            fix="set `evaluation.where: all`: the same figures, computed by all ranks",
+        )
+    if config.parallel.offload != "none":
+        raise ConfigError(
+            f"`parallel.offload: {config.parallel.offload}` with {cut} is not built in",
+            allowed="`parallel.mode: zero2`, `zero3` or `deepspeed` on accelerators",
+            fix="set `parallel.offload: none`, or `parallel.mode: zero3`",
+        )
+    if config.train_args.optim == "adafactor" and (axes.tensor > 1 or axes.shard > 1):
+        raise ConfigError(
+            f"`train_args.optim: adafactor` with {cut}: its factored state needs whole matrices",
+            fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
+        )
+    if axes.pipeline > 1 and axes.shard > 1 and config.parallel.pipeline_schedule == "zero_bubble":
+        raise ConfigError(
+            f"`parallel.pipeline_schedule: zero_bubble` with {cut}: its split backward passes FSDP by",
+            fix="set `parallel.pipeline_schedule: 1f1b`, or `parallel.shard: 1`",
+        )
+    if config.task in ("sft", "pretrain"):
+        numbers = config_numbers(config.model)
+        check_heads(numbers, axes.tensor)
+        chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.pipeline_chunks)
+        if axes.pipeline > 1:
+            check_layers(numbers, axes.pipeline, chunks)
+    if config.parallel.sequence_parallel and axes.pipeline > 1:
+        raise ConfigError(
+            f"`parallel.sequence_parallel: true` with {cut}: stages hand over whole rows",
+            fix="set `parallel.sequence_parallel: false`, or `parallel.pipeline: 1`",
+        )

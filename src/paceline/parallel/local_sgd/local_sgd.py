@@ -1,0 +1,72 @@
+"""`local_sgd`: workers train on their own, and average their parameters every so many steps."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.distributed.mesh import Axes
+from paceline.parallel.local_sgd.strategy import LocalTraining
+from paceline.parallel.local_sgd.sync import Flight, Mean, Vector, fragment
+
+
+class LocalSgd(LocalTraining):
+    """Stich, "Local SGD Converges Fast and Communicates Little" (2019), algorithm 1; with ``warmup_steps`` post-local SGD (Lin
+    et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020, section 3).
+
+    Overlapped: after k more steps each worker adds to its parameters how far, when the average was taken, they lay from it;
+    its steps since then are kept (Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using
+    Delayed Averaging", 2020, section 3).
+    """
+
+    name = "local_sgd"
+    allows_mixed_devices = True
+    foreign = ("outer_learning_rate", "outer_momentum", "outer_dtype", "overlap_mix")
+    flights_are_shared = False  # each worker's correction
+
+    @classmethod
+    def check(cls, config: Config, axes: Axes) -> None:
+        super().check(config, axes)
+        if not config.local_sgd.average_moments:
+            return
+        if config.local_sgd.overlap_steps:
+            raise ConfigError(
+                "`local_sgd.average_moments` with `local_sgd.overlap_steps`: corrected late, a second moment could become "
+                "negative",
+                fix="turn one of them off",
+            )
+        if config.train_args.optim == "adafactor":
+            raise ConfigError(
+                "`local_sgd.average_moments` with `optim: adafactor`, whose moments are factored: the mean of factors is not "
+                "the factors of a mean",
+                fix="leave `local_sgd.average_moments` out, or set `optim: adamw`",
+            )
+
+    def depart(self, number: int) -> Flight:
+        message = self.vector.read(*self.share_of(number))
+        own = message.clone() if self.rhythm.overlap else None
+        return Flight(Mean(message, self.far), own)
+
+    def arrive(self, number: int, landed: torch.Tensor) -> None:
+        start, stop = fragment(self.vector.size, self.rhythm.fragments, number)
+        values = self.hand_on(landed, start, stop)
+        if self.rhythm.overlap:
+            values = self.vector.read(start, stop).add_(values)
+        self.vector.write(start, values)
+        if self.local.average_moments:
+            for moments in self._moments():
+                mean = Mean(moments.read(*self.share_of(number)), self.far).value()
+                moments.write(start, self.hand_on(mean, start, stop))
+
+    def _moments(self) -> list[Vector]:
+        """The optimizer's state of each kind that has an element for each of a parameter's."""
+        states = [self.optimizer.state.get(one, {}) for one in self.trained.values()]
+        kinds = sorted({key for state in states for key in state} - {"step"})
+        shapes = [one.shape for one in self.trained.values()]
+        found = []
+        for kind in kinds:
+            tensors = [state.get(kind) for state in states]
+            if all(isinstance(one, torch.Tensor) and one.shape == shape for one, shape in zip(tensors, shapes, strict=True)):
+                found.append(Vector(tensors))
+        return found

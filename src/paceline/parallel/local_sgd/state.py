@@ -1,0 +1,170 @@
+"""The state of local training in a checkpoint.
+
+What any strategy reads: ``model/NAME``, the mean of the workers' parameters (of running statistics, too), and
+``optimizer/NAME/…``, that of the first worker. Beside it, so that the same number of workers goes on bit for bit:
+
+- ``local/worker-K/model/NAME``, ``…/buffer/NAME``: worker K's own, where the workers' differ;
+- ``local/worker-K/optimizer/NAME/…``, ``local/worker-K/scaler/…``: of the workers but the first;
+- ``local/steps``, ``local/workers``: steps made, number of workers;
+- ``outer/parameters``, ``outer/momentum`` (`diloco`): over all parameters in the model's order, whatever the fragments;
+- ``outer/flight-F`` (`diloco`), ``local/worker-K/flight-F`` (`local_sgd`): what came of a synchronisation of fragment F that
+  has begun. It is waited for before a checkpoint, and takes effect when it is due all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.core.formatting import counted
+from paceline.parallel.base import persistent_buffers
+from paceline.parallel.local_sgd.sync import fragment
+from paceline.parallel.state import Part, StateSource
+
+if TYPE_CHECKING:
+    from paceline.parallel.local_sgd.strategy import LocalTraining
+
+PREFIX = "local/"
+
+
+def with_mean(strategy: LocalTraining, parts: list[Part]) -> list[Part]:
+    """The parts of a rank, with the workers' mean instead of its own. A collective."""
+    if strategy.is_together:
+        return parts
+    mean = _by_name(strategy, strategy.average())
+    return [replace(one, tensor=mean.get(one.name, one.tensor)) for one in parts]
+
+
+def local_parts(strategy: LocalTraining) -> list[Part]:
+    """What this rank writes beside a replica's state. A collective: what is under way is waited for."""
+    for flight in strategy.flights.values():
+        flight.land()
+    found = []
+    worker = f"{PREFIX}worker-{strategy.far.rank}"
+    if strategy.near.is_first and not strategy.is_together:
+        found += [Part.whole(f"{worker}/{name}", one) for name, one in _apart(strategy).items()]
+    if strategy.near.is_first and not strategy.far.is_first:
+        found += [Part.whole(f"{worker}/{name}", value) for name, value in _optimizer(strategy).items()]
+        if strategy.scaler is not None:
+            found += [Part.whole(f"{worker}/scaler/{name}", value) for name, value in strategy.scaler.state().items()]
+    found += [
+        Part(
+            _flight_name(strategy, number), flight.land(), _flight_shape(strategy, number), _start(strategy, number), flat=True
+        )
+        for number, flight in strategy.flights.items()
+        if strategy.far.is_first or not strategy.flights_are_shared
+    ]
+    if strategy.far.is_first:
+        for name, ranges in strategy.outer_state().items():
+            shape = (strategy.vector.size,)
+            found += [Part(name, values, shape, (start,), flat=True) for start, values in ranges]
+    if strategy.world.is_first:
+        found.append(Part.whole(f"{PREFIX}steps", torch.tensor(strategy.done)))
+        found.append(Part.whole(f"{PREFIX}workers", torch.tensor(strategy.workers)))
+    return found
+
+
+def load_local(strategy: LocalTraining, source: StateSource) -> None:
+    """The reverse, after the mean and the first worker's optimizer were loaded into every worker."""
+    known = source.tensors()
+    workers = _number(source, f"{PREFIX}workers")
+    steps = _number(source, f"{PREFIX}steps")
+    strategy.done = (_number(source, "schedule/step") or 0) if steps is None else steps
+    same = workers == strategy.workers
+    _load_outer(strategy, source)
+    if same:
+        _load_worker(strategy, source)
+    elif workers is not None:
+        strategy.notices.append(
+            (
+                "warning",
+                f"the checkpoint is of {counted(workers, 'worker')} and there are {strategy.workers} now: all go on from the "
+                "mean of its parameters and the first worker's optimizer; the state of the others is dropped",
+            )
+        )
+    strategy.flights = {}
+    for number, _ in strategy.rhythm.in_flight(strategy.done):
+        name = _flight_name(strategy, number)
+        if known.get(name, (None, ()))[1] == _flight_shape(strategy, number) and (same or strategy.flights_are_shared):
+            start, stop = strategy.share_of(number)
+            first = fragment(strategy.vector.size, strategy.rhythm.fragments, number)[0]
+            values = source.read_flat(name, start - first, stop - start).to(strategy.vector.device)
+            strategy.flights[number] = strategy.landed(values)
+        elif workers is not None:
+            strategy.notices.append(("warning", "a synchronisation that was under way in the checkpoint is dropped"))
+
+
+def _load_outer(strategy: LocalTraining, source: StateSource) -> None:
+    known = source.tensors()
+    strategy.start_apart()  # from the mean, where the checkpoint has no outer state
+    for name, ranges in strategy.outer_state().items():
+        if known.get(name, (None, ()))[1] == (strategy.vector.size,):
+            for start, values in ranges:
+                values.copy_(source.read_flat(name, start, values.numel()))
+
+
+def _load_worker(strategy: LocalTraining, source: StateSource) -> None:
+    known = source.tensors()
+    worker = f"{PREFIX}worker-{strategy.far.rank}/"
+    for name, one in _apart(strategy).items():
+        if worker + name in known:
+            one.copy_(source.read(worker + name, (0,) * one.dim(), one.shape))
+    scaler = {name: f"{worker}scaler/{name}" for name in ("scale", "growth_tracker")}
+    if strategy.scaler is not None and all(name in known for name in scaler.values()):
+        strategy.scaler.load(**{name: float(source.read(stored, (), ())) for name, stored in scaler.items()})
+    own = [name for name in known if name.startswith(f"{worker}optimizer/")]
+    for part in strategy.parts():
+        if part.key is None:
+            continue
+        prefix = f"{worker}optimizer/{part.name}/"
+        for name in own:
+            if name.startswith(prefix) and "/" not in name.removeprefix(prefix):
+                entry = strategy._read_entry(source, name, part, known)
+                strategy.optimizer.state.setdefault(part.key, {})[name.removeprefix(prefix)] = entry
+
+
+def _apart(strategy: LocalTraining) -> dict[str, torch.Tensor]:
+    """What lies apart between synchronisations, by its name in a state, live; in the order of ``strategy.apart``."""
+    statistics = {id(one) for one in strategy.changing_buffers if one.is_floating_point()}
+    buffers = {f"buffer/{name}": one for name, one in persistent_buffers(strategy.model).items() if id(one) in statistics}
+    return {f"model/{name}": one.detach() for name, one in strategy.trained.items()} | buffers
+
+
+def _by_name(strategy: LocalTraining, mean: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The pieces of ``strategy.average()``, by name, in their own types and shapes."""
+    own = _apart(strategy)
+    names = {one.data_ptr(): name for name, one in own.items() if one.numel()}
+    found = {}
+    for flat, piece in zip(strategy.apart.tensors, mean.split([one.numel() for one in strategy.apart.tensors]), strict=True):
+        name = names.get(flat.data_ptr()) if flat.numel() else None
+        if name is not None:
+            found[name] = piece.view(own[name].shape).to(own[name].dtype)
+    return found
+
+
+def _optimizer(strategy: LocalTraining) -> dict[str, torch.Tensor]:
+    return {
+        f"optimizer/{part.name}/{entry}": value
+        for part in strategy.parts()
+        for entry, value in strategy._optimizer_state(part).items()
+    }
+
+
+def _flight_name(strategy: LocalTraining, number: int) -> str:
+    where = "outer" if strategy.flights_are_shared else f"{PREFIX}worker-{strategy.far.rank}"
+    return f"{where}/flight-{number}"
+
+
+def _flight_shape(strategy: LocalTraining, number: int) -> tuple[int]:
+    start, stop = fragment(strategy.vector.size, strategy.rhythm.fragments, number)
+    return (stop - start,)
+
+
+def _start(strategy: LocalTraining, number: int) -> tuple[int]:
+    return (strategy.share_of(number)[0] - fragment(strategy.vector.size, strategy.rhythm.fragments, number)[0],)
+
+
+def _number(source: StateSource, name: str) -> int | None:
+    return int(source.read(name, (), ())) if name in source.tensors() else None

@@ -1,0 +1,231 @@
+"""`parameter_server` without waiting: each worker's gradients are applied as they come (Dean et al., "Large Scale Distributed
+Deep Networks", 2012: Downpour SGD), under `bounded` with a limit to how far workers drift apart (Ho et al., "More Effective
+Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013).
+
+All parameters lie on the servers (`server_dense.py`). In its step a worker pulls the others, pulls rows
+as its forward needs them, and pushes one gradient: the mean over its own share of the batch. Log lines, evaluation and
+checkpoints are points where all ranks meet.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed import rpc
+
+from paceline.config.schema import Config
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import Axes
+from paceline.distributed.traffic import TRAFFIC, uncounted
+from paceline.parallel.base import BuildOptimizer, MicroStep
+from paceline.parallel.ddp.strategy import clip_factor
+from paceline.parallel.parameter_server.client import RemoteRows, bytes_of, rank_name
+from paceline.parallel.parameter_server.collectives import ServedWorld
+from paceline.parallel.parameter_server.dense import DENSE, ServedParameterServer
+from paceline.parallel.parameter_server.server import RowOptimizer, Shard
+from paceline.parallel.state import Part
+
+#: How far the ranks may be apart in steps where nothing bounds them: what is on its way has to be kept.
+_FAR = 64
+Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+class LooseParameterServer(ServedParameterServer):
+    """Asynchronous, and with bounded staleness."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        self.alone = World(
+            RankEnv(0, 1, world.env.local_rank, world.env.local_world_size), world.device, Axes(), None, [world.rank]
+        )
+        self.bound = self.said.staleness if self.said.mode == "bounded" else None
+        self.clock = 0
+
+    @property
+    def count_world(self) -> World:
+        return self.alone
+
+    @property
+    def counts_late(self) -> int:
+        return _FAR if self.bound is None else self.bound + 1
+
+    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+        if self.is_server:
+            _STORE.open(self.num_workers)
+        built = super().build_optimizer(build)
+        if self.is_server:
+            assert isinstance(built, RowOptimizer)
+            _STORE.rows = built
+        with uncounted():
+            self.world.barrier()
+        return built
+
+    def _clock_of(self, rank: int) -> int:
+        return _STORE.drop(rank)
+
+    def _steps_missed(self, rank: int) -> int:
+        assert isinstance(self.world, ServedWorld)
+        return max(0, self.clock - self.world.losses[rank].clock)
+
+    # -- a step -----------------------------------------------------------------------------------------------------------
+    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+        self.clock += 1
+        if self.is_server:
+            return
+        first = rank_name(self.num_workers)
+        rpc.rpc_sync(first, enter, args=(self.world.rank, self.clock, self.bound))
+        self._before_forward()
+        pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {number: [] for number in range(len(self.tables))}
+        for number in range(num_micro_batches):
+            micro_step(number, self.model).backward()
+            for place, table in enumerate(self.tables.values()):
+                assert isinstance(table.source, RemoteRows)
+                pulled[place] += table.source.gradients()
+        # The loss was divided by this worker's own count times the number of ranks (see `count_world`).
+        self.rows = {server: _summed(pulled, server, self.world.size) for server in range(self.num_workers, self.world.size)}
+        for one in self.trained.values():
+            if one.grad is not None:
+                one.grad.mul_(self.world.size)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Of this worker's own gradient: there is no other at the time."""
+        if self.is_server:
+            return torch.zeros(())
+        found = [one.grad for one in self.trained.values() if one.grad is not None]
+        found += [gradient for rows in self.rows.values() for _, gradient in rows.values()]
+        norm = torch.tensor(math.sqrt(sum(float(one.double().square().sum()) for one in found)), dtype=torch.float32)
+        if max_norm > 0:
+            for one in found:
+                one.mul_(clip_factor(norm, max_norm))
+        return norm
+
+    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+        """Push to every server, and wait until each has applied it: a worker reads what it wrote."""
+        if self.is_server:
+            return True
+        stand_in = SimpleNamespace(step=self._push_all, param_groups=self.optimizer.param_groups)
+        return apply(cast(torch.optim.Optimizer, stand_in))
+
+    def _push_all(self) -> None:
+        # Of the first rate: how far the schedule has come, for both optimizers.
+        group = self.optimizer.param_groups[0]
+        factor = float(group["lr"]) / float(self.optimizer.defaults["lr"]) if self.optimizer.defaults["lr"] else 0.0
+        calls = []
+        for server, rows in self.rows.items():
+            dense = self._gradients_of(server)
+            sent = sum(bytes_of(one) for one in dense.values())
+            TRAFFIC.add("push", sent + sum(bytes_of(one) for pair in rows.values() for one in pair))
+            args = (self.world.rank, self.clock, rows, dense, factor)
+            calls.append(rpc.rpc_async(rank_name(server), apply_push, args=args))
+        for call in calls:
+            call.wait()
+
+    # -- state ------------------------------------------------------------------------------------------------------------
+    def state(self) -> list[Part]:
+        with uncounted():
+            self.world.barrier()  # every push has been applied, and none comes before the state is copied
+        return super().state()
+
+    def sent_in_a_step(self, measured: int | None) -> int | None:
+        """Of a server a mean: it answers at any time, while its own steps wait for nobody."""
+        if not self.is_server or self.clock == 0:
+            return measured
+        return round(TRAFFIC.bytes_by_collective.get("pull", 0) / self.clock)
+
+    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+        """``staleness``: the most steps that a worker was ahead of the slowest when it began one, and what bounds it."""
+        self.world.barrier()  # the workers have made their last step
+        seen = max(self.world.gather_numbers(float(_STORE.furthest)))
+        return {**super().figures(sent_bytes), "staleness": {"bound": self.bound, "seen": int(seen)}}
+
+
+def _summed(pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]], server: int, factor: float) -> Rows:
+    """One gradient a row for what a server has, over the micro-batches."""
+    found: Rows = {}
+    for place, parts in pulled.items():
+        mine = [(rows, gradient) for owner, rows, gradient in parts if owner == server]
+        if mine:
+            shard = Shard("", 0, 0, nn.Parameter(torch.empty(0, mine[0][1].shape[1])))
+            shard.pushed = {(0, number): one for number, one in enumerate(mine)}
+            shard.merge()
+            assert shard.gradient is not None
+            found[place] = (shard.gradient[0], shard.gradient[1] * factor)
+    return found
+
+
+# -- calls: what runs on a server -----------------------------------------------------------------------------------------
+class _Store:
+    """The optimizer of this server's rows, and, on the first server, the workers' clocks: the step that each has begun, and the
+    last one that was applied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.furthest = 0
+        self.clocks: dict[int, int] = {}
+        self.applied: dict[int, int] = {}
+        self.rows: RowOptimizer
+        #: (the clock that the slowest must reach, whom it lets go)
+        self.waiting: list[tuple[int, torch.futures.Future[int]]] = []
+
+    def open(self, num_workers: int) -> None:
+        self.clocks = dict.fromkeys(range(num_workers), 0)
+        self.applied = dict.fromkeys(range(num_workers), 0)
+
+    def drop(self, worker: int) -> int:
+        """A worker is lost: nobody waits for it any more. Gives the last of its steps that was applied."""
+        with self.lock:
+            self.clocks.pop(worker, None)
+            ready = self.let_go()
+        for one in ready:
+            one.set_result(0)
+        return self.applied.get(worker, 0)
+
+    def let_go(self) -> list[torch.futures.Future[int]]:
+        """Those for whom the slowest is far enough."""
+        slowest = min(self.clocks.values(), default=0)
+        ready = [one for at, one in self.waiting if at <= slowest]
+        self.waiting = [(at, one) for at, one in self.waiting if at > slowest]
+        return ready
+
+
+_STORE = _Store()
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def enter(worker: int, clock: int, bound: int | None) -> torch.futures.Future[int]:
+    """A worker begins its step ``clock``: let it, when the slowest has begun step ``clock - bound``. Gives the slowest's."""
+    go: torch.futures.Future[int] = torch.futures.Future()
+    with _STORE.lock:
+        if worker in _STORE.clocks:  # else its process has ended since it asked
+            _STORE.clocks[worker] = clock
+        slowest = min(_STORE.clocks.values(), default=clock)
+        _STORE.waiting.append((slowest if bound is None else clock - bound, go))
+        ready = _STORE.let_go()
+        if any(one is go for one in ready):
+            _STORE.furthest = max(_STORE.furthest, clock - slowest)
+        elif bound is not None:
+            _STORE.furthest = max(_STORE.furthest, bound)  # it goes as soon as the slowest is that near
+    for one in ready:
+        one.set_result(slowest)
+    return go
+
+
+def apply_push(worker: int, clock: int, rows: Rows, dense: dict[str, torch.Tensor], factor: float) -> None:
+    """One worker's gradients of its step ``clock``, applied at once. ``factor``: of the peak learning rates."""
+    with _STORE.lock:
+        for number, gradient in rows.items():
+            _STORE.rows.shards[number].gradient = gradient
+        _STORE.rows.rate = float(_STORE.rows.defaults["lr"]) * factor
+        _STORE.rows.step()
+        with DENSE.lock:
+            for name, one in DENSE.named.items():
+                one.grad = dense.get(name)
+            DENSE.step(factor)
+        _STORE.applied[worker] = clock

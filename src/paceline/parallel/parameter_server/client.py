@@ -1,0 +1,96 @@
+"""A worker's side of the servers: the connection, and the rows of a table that lie elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.traffic import uncounted
+from paceline.parallel.parameter_server.server import pull
+
+_THREADS = 4
+
+
+def connect(world: World, timeout_s: float) -> None:
+    """Open ``torch.distributed.rpc`` among all ranks. A collective."""
+    # Plain TCP, which works everywhere; the other transports want shared memory or InfiniBand.
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=_THREADS, rpc_timeout=timeout_s, _transports=["uv"], _channels=["basic"]
+    )
+    with uncounted(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are using a Backend")
+        rpc.init_rpc(rank_name(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=options)
+        world.barrier()  # nobody pulls from a server that has no rows yet
+
+
+class RemoteRows:
+    """The rows of one table, on their servers; what was pulled for a backward is kept until its gradient is pushed."""
+
+    def __init__(self, number: int, ranges: list[tuple[int, int]], first_server: int, dim: int, world: World) -> None:
+        self.number = number
+        self.dim = dim
+        self.first_server = first_server
+        self.starts = torch.tensor([start for start, _ in ranges] + [ranges[-1][1]])
+        self.world = world
+        self.pulled: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def ask(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if len(ids) and (int(ids[0]) < 0 or int(ids[-1]) >= int(self.starts[-1])):  # sorted
+            raise IndexError(f"rows {int(ids[0])} to {int(ids[-1])} of a table of {int(self.starts[-1])}")
+        wants_gradient = torch.is_grad_enabled()
+        calls = [
+            rpc.rpc_async(rank_name(self.first_server + server), pull, args=(self.number, rows, wants_gradient))
+            for server, rows in self._by_server(ids)
+        ]
+        self.world.traffic.add("pull", bytes_of(ids))
+
+        def wait() -> torch.Tensor:
+            vectors = torch.cat([one.wait() for one in calls]) if calls else torch.zeros(0, self.dim)
+            if wants_gradient:
+                vectors.requires_grad_()
+                self.pulled.append((ids, vectors))
+            return vectors
+
+        return wait
+
+    def _by_server(self, ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """(server, places of its rows there) for each server that has some of the sorted ``ids``."""
+        ends = torch.searchsorted(ids, self.starts).tolist()
+        for server, (low, high) in enumerate(pairwise(ends)):
+            if high > low:
+                yield server, ids[low:high] - self.starts[server]
+
+    def gradients(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(server's rank, places there, gradients) of what was pulled since the last call."""
+        for ids, vectors in self.pulled:
+            if vectors.grad is None:
+                continue
+            begin = 0
+            for server, rows in self._by_server(ids):
+                yield self.first_server + server, rows, vectors.grad[begin : begin + len(rows)]
+                begin += len(rows)
+        self.pulled.clear()
+
+
+def among_workers(world: World, num_workers: int) -> World:
+    """The workers as a world of their own; on a server, one of itself. A collective."""
+    group = dist.new_group(list(range(num_workers))) if num_workers > 1 else None
+    if world.rank >= num_workers:
+        return World(RankEnv(0, 1, world.env.local_rank, world.env.local_world_size), world.device, None, None, [world.rank])
+    env = RankEnv(world.rank, num_workers, world.env.local_rank, world.env.local_world_size)
+    return World(env, world.device, world.axes, group, list(range(num_workers)), world.waits)
+
+
+def rank_name(rank: int) -> str:
+    return f"rank{rank}"
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

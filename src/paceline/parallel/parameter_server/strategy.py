@@ -1,0 +1,342 @@
+"""`parameter_server`: embedding tables on servers, cut by rows; workers pull and push the rows of their batch alone. After
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014), synchronous.
+
+Ranks 0 to W - 1 are workers, those after them servers. A step: the workers pull rows and push gradients through
+``torch.distributed.rpc``; their other gradients are all-reduced among them as under ``ddp``; when every push has arrived, each
+server updates its rows and each worker the rest. Where the rest is on the servers too: ``server_dense.py``.
+
+With ``on_worker_loss: go_on`` all collectives go through the first server (``server_meeting.py``) as soon as it is reached, and
+none through a process group, which would break with the first worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import rpc
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
+from paceline.distributed.traffic import uncounted
+from paceline.models.recommend import Table, named_tables, tables_elsewhere
+from paceline.parallel.base import BuildOptimizer, Departed, MicroStep, Strategy, optimizer_tensors, persistent_buffers
+from paceline.parallel.cost import Cost, ModelShape, Workload
+from paceline.parallel.ddp.buckets import GradientBuckets
+from paceline.parallel.ddp.strategy import changing_buffers, clip_factor
+from paceline.parallel.parameter_server.check import check_config, who_does_what
+from paceline.parallel.parameter_server.client import RemoteRows, among_workers, bytes_of, connect, rank_name
+from paceline.parallel.parameter_server.collectives import ServedWorld
+from paceline.parallel.parameter_server.cost import cost_of_ddp
+from paceline.parallel.parameter_server.server import RowOptimizer, Shard, push, row_ranges, serve
+from paceline.parallel.state import Part, StateSource
+
+
+class ParameterServer(Strategy):
+    """Tables on servers, the rest of the model on each worker; every step is the one that ``ddp`` makes."""
+
+    name = "parameter_server"
+    whole_on_first = False
+
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        self.said = config.parameter_server
+        self.num_workers = world.axes.replicas
+        self.workers = among_workers(world, self.num_workers)
+        self.tables: dict[str, Table] = {}
+        self.shards: list[Shard] = []
+        self.trained: dict[str, nn.Parameter] = {}
+        self.connected = False
+        self.members = list(range(self.num_workers))  # workers that have a share of the batch
+        self.missed: dict[int, int] = {}  # worker that is lost → last steps without its gradients
+        self.own_count = 0.0
+        self.whole_count: Callable[[], torch.Tensor] | None = None
+
+    @staticmethod
+    def check(config: Config, axes: Axes) -> None:
+        check_config(config)
+
+    @classmethod
+    def variant(cls, config: Config) -> type[Strategy]:
+        from paceline.parallel.parameter_server.asynchronous import LooseParameterServer
+        from paceline.parallel.parameter_server.dense import ServedParameterServer
+
+        if config.parameter_server.mode != "sync":
+            return LooseParameterServer
+        return ServedParameterServer if config.parameter_server.dense_on_servers else cls
+
+    @classmethod
+    def num_serving(cls, config: Config) -> int:
+        return config.parameter_server.servers
+
+    @classmethod
+    def role(cls, config: Config, axes: Axes, rank: int) -> str | None:
+        return "a worker" if rank < axes.replicas else "a server of the tables"
+
+    @property
+    def is_server(self) -> bool:
+        return self.world.rank >= self.num_workers
+
+    @property
+    def works(self) -> bool:
+        return not self.is_server
+
+    @property
+    def speaks(self) -> bool:
+        return not self.is_server
+
+    @property
+    def replica(self) -> int:
+        return self.members.index(self.world.rank) if not self.is_server else 0
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.members)
+
+    @classmethod
+    def expendable(cls, config: Config, axes: Axes) -> frozenset[int]:
+        return frozenset(range(axes.replicas)) if config.parameter_server.on_worker_loss == "go_on" else frozenset()
+
+    def departed(self) -> list[Departed]:
+        if not isinstance(self.world, ServedWorld):
+            return []
+        losses, before = self.world.losses, self.members
+        gone = [rank for rank in before if rank in losses]
+        self.members = [rank for rank in before if rank not in losses]
+        return [
+            Departed(rank, losses[rank].pid, losses[rank].reason, before.index(rank), len(before), self._steps_missed(rank))
+            for rank in gone
+        ]
+
+    def _steps_missed(self, rank: int) -> int:
+        return self.missed.get(rank, 0)
+
+    def counting(self, own: float, whole: Callable[[], torch.Tensor]) -> None:
+        self.own_count, self.whole_count = own, whole
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        with tables_elsewhere():
+            yield
+
+    # -- placing ----------------------------------------------------------------------------------------------------------
+    def place(self, model: nn.Module) -> nn.Module:
+        self.model = model
+        self.tables = named_tables(model)
+        if not self.tables:
+            raise ConfigError(
+                "`parallel.mode: parameter_server`: the model has no embedding table to serve",
+                allowed="a model with paceline.models.recommend.Table, such as `builtin:dlrm`",
+                fix="set `parallel.mode: ddp`",
+            )
+        seeds: Any = self.world.broadcast_object([one.seed for one in self.tables.values()])
+        for table, seed in zip(self.tables.values(), seeds, strict=True):
+            table.seed = seed
+        num_servers = self.world.size - self.num_workers
+        self.ranges = {name: row_ranges(table.rows, num_servers) for name, table in self.tables.items()}
+        if self.is_server:
+            self._make_shards()
+            model.to("meta")
+        else:
+            self._make_worker(model)
+        self.notices.append(("info", who_does_what(self.said, self.num_workers, self.world.size)))
+        served = ServedWorld(self.world, self.num_workers) if self.said.on_worker_loss == "go_on" else None
+        connect(self.world, self.settings.timeout_s)
+        self.connected = True
+        if served is not None:
+            served.watch(self._clock_of)
+            self.world = served
+        return model
+
+    def _clock_of(self, rank: int) -> int:
+        """On the first server: a worker is lost. How many of its steps were applied, where servers keep clocks."""
+        return 0
+
+    def _make_shards(self) -> None:
+        for name, table in self.tables.items():
+            start, end = self.ranges[name][self.world.rank - self.num_workers]
+            values = torch.empty(end - start, table.dim)
+            table.fill(values, start)
+            self.shards.append(Shard(name, table.rows, start, nn.Parameter(values)))
+        serve(self.shards)
+
+    def _dense(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """All parameters but the tables."""
+        return {name: one for name, one in model.named_parameters() if name not in self.tables}
+
+    def _make_worker(self, model: nn.Module) -> None:
+        self.trained = {name: one for name, one in self._dense(model).items() if one.requires_grad}
+        for number, (name, table) in enumerate(self.tables.items()):
+            table.source = RemoteRows(number, self.ranges[name], self.num_workers, table.dim, self.world)
+        self.workers.broadcast([*self._dense(model).values(), *model.buffers()])
+        self.changing_buffers = changing_buffers(model) if self.workers.size > 1 else []
+        self.buckets = GradientBuckets(self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.workers)
+
+    def close(self) -> None:
+        if self.connected:
+            self.connected = False
+            if isinstance(self.world, ServedWorld):
+                self.world.leave()  # rpc's own way to end waits for all ranks, the dead as well; sockets close with the process
+            else:
+                rpc.shutdown()
+
+    # -- a step -----------------------------------------------------------------------------------------------------------
+    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+        if not self.is_server:
+            self.optimizer = build(list(self.trained.items()))
+            return self.optimizer
+        args = self.config.train_args
+        usual = build([(shard.name, shard.values) for shard in self.shards]).defaults["lr"]
+        betas, eps = (args.adam_beta1, args.adam_beta2), args.adam_epsilon if self.said.optimizer == "adam" else None
+        self.optimizer = RowOptimizer(self.shards, self.said.optimizer, self.said.learning_rate or usual, betas, eps)
+        return self.optimizer
+
+    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+        if not self.is_server:
+            pushes = []
+            self._before_forward()
+            for number in range(num_micro_batches):
+                loss = micro_step(number, self.model)
+                if number == num_micro_batches - 1:
+                    self._before_last_backward()
+                loss.backward()
+                pushes += self._push(number)
+            pushes += self._after_backward()
+            for one in pushes:
+                one.wait()
+        self._merge()
+
+    def _before_forward(self) -> None:
+        self.buckets.zero()
+
+    def _before_last_backward(self) -> None:
+        self.buckets.start_reducing()
+
+    def _after_backward(self) -> list[Any]:
+        self.buckets.finish()
+        self.workers.broadcast(self.changing_buffers)
+        return []
+
+    def _merge(self) -> float:
+        """Sum what was pushed, when every push has arrived. A worker that was lost before all of its own had is left out on
+        every server, and the rest weighted up to the mean over those who are left; gives the weight."""
+        with uncounted():
+            arrived = self.world.sum(self.own_count)[0]
+        for rank in self.members:
+            if rank in self.world.lost:
+                self.missed[rank] = 1
+        weight = 1.0
+        if self.world.lost and self.whole_count is not None and arrived > 0:
+            weight = float(self.whole_count()) / arrived
+        for shard in self.shards:
+            shard.merge(self.world.lost, weight)
+        return weight
+
+    def _push(self, number: int) -> list[Any]:
+        """Send off the rows' gradients of a micro-batch, one message a server."""
+        by_server: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        for place, table in enumerate(self.tables.values()):
+            source = table.source
+            assert isinstance(source, RemoteRows)
+            for server, rows, gradient in source.gradients():
+                by_server.setdefault(server, {})[place] = (rows, gradient)
+                self.world.traffic.add("push", bytes_of(rows) + bytes_of(gradient))
+        key = (self.world.rank, number)
+        return [rpc.rpc_async(rank_name(server), push, args=(key, found)) for server, found in by_server.items()]
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        with uncounted():
+            norm = torch.tensor(math.sqrt(self.world.sum(self._squares())[0]), dtype=torch.float32)
+        if max_norm > 0:
+            self._scale(clip_factor(norm, max_norm))
+        return norm
+
+    def _squares(self) -> float:
+        """Of the gradients that are counted on this rank, the sum of squares."""
+        if not self.is_server:
+            return float(self.buckets.norm()) ** 2 if self.world.is_first else 0.0  # the same on each worker
+        return sum((float(one.gradient[1].double().square().sum()) for one in self.shards if one.gradient), 0.0)
+
+    def _scale(self, factor: torch.Tensor) -> None:
+        if not self.is_server:
+            self.buckets.scale(factor)
+        for shard in self.shards:
+            if shard.gradient is not None:
+                shard.gradient[1].mul_(factor)
+
+    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+        made = apply(self.optimizer)
+        with uncounted():
+            self.world.barrier()  # nobody pulls rows of the step before
+        return made
+
+    # -- state ------------------------------------------------------------------------------------------------------------
+    def parts(self) -> Iterable[Part]:
+        for shard in self.shards:
+            shape = (shard.rows, shard.values.shape[1])
+            yield Part(shard.name, shard.values, shape, (shard.start, 0), key=shard.values)
+        if not self.is_server:
+            for name, one in self.trained.items():
+                yield Part.whole(name, one, key=one, owned=self.world.is_first)
+            for name, one in persistent_buffers(self.model).items():
+                yield Part.whole(name, one, owned=self.world.is_first)
+
+    def state(self) -> list[Part]:
+        found = super().state()
+        for shard in self.shards:
+            sums = self.optimizer.state[shard.values].get("row_sum")
+            name = f"optimizer/{shard.name}/row_sum"
+            if sums is not None and all(one.name != name for one in found):
+                found.append(Part(name, sums, (shard.rows, 1), (shard.start, 0)))
+        return [replace(one, owned=True) for one in found]
+
+    def load_state(self, source: StateSource) -> None:
+        wanted = {key for shard in self.shards for key in self.optimizer.state[shard.values]}
+        for shard in self.shards:
+            stored = {
+                name.rpartition("/")[2] for name in source.tensors() if name.rpartition("/")[0] == f"optimizer/{shard.name}"
+            }
+            if stored and stored != wanted:
+                raise ConfigError(
+                    f"the checkpoint's `{shard.name}` has the optimizer state {', '.join(sorted(stored))}, and "
+                    f"`parameter_server.optimizer: {self.said.optimizer}` has {', '.join(sorted(wanted)) or 'none'}",
+                    fix="set `parameter_server.optimizer` as it was, or another `output_dir` for a new run",
+                )
+        super().load_state(source)
+
+    def after_load(self) -> None:
+        with uncounted():
+            self.world.barrier()  # nobody pulls from a server that has not read its rows
+
+    def _read_entry(
+        self, source: StateSource, name: str, part: Part, known: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> torch.Tensor:
+        if name.endswith("/row_sum"):
+            return source.read(name, (part.offset[0], 0), (len(part.tensor), 1))
+        if self.is_server and known[name][1] == ():
+            return source.read(name, (), ())
+        return super()._read_entry(source, name, part, known)
+
+    def held(self) -> list[Any]:
+        if self.is_server:
+            return [*(shard.values for shard in self.shards), *optimizer_tensors(self.optimizer)]
+        return [
+            *self._dense(self.model).values(),
+            *self.model.buffers(),
+            *self.buckets.flats,
+            *optimizer_tensors(self.optimizer),
+        ]
+
+    @classmethod
+    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+        """See :mod:`~paceline.parallel.parameter_server.cost`. Traffic is an upper bound, a batch without a repeated id, unless the
+        distinct ids of a micro-batch were counted in the data."""
+        chosen = cls.variant(config)
+        return cost_of_ddp(shape, axes, work, config) if chosen is ParameterServer else chosen.cost(shape, axes, work, config)

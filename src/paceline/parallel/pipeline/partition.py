@@ -1,0 +1,201 @@
+"""A model cut in place: its own forward runs on every stage, and the blocks of other stages let pass what they are given.
+
+On a stage that is not the first, what comes before it is a stand-in: a tensor of the right shape that holds NaN and takes no
+memory. The block before the stage's first gives out what was received. On a stage that is not the last, the call of the block
+behind its last ends the forward. So masks, positions, packing and the loss are the model's and the task's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core.errors import RunError
+from paceline.parallel.pipeline.stages import Division
+
+_UNFIT = "blocks that run one after another, each once, on what the one before it gave out, and on nothing else that is trained"
+_FIX = "use a mode that keeps the model whole, such as `parallel.mode: zero3`"
+
+
+class StageEnd(BaseException):  # not an Exception: a task's `except Exception` must not hold it up
+    """Leaves a forward with the hidden states that the next stage goes on from."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Cut:
+    """The patched model, and the run of a stage through it.
+
+    Args:
+        blocks: all blocks in order.
+        forms: for each block a function that brings a tensor into the form of the block's output.
+        division: of the blocks to stages.
+        mine: stages of this rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[tuple[str, nn.Module]],
+        forms: list[Callable[[torch.Tensor], Any]],
+        division: Division,
+        mine: list[int],
+    ) -> None:
+        self.model, self.division, self.forms = model, division, forms
+        self.foreign = [
+            block
+            for number, (_, block) in enumerate(blocks)
+            if not any(first <= number < beyond for first, beyond in (division.blocks[stage] for stage in mine))
+        ]
+        self._active = self._probing = False
+        self._first = self._beyond = self._position = 0
+        self._received: torch.Tensor | None = None
+        self._last_output: torch.Tensor | None = None
+        for number, (_, block) in enumerate(blocks):
+            block.forward = partial(self._block, number, block.forward)
+            block.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
+        for name, region in division.regions.items():
+            if region in ("before", "both") and any(stage > 0 for stage in mine):
+                self._stand_in(name, region == "both" or any(stage == 0 for stage in mine))
+
+    # -- patching -----------------------------------------------------------------------------------------------------------
+    def _stand_in(self, name: str, holds_first: bool) -> None:
+        """Let a module before the blocks give out shapes alone on the later stages."""
+        parent_name, _, leaf = name.rpartition(".")
+        parent = self.model.get_submodule(parent_name)
+        module = getattr(parent, leaf)
+        if isinstance(module, nn.Module):
+            memo = {id(one): nn.Parameter(_meta(one), requires_grad=False) for one in module.parameters()}
+            memo |= {id(one): _meta(one) for one in module.buffers()}  # type: ignore[misc]
+            module.forward = partial(self._before, module.forward, copy.deepcopy(module, memo))
+        elif not holds_first:  # a parameter of a module that holds the blocks
+            del parent._parameters[leaf]
+            setattr(parent, leaf, stand_in(module))
+
+    def _before(self, original: Callable[..., Any], ghost: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not self._active or self._first == 0 or self._position > 0:  # used again after the blocks
+            return original(*args, **kwargs)
+        device = next((one.device for one in _tensors((args, kwargs))), torch.device("cpu"))
+        with torch.no_grad():
+            out = ghost(*_map(_meta, args), **_map(_meta, kwargs))
+        return _map(partial(stand_in, device=device), out)
+
+    def _enter(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._active:
+            return  # recomputed in backward
+        if number != self._position:
+            raise unfit(f"block {number} ran where block {self._position} was due")
+        self._position += 1
+        if self._probing:
+            raise StageEnd(_hidden(args, kwargs))
+        if number == self._beyond:
+            hidden = _hidden(args, kwargs)
+            if hidden is not self._last_output:
+                raise unfit(f"something is done to the output of block {number - 1} before block {number} takes it")
+            raise StageEnd(hidden)
+
+    def _block(self, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._active:
+            return original(*args, **kwargs)
+        if number >= self._first:
+            out = original(*args, **kwargs)
+            if number == self._beyond - 1:
+                self._last_output = out[0] if isinstance(out, tuple | list) else out
+            return out
+        passed = self._received if number == self._first - 1 else stand_in(_hidden(args, kwargs))
+        assert passed is not None
+        return self.forms[number](passed)
+
+    # -- running ------------------------------------------------------------------------------------------------------------
+    def probe(self, call: Callable[[], object]) -> tuple[int, ...]:
+        """Shape of what ``call`` hands to the first block, by a forward that ends there. The same on every rank of the line."""
+        self._first, self._beyond = self.division.blocks[-1]
+        found = self._run(call, None, probing=True)
+        if not isinstance(found, torch.Tensor):
+            raise unfit("the forward came to no block")
+        return tuple(found.shape)
+
+    def run(self, stage: int, call: Callable[[], Any], received: torch.Tensor | None) -> Any:
+        """Hidden states behind ``stage``; of the last stage, what ``call`` returns.
+
+        Raises:
+            RunError: the blocks do not run as a pipeline's must.
+        """
+        self._first, self._beyond = self.division.blocks[stage]
+        return self._run(call, received, probing=False, is_last=stage == self.division.num_stages - 1)
+
+    def _run(self, call: Callable[[], Any], received: torch.Tensor | None, probing: bool, is_last: bool = False) -> Any:
+        for block in self.foreign:
+            if getattr(block, "gradient_checkpointing", False):
+                block.gradient_checkpointing = False  # nothing to recompute
+        self._received, self._probing, self._position, self._active = received, probing, 0, True
+        try:
+            value = call()
+            if not is_last or self._position != self._beyond:
+                raise unfit(f"the forward ended at block {self._position}")
+            return value
+        except StageEnd as end:
+            return end.hidden
+        finally:
+            self._active = False
+            self._received = self._last_output = None
+
+
+def unfit(why: str) -> RunError:
+    return RunError(f"this model cannot be cut into pipeline stages: {why}", allowed=_UNFIT, fix=_FIX)
+
+
+def stand_in(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor of that shape without memory of its own: NaN, so that what is computed from it shows; zero where integer."""
+    value = float("nan") if like.is_floating_point() else 0
+    return torch.full((), value, dtype=like.dtype, device=device or like.device).expand(like.shape)
+
+
+def drop(model: nn.Module, division: Division, mine: list[int]) -> None:
+    """Let go of the parameters and buffers of other ranks' stages. A parameter leaves a stand-in without memory: some models
+    ask their embedding for its device or type. A buffer's place holds None."""
+    for module_name, module in model.named_modules():
+        for kind in (module._parameters, module._buffers):
+            for leaf, value in list(kind.items()):
+                name = f"{module_name}.{leaf}" if module_name else leaf
+                if value is None or set(division.stages.get(name, mine)) & set(mine):
+                    continue
+                if kind is module._parameters:
+                    del module._parameters[leaf]
+                    setattr(module, leaf, stand_in(value.detach()))
+                else:
+                    kind[leaf] = None
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, torch.Tensor):
+            return one
+    raise unfit("a block takes no tensor")
+
+
+def _meta(one: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(one, device="meta")
+
+
+def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return type(value)(_map(change, one) for one in value)
+    if isinstance(value, dict):
+        return {key: _map(change, one) for key, one in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _map(lambda one: found.append(one) or one, value)  # type: ignore[func-returns-value]
+    return found

@@ -1,0 +1,228 @@
+"""Stages for the schedules of torch.distributed.pipelining, with micro-batches of different shapes.
+
+torch's own ``PipelineStage`` takes one shape for all micro-batches, and its insides differ between versions. This stage keeps
+to what the schedules ask of a stage: which messages to post before and after a micro-batch, and its forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from paceline.core.errors import RunError
+from paceline.distributed.progress import PULSE
+from paceline.distributed.traffic import TRAFFIC, counted_again
+
+#: Shape and dtype of the hidden states behind a stage.
+Hidden = tuple[tuple[int, ...], torch.dtype]
+#: Runs a stage on (stage, micro-batch, what was received).
+RunStage = Callable[[int, int, torch.Tensor | None], torch.Tensor]
+
+
+class Stage(_PipelineStageBase):
+    """One stage of a pipeline as a schedule drives it.
+
+    Args:
+        peers: global rank of each stage.
+        parameters: those that the stage trains.
+        run: its forward.
+        before_backward: called before each backward with (stage, True where it is the stage's last of this step).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        peers: Sequence[int],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        parameters: list[nn.Parameter],
+        run: RunStage,
+        before_backward: Callable[[int, bool], None],
+    ) -> None:
+        super().__init__(nn.Module(), index, len(peers), device, group)
+        self._peers = list(peers)
+        self._trained = parameters
+        self._run = run
+        self._before_backward = before_backward
+        self.shapes: list[tuple[Hidden, ...]] = []  # for each micro-batch, behind each stage but the last
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._output_grads: dict[int, torch.Tensor] = {}
+        self._input_grads: dict[int, torch.Tensor | None] = {}
+        self._split: dict[int, tuple[Any, ...]] = {}
+        self._clear()
+
+    # -- what a schedule asks for once --------------------------------------------------------------------------------------
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return ()
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> Any:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []  # the line has talked before
+
+    def clear_runtime_states(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        for one in (self._inputs, self._outputs, self._output_grads, self._input_grads, self._split):
+            one.clear()
+        self.output_chunks: list[Any] = []
+        self.args_recv_info = {0: ()}
+        self.act_send_info = {}
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        pass
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        pass
+
+    # -- messages -----------------------------------------------------------------------------------------------------------
+    def _receive(self, store: dict[int, torch.Tensor], number: int, behind: int, source: int) -> list[dist.P2POp]:
+        shape, dtype = self.shapes[number][behind]
+        store[number] = torch.empty(shape, dtype=dtype, device=self.device)
+        return [dist.P2POp(dist.irecv, store[number], self._peers[source], self.group)]
+
+    def _send(self, tensor: torch.Tensor, target: int) -> list[dist.P2POp]:
+        tensor = tensor.detach().contiguous()
+        TRAFFIC.add("send", tensor.numel() * tensor.element_size())
+        return [dist.P2POp(dist.isend, tensor, self._peers[target], self.group)]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        return self._receive(self._inputs, fwd_chunk_id, self.stage_index - 1, self.stage_index - 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [] if self.is_last else self._send(self._outputs[fwd_chunk_id], self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last or not self.has_backward:
+            return []
+        return self._receive(self._output_grads, bwd_chunk_id, self.stage_index, self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first or not self.has_backward:
+            return []
+        gradient = self._input_grads.pop(bwd_chunk_id)
+        if gradient is None:  # nothing here depends on the input; the receiver waits for a message all the same
+            shape, dtype = self.shapes[bwd_chunk_id][self.stage_index - 1]
+            gradient = torch.zeros(shape, dtype=dtype, device=self.device)
+        return self._send(gradient, self.stage_index - 1)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        self._inputs[mb_index] = prev_stage_outputs.detach()
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return (self._input_grads.pop(mb_index),)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        self._output_grads[mb_index] = next_stage_bwd_outputs[0]
+
+    # -- work ---------------------------------------------------------------------------------------------------------------
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True, **others: Any
+    ) -> Any:
+        received = None
+        if not self.is_first:
+            received = self._inputs[fwd_chunk_id].requires_grad_()
+        with counted_again():
+            out = self._run(self.stage_index, fwd_chunk_id, received)
+        if self.is_last:
+            self.output_chunks.append(out.detach().reshape(1))
+        else:
+            found = (tuple(out.shape), out.dtype)
+            if found != self.shapes[fwd_chunk_id][self.stage_index]:
+                raise RunError(
+                    f"hidden states behind pipeline stage {self.stage_index} have shape and type {found}, where "
+                    f"{self.shapes[fwd_chunk_id][self.stage_index]} was due",
+                    fix="use a mode that keeps the model whole: the blocks' output must follow from the shape of their input",
+                )
+            out = out.clone() if out._is_view() else out  # it is detached in place once its backward has run
+        self._outputs[fwd_chunk_id] = out
+        return out
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False, **others: Any
+    ) -> None:
+        PULSE.enter("backward")
+        output = self._outputs.pop(bwd_chunk_id)
+        received = self._inputs.pop(bwd_chunk_id, None)
+        inputs = [] if received is None else [received]
+        gradients = None if self.is_last else (self._output_grads.pop(bwd_chunk_id),)
+        if not output.requires_grad:  # all that leads here is frozen
+            self._input_grads[bwd_chunk_id] = None
+            return
+        with counted_again():
+            self._before_backward(self.stage_index, last_backward)
+            if full_backward:
+                found = stage_backward((output,), gradients or (None,), inputs)
+            elif self.is_first:
+                self._split[bwd_chunk_id] = (output, gradients, None)
+                return
+            else:
+                found, groups = stage_backward_input([output], gradients, inputs, iter(self._trained))
+                self._split[bwd_chunk_id] = (output, gradients, groups)
+        self._input_grads[bwd_chunk_id] = found[0] if found else None
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if bwd_chunk_id not in self._split:
+            return
+        PULSE.enter("backward")
+        output, gradients, groups = self._split.pop(bwd_chunk_id)
+        with counted_again():
+            self._before_backward(self.stage_index, last_backward)
+            if groups is None:
+                stage_backward((output,), gradients, [])
+            else:
+                stage_backward_weight(iter(self._trained), groups)
+
+
+def _identity(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def legal_schedule(schedule: str, num_ranks: int, micro_batches: int) -> tuple[str, str | None]:
+    """The schedule that runs ``micro_batches``: the one asked for, or the nearest that can; and why."""
+    fill = f"fewer micro-batches ({micro_batches}) than ranks of the pipeline ({num_ranks})"
+    if schedule == "1f1b" and micro_batches < num_ranks:
+        return "gpipe", fill
+    if schedule in ("interleaved_1f1b", "zero_bubble"):
+        if micro_batches < num_ranks:
+            return "looped", fill
+        rounds = micro_batches // num_ranks
+        if micro_batches % rounds:
+            return "looped", f"{micro_batches} micro-batches do not divide into {rounds} rounds on {num_ranks} ranks"
+    return schedule, None
+
+
+def make_schedule(schedule: str, stages: list[Stage], micro_batches: int) -> Any:
+    """A schedule of :mod:`torch.distributed.pipelining` over this rank's stages; ``loss`` is what the last stage gives."""
+    settings: dict[str, Any] = {"loss_fn": _identity, "scale_grads": False}
+    if schedule == "gpipe":
+        return ScheduleGPipe(stages[0], micro_batches, **settings)
+    if schedule == "1f1b":
+        return Schedule1F1B(stages[0], micro_batches, **settings)
+    kinds = {
+        "interleaved_1f1b": ScheduleInterleaved1F1B,
+        "zero_bubble": ScheduleInterleavedZeroBubble,
+        "looped": ScheduleLoopedBFS,
+    }
+    return kinds[schedule](stages, micro_batches, **settings)  # type: ignore[abstract, arg-type]

@@ -1,0 +1,1 @@
+"""ZeRO stage 1: optimizer state in shards."""

@@ -1,0 +1,138 @@
+"""`zero1`: whole weights and gradients on every rank, the optimizer's state cut into one shard a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
+from paceline.distributed.traffic import uncounted
+from paceline.distributed.traffic_volume import scatter_bytes
+from paceline.parallel.base import BuildOptimizer, optimizer_tensors, persistent_buffers
+from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
+from paceline.parallel.ddp.buckets import lay_out
+from paceline.parallel.ddp.strategy import DistributedDataParallel, changing_buffers
+from paceline.parallel.state import Part
+from paceline.parallel.zero1.buckets import ShardedBuckets
+from paceline.parallel.zero1.common import (
+    batch_norm_names,
+    batch_norm_parameters,
+    check_elementwise,
+    low_bytes_of,
+    statistics_traffic,
+    step_count_bytes,
+)
+
+
+class ShardedOptimizer(DistributedDataParallel):
+    """ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section
+    5.1).
+
+    The last micro-batch's backward reduce-scatters the gradients bucket by bucket; each rank updates its shard of each
+    bucket, then the weights are all-gathered. Under mixed precision the trained weights are in bfloat16 or float16 on every
+    rank (those of batch normalisations stay in float32), with float32 master weights in the shard: what a checkpoint holds.
+    """
+
+    name = "zero1"
+    sums_buckets = False
+    allows_mixed_devices = False
+
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        self.buckets: ShardedBuckets
+
+    @staticmethod
+    def check(config: Config, axes: Axes) -> None:
+        check_elementwise(config, "zero1")
+        if config.parallel.offload != "none":
+            raise ConfigError(
+                f"`parallel.offload: {config.parallel.offload}`, and `mode: zero1` keeps its state on the device",
+                allowed="with zero1: `parallel.offload: none`",
+                fix="set `parallel.mode: zero3` and `parallel.offload: all` on accelerators, or use `deepspeed`",
+            )
+
+    def place(self, model: nn.Module) -> nn.Module:
+        self.model = model
+        self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self.world.broadcast([*model.parameters(), *model.buffers()])
+        self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
+        self.buckets = ShardedBuckets(
+            self.trained,
+            int(self.settings.bucket_cap_mb * 2**20),
+            self.world,
+            self.low_dtype,
+            keep=batch_norm_parameters(model),
+        )
+        return model
+
+    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+        self.optimizer = build([(piece.name, piece.values) for piece in self.buckets.pieces])
+        return self.optimizer
+
+    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+        made = apply(self.optimizer)
+        if made:
+            self.buckets.gather()
+        return made
+
+    def after_load(self) -> None:
+        with uncounted():
+            self.buckets.gather()
+
+    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.model.named_parameters()  # the optimizer's state is in shards
+
+    def parts(self) -> Iterable[Part]:
+        for piece in self.buckets.pieces:
+            yield Part(piece.name, piece.values, piece.shape, (piece.start,), key=piece.values, flat=True)
+        for name, one in persistent_buffers(self.model).items():
+            yield Part.whole(name, one, owned=self.world.is_first)
+
+    def held(self) -> list[Any]:
+        return [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *self.buckets.weights,
+            *self.buckets.flats,
+            *optimizer_tensors(self.optimizer),
+        ]
+
+    @classmethod
+    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+        """Per trained parameter, N ranks, Adam: 8 + 8/N bytes in float32 (weights and gradients 4 each), 4 + 12/N in mixed
+        precision (Rajbhandari et al., 2020, section 5.1, figure 1). A reduce-scatter of the gradients and an all-gather of
+        the weights: 2Ψ(N-1)/N (section 7.2.1). Padding of the buckets is counted."""
+        num_ranks = axes.data
+        low_bytes = shape.low_bytes if num_ranks > 1 else 0
+        normed = batch_norm_names(shape)
+        element_bytes = [low_bytes_of(one, low_bytes, normed) for one in shape.trained]
+        tensors = [(one.numel, size, size) for one, size in zip(shape.trained, element_bytes, strict=True)]
+        weights = masters = traffic = 0
+        elements, steps = [0] * num_ranks, [0] * num_ranks
+        for layout in lay_out(tensors, config.parallel.bucket_cap_mb * 2**20, num_ranks):
+            each = tensors[layout.members[0]][1]
+            weights += layout.size * each
+            masters += layout.size // num_ranks * 4 if each == low_bytes else 0
+            traffic += scatter_bytes(layout.size * each, num_ranks)
+            size = layout.size // num_ranks
+            for member, offset in zip(layout.members, layout.offsets, strict=True):
+                end = offset + tensors[member][0]
+                for rank in range(offset // size, (max(offset, end - 1)) // size + 1):
+                    elements[rank] += max(0, min(end, (rank + 1) * size) - max(offset, rank * size))
+                    steps[rank] += 1
+        counted = step_count_bytes(config)
+        state = max(one * shape.optimizer_bytes_per_element + counted * step for one, step in zip(elements, steps, strict=True))
+        frozen = shape.parameter_bytes - total_bytes(shape.trained)
+        return Cost(
+            parameters=frozen + weights + masters + shape.buffer_bytes,
+            gradients=weights,
+            optimizer=state,
+            activations=work.activation_bytes,
+            traffic={"reduce_scatter": traffic, "all_gather": traffic} | statistics_traffic(shape, num_ranks),
+        )

@@ -1,0 +1,166 @@
+"""The table of devices: memory, arithmetic and links as vendors publish them, in ``devices.json`` with a source per row.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from paceline.core.errors import ConfigError
+
+_GB, _T = 10**9, 10**12
+#: Drivers report between 94 % (memory reserved for error correction) and 108 % (GB sold as GiB) of the nominal size.
+_MEMORY_TOLERANCE = 0.15
+_NEAREST = 6
+#: Words that say who made a device or which line it belongs to, and nothing about the model.
+_MAKERS = ("nvidia", "amd", "tesla", "geforce", "instinct")
+
+BFLOAT16, FLOAT16 = "bfloat16", "float16"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device.
+
+    Args:
+        memory_bytes: as sold (80 GB = 80e9 bytes).
+        bfloat16_flops_s, float16_flops_s, tf32_flops_s, float32_flops_s: operations a second of dense matrix products; None if
+            the device has no units for the type. ``float32`` is without TF32, which torch does not use by default.
+        interconnect: in words, both directions.
+        link_bytes_s: that one device sends to another of its host, in one direction.
+        network_bytes_s: that one device sends to another host; an assumption.
+        aliases: further names, drivers' names without the maker among them. Variants of a device may share some.
+    """
+
+    name: str
+    memory_bytes: int
+    bfloat16_flops_s: float | None
+    float16_flops_s: float | None
+    tf32_flops_s: float | None
+    float32_flops_s: float
+    memory_bandwidth_bytes_s: float
+    interconnect: str
+    link_bytes_s: float
+    network_bytes_s: float
+    aliases: tuple[str, ...]
+    source: str
+    note: str = ""
+
+    @property
+    def supports_bfloat16(self) -> bool:
+        return self.bfloat16_flops_s is not None
+
+    def flops_s(self, dtype: str | None) -> float | None:
+        """Operations a second in ``dtype`` (``bfloat16``, ``float16``, None for float32); None if there are no units for it."""
+        rates = {BFLOAT16: self.bfloat16_flops_s, FLOAT16: self.float16_flops_s}
+        return self.float32_flops_s if dtype is None else rates[dtype]
+
+
+@cache
+def devices() -> tuple[Device, ...]:
+    """All rows, in the order of the file. Of rows that share an alias the first is the usual one."""
+    content = json.loads((files("paceline.planner") / "devices.json").read_text(encoding="utf-8"))
+    return tuple(_device(row) for row in content["devices"])
+
+
+def _device(row: dict[str, Any]) -> Device:
+    def rate(key: str) -> float | None:
+        return None if row[key] is None else row[key] * _T
+
+    return Device(
+        name=row["name"],
+        memory_bytes=round(row["memory_gb"] * _GB),
+        bfloat16_flops_s=rate("bf16_tflops"),
+        float16_flops_s=rate("fp16_tflops"),
+        tf32_flops_s=rate("tf32_tflops"),
+        float32_flops_s=row["fp32_tflops"] * _T,
+        memory_bandwidth_bytes_s=row["memory_bandwidth_gb_s"] * _GB,
+        interconnect=row["interconnect"],
+        link_bytes_s=row["link_gb_s"] * _GB,
+        network_bytes_s=row["network_gb_s"] * _GB,
+        aliases=tuple(row["aliases"]),
+        source=row["source"],
+        note=row.get("note", ""),
+    )
+
+
+def find_device(name: str, memory_bytes: int | None = None) -> tuple[Device, str]:
+    """The device that ``--device NAME`` means, and a notice ("" if the name is exact).
+
+    Names match exactly, or after case, separators and the maker's name are removed. A name that several variants share
+    (``A100``) means the one whose memory is ``memory_bytes``, else the first of them, and the notice says so.
+
+    Raises:
+        ConfigError: the name is not in the table; lists the nearest ones.
+    """
+    rows = _by_key().get(_key(name), ())
+    if not rows:
+        raise ConfigError(
+            f"`--device {name}` is not in the table of devices",
+            allowed="the nearest names are " + ", ".join(_nearest(name)),
+            fix="use one of these if it is the device that you mean, or give the memory alone: `--device-memory 24GB`",
+        )
+    of_this_size = [row for row in rows if memory_bytes is not None and _has_memory(row, memory_bytes)]
+    chosen = _closest(of_this_size, memory_bytes) if of_this_size and memory_bytes else rows[0]
+    if len(rows) == 1:
+        return chosen, ""
+    return chosen, f"`--device {name}` can be {_listing(row.name for row in rows)}: this plan is for {chosen.name}"
+
+
+def recognize(driver_name: str, memory_bytes: int) -> Device | None:
+    """The row for a device that reports ``driver_name`` and ``memory_bytes``; None if there is none.
+
+    Nothing is guessed: a name that is not in the table, or a size that none of its variants has (a part of a device, for
+    example), is unknown, and so is a name that variants of the same memory share.
+    """
+    rows = [row for row in _by_key().get(_key(driver_name), ()) if _has_memory(row, memory_bytes)]
+    if not rows:
+        return None
+    closest = _closest(rows, memory_bytes)
+    return closest if [row.memory_bytes for row in rows].count(closest.memory_bytes) == 1 else None
+
+
+def _has_memory(row: Device, memory_bytes: int) -> bool:
+    return abs(memory_bytes - row.memory_bytes) <= _MEMORY_TOLERANCE * row.memory_bytes
+
+
+def _closest(rows: Iterable[Device], memory_bytes: int) -> Device:
+    return min(rows, key=lambda row: abs(memory_bytes - row.memory_bytes))
+
+
+def _key(name: str) -> str:
+    """``NVIDIA GeForce RTX 4090 Laptop GPU`` → ``rtx4090laptop``."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    while len(words) > 1 and words[0] in _MAKERS:
+        words = words[1:]
+    return "".join(word for word in words if word != "gpu" or len(words) == 1)
+
+
+@cache
+def _by_key() -> dict[str, tuple[Device, ...]]:
+    """Key → the rows that have this name or, if none has, this alias."""
+    by_alias: dict[str, list[Device]] = {}
+    for row in devices():
+        for key in dict.fromkeys(map(_key, row.aliases)):
+            by_alias.setdefault(key, []).append(row)
+    by_name = {_key(row.name): (row,) for row in devices()}
+    return {key: tuple(rows) for key, rows in by_alias.items()} | by_name
+
+
+def _nearest(name: str) -> list[str]:
+    keys = difflib.get_close_matches(_key(name), _by_key(), n=3 * _NEAREST, cutoff=0.3)
+    names = list(dict.fromkeys(row.name for key in keys for row in _by_key()[key]))
+    return names[:_NEAREST] or [row.name for row in devices()[:_NEAREST]]
+
+
+def _listing(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,0 +1,151 @@
+"""Machines to plan for: the devices of the table (:mod:`paceline.planner.devices`), or this machine's own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError
+from paceline.core.processes import available_memory
+from paceline.planner.devices import BFLOAT16, Device, devices
+
+_GB = 10**9
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_HOST_DEVICES = 8
+
+#: Share of a data sheet's figure that training reaches: "model FLOPs utilization" of 40 to 57 % is reported for large models
+#: on A100 (Chowdhery et al., "PaLM", 2022, table 3; Korthikanti et al., 2022, table 5); small models reach less.
+DEVICE_EFFICIENCY = 0.4
+#: The same against a large matrix product measured on this CPU.
+CPU_EFFICIENCY = 0.5
+#: What one gloo rank sends to another of the same host, roughly.
+_CPU_LINK_BYTES_S = 1.5 * _GB
+_CPU_FLOPS_S = 50 * _GB
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices a plan is made for: ``count`` alike, one rank each.
+
+    Args:
+        memory_bytes: of one device; on a CPU one rank's share of the memory that is free now.
+        flops_s: operations a second that a rank's training reaches, in the precision of the config.
+        link_bytes_s: between two ranks.
+        device: the row of the table; None for a CPU and for devices that are not in the table.
+        name_is_assumed: no device was named: ``device`` is the nearest in memory.
+        rates_known: False if ``flops_s`` and ``link_bytes_s`` only serve to rank modes.
+    """
+
+    name: str
+    count: int
+    memory_bytes: int
+    flops_s: float
+    link_bytes_s: float
+    is_cpu: bool = False
+    notes: tuple[str, ...] = ()
+    device: Device | None = None
+    rates_known: bool = True
+    name_is_assumed: bool = False
+
+
+def parse_size(text: str, flag: str = "--device-memory") -> int:
+    """``80GB`` → 80e9 bytes, ``24GiB`` → 24 × 2³⁰.
+
+    Raises:
+        ConfigError: no number, no unit, or nothing left of it.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", text)
+    unit = _UNITS.get(found.group(2).lower()) if found else None
+    if found is None or unit is None:
+        bare = re.fullmatch(r"\s*[0-9.]+\s*", text)
+        raise ConfigError(
+            f"`{flag} {text}` " + ("has no unit" if bare else "is not a size"),
+            allowed="a number and a unit: MB, GB, TB (powers of ten), MiB, GiB, TiB (powers of two)",
+            fix=f"write e.g. `{flag} {text.strip() if bare else 80}GB`",
+        )
+    size = round(float(found.group(1)) * unit)
+    if size < 2**20:
+        raise ConfigError(f"`{flag} {text}` is less than 1 MiB", fix=f"write e.g. `{flag} 80GB`")
+    return size
+
+
+def named_machine(
+    device: Device | None, memory_bytes: int | None, count: int, dtype: str | None, notes: tuple[str, ...] = ()
+) -> Machine:
+    """``count`` devices that need not be here: of a kind, or of a size alone (the table's nearest then gives speed and links).
+
+    Args:
+        dtype: that matrix products are computed in: ``bfloat16``, ``float16``, or None for float32.
+    """
+    assert device is not None or memory_bytes is not None
+    name = None if device is None else device.name
+    if device is None:
+        able = [row for row in devices() if row.supports_bfloat16]
+        device = min(able, key=lambda row: abs(row.memory_bytes - (memory_bytes or 0)))
+        notes = (
+            *notes,
+            f"no device is named: times are those of {device.name}, the nearest in memory (`--device NAME` names one)",
+        )
+    if device.note:
+        notes = (*notes, f"{device.name}: {device.note}")
+    speed = device.flops_s(dtype)
+    if speed is None:
+        speed = device.float32_flops_s
+        units = "bfloat16" if dtype == BFLOAT16 else "float16"
+        notes = (*notes, f"{device.name} has no {units} units: times are those of float32")
+    link, notes = _between_hosts(device.link_bytes_s, device.network_bytes_s, count, notes)
+    return Machine(
+        name or device.name,
+        count,
+        memory_bytes or device.memory_bytes,
+        speed * DEVICE_EFFICIENCY,
+        link,
+        notes=notes,
+        device=device,
+        name_is_assumed=name is None,
+    )
+
+
+def unknown_machine(name: str, memory_bytes: int, count: int) -> Machine:
+    """Devices that are not in the table: their memory is what they report, and no times are given.
+
+    Modes still need an order of preference: they are ranked as if the devices computed and communicated like a usual one."""
+    notes = (
+        f"{name} is not in the table of devices: its memory is what it reports, its rates are not known, so no "
+        "times are given, and modes are ranked as for a device of 100 TFLOP/s on PCIe Gen4",
+    )
+    link, notes = _between_hosts(32 * _GB, 1.25 * _GB, count, notes)
+    return Machine(name, count, memory_bytes, 100e12 * DEVICE_EFFICIENCY, link, notes=notes, rates_known=False)
+
+
+def _between_hosts(link: float, network: float, count: int, notes: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
+    if count <= _HOST_DEVICES:
+        return link, notes
+    link = min(link, network)
+    text = f"more than {_HOST_DEVICES} devices: several hosts, {link / _GB:g} GB/s a device between them, for every mode"
+    return link, (*notes, text)
+
+
+def cpu_machine(count: int, dtype: str | None, *, measure: bool = True, memory_bytes: int | None = None) -> Machine:
+    """This machine's CPU, shared by ``count`` ranks. ``measure``: time a matrix product (0.1 s; imports torch)."""
+    speed = _measured_cpu(dtype) if measure else _CPU_FLOPS_S
+    memory = memory_bytes or available_memory() // count
+    return Machine("CPU", count, memory, speed * CPU_EFFICIENCY / count, _CPU_LINK_BYTES_S, is_cpu=True)
+
+
+def _measured_cpu(dtype: str | None) -> float:
+    """Operations a second of a matrix product on all cores: the best of several within 0.1 s."""
+    import time
+
+    import torch
+
+    size = 512
+    one = torch.ones(size, size, dtype=torch.float32 if dtype is None else torch.bfloat16)
+    with torch.no_grad():
+        one @ one
+        best, begun = float("inf"), time.perf_counter()
+        while time.perf_counter() - begun < 0.1:
+            start = time.perf_counter()
+            one @ one
+            best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,156 @@
+"""The model of a config as numbers, without its weights: shape, widths, and of models that are no language models a trial on
+torch's meta device, which computes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.models.shape.activations import LanguageDims, dims_of
+from paceline.models.shape.record import ModelShape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from paceline.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model to plan for.
+
+    Args:
+        dims: of a language model; None of others, and of language models whose config.json is of an unknown make.
+        activation_bytes, flops: of one micro-batch, from the trial; 0 where it could not be made. Unused with ``dims``.
+        fused_attention: the model stores no attention scores.
+    """
+
+    shape: ModelShape
+    dims: LanguageDims | None = None
+    activation_bytes: int = 0
+    flops: float = 0.0
+    fused_attention: bool = True
+    notes: tuple[str, ...] = ()
+
+
+def describe(config: Config) -> Described:
+    """Build the model without weights and read its numbers.
+
+    Raises:
+        ConfigError: there is no such model, or the task's own code fails on building it.
+    """
+    if config.task in ("sft", "pretrain"):
+        return _language(config)
+    from paceline.tasks import load_task
+
+    task = load_task(config)
+    task.check()
+    return _other(task, config)
+
+
+def _language(config: Config) -> Described:
+    from paceline.models.shape.meta import language_model_on_meta
+    from paceline.models.shape.outline import outline
+
+    _check_folder(config)
+    model: Any = language_model_on_meta(config)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found = base.config.to_dict()
+    dims = dims_of(found)
+    notes = () if dims else ("this model's activations and operations are not known: they are left out",)
+    fused = getattr(base.config, "_attn_implementation", "sdpa") != "eager"
+    return Described(outline(model, config), dims, fused_attention=fused, notes=notes)
+
+
+def _check_folder(config: Config) -> None:
+    """A folder is complete but for the weights, which are not needed."""
+    from paceline.models.files import check_files
+
+    try:
+        check_files(config)
+    except ConfigError as error:
+        if "has no weights" not in error.what:
+            raise
+
+
+def _other(task: Task, config: Config) -> Described:
+    from paceline.models.shape.outline import Probe, outline
+
+    task.prepared = task.prepare()
+    model, on_meta = _build(task)
+    dataset, _ = task.build_datasets()
+    shape = outline(model, config)
+    notes = []
+    activation_bytes, flops = 0, 0.0
+    if on_meta:
+        try:
+            shape = outline(model, config, Probe(lambda one: task.loss(one, _to_meta(task.collate([dataset[0]]))), rows=1))
+            activation_bytes, flops = _trial(task, model, config, dataset)
+        except Exception as error:  # the user's code, on tensors that hold no values
+            first = (str(error).splitlines() or [""])[0][:120]
+            notes.append(f"activations are not known: the model does not run without values ({type(error).__name__}: {first})")
+    else:
+        notes.append("activations are not known: the model cannot be built without values")
+    return Described(shape, None, activation_bytes, flops, notes=tuple(notes))
+
+
+def _build(task: Task) -> tuple[nn.Module, bool]:
+    """(the task's model, whether it is on the meta device)."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            model = task.build_model()
+        if all(one.device.type == "meta" for one in model.parameters()):
+            return model, True
+    except ConfigError:
+        raise
+    except Exception:  # code that looks at values; a second try on the CPU tells whether it is wrong
+        pass
+    try:
+        return task.build_model(), False
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"`task: {task.config.task}`: build_model failed: {type(error).__name__}: {error}",
+            fix="run it alone, or with `paceline train --debug`",
+        ) from error
+
+
+def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[int, float]:
+    """(bytes kept for backward, operations of forward and backward) of one micro-batch, float32, nothing computed."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from paceline.train.precision import checkpoint_activations
+
+    if config.train_args.gradient_checkpointing:
+        checkpoint_activations(model)
+    size = config.train_args.per_device_train_batch_size
+    batch = _to_meta(task.collate([dataset[index % len(dataset)] for index in range(size)]))
+    weights = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Any] = {}  # the storages themselves: an address is used again once its storage is gone
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage
+        return tensor
+
+    counter = FlopCounterMode(display=False)
+    with counter:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = task.loss(model, batch)
+            size_bytes = sum(one.nbytes() for one in kept.values())
+        kept.clear()
+        loss.backward()
+    return size_bytes, float(counter.get_total_flops())
+
+
+def _to_meta(batch: Any) -> Any:
+    from paceline.data.collate import map_tensors
+
+    return map_tensors(batch, lambda tensor: tensor.to("meta"))

@@ -1,0 +1,1 @@
+"""Training: the loop, its state, optimizer, precision, evaluation, and the final model."""

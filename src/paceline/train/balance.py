@@ -1,0 +1,340 @@
+"""Shares of the micro-batches in proportion to the speed of each rank (``parallel.balance``): measure, assign, check.
+
+``speed`` measures forward and backward of every rank in the first steps, assigns micro-batches in proportion if that makes a
+step at least 10 % shorter, and then checks that it did: if steps became longer, the previous shares are restored and kept.
+Later measurements, every hundred steps, change the shares only if two in a row agree. All decisions are made from numbers that
+every rank has, after the same step. The shares are part of each checkpoint's ``meta.json``, and every change is a ``balance``
+event.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from paceline.core import formatting
+from paceline.core.formatting import counts_text, weighted_shares
+from paceline.data.loader import MicroBatch
+from paceline.distributed.progress import PULSE
+from paceline.distributed.traffic import uncounted
+from paceline.parallel.balance import is_divisible, rank_weights, shares_by_speed, step_seconds
+from paceline.tasks.base import num_positions
+from paceline.train.rank_loss import batches_of, close_batches
+
+if TYPE_CHECKING:
+    from paceline.train.trainer import Session
+
+_META = "balance"
+#: Steps that are not measured after the start and after a change, and steps of a measurement.
+_WARMUP_STEPS, _MEASURED_STEPS = 2, 5
+#: Steps between later measurements.
+_INTERVAL_STEPS = 100
+#: Predicted ratio of step times from which shares are assigned for the first time, and from which they are changed later.
+_MIN_GAIN, _MIN_LATER_GAIN = 1.1, 1.2
+#: New shares are withdrawn if steps take this many times as long as before.
+_MAX_SLOWDOWN = 1.05
+
+#: ``first``: no shares yet; ``check``: new shares are compared with the previous ones; ``watch``: later measurements;
+#: ``confirm``: the second of two in a row; ``fixed``: nothing is measured.
+Phase = Literal["first", "check", "watch", "confirm", "fixed"]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step of this rank. ``compute_s``: forward and backward without waits for other ranks; ``positions``: of its
+    micro-batches, padding included."""
+
+    compute_s: float
+    step_s: float
+    positions: int
+    num_micro_batches: int
+
+
+class ComputeTimer:
+    """Times forward and backward of a step, without the waits for other ranks. On an accelerator by events on its stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marks: list[Any] = []
+
+    def begin(self) -> None:
+        self._marks = [self._mark()]
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave out a wait for other ranks that is queued on an accelerator's stream. On a CPU all waits are left out."""
+        if self.device.type != "cpu" and len(self._marks) == 1:  # the first micro-batch; later ones find the result there
+            self._marks.append(self._mark())
+            yield
+            self._marks.append(self._mark())
+        else:
+            yield
+
+    def end(self) -> None:
+        self._marks.append(self._mark())
+
+    def seconds(self) -> float:
+        """Return the time; NaN if :meth:`end` was not called."""
+        if self.device.type == "cpu":
+            if len(self._marks) != 2:
+                return math.nan
+            (begin_s, begin_wait_s), (end_s, end_wait_s) = self._marks
+            return float(end_s - begin_s - (end_wait_s - begin_wait_s))
+        if len(self._marks) != 4:
+            return math.nan
+        begin, wait_begin, wait_end, end = self._marks
+        end.synchronize()
+        return float(begin.elapsed_time(end) - wait_begin.elapsed_time(wait_end)) / 1000
+
+    def _mark(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter(), PULSE.waited_s
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass
+class Measured:
+    """A finished measurement; the same on every rank. ``seconds``: per micro-batch, by rank; ``step_s``: of a step."""
+
+    seconds: list[float]
+    step_s: float
+
+
+@dataclass
+class Balancer:
+    """The shares of a session. ``shares``: micro-batches of each rank; None: equal."""
+
+    session: Session
+    shares: tuple[int, ...] | None = None
+    phase: Phase = "fixed"
+    _timer: ComputeTimer | None = field(default=None, init=False)
+    _steps: list[StepTime] = field(default_factory=list, init=False)
+    _positions: int = field(default=0, init=False)
+    _wait_steps: int = field(default=_WARMUP_STEPS, init=False)
+    _left: int = field(default=_MEASURED_STEPS, init=False)
+    _stored: dict[str, Any] | None = field(default=None, init=False)
+    _previous: tuple[tuple[int, ...], float] | None = field(default=None, init=False)  # shares, and seconds of a step
+    _unsent: dict[str, Any] | None = field(default=None, init=False)
+
+    # -- at the start -------------------------------------------------------------------------------------------------------
+    @property
+    def _num_micro_batches(self) -> int:
+        return self.session.strategy.num_replicas * self.session.accumulation
+
+    @property
+    def _equal(self) -> tuple[int, ...]:
+        return (self.session.accumulation,) * self.session.strategy.num_replicas
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Micro-batches of each rank."""
+        return self.shares or self._equal
+
+    def resume(self, meta: dict[str, Any]) -> None:
+        """Take the shares of a checkpoint's ``meta.json``, for :meth:`begin`."""
+        self._stored = meta.get(_META)
+
+    def begin(self) -> None:
+        """Decide on the shares to start with. A collective if weights are configured."""
+        session, balance = self.session, self.session.config.parallel.balance
+        stored = tuple(self._stored["shares"]) if self._stored is not None else None
+        possible = session.strategy.allows_unequal_shares and is_divisible(
+            session.strategy.num_replicas, self._num_micro_batches
+        )
+        if balance == "equal" or not possible:
+            if stored is not None and len(set(stored)) > 1:
+                reason = "`parallel.balance` is `equal` now" if balance == "equal" else "this run has too few micro-batches"
+                self._note("reset", f"balance: the checkpoint's shares {counts_text(stored)} are not used: {reason}")
+            return
+        if isinstance(balance, list):
+            local_ranks: list[Any] = session.world.gather_objects(session.world.env.local_rank)
+            self._set(tuple(weighted_shares(self._num_micro_batches, rank_weights(session.config, local_ranks))))
+            self._note("weights", f"balance: micro-batches per step by weight: {counts_text(self.counts)}")
+        elif stored is None:
+            self.phase = "first"
+        elif len(stored) == session.strategy.num_replicas and sum(stored) == self._num_micro_batches:
+            self._set(stored)
+            self.phase = "fixed" if self._stored and self._stored.get("fixed") else "watch"
+            self._note("checkpoint", f"balance: micro-batches per step as in the checkpoint: {counts_text(stored)}")
+        else:
+            self.phase = "first"
+            text = (
+                f"balance: the checkpoint's shares {counts_text(stored)} do not fit {len(self._equal)} ranks with "
+                f"{self._num_micro_batches} micro-batches per step: equal shares, and speeds are measured again"
+            )
+            self._note("reset", text)
+
+    def announce(self) -> None:
+        """Emit the event of :meth:`begin`, after ``run_start``."""
+        if self._unsent is not None:
+            self.session.events.emit("balance", **self._unsent)
+            self._unsent = None
+
+    def _set(self, shares: tuple[int, ...]) -> None:
+        self.shares = None if shares == self._equal else shares
+
+    def _note(self, reason: str, text: str, **fields: Any) -> None:
+        self._unsent = {"step": self.session.step, "shares": list(self.counts), "reason": reason, **fields, "text": text}
+
+    # -- a step -------------------------------------------------------------------------------------------------------------
+    def first_micro_batch(self, num_micro_batches: int) -> int:
+        """Return the number, within the step, of this rank's first micro-batch."""
+        replica = self.session.strategy.replica
+        return replica * num_micro_batches if self.shares is None else sum(self.shares[:replica])
+
+    def begin_step(self, micro_batches: Sequence[MicroBatch]) -> ComputeTimer | None:
+        """Return a timer that was started, in steps that are measured."""
+        strategy = self.session.strategy
+        self._timer = strategy.on_computed = None
+        if self.phase == "fixed" or self._wait_steps > 0:
+            return None
+        self._timer = ComputeTimer(self.session.world.device)
+        self._positions = sum(_size(batch) for batch in micro_batches)
+        strategy.on_computed = self._timer.end
+        self._timer.begin()
+        return self._timer
+
+    def after_step(self) -> None:
+        """Count a step; after the last one of a measurement, decide. A collective then."""
+        if self.phase == "fixed":
+            return
+        if self._wait_steps > 0:
+            self._wait_steps -= 1
+            return
+        self._record()
+        self._left -= 1
+        if self._left > 0:
+            return
+        measured = self._gather()
+        self._steps, self._left = [], _MEASURED_STEPS
+        if measured is None:
+            self._wait_steps = _INTERVAL_STEPS
+        else:
+            self._decide(measured)
+
+    def _record(self) -> None:
+        session = self.session
+        if self._timer is None or session.saver.is_writing:  # a step without forward; or one beside a checkpoint's write
+            return
+        compute_s = self._timer.seconds()
+        if compute_s > 0 and self._positions > 0:
+            num_micro_batches = self.counts[session.strategy.replica]
+            self._steps.append(StepTime(compute_s, session.meter.last_step_s, self._positions, num_micro_batches))
+
+    def _gather(self) -> Measured | None:
+        """Return the medians over the steps; None if some rank has no time. A collective."""
+        world, steps = self.session.world, self._steps
+        local = [0.0, 0.0, 0.0]
+        if steps:
+            local = [
+                statistics.median(step.compute_s / step.positions for step in steps),
+                sum(step.positions for step in steps) / sum(step.num_micro_batches for step in steps),
+                statistics.median(step.step_s for step in steps),
+            ]
+        table = torch.zeros(world.size, len(local), dtype=world.wide_dtype, device=world.device)
+        table[world.rank] = torch.tensor(local, dtype=world.wide_dtype)
+        with uncounted():
+            world.wait(world.all_reduce(table))
+        rows: list[list[float]] = table.tolist()
+        if min(row[0] for row in rows) <= 0:
+            return None
+        positions = statistics.fmean(row[1] for row in rows)
+        return Measured([row[0] * positions for row in rows], max(row[2] for row in rows))
+
+    # -- decisions ----------------------------------------------------------------------------------------------------------
+    def _decide(self, measured: Measured) -> None:
+        if self.phase == "check":
+            self._check(measured)
+            return
+        proposed = tuple(shares_by_speed(self._num_micro_batches, measured.seconds))
+        gain = step_seconds(self.counts, measured.seconds) / step_seconds(proposed, measured.seconds)
+        if self.phase == "first" and gain < _MIN_GAIN:
+            self._emit("measured", f"{_times(measured.seconds)}: equal shares are kept", measured)
+            self.phase, self._wait_steps = "watch", _INTERVAL_STEPS
+        elif self.phase == "watch" and gain >= _MIN_LATER_GAIN:
+            self.phase = "confirm"
+        elif self.phase == "first" or (self.phase == "confirm" and gain >= _MIN_LATER_GAIN):
+            before, self._previous = self.counts, (self.counts, measured.step_s)
+            self._change(proposed)
+            text = f"{_times(measured.seconds)}: {_change_text(before, proposed)}; predicted speedup {gain:.2f}×"
+            self._emit("measured", text, measured, gain)
+            self.phase, self._wait_steps = "check", _WARMUP_STEPS
+        else:
+            self.phase, self._wait_steps = "watch", _INTERVAL_STEPS
+
+    def _check(self, measured: Measured) -> None:
+        """Keep new shares unless steps became longer."""
+        assert self._previous is not None
+        previous, step_s = self._previous
+        self._previous = None
+        self.phase, self._wait_steps = "watch", _INTERVAL_STEPS
+        if measured.step_s > _MAX_SLOWDOWN * step_s:
+            before = self.counts
+            self._change(previous)
+            self.phase = "fixed"
+            text = (
+                f"a step takes {formatting.short_duration(measured.step_s)} instead of {formatting.short_duration(step_s)}: "
+                f"{_change_text(before, previous)} again, and no more changes until the next start"
+            )
+            self._emit("withdrawn", text, measured)
+
+    def _change(self, shares: tuple[int, ...]) -> None:
+        self._set(shares)
+        close_batches(self.session)
+        self.session.batches = batches_of(self.session)
+
+    def _emit(self, reason: str, text: str, measured: Measured, gain: float | None = None) -> None:
+        self.session.events.emit(
+            "balance",
+            step=self.session.step,
+            shares=list(self.counts),
+            reason=reason,
+            seconds=[round(one, 7) for one in measured.seconds],
+            gain=gain,
+            text=f"balance: {text}",
+        )
+
+    # -- kept with a checkpoint, and reported -------------------------------------------------------------------------------
+    def meta(self) -> dict[str, Any]:
+        """Return what goes into a checkpoint's ``meta.json``; empty before the shares are decided."""
+        if self.session.config.parallel.balance == "equal" or self.phase == "first" or len(self._equal) == 1:
+            return {}
+        return {_META: {"shares": list(self.counts), "fixed": self.phase == "fixed"}}
+
+    def figures(self) -> dict[str, Any]:
+        """Return the report's ``balance``; empty with ``parallel.balance: equal``."""
+        if self.session.config.parallel.balance == "equal":
+            return {}
+        return {"balance": {"shares": list(self.counts)}}
+
+
+def _size(batch: MicroBatch) -> int:
+    try:
+        return num_positions(batch.data)
+    except TypeError:  # a task of the user's own whose batches hold no tensor
+        return max(1, batch.samples)
+
+
+def _times(seconds: Sequence[float]) -> str:
+    if len(seconds) <= 8:
+        each = ", ".join(f"rank {rank} {formatting.short_duration(one)}" for rank, one in enumerate(seconds))
+    else:
+        fastest, slowest = min(seconds), max(seconds)
+        each = (
+            f"{formatting.short_duration(fastest)} (rank {seconds.index(fastest)}) to {formatting.short_duration(slowest)} "
+            f"(rank {seconds.index(slowest)})"
+        )
+    return f"a micro-batch takes {each}"
+
+
+def _change_text(before: Sequence[int], after: Sequence[int]) -> str:
+    return f"micro-batches per step {counts_text(before)} → {counts_text(after)}"

@@ -1,0 +1,77 @@
+"""Runs whose hosts have devices of different types, such as a CPU host and a GPU host: what is supported, and equal replicas.
+
+All ranks use Gloo then, see :func:`paceline.distributed.communicator.open_world`. Every replica makes its own update from the same gradient.
+Devices of different types round it differently, so replicas are not compared by their bits: rank 0's weights and optimizer
+state are broadcast instead, as often as they would be compared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.distributed.traffic import uncounted
+from paceline.parallel.base import Strategy
+from paceline.parallel.registry import strategy_class
+
+if TYPE_CHECKING:
+    from paceline.config.schema import Config
+    from paceline.distributed.communicator import World
+
+#: Gloo sends tensors of these.
+_SUPPORTED_TYPES = frozenset({"cpu", "cuda"})
+
+
+def check_mixed_devices(world: World, config: Config, strategy: str) -> None:
+    """Raise ConfigError on every rank if the ranks' devices differ in type and the run does not support that."""
+    if not world.mixes_devices:
+        return
+    types = ", ".join(sorted(world.device_types))
+    what = f"hosts with devices of different types ({types})"
+    same_type = "or set `parallel.device: cpu` on all hosts"
+    unsupported = sorted(world.device_types - _SUPPORTED_TYPES)
+    if unsupported:
+        raise ConfigError(
+            f"{what} are not supported: Gloo cannot send tensors of {', '.join(unsupported)}",
+            allowed="cpu and cuda together",
+            fix=f"use hosts with the same device type, {same_type}",
+        )
+    if not strategy_class(strategy).allows_mixed_devices:
+        raise ConfigError(
+            f"{what} are not supported with `parallel.mode: {strategy}`",
+            allowed="`parallel.mode: ddp` and `local_sgd`",
+            fix=f"set `parallel.mode: ddp`, {same_type}",
+        )
+    for setting, is_set in (
+        (f"compression.method: {config.compression.text}", bool(config.compression.chain)),
+        (f"parallel.all_reduce: {config.parallel.all_reduce}", config.parallel.all_reduce != "native"),
+        (f"local_sgd.workers: {config.local_sgd.workers}", strategy == "local_sgd" and config.local_sgd.workers is not None),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{what} are not supported with `{setting}`",
+                allowed="plain `ddp`, and `local_sgd` with its default workers",
+                fix=f"leave `{setting.partition(':')[0]}` out, {same_type}",
+            )
+
+
+def mixed_devices_notices(world: World) -> list[tuple[str, str]]:
+    """Return (level, text) for a run on devices of different types; empty for others."""
+    if not world.mixes_devices:
+        return []
+    types = " and ".join(sorted(world.device_types))
+    text = (
+        f"devices: {types} ranks in one run, over Gloo; with `ddp` rank 0's weights and optimizer state are broadcast instead "
+        "of compared (`recovery.check_replicas_steps`), because devices of different types round differently"
+    )
+    return [("info", text)]
+
+
+def align_replicas(strategy: Strategy, world: World) -> None:
+    """Copy rank 0's trained weights and optimizer state to all ranks. A collective. Nothing for replicas that train apart."""
+    if strategy.trains_apart:
+        return
+    with uncounted(), torch.no_grad():
+        world.broadcast([tensor for _, tensor in Strategy.replicated(strategy) if tensor.dim() > 0])

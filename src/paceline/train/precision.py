@@ -1,0 +1,123 @@
+"""Mixed precision and activation checkpointing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.config.schema import TrainArgs
+from paceline.core.errors import ConfigError
+from paceline.distributed.communicator import World
+from paceline.parallel.loss_scale import LossScaler
+
+
+class Precision:
+    """Autocast around forward and, for float16, dynamic loss scaling. The scale is part of the checkpoint.
+
+    float32 runs through here unchanged.
+    """
+
+    def __init__(self, args: TrainArgs, world: World) -> None:
+        assert args.precision != "auto" or world.device.type == "cpu", "`precision: auto` is resolved before ranks start"
+        self.device = world.device
+        self.dtype = None if args.mixed_dtype is None else getattr(torch, args.mixed_dtype)
+        self.scaler = LossScaler(world.device) if args.mixed_dtype == "float16" else None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.scaler is None else loss * self.scaler.scale.to(loss.device)
+
+    def step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None = None, late: bool = False) -> bool:
+        """Make the optimizer's step. False if it was skipped because the gradient's ``norm`` is not finite; the loss scale is
+        adapted. ``norm``: None if the strategy sees to that itself, and :meth:`settle` is called afterwards. ``late``: the
+        device decides, see :func:`skips_on_device`; True is returned."""
+        if norm is None:
+            optimizer.step()
+            return True
+        finite = norm.isfinite()
+        made = late or bool(finite)
+        if late:
+            _step_where(optimizer, finite)
+        elif made:
+            optimizer.step()
+        self.settle(finite)
+        return made
+
+    def settle(self, finite: torch.Tensor | bool) -> None:
+        """Adapt the loss scale to a step whose gradient was finite, or not."""
+        if self.scaler is not None:
+            self.scaler.update(finite)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        if self.scaler is None:
+            return {}
+        return {f"scaler/{name}": value for name, value in self.scaler.state().items()}
+
+    def load_state(self, numbers: dict[str, float]) -> None:
+        if self.scaler is not None and "scaler/scale" in numbers:
+            self.scaler.load(numbers["scaler/scale"], numbers["scaler/growth_tracker"])
+
+
+def check_same_precision(world: World, args: TrainArgs) -> None:
+    """Raise ConfigError if ``precision: auto`` became different precisions on the ranks' devices. A collective."""
+    precisions = world.gather_objects(args.precision)
+    if len(set(precisions)) > 1:
+        by_rank = "; ".join(
+            f"{one} on " + ", ".join(f"rank {rank}" for rank, other in enumerate(precisions) if other == one)
+            for one in dict.fromkeys(map(str, precisions))
+        )
+        raise ConfigError(
+            f"`precision: auto` is not the same on all ranks: {by_rank}",
+            fix="set `train_args.precision`: `fp16-mixed` or `32` runs on all of them",
+        )
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> bool:
+    """Whether the optimizer can leave a step out by a flag on the device of ``norm``: torch's fused ones."""
+    able = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(able) and all(one.device == norm.device for group in optimizer.param_groups for one in group["params"])
+
+
+def _step_where(optimizer: Any, finite: torch.Tensor) -> None:
+    # As torch's own GradScaler hands it over: parameters, moments and step counts stay as they are.
+    optimizer.found_inf = (~finite).float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Recompute activations in backward, block by block: by the model's own switch where it has one, else for each child of
+    every ModuleList and Sequential.
+
+    Raises:
+        ConfigError: the model has no blocks to do it for.
+    """
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(enable):
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    blocks = [
+        child
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        for child in module
+        if not isinstance(child, nn.ModuleList | nn.Sequential) and any(True for _ in child.parameters())
+    ]
+    if not blocks:
+        raise ConfigError(
+            f"`gradient_checkpointing: true`, and {type(model).__name__} has no ModuleList or Sequential to recompute",
+            fix="turn it off, or give the model a method gradient_checkpointing_enable(gradient_checkpointing_kwargs)",
+        )
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)

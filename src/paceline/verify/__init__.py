@@ -1,0 +1,1 @@
+"""``paceline verify``: train a few steps under every mode and compare."""

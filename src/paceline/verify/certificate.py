@@ -1,0 +1,279 @@
+"""The certificate: what each mode's figures are judged by, and how they read. Numbers and text alone: no torch here."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.config.schema import Config
+from paceline.core.files import human_bytes
+
+REFERENCE = "single"
+#: The modes that differ from `ddp` only in where state or micro-batches are placed.
+FAMILY = ("ddp", "ddp-balance", "zero1", "zero1-balance", "zero2", "zero3")
+#: Bytes a step that no strategy declares: the counts that the loop itself adds up over the ranks, the gradient norm's scalar.
+LOOP_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest differences that pass.
+
+    Args:
+        loss: of any step's loss, relative to the reference's of that step.
+        weights: of the final weights, see :func:`weight_difference`.
+        family: as ``loss``, between `ddp` and zero1, zero2, zero3; None where it is not asked for.
+        cost: of bytes measured, relative to those predicted.
+        floor: see :func:`weight_difference`.
+    """
+
+    loss: float
+    weights: float
+    family: float | None
+    cost: float = 0.02
+    floor: float = 1e-2
+
+
+def bounds_for(config: Config, device_type: str) -> Bounds:
+    """float32 on a CPU: the order of sums alone differs, 2^-24 a sum, and twenty updates of AdamW carry it on. Accelerators add
+    other kernels for other shapes (and TF32 where it is on). Under bfloat16 and float16 each result is rounded to 2^-9 or
+    2^-12, at other places in each strategy; a small tensor is then measured by the size of the others, see
+    :func:`weight_difference`."""
+    args = config.train_args
+    if args.mixed_dtype:
+        return Bounds(loss=2e-2, weights=5e-2, family=None, floor=1.0)
+    if device_type == "cpu":
+        return Bounds(loss=1e-5, weights=1e-3, family=1e-6)
+    return Bounds(loss=1e-4, weights=1e-2, family=None)
+
+
+def combine(ranks: Sequence[dict[str, Any]], floor: float = 1e-2) -> dict[str, Any]:
+    """One mode's figures from those that its ranks left (those with no part in it left out)."""
+    ranks = [one for one in ranks if one["status"] != "idle"]
+    refused = [one["reason"] for one in ranks if one["status"] == "refused"]
+    if refused:
+        return {"status": "refused", "reason": refused[0]}
+    difference, tensor, missing = weight_difference([one["weights"] for one in ranks], floor)
+    return {
+        "status": "done",
+        "losses": ranks[0]["losses"],
+        "step_time_s": max(one["step_time_s"] for one in ranks),
+        "weight_rel_diff": difference,
+        "worst_tensor": tensor,
+        "missing": missing,
+        "excluded": ranks[0].get("excluded", []),
+        "notices": list(dict.fromkeys(text for one in ranks for text in one["notices"])),
+        "state_bytes": {key: round(max(one[f"state_{key}"] for one in ranks)) for key in ("predicted", "measured")},
+        "traffic_bytes": {key: round(max(one[f"traffic_{key}"] for one in ranks)) for key in ("predicted", "measured")},
+    }
+
+
+def weight_difference(ranks: Sequence[dict[str, list[float]]], floor: float = 1e-2) -> tuple[float, str | None, list[str]]:
+    """(largest over the tensors of ‖w - r‖ / ‖r‖, that tensor, the tensors whose elements the ranks do not own once each).
+
+    Norms, not elements: Adam divides a gradient by its own size, so where a gradient is all rounding (nearly 0) an element
+    moves by up to a whole learning rate in a direction that the order of sums decides. For the same reason ‖r‖ is taken as at
+    least ``floor`` times what a tensor of that size would have at the model's root mean square: a bias that was 0 at the start
+    has no size of its own yet.
+    """
+    names = list(ranks[0])
+    squares, elements = (sum(ranks[0][name][place] for name in names) for place in (2, 3))
+    least = floor * math.sqrt(squares / elements) if elements else 0.0
+    worst, tensor, missing = 0.0, None, []
+    for name in names:
+        apart, owned = (sum(one[name][place] for one in ranks) for place in (0, 1))
+        norm, count, *compared = ranks[0][name][2:]
+        if owned != count:
+            missing.append(name)
+        size = max(math.sqrt(norm), least * math.sqrt(compared[0] if compared else count))
+        relative = math.sqrt(apart) / size if size else (0.0 if apart == 0 else math.inf)
+        if not relative <= worst:  # NaN too
+            worst, tensor = relative, name
+            if math.isnan(relative):
+                break
+    return worst, tensor, missing
+
+
+def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Largest over the steps of |loss - reference| / |reference|; NaN where a loss is no number."""
+    worst = 0.0
+    for mine, other in zip(losses, reference, strict=True):
+        relative = abs(mine - other) / abs(other) if other else abs(mine)
+        if math.isnan(relative):
+            return math.nan
+        worst = max(worst, relative)
+    return worst
+
+
+@dataclass
+class Verdict:
+    """One mode's line of the certificate, as it stands in the JSON. ``ok`` is None where this config cannot run under it."""
+
+    mode: str
+    ok: bool | None
+    loss_rel_diff: float | None
+    weight_rel_diff: float | None
+    state_bytes: dict[str, int | None]
+    traffic_bytes: dict[str, int | None]
+    relative_step_time: float | None
+    reason: str | None
+    layout: str
+    step_time_s: float | None = None
+    final_loss: float | None = None
+    worst_tensor: str | None = None
+    loss_rel_diff_ddp: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON has no NaN: such a figure is null, and the reason says so."""
+        return {key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in asdict(self).items()}
+
+
+def not_run(mode: str, layout: str, ok: bool | None, reason: str) -> Verdict:
+    """A mode that was refused (``ok`` None) or that failed (False)."""
+    unknown = {"predicted": None, "measured": None}
+    return Verdict(mode, ok, None, None, dict(unknown), dict(unknown), None, reason, layout)
+
+
+def judge(
+    mode: str,
+    layout: str,
+    found: dict[str, Any],
+    reference: dict[str, Any],
+    ddp: dict[str, Any] | None,
+    bounds: Bounds,
+) -> Verdict:
+    """Hold a mode's figures against the reference's, against `ddp`'s where that ran, and against what the mode declared."""
+    loss = loss_difference(found["losses"], reference["losses"])
+    verdict = Verdict(
+        mode=mode,
+        ok=True,
+        loss_rel_diff=loss,
+        weight_rel_diff=found["weight_rel_diff"],
+        state_bytes=found["state_bytes"],
+        traffic_bytes=found["traffic_bytes"],
+        relative_step_time=found["step_time_s"] / ddp["step_time_s"] if ddp else None,
+        reason=None,
+        layout=layout,
+        step_time_s=found["step_time_s"],
+        final_loss=found["losses"][-1],
+        worst_tensor=found["worst_tensor"],
+        loss_rel_diff_ddp=loss_difference(found["losses"], ddp["losses"]) if ddp else None,
+    )
+    reasons = list(_reasons(verdict, found, bounds))
+    verdict.ok = not reasons
+    verdict.reason = "; ".join(reasons) or None
+    return verdict
+
+
+def _reasons(verdict: Verdict, found: dict[str, Any], bounds: Bounds) -> list[str]:
+    reasons = []
+    if not (verdict.loss_rel_diff or 0.0) <= bounds.loss:
+        reasons.append(f"the losses differ by {verdict.loss_rel_diff:.1e}, more than {bounds.loss:g}")
+    if not (verdict.weight_rel_diff or 0.0) <= bounds.weights:
+        worst = _short(verdict.worst_tensor)
+        reasons.append(f"the weights differ by {verdict.weight_rel_diff:.1e} ({worst}), more than {bounds.weights:g}")
+    if found["missing"]:
+        names = ", ".join(map(_short, found["missing"][:3]))
+        reasons.append(f"{len(found['missing'])} weights are not owned once by the ranks together ({names})")
+    family = bounds.family is not None and verdict.mode in FAMILY and verdict.loss_rel_diff_ddp is not None
+    if family and not (verdict.loss_rel_diff_ddp or 0.0) <= (bounds.family or 0.0):
+        reasons.append(f"the losses differ from ddp's by {verdict.loss_rel_diff_ddp:.1e}, more than {bounds.family:g}")
+    for name, both, slack in (("state", verdict.state_bytes, 0), ("traffic", verdict.traffic_bytes, LOOP_BYTES)):
+        predicted, measured = both["predicted"] or 0, both["measured"] or 0
+        if abs(measured - predicted) > bounds.cost * predicted + slack:
+            share = f"{measured / predicted - 1:+.1%} of" if predicted else "and predicted were"
+            reasons.append(f"{name} measured is {human_bytes(measured)}, {share} {human_bytes(predicted)} predicted")
+    return reasons
+
+
+def _short(name: str | None) -> str:
+    return (name or "").removeprefix("model/")
+
+
+def rows(certificate: dict[str, Any]) -> list[dict[str, str]]:
+    """The modes as text, for a table. ``verdict``: ok, not ok, or refused."""
+    return [
+        {
+            "mode": str(one["mode"]),
+            "layout": str(one["layout"]),
+            "loss": _difference(one["loss_rel_diff"]),
+            "weights": _difference(one["weight_rel_diff"]),
+            "state": _both(one["state_bytes"]),
+            "traffic": _both(one["traffic_bytes"]),
+            "time": "–" if one["relative_step_time"] is None else f"{one['relative_step_time']:.2f}×",
+            "verdict": "refused" if one["ok"] is None else "ok" if one["ok"] else "not ok",
+            "reason": str(one["reason"] or ""),
+        }
+        for one in certificate["modes"]
+    ]
+
+
+def _difference(value: float | None) -> str:
+    return "–" if value is None else "0" if value == 0 else _power(value)
+
+
+def _power(value: float) -> str:
+    """``1e-5``, not ``1e-05``."""
+    return f"{value:.0e}".replace("e-0", "e-")
+
+
+def _both(value: dict[str, Any]) -> str:
+    if value["measured"] is None or value["predicted"] is None:
+        return "–"
+    predicted, measured = human_bytes(value["predicted"]), human_bytes(value["measured"])
+    unit = predicted.rpartition(" ")[2]
+    return f"{predicted.removesuffix(' ' + unit) if measured.endswith(unit) else predicted} → {measured}"
+
+
+def summary(certificate: dict[str, Any]) -> str:
+    """What was done and by what it was judged, in two sentences."""
+    bounds, modes = certificate["bounds"], certificate["modes"]
+    passed = sum(1 for one in modes if one["ok"])
+    tried = sum(1 for one in modes if one["ok"] is not None)
+    family = f" (ddp and zero1, 2, 3 among each other: {_power(bounds['family'])})" if bounds["family"] is not None else ""
+    get = certificate.__getitem__
+    return (
+        f"{passed} of {tried} modes agree with {get('reference')}: {get('steps')} steps of {get('optim')} in precision "
+        f"{get('precision')} on {get('world_size')} × {get('device')}, global batch {get('global_batch_size')}, dropout off. "
+        f"Relative bounds: losses {_power(bounds['loss'])}{family}, final weights {_power(bounds['weights'])}, memory and "
+        f"traffic {bounds['cost']:.0%} of what was predicted.{excluded_text(certificate)}"
+    )
+
+
+def excluded_text(certificate: dict[str, Any], limit: int = 6) -> str:
+    """Which weights were not compared, and why; empty if all were. Begins with a space."""
+    excluded = certificate.get("excluded", [])
+    if not excluded:
+        return ""
+    shown = [
+        one["name"] if one["elements"] == one["of"] else f"{one['name']} ({one['elements']} of {one['of']} elements)"
+        for one in excluded[:limit]
+    ]
+    more = f", and {len(excluded) - limit} more (see --json)" if len(excluded) > limit else ""
+    return (
+        f" Not compared are the weights whose gradient stayed below 1e-6 of the largest tensor's in every step of "
+        f"{certificate['reference']}, which is rounding: {', '.join(shown)}{more}."
+    )
+
+
+def certificate_page(certificate: dict[str, Any]) -> dict[str, Any]:
+    """What the page and the section of the report show of a certificate."""
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(certificate["time"]))
+    return {
+        "model": str(certificate["model"]),
+        "ok": bool(certificate["ok"]),
+        "subtitle": " · ".join(str(one) for one in (certificate["task"], *certificate["dataset"], when)),
+        "summary": summary(certificate),
+        "when": when,
+        "rows": rows(certificate),
+    }
+
+
+def render_certificate(certificate: dict[str, Any]) -> str:
+    """``verify.html``: one page that opens offline. Every value is escaped."""
+    from paceline.observe.report.html import template
+
+    return str(template("certificate.html.jinja").render(certificate=certificate_page(certificate)))

@@ -1,0 +1,353 @@
+"""``paceline verify``: train a few steps under every mode, and certify that they agree and cost what they said."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.derive import derive
+from paceline.config.load import Loaded
+from paceline.config.schema import Config
+from paceline.config.schema.compression import Compression
+from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, ConfigError, PacelineError, RunError
+from paceline.core.files import write_atomic, write_json_atomic
+from paceline.core.run_dir import RunDir
+from paceline.parallel.registry import OTHER_TRAINING
+from paceline.verify.certificate import REFERENCE, Verdict, bounds_for, combine, judge, not_run, render_certificate
+from paceline.verify.modes import Mode, all_modes, make_mode, split_names, trial_config
+
+if TYPE_CHECKING:
+    from paceline.distributed.devices import Devices
+    from paceline.train.setup import Job
+    from paceline.verify.worker import Trial
+
+#: Ranks on a CPU where nothing says how many.
+_CPU_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line says beside the config. ``modes``: see :mod:`paceline.verify.modes`; None for all."""
+
+    modes: str | None = None
+    world_size: int | None = None
+    steps: int = 20
+    output: Path | None = None
+
+
+@dataclass(frozen=True)
+class Certified:
+    """The exit code and the certificate; None where a signal ended it."""
+
+    exit_code: int
+    certificate: dict[str, Any] | None
+
+
+def verify(loaded: Loaded, request: Request) -> Certified:
+    """Make the certificate of a config. Exit code 1: a mode passed a bound, or failed; 2: one that was asked for was refused.
+
+    Raises:
+        ConfigError: the config, or a mode that was asked for, cannot be run; nothing was started.
+        RunError: the reference itself failed.
+    """
+    from paceline.distributed.devices import with_precision, without_idle_offload
+    from paceline.launch.fork_server import start_fork_server
+    from paceline.tasks import load_task
+
+    _check(request)
+    for level, text in loaded.notices:
+        _say(level, text)
+    config = _calm(loaded.config, request.steps)
+    devices = _devices(config, request.world_size)
+    parallel, notices = without_idle_offload(config.parallel, devices.type)
+    config = config.model_copy(update={"parallel": parallel})
+    for level, text in notices:
+        _say(level, text)
+    config, precision = with_precision(config, devices.type, devices.names[: devices.count])
+    _say("info", f"{precision}; all modes are compared in it")
+    names = _names(config, devices.count, request.modes)
+    start_fork_server(config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": "zero3"})}))
+    load_task(config).check()
+    modes, refused = _modes(config, devices.count, names, request.modes)
+    folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
+    try:
+        base = _base_job(replace(loaded, config=config), devices, folder)
+        modes, trials = _trials(modes, config, base, names, request.modes, refused)
+        found = _run(trials, request.steps, folder, devices.count)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if isinstance(found, int):
+        return Certified(found, None)
+    certificate = _certificate(names, config, base, devices, request.steps, modes, found, refused)
+    if request.output is not None:
+        _write(certificate, request.output)
+    late = request.modes is not None and any(one["ok"] is None for one in certificate["modes"])
+    return Certified(EXIT_FAILED if not certificate["ok"] else EXIT_USAGE if late else EXIT_DONE, certificate)
+
+
+def _check(request: Request) -> None:
+    from paceline.distributed.environment import outer_launcher
+
+    if outer_launcher() is not None:
+        raise ConfigError("`paceline verify` starts its own ranks", fix="start it without torchrun: `paceline verify CONFIG`")
+    for flag, value, least in (("steps", request.steps, 1), ("world-size", request.world_size or 2, 2)):
+        if value < least:
+            raise ConfigError(f"`--{flag} {value}` is too few", allowed=f"{least} or more", fix=f"leave `--{flag}` out")
+    if request.output is not None:
+        from paceline.launch.preflight import check_output_dir
+
+        check_output_dir(request.output)
+
+
+def _calm(config: Config, steps: int) -> Config:
+    """The config as it is verified: so many steps, each one's loss told, no dropout, nothing saved or evaluated."""
+    args = config.train_args.model_copy(update={"max_steps": steps, "logging_steps": 1, "save_steps": 0})
+    if config.lora.enable and config.lora.dropout:
+        _say("info", f"dropout off: lora.dropout {config.lora.dropout:g} → 0; so are all others in the model")
+    lora = config.lora.model_copy(update={"dropout": 0.0})
+    if config.compression.chain:
+        _say("info", f"compression off: compression.method {config.compression.text} → none; it is another training")
+    off: dict[str, Any] = {"val_dataset": None, "resume": "never", "report_to": [], "compression": Compression()}
+    return config.model_copy(update={"train_args": args, "lora": lora, **off})
+
+
+def _devices(config: Config, world_size: int | None) -> Devices:
+    from paceline.distributed.devices import accelerators, choose_devices
+
+    if world_size is None and config.parallel.num_gpus == "auto":
+        on_cpu = config.parallel.device == "cpu" or not accelerators()[1]
+        world_size = _CPU_RANKS if on_cpu else len(accelerators()[1])
+    count = config.parallel.num_gpus if world_size is None else world_size
+    update: dict[str, Any] = {"mode": "ddp", "num_gpus": count}
+    if world_size is not None and config.parallel.device == "auto" and not accelerators()[1]:
+        update["device"] = "cpu"  # as with `num_gpus: auto`, and said so
+    devices = choose_devices(config.parallel.model_copy(update=update))
+    for level, text in devices.notices:
+        _say(
+            level,
+            text
+            if config.parallel.device == "cpu"
+            else text.replace("asked for by `parallel.device: cpu`", "no GPU was found"),
+        )
+    if devices.count < 2:
+        raise ConfigError(
+            "one device leaves nothing to compare",
+            allowed="two ranks or more",
+            fix="run on the CPU with several ranks: `--world-size 4 parallel.device=cpu`",
+        )
+    return devices
+
+
+def _names(config: Config, world_size: int, asked: str | None) -> list[str]:
+    return all_modes(config, world_size) if asked is None else split_names(asked, config, world_size)
+
+
+def _modes(config: Config, world_size: int, names: list[str], asked: str | None) -> tuple[list[Mode], list[Verdict]]:
+    """(the modes to run: the reference, then `ddp`, whose time the others are held against, then the rest; the verdicts of
+    those that this config cannot run under).
+
+    Raises:
+        ConfigError: a mode that was asked for is not there, or refused.
+    """
+    modes, refused = [], []
+    by_name = {one.strip() for one in (asked or "").split(",")}
+    for name in dict.fromkeys([REFERENCE, "ddp", *names]):
+        mode = make_mode(name, config, world_size)
+        try:
+            _check_mode(mode, config)
+            if name in OTHER_TRAINING and name not in by_name:
+                raise ConfigError(
+                    f"not held against `{REFERENCE}`: it is another training, whose losses and weights are meant to differ; "
+                    f"`--modes {name}` shows by how much"
+                )
+        except ConfigError as error:
+            if name == REFERENCE or (asked is not None and name in names and not _group(asked)):
+                raise
+            if name in names:
+                refused.append(not_run(name, mode.layout.axes.text(), None, error.paragraph()))
+            continue
+        modes.append(mode)
+    return modes, refused
+
+
+def _group(asked: str) -> bool:
+    return any(one.strip() in ("all", "hybrid") for one in asked.split(","))
+
+
+def _check_mode(mode: Mode, config: Config) -> None:
+    from paceline.parallel.registry import check_strategy, strategy_class
+    from paceline.tasks import load_task
+
+    config = config.model_copy(update={"parallel": mode.parallel})
+    load_task(config).check()  # a task may refuse a mode
+    check_strategy(mode.layout.strategy, config, mode.layout.axes)
+    if strategy_class(mode.layout.strategy).num_serving(config):
+        raise ConfigError(
+            f"`{mode.name}` is not certified: it has servers beside its ranks, and `paceline verify` starts ranks alone",
+            allowed="modes without servers",
+            fix="leave `--modes` out, or name others: `--modes ddp,zero3`",
+        )
+
+
+def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> Job:
+    """The job of `ddp`: its global batch is that of all the others."""
+    from paceline.launch.preflight import plan_run
+
+    config = loaded.config.model_copy(update={"output_dir": str(folder / "run")})
+    mode = make_mode("ddp", config, devices.count)
+    plan = plan_run(
+        Loaded(config.model_copy(update={"parallel": mode.parallel}), [], loaded.path),
+        started_at=time.time(),
+        layout=mode.layout,
+        device_type=devices.type,
+        devices=devices,
+        say=_say,
+    )
+    return plan.job
+
+
+def _trials(
+    modes: list[Mode], config: Config, base: Job, names: list[str], asked: str | None, refused: list[Verdict]
+) -> tuple[list[Mode], list[Trial]]:
+    """Return the modes that this global batch is large enough for, and their trials; the others are added to ``refused``."""
+    kept: list[Mode] = []
+    trials: list[Trial] = []
+    for mode in modes:
+        try:
+            trials.append(_trial(len(trials), mode, config, base))
+        except ConfigError as error:
+            if asked is not None and not _group(asked):
+                raise
+            if mode.name in names:
+                refused.append(not_run(mode.name, mode.layout.axes.text(), None, error.paragraph()))
+            continue
+        kept.append(mode)
+    return kept, trials
+
+
+def _trial(number: int, mode: Mode, config: Config, base: Job) -> Trial:
+    from paceline.verify.worker import Trial
+
+    config = trial_config(mode, config, base.derived.global_batch_size)
+    derived = derive(
+        config,
+        world_size=mode.layout.world_size,
+        num_train=base.prepared.num_train,
+        num_eval=0,
+        default_learning_rate=base.derived.learning_rate,
+        train_tokens=base.prepared.train_tokens,
+        replicas=mode.layout.axes.replicas,
+        global_batch_size=base.derived.global_batch_size,
+    )
+    own = base.config.model_copy(update={"parallel": mode.parallel, "train_args": config.train_args})
+    return Trial(number, mode.name, replace(base, config=own, derived=derived, layout=mode.layout))
+
+
+def _run(trials: list[Trial], steps: int, folder: Path, num_ranks: int) -> dict[str, dict[str, Any]] | int:
+    """Each mode's figures, by name; or the exit code, where a signal ended it. The ranks run all modes one after another; where
+    one fails, they are started again for those that are left."""
+    from paceline.launch.local import LocalRun
+    from paceline.verify.worker import Certification, certify_rank, result_file
+
+    failures: dict[str, dict[str, Any]] = {}
+    left = trials
+    while left:
+        ranks = LocalRun(Certification(left, steps, len(trials), str(folder)), num_ranks, certify_rank)
+        ranks.on_stop = "finishing this step"
+        outcome = ranks.run()
+        if outcome["status"] == "stopped":
+            _say("info", "stopped; nothing is certified")
+            return int(outcome["exit_code"])
+        files = {one.number: [result_file(folder, one.number, rank) for rank in range(num_ranks)] for one in left}
+        failed = next((one for one in left if not all(path.exists() for path in files[one.number])), None)
+        if failed is None:
+            break
+        text = outcome["text"].partition(" To go on:")[0]
+        if failed.number == 0:
+            raise RunError(f"the reference `{REFERENCE}`, which the others are held against, did not train: {text}")
+        _say("warning", f"[{failed.number + 1}/{len(trials)}] {failed.name}: failed: {text}")
+        failures[failed.name] = {"status": "failed", "reason": text}
+        left = left[left.index(failed) + 1 :]
+    found = {}
+    floor = bounds_for(trials[0].job.config, trials[0].job.device_type).floor
+    for one in trials:
+        if one.name not in failures:
+            found[one.name] = combine(
+                [json.loads(result_file(folder, one.number, rank).read_text()) for rank in range(num_ranks)], floor
+            )
+    reference = found[trials[0].name]
+    if reference["status"] == "refused":
+        raise ConfigError(reference["reason"])
+    return {**found, **failures}
+
+
+def _certificate(
+    names: list[str],
+    config: Config,
+    base: Job,
+    devices: Devices,
+    steps: int,
+    modes: list[Mode],
+    found: dict[str, dict[str, Any]],
+    refused: list[Verdict],
+) -> dict[str, Any]:
+    bounds = bounds_for(config, devices.type)
+    reference = found[REFERENCE]
+    ddp = found.get("ddp", {"status": "absent"})
+    verdicts = {one.mode: one for one in refused}
+    for mode in modes:
+        one, axes = found[mode.name], mode.layout.axes.text()
+        if one["status"] == "done":
+            verdicts[mode.name] = judge(mode.name, axes, one, reference, ddp if ddp["status"] == "done" else None, bounds)
+        else:
+            verdicts[mode.name] = not_run(mode.name, axes, None if one["status"] == "refused" else False, one["reason"])
+    listed = [verdicts[name].as_dict() for name in names]
+    args = config.train_args
+    return {
+        "world_size": devices.count,
+        "reference": REFERENCE,
+        "ok": all(one["ok"] is not False for one in listed),
+        "modes": listed,
+        "steps": steps,
+        "device": devices.type,
+        "precision": args.precision,
+        "optim": args.optim,
+        "global_batch_size": base.derived.global_batch_size,
+        "bounds": asdict(bounds),
+        "excluded": reference["excluded"],
+        "model": config.model,
+        "task": config.task,
+        "dataset": [source.path for source in config.sources()],
+        "time": time.time(),
+    }
+
+
+def _write(certificate: dict[str, Any], folder: Path) -> None:
+    """``verify.json`` and ``verify.html``; where the folder is a finished run's, its report is made anew with it."""
+    from paceline.observe.report.write import write_reports
+
+    run_dir = RunDir(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(folder / "verify.json", certificate)
+        write_atomic(folder / "verify.html", render_certificate(certificate))
+        if run_dir.report.is_file():
+            write_reports(run_dir, json.loads(run_dir.report.read_text()))
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"the certificate could not be written to {folder}: {error}", fix="give another `--output`") from error
+    _say("info", f"written: {folder / 'verify.html'}, {folder / 'verify.json'}")
+
+
+def _say(level: str, text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # whoever read this has gone
+        print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
+
+
+__all__ = ["Certified", "PacelineError", "Request", "verify"]

@@ -1,0 +1,1 @@
+"""Child processes of the server: training runs, commands, chat workers."""

@@ -1,0 +1,1 @@
+"""Run discovery, the index of event logs, summaries, notes, and the event stream."""

@@ -1,0 +1,143 @@
+"""The runs below a folder: found again and again, each known by an id that no path can be made of."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.core.run_dir import RunDir
+from paceline.web.files import shown, stat_inside
+from paceline.web.jobs.runs import START
+from paceline.web.responses import NotFound
+from paceline.web.runs.index import Indexer, RunIndex
+from paceline.web.runs.notes import Notes
+from paceline.web.runs.summary import Digest
+
+_DEPTH = 8  # folders below the served one
+_FOLDERS = 20_000  # looked into in one search
+_FRESH_S = 0.9  # a search this recent is not made again
+_NEVER = {"checkpoints", "model", "tensorboard", "node_modules", "__pycache__", "venv", "site-packages"}
+
+
+class Run:
+    """One run's folder. Making one reads nothing."""
+
+    def __init__(self, folder: Path, root: Path, notes: Notes) -> None:
+        self.root = root
+        self.run_dir = RunDir(root)
+        # Looked at again and again:
+        self.events, self.report, self.lock = self.run_dir.events, self.run_dir.report, self.run_dir.lock
+        self.started = root / START
+        relative = os.path.relpath(root, folder)
+        self.id = run_id(relative)
+        self.path = shown(relative)
+        self.name = shown(root.name)
+        self.index = RunIndex(self.events)
+        self.digest = Digest(self)
+        self._notes = notes
+        self._lock = threading.Lock()
+
+    def summary(self) -> dict[str, Any]:
+        """As ``GET /api/runs`` gives it."""
+        with self._lock:
+            self.digest.refresh()
+            found = self.digest.summary()
+        if found["restarts"] is None and self.index.num_starts and not self.index.behind_bytes:
+            found["restarts"] = self.index.num_starts - 1
+        return {"id": self.id, "name": self.name, "path": self.path, **found, **self._notes.of(self.path)}
+
+
+def run_id(relative: str) -> str:
+    """Of a run's path below the served folder: 12 hexadecimal digits."""
+    return hashlib.sha256(os.fsencode(relative)).hexdigest()[:12]
+
+
+class Runs:
+    """Finds runs; keeps what was read of each. Threads may share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(os.path.realpath(folder))
+        self.notes = Notes(self.folder)
+        self.indexer = Indexer()
+        self.problem: str | None = None
+        self._runs: dict[str, Run] = {}
+        self._lock = threading.Lock()
+        self._searched_at = -float("inf")
+
+    def all(self, fresh: bool = False) -> list[Run]:
+        """Every run there is. ``fresh``: search now, however recent the last search."""
+        with self._lock:
+            if fresh or time.monotonic() - self._searched_at > _FRESH_S:
+                self._search()
+            return list(self._runs.values())
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """Of every run, as ``GET /api/runs`` gives it; the latest first."""
+        found = [run.summary() for run in self.all()]
+        return sorted(found, key=lambda one: one["updated_at"] or one["started_at"] or 0.0, reverse=True)
+
+    def get(self, id: str) -> Run:
+        """A run that was found, and is still there.
+
+        Raises:
+            NotFound: there is none.
+        """
+        run = self._runs.get(id)
+        if run is None:  # begun a moment ago, perhaps
+            self.all(fresh=True)
+            run = self._runs.get(id)
+        if run is None or not is_run(run.root):
+            raise NotFound(f"there is no run `{id[:40]}`", fix="it was moved or deleted; go back to the list")
+        return run
+
+    def close(self) -> None:
+        self.indexer.close()
+
+    def _search(self) -> None:
+        roots = self._roots()
+        known = {run.root: run for run in self._runs.values()}
+        runs = [known.get(root) or Run(self.folder, root, self.notes) for root in roots]
+        self._runs = {run.id: run for run in runs}
+        self._searched_at = time.monotonic()
+
+    def _roots(self) -> list[Path]:
+        found, looked_at = [], 0
+        level = [self.folder]
+        for _ in range(_DEPTH + 1):
+            below: list[Path] = []
+            for folder in level:
+                looked_at += 1
+                if looked_at > _FOLDERS:
+                    break
+                if _has_begun(str(folder)):
+                    found.append(folder)
+                    if folder != self.folder:
+                        continue
+                below += _folders(folder)
+            level = below
+        too_many = looked_at > _FOLDERS
+        self.problem = f"only the first {_FOLDERS:,} folders were searched for runs; name a smaller one" if too_many else None
+        return found
+
+
+def is_run(root: Path) -> bool:
+    """Whether a run has begun here, and the folder is reached through no link."""
+    return _has_begun(str(root)) and os.path.realpath(root) == str(root)
+
+
+def _has_begun(root: str) -> bool:
+    """It has an event log, a lock, or was started from a panel."""
+    return any(stat_inside(f"{root}/{name}") is not None for name in ("events.jsonl", ".lock", START))
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            names = [one.name for one in entries if one.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+    return [folder / name for name in sorted(names) if name not in _NEVER and not name.startswith(".")]

@@ -1,0 +1,254 @@
+"""`checkpoint_dir` in an object store (a real S3 API: moto in server mode) and in a folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import MICRO, digest, events, run, start, wait_for_step
+from ranks import free_port
+
+from paceline.checkpoint import store as checkpoint
+from paceline.checkpoint.remote import CheckpointStore, ClaimLostError, check_url, fetch_checkpoint
+from paceline.checkpoint.saver import Saver
+from paceline.core.errors import ConfigError
+from paceline.core.events import EventLog, read_events
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.parallel.state import Part
+
+pytestmark = pytest.mark.slow
+
+META = {"strategy": "made up", "world_size": 1, "config": {}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[str]:
+    """The address of a server of the S3 API. It starts before the first test, so that no test leaves a process."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of a client of the server, which has a bucket."""
+    names = {"AWS_ENDPOINT_URL": server, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "secret-of-the-test"}
+    names |= {"AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    import s3fs
+
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            s3fs.S3FileSystem(skip_instance_cache=True).makedirs("bucket", exist_ok=True)
+            return names
+        except Exception:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+@pytest.fixture(params=["s3", "folder"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "store")
+    request.getfixturevalue("s3")
+    return f"s3://bucket/{uuid.uuid4().hex}"
+
+
+def parts_of(step: int) -> list[Part]:
+    return [Part.whole("model/weight", torch.arange(5000, dtype=torch.float32) + step)]
+
+
+def saver_of(root: Path, place: str, keep: int | None = None) -> Saver:
+    store = CheckpointStore(place)
+    store.claim(root)
+    world = World(RankEnv(0, 1, 0, 1), torch.device("cpu"))
+    return Saver(world, root / "checkpoints", keep, EventLog(root / "events.jsonl"), background=False, store=store)
+
+
+def save(saver: Saver, *steps: int) -> None:
+    for step in steps:
+        saver.save(step, lambda: parts_of(step), META, must_succeed=True)  # noqa: B023
+
+
+def begin(root: Path) -> Path:
+    root.mkdir()
+    return root
+
+
+def test_saved_pruned_fetched_and_damaged(place: str, tmp_path: Path) -> None:
+    first = begin(tmp_path / "first")
+    save(saver_of(first, place, keep=2), 1, 2, 3)
+    store = CheckpointStore(place)
+    assert store.names() == ["step-00000002", "step-00000003"]
+    assert [one.name for one in checkpoint.committed(first / "checkpoints")] == ["step-00000003"]
+    assert {one.split("/")[0] for one in store._objects()} == {"claims", "step-00000002", "step-00000003"}
+    # Another host: the newest one comes from the store; a second process finds it there.
+    other, said = tmp_path / "other", []
+    for _ in range(2):
+        CheckpointStore(place).fetch_newest(other / "checkpoints", said.append)
+    (path,) = checkpoint.committed(other / "checkpoints")
+    assert torch.equal(checkpoint.read_state(path)["model/weight"], parts_of(3)[0].tensor)
+    assert not said
+    # A byte of the newest one changes: it is named and passed over.
+    name = store._path("step-00000003", "state-00000-of-00001.safetensors")
+    raw = bytearray(store._fs.cat_file(name))
+    raw[len(raw) // 2] ^= 1
+    store._fs.pipe_file(name, bytes(raw))
+    third = tmp_path / "third" / "checkpoints"
+    CheckpointStore(place).fetch_newest(third, said.append)
+    assert [one.name for one in checkpoint.committed(third)] == ["step-00000002"]
+    assert f"{place}/step-00000003/state-00000-of-00001.safetensors does not have the SHA-256" in said[0]
+    with pytest.raises(ConfigError, match="does not have the SHA-256"):
+        fetch_checkpoint(f"{place}/step-00000003", tmp_path / "fourth", said.append)
+    assert fetch_checkpoint(place, tmp_path / "fourth", said.append).name == "step-00000002"
+
+
+def test_an_interrupted_upload_is_not_a_checkpoint_and_is_removed(place: str, tmp_path: Path) -> None:
+    saver = saver_of(begin(tmp_path / "run"), place)
+    save(saver, 1)
+    assert saver.store is not None
+    fs = saver.store._fs
+    create, put = saver.store._create, fs.put_file
+
+    def die(*args: Any) -> None:
+        raise OSError("the connection was reset")
+
+    for method in ("_create", "put_file"):  # before the manifest, and in the middle of the files
+        if method == "_create":
+            saver.store._create = die  # type: ignore[method-assign]
+        else:
+            saver.store._create = create  # type: ignore[method-assign]
+            fs.put_file = lambda local, remote: die() if remote.endswith("meta.json") else put(local, remote)
+        step = 2 if method == "_create" else 3
+        saver.save(step, lambda: parts_of(step), META, must_succeed=False)  # noqa: B023
+    errors = [one.get("error", "") for one in read_events(tmp_path / "run" / "events.jsonl") if one["type"] == "checkpoint"]
+    assert [("could not be uploaded" in one and "connection was reset" in one) for one in errors] == [False, True, True]
+    store = CheckpointStore(place)
+    assert store.names() == ["step-00000001"]
+    assert any(one.startswith("step-00000002/") for one in store._objects())
+    store.claim(tmp_path / "run")
+    assert {one.split("/")[0] for one in store._objects()} == {"claims", "step-00000001"}
+
+
+def test_of_two_runs_the_one_that_claimed_first_ends(place: str, tmp_path: Path) -> None:
+    first = saver_of(begin(tmp_path / "first"), place)
+    save(first, 1)
+    second = CheckpointStore(place)
+    before = second.claim(tmp_path / "second")
+    assert before is not None
+    assert before["output_dir"] == str(tmp_path / "first")
+    with pytest.raises(ClaimLostError, match=str(tmp_path / "second")) as caught:
+        save(first, 2)
+    assert caught.value.exit_code == 2
+    assert second.names() == ["step-00000001"]
+    # Both begin at the same moment: one of them gets a number.
+    third, fourth = CheckpointStore(place), CheckpointStore(place)
+    claims, calls = fourth._claims, []
+
+    def late() -> list[int]:
+        found = claims()
+        if not calls:
+            calls.append(third.claim(tmp_path / "third"))
+        return found
+
+    fourth._claims = late  # type: ignore[method-assign]
+    fourth.claim(tmp_path / "fourth")
+    with pytest.raises(ClaimLostError, match="fourth"):
+        third.publish(first.folder / "step-00000001")
+    # The manifest itself is written on the condition that it does not exist.
+    fourth._fs.exists = lambda path: False
+    with pytest.raises(ClaimLostError):
+        fourth.publish(first.folder / "step-00000001")
+
+
+@pytest.mark.parametrize(
+    ("url", "word"),
+    [
+        ("ftp://host/x", "scheme 'ftp'"),
+        ("s3:///x", "names no bucket"),
+        ("s3://key:secret@bucket/x", "contains credentials"),
+        ("gs://bucket/x", "pip install 'gcsfs'"),
+    ],
+)
+def test_a_place_that_cannot_be_used(url: str, word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_url("checkpoint_dir", url)
+    assert word in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_without_the_package_its_extra_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hidden.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 's3fs' else find(name, *a)\n"
+        "from paceline.checkpoint.remote import check_url\ncheck_url('checkpoint_dir', 's3://bucket/x')\n"
+    )
+    done = subprocess.run([sys.executable, str(tmp_path / "hidden.py")], capture_output=True, text=True)
+    assert "pip install 'paceline[s3]'" in done.stderr
+
+
+def test_a_bucket_that_does_not_exist(s3: dict[str, str], tmp_path: Path) -> None:
+    said = run(*MICRO, f"output_dir={tmp_path / 'run'}", "checkpoint_dir=s3://nowhere/x", expect=2)
+    assert "`checkpoint_dir: s3://nowhere/x` cannot be used: The specified bucket does not exist" in said.stderr
+    assert not (tmp_path / "run").exists()
+
+
+WORDS = (*MICRO, "train_args.lr_scheduler_type=constant", "train_args.logging_steps=1", "train_args.save_steps=2")
+
+
+def test_a_run_whose_disk_is_lost_resumes_from_the_store(s3: dict[str, str], tmp_path: Path) -> None:
+    place = f"s3://bucket/{uuid.uuid4().hex}"
+    first, second = tmp_path / "first", tmp_path / "second"
+    words = (*WORDS, f"checkpoint_dir={place}", "parallel.mode=single", "--allow-config-change")
+    run(*words, f"output_dir={first}", "train_args.max_steps=2")
+    (first / "checkpoints").rename(tmp_path / "gone")
+    said = run(*words, f"output_dir={second}", "train_args.max_steps=3")
+    assert "resuming from step 2 of 3" in said.stderr
+    assert f"was last written by the run in {first}" in said.stderr
+    assert [one["url"] for one in events(second, "checkpoint")] == [f"{place}/step-00000003"]
+    assert CheckpointStore(place).names() == ["step-00000002", "step-00000003"]
+    for file in [one for one in tmp_path.rglob("*") if one.is_file() and one.suffix in (".yaml", ".jsonl", ".json", ".html")]:
+        assert s3["AWS_SECRET_ACCESS_KEY"] not in file.read_text(errors="replace"), file
+
+
+@pytest.mark.soak
+def test_runs_with_a_store_end_as_one_without(s3: dict[str, str], tmp_path: Path) -> None:
+    place = f"s3://bucket/{uuid.uuid4().hex}"
+    words = (*WORDS, "parallel.mode=zero3", "parallel.num_gpus=2", "--allow-config-change")
+    run(*words, f"output_dir={tmp_path / 'whole'}", "train_args.max_steps=6")
+    run(*words, f"output_dir={tmp_path / 'first'}", f"checkpoint_dir={place}", "train_args.max_steps=4")
+    run(*words, f"output_dir={tmp_path / 'second'}", f"checkpoint_dir={place}", "train_args.max_steps=6")
+    inspected = json.loads(run(place, "--json", verb="inspect").stdout)
+    assert inspected["step"] == 6
+    assert inspected["digest"] == digest(tmp_path / "whole")
+    # A checkpoint of the store as the beginning of another run.
+    run(*words, f"output_dir={tmp_path / 'third'}", f"resume={place}/step-00000004", "train_args.max_steps=5")
+    assert [one["step"] for one in events(tmp_path / "third", "step")] == [5]
+
+
+@pytest.mark.soak
+def test_the_run_that_lost_its_place_ends_with_exit_code_2(s3: dict[str, str], tmp_path: Path) -> None:
+    place = f"s3://bucket/{uuid.uuid4().hex}"
+    words = (*WORDS, f"checkpoint_dir={place}", "parallel.mode=zero3", "parallel.num_gpus=2", "train_args.max_steps=5000")
+    first = start(*words, f"output_dir={tmp_path / 'first'}")
+    wait_for_step(tmp_path / "first", 3, first)
+    CheckpointStore(place).claim(tmp_path / "second")
+    _, said = first.communicate(timeout=120)
+    assert first.returncode == 2, said[-2000:]
+    assert f"now belongs to the run in {tmp_path / 'second'} on host" in said

@@ -1,0 +1,227 @@
+"""Saves by the clock, runs that stand still until a save can be written, and what earlier lives of a run have left."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disks import disk
+from ranks import run_ranks
+
+from paceline.checkpoint import saver, store
+from paceline.checkpoint.saver import Saver
+from paceline.core.errors import RunError
+from paceline.core.events import EventLog, read_events
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.parallel.state import Part
+
+META = {"strategy": "made up", "world_size": 1, "config": {}}
+
+
+def alone() -> World:
+    return World(RankEnv(0, 1, 0, 1), torch.device("cpu"))
+
+
+def parts(value: float = 1.0, elements: int = 10) -> list[Part]:
+    return [Part.whole("model/weight", torch.full((elements,), value))]
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [store.step_of(one) for one in store.committed(folder)]
+
+
+def notices(root: Path) -> list[str]:
+    return [one["text"] for one in read_events(root / "events.jsonl") if one["type"] == "notice"]
+
+
+def tried(root: Path) -> list[tuple[int, bool]]:
+    events = read_events(root / "events.jsonl")
+    return [(one["step"], bool(one.get("error"))) for one in events if one["type"] == "checkpoint"]
+
+
+# -- by the clock -------------------------------------------------------------------------------------------------------------
+def test_a_save_that_is_due(tmp_path: Path) -> None:
+    with Saver(alone(), tmp_path, None, EventLog(None), background=False, every_s=3600.0) as one:
+        assert one.wish() == 0.0
+        one.every_s = 1e-9
+        assert one.wish() == 1.0
+        one.hear(1.0, one.num_begun)
+        assert one.asked
+        one.save(1, parts, META, must_succeed=False)
+        assert not one.asked
+        one.hear(1.0, 0)  # said before that save was begun
+        assert not one.asked
+        one.every_s = None
+        assert one.wish() == 0.0
+
+
+def test_no_save_is_asked_for_beside_one_in_flight(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    with Saver(alone(), tmp_path, None, EventLog(None), background=True, every_s=1e-9) as one:
+        original = one._copy.take
+        one._copy.take = lambda found: [_Slow(part, go_on) for part in original(found)]  # type: ignore[method-assign]
+        one.save(1, parts, META, must_succeed=False)
+        assert [one.wish() for _ in range(3)] == [0.0] * 3
+        go_on.set()
+        one.finish()
+        assert one.wish() == 1.0
+    assert steps_of(tmp_path) == [1]
+
+
+class _Slow:
+    """A part that is not on the host before ``go_on``."""
+
+    def __init__(self, part: Part, go_on: threading.Event) -> None:
+        self._part, self._go_on = part, go_on
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "tensor" and threading.current_thread() is not threading.main_thread():
+            assert self._go_on.wait(60)
+        return getattr(self._part, name)
+
+
+# -- standing still ---------------------------------------------------------------------------------------------------------
+def limit(size_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def pausing(world: World, root: Path, **more: Any) -> Saver:
+    saver._RETRY_S = 0.05
+    events = EventLog(root / "events.jsonl") if world.is_first else EventLog(None)
+    return Saver(world, root / "checkpoints", None, events, pause=True, **more)
+
+
+def half(world: World, value: float) -> list[Part]:
+    return [Part("model/weight", torch.full((75_000,), value), (75_000 * world.size,), (75_000 * world.rank,), flat=True)]
+
+
+def stand_still_until_there_is_room(world: World, root: Path) -> None:
+    with pausing(world, root, background=False) as one:
+        one.save(1, lambda: half(world, 1.0), META, must_succeed=False)
+        if world.rank == 1:
+            limit(100_000)
+            threading.Timer(1.0, limit, [resource.RLIM_INFINITY]).start()
+        one.save(2, lambda: half(world, 2.0), META, must_succeed=False)
+        assert one.last_step == 2
+    world.barrier()
+
+
+def test_training_stands_still_until_it_can_be_saved(tmp_path: Path) -> None:
+    run_ranks(stand_still_until_there_is_room, 2, tmp_path)
+    assert steps_of(tmp_path / "checkpoints") == [1, 2]
+    assert store.read_state(tmp_path / "checkpoints" / "step-00000002")["model/weight"].unique().tolist() == [2.0]
+    assert tried(tmp_path) == [(1, False), (2, True), (2, False)]  # said once, however often it was tried
+    still, on = notices(tmp_path)
+    assert "stands still at step 2" in still
+    assert "File too large (on rank 1)" in still
+    assert "goes on after" in on
+
+
+def stop_in_the_middle(world: World, root: Path) -> list[str | None]:
+    asked = threading.Event()
+    found: list[str | None] = []
+    with pausing(world, root, background=False, stop=asked.is_set) as one:
+        one.save(1, lambda: half(world, 1.0), META, must_succeed=False)
+        limit(100_000)
+        if world.rank == 1:  # the wish of one is enough
+            threading.Timer(0.5, asked.set).start()
+        one.save(2, lambda: half(world, 2.0), META, must_succeed=False)
+        for step in (2, 3):  # what a run does that was asked to stop: one last try, and no more
+            try:
+                one.save(step, lambda: half(world, 2.0), META, must_succeed=True)
+            except RunError as error:
+                found.append(str(error))
+    limit(resource.RLIM_INFINITY)
+    world.barrier()
+    return found
+
+
+def test_a_stop_ends_it_and_the_last_good_one_is_kept(tmp_path: Path) -> None:
+    one, other = run_ranks(stop_in_the_middle, 2, tmp_path)
+    assert one == other
+    assert len(one) == 2
+    assert all("could not be written" in text for text in one)
+    assert steps_of(tmp_path / "checkpoints") == [1]
+    assert store.verify(tmp_path / "checkpoints" / "step-00000001") is None
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_a_save_that_failed_in_the_background_is_told_to_all(tmp_path: Path) -> None:
+    """The first rank alone knows of it, and asks all to stand still at the same step."""
+    (tmp_path / "checkpoints").mkdir()
+    with pausing(alone(), tmp_path, background=True) as one:
+        limit(100_000)
+        try:
+            one.save(1, lambda: parts(1.0, 75_000), META, must_succeed=False)
+            deadline = time.monotonic() + 60
+            while one._flight is not None and time.monotonic() < deadline:
+                one.poll()
+                time.sleep(0.01)
+            threading.Timer(0.5, limit, [resource.RLIM_INFINITY]).start()
+            wish = one.wish()
+            assert wish > 1.0
+            assert one.wish() == 0.0  # once
+            one.hear(wish, one.num_begun)
+            assert one.asked
+            one.save(2, lambda: parts(2.0, 75_000), META, must_succeed=False)
+        finally:
+            limit(resource.RLIM_INFINITY)
+    assert steps_of(tmp_path / "checkpoints") == [2]
+    assert tried(tmp_path) == [(1, True), (2, True), (2, False)]
+
+
+def test_a_full_disk_names_what_is_missing(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=500k") as mounted:
+        if not mounted:
+            return
+        ballast = tmp_path / "small" / "ballast"
+        ballast.write_bytes(bytes(400_000))
+        threading.Timer(0.7, ballast.unlink).start()
+        with pausing(alone(), tmp_path / "small", background=False) as one:
+            one.events = EventLog(tmp_path / "events.jsonl")
+            one.save(1, lambda: parts(1.0, 75_000), META, must_succeed=True)
+        assert steps_of(tmp_path / "small" / "checkpoints") == [1]
+        still, _ = notices(tmp_path)
+        assert f"{tmp_path}/small/checkpoints/step-00000001: No space left" in still
+        assert "it needs 300,000 bytes" in still
+        assert "missing: " in still
+
+
+# -- earlier lives ----------------------------------------------------------------------------------------------------------
+def test_what_lies_beyond_the_step_it_went_on_from(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (10, 20, 30, 40):
+        store.save(folder, step, {"model/weight": torch.ones(3)}, META)
+    for step in (30, 40):
+        (folder / store.name_of(step) / "meta.json").write_text("{}")
+    assert store.newest_whole(folder)[0] == folder / "step-00000020"
+    with Saver(alone(), folder, 2, EventLog(tmp_path / "events.jsonl"), background=False) as one:
+        one.first_step = one.last_step = 20
+        assert steps_of(folder) == [10, 20, 30, 40]  # nothing is lost before there is something new
+        one.save(25, parts, META, must_succeed=False)
+        assert steps_of(folder) == [20, 25]
+        one.save(30, parts, META, must_succeed=False)
+        assert steps_of(folder) == [25, 30]
+        one.save(40, parts, META, must_succeed=False)
+        assert steps_of(folder) == [30, 40]
+    assert store.newest_whole(folder) == (folder / "step-00000040", [])
+    (said,) = notices(tmp_path)
+    assert "step-00000030, step-00000040, of an earlier life" in said
+
+
+def test_a_save_that_fails_removes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (10, 20, 30):
+        store.save(folder, step, {"model/weight": torch.ones(3)}, META)
+    broken = [Part("model/weight", torch.ones(2), (4,), (0,), flat=True)]
+    with Saver(alone(), folder, 1, EventLog(None), background=False) as one:
+        one.first_step = one.last_step = 20
+        with pytest.raises(RunError):
+            one.save(25, lambda: broken, META, must_succeed=True)
+    assert steps_of(folder) == [10, 20, 30]

@@ -1,0 +1,365 @@
+"""Saves by many ranks, in the background or not: a snapshot, whole or not at all, the same bits in every layout."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disks import disk
+from ranks import run_ranks
+from safetensors.torch import save_file
+
+from paceline.checkpoint import store
+from paceline.checkpoint.saver import Saver
+from paceline.core.errors import RunError
+from paceline.core.events import EventLog, read_events
+from paceline.core.files import sha256_file
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.parallel.state import Part
+
+META = {"strategy": "made up", "world_size": 3, "config": {}}
+
+
+def whole_state() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {
+        "model/weight": torch.randn(7, 5, generator=random),
+        "model/cube": torch.randn(4, 3, 6, generator=random).to(torch.bfloat16),
+        "model/wide": torch.randn(40, 80_000, generator=random),  # more than is read in one block
+        "model/vector": torch.randn(11, generator=random, dtype=torch.float64),
+        "model/short": torch.randn(2, 9, generator=random).to(torch.float16),  # not a row for each rank
+        "buffer/flags": torch.rand(6, 4, generator=random) > 0.5,
+        "buffer/none": torch.empty(0, 4),
+        "optimizer/weight/step": torch.tensor(3.0),
+        "schedule/step": torch.tensor(3),
+    }
+
+
+# -- layouts: what rank `rank` of `size` owns of a tensor --------------------------------------------------------------------
+def along(axis: int) -> Callable[[str, torch.Tensor, int, int], list[Part]]:
+    def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[Part]:
+        length = value.shape[axis]
+        start, end = (length * one // size for one in (rank, rank + 1))
+        offset = [0] * value.dim()
+        offset[axis] = start
+        return [Part(name, value.narrow(axis, start, end - start), tuple(value.shape), tuple(offset))]
+
+    return cut
+
+
+def ranges(pieces: int) -> Callable[[str, torch.Tensor, int, int], list[Part]]:
+    def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[Part]:
+        edges = [value.numel() * one // (size * pieces) for one in range(size * pieces + 1)]
+        mine = list(itertools.pairwise(edges))[rank::size]
+        flat = value.reshape(-1)
+        return [Part(name, flat[a:b], tuple(value.shape), (a,), flat=True) for a, b in mine]
+
+    return cut
+
+
+def on_one(name: str, value: torch.Tensor, rank: int, size: int) -> list[Part]:
+    return [Part.whole(name, value)] if len(name) % size == rank else []
+
+
+LAYOUTS = {"whole": on_one, "rows": along(0), "columns": along(-1), "thirds": ranges(1), "scattered": ranges(2)}
+
+
+def parts_of(layout: str, rank: int, size: int, state: dict[str, torch.Tensor]) -> list[Part]:
+    found = []
+    for name, value in state.items():
+        cut = LAYOUTS[layout] if value.dim() and value.numel() else on_one
+        found += cut(name, value, rank, size)
+    return found
+
+
+def save_in_all_layouts(world: World, root: Path) -> None:
+    for layout in LAYOUTS:
+        saver = Saver(world, root / layout, None, EventLog(None), background=layout != "rows")
+        saver.save(3, lambda: parts_of(layout, world.rank, world.size, whole_state()), META, must_succeed=False)  # noqa: B023
+        saver.finish()
+    world.barrier()
+
+
+def save_as_of_old(folder: Path) -> Path:
+    """One file with the whole tensors, no index."""
+    path = folder / "step-00000003"
+    path.mkdir(parents=True)
+    save_file(whole_state(), str(path / "state.safetensors"))
+    (path / "meta.json").write_text(json.dumps({**META, "step": 3}))
+    files = {
+        name: {"size_bytes": (path / name).stat().st_size, "sha256": sha256_file(path / name)}
+        for name in ("state.safetensors", "meta.json")
+    }
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("layouts")
+    run_ranks(save_in_all_layouts, 3, root)
+    save_as_of_old(root / "old")
+    return {name: store.find(root / name) for name in (*LAYOUTS, "old")}
+
+
+def test_the_digest_is_the_same_for_every_layout(saved: dict[str, Path]) -> None:
+    found = {name: store.inspect(path) for name, path in saved.items()}
+    for name, one in found.items():
+        assert one == found["old"], name
+    assert set(found["old"]["tensors"]) == set(whole_state())
+    assert len(list(saved["rows"].glob("state-*-of-00003.safetensors"))) == 3
+    assert not list(saved["rows"].glob("rank-*"))
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "old"])
+def test_every_box_and_every_range_reads_as_it_was(saved: dict[str, Path], name: str) -> None:
+    random = torch.Generator().manual_seed(1)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high + 1, (), generator=random))
+
+    with store.CheckpointReader(saved[name]) as reader:
+        assert reader.tensors() == {key: (one.dtype, tuple(one.shape)) for key, one in whole_state().items()}
+        for key, value in whole_state().items():
+            same(reader.read(key, (0,) * value.dim(), value.shape), value)
+            for _ in range(4 if value.numel() > 1000 else 30):
+                start = [draw(size) for size in value.shape]
+                shape = [draw(size - first) for size, first in zip(value.shape, start, strict=True)]
+                box = value[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+                same(reader.read(key, start, shape), box)
+                first = draw(value.numel())
+                count = draw(value.numel() - first)
+                same(reader.read_flat(key, first, count), value.reshape(-1)[first : first + count])
+        wide = whole_state()["model/wide"]
+        for left, right in ((0, 79_000), (30_000, 52_000), (79_990, 80_000)):  # rows in blocks, run by run, a sliver
+            same(reader.read("model/wide", (0, left), (40, right - left)), wide[:, left:right])
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    assert torch.equal(found, wanted)
+
+
+# -- what a save holds, and when it is said ---------------------------------------------------------------------------------
+def alone() -> World:
+    return World(RankEnv(0, 1, 0, 1), torch.device("cpu"))
+
+
+def tried(events: Path) -> list[tuple[int, bool]]:
+    return [(one["step"], bool(one.get("error"))) for one in read_events(events) if one["type"] == "checkpoint"]
+
+
+def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
+    live = torch.arange(4_000_000, dtype=torch.float32)
+    events = EventLog(tmp_path / "events.jsonl")
+    with Saver(alone(), tmp_path / "checkpoints", 2, events, background=True) as saver:
+        for step in (1, 2, 3):
+            live.fill_(step)
+            saver.save(step, lambda: [Part.whole("model/weight", live)], META, must_succeed=False)
+            live.fill_(-1.0)  # training goes on
+            saver.poll()
+    assert saver.last_step == 3
+    assert [one.name for one in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000002", "step-00000003"]
+    for step in (2, 3):
+        found = store.read_state(tmp_path / "checkpoints" / f"step-0000000{step}")
+        assert found["model/weight"].unique().tolist() == [float(step)]
+    assert tried(tmp_path / "events.jsonl") == [(1, False), (2, False), (3, False)]
+    for event in read_events(tmp_path / "events.jsonl"):
+        assert event["size_bytes"] > 16_000_000
+        assert event["path"].endswith(f"step-0000000{event['step']}")
+        assert event["wall_s"] > 0
+        assert event["blocked_s"] > 0
+
+
+def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
+    """The system pins memory for an accelerator alone: where there is none it refuses, as where there is no more to be had."""
+    live = torch.ones(1000)
+    world = World(RankEnv(0, 1, 0, 1), torch.device("cuda"))
+    with Saver(world, tmp_path / "checkpoints", None, EventLog(tmp_path / "events.jsonl"), background=True) as saver:
+        for step in (1, 2):
+            saver.save(step, lambda: [Part.whole("model/weight", live)], META, must_succeed=False)
+    assert tried(tmp_path / "events.jsonl") == [(1, False), (2, False)]
+    notices = [one for one in read_events(tmp_path / "events.jsonl") if one["type"] == "notice"]
+    assert len(notices) == (0 if torch.accelerator.is_available() else 1)
+    for one in notices:
+        assert one["level"] == "warning"
+        assert "in ordinary memory, for no more could be pinned" in one["text"]
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    events = EventLog(tmp_path / "events.jsonl")
+    asked = []
+
+    def parts() -> list[Part]:
+        asked.append(1)
+        return [Part.whole("model/weight", torch.ones(3))]
+
+    with Saver(alone(), tmp_path / "checkpoints", None, events, background=True) as saver:
+        saver.last_step = 4  # resumed
+        saver.save(4, parts, META, must_succeed=True)
+        assert not asked
+        saver.save(5, parts, META, must_succeed=False)
+        saver.save(5, parts, META, must_succeed=True)  # waits for the one in flight
+        assert store.find(tmp_path).name == "step-00000005"
+    assert len(asked) == 1
+    assert tried(tmp_path / "events.jsonl") == [(5, False)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "word"),
+    [
+        ([Part("model/weight", torch.ones(2), (4,), (0,), flat=True)], "they hold 2 elements of 4"),
+        ([Part("model/weight", torch.ones(3, 2), (4, 2), (one, 0)) for one in (0, 1)], "they hold 12 elements of 8"),
+        (
+            [
+                Part("model/weight", torch.ones(2, 2), (3, 2), (0, 0)),
+                Part("model/weight", torch.ones(1, 2), (3, 2), (1, 0)),
+            ],
+            "two hold what lies at",
+        ),
+        ([Part("model/weight", torch.ones(2), (3, 2), (4,), flat=True)] * 3, "two hold what lies at"),
+        ([Part("model/weight", torch.ones(4), (4,), (1,))], "reaches beyond it"),
+        ([Part.whole("model/weight", torch.ones(2)), Part.whole("model/weight", torch.ones(3))], "another of F32 [3]"),
+    ],
+)
+def test_pieces_that_do_not_make_up_the_state(tmp_path: Path, parts: list[Part], word: str) -> None:
+    saver = Saver(alone(), tmp_path / "checkpoints", None, EventLog(None), background=False)
+    with pytest.raises(RunError, match="could not be written") as caught:
+        saver.save(1, lambda: parts, META, must_succeed=True)
+    assert "model/weight" in str(caught.value)
+    assert word in str(caught.value)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert saver.last_step is None
+
+
+# -- a rank that cannot write -------------------------------------------------------------------------------------------------
+def a_third(world: World, value: float) -> list[Part]:
+    """300 kB a rank."""
+    return [Part("model/weight", torch.full((75_000,), value), (75_000 * world.size,), (75_000 * world.rank,), flat=True)]
+
+
+def limit(size_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def fail_on_a_rank(world: World, root: Path) -> list[Any]:
+    events = EventLog(root / "events.jsonl") if world.is_first else EventLog(None)
+    said = []
+
+    def must(saver: Saver, step: int) -> str | None:
+        try:
+            saver.save(step, lambda: a_third(world, float(step)), META, must_succeed=True)
+        except RunError as error:
+            return str(error)
+        return None
+
+    with Saver(world, root / "checkpoints", None, events, background=True) as saver:
+        said.append(must(saver, 1))
+        for broken in (2, 0):
+            step = 2 if broken == 2 else 3
+            if world.rank == broken:
+                limit(100_000)
+            saver.save(step, lambda: a_third(world, 2.0), META, must_succeed=False)  # training goes on
+            said.append(must(saver, step))  # at the end of the run: once more, and not again
+            left = sorted(one.name for one in (root / "checkpoints").iterdir())
+            world.barrier()
+            limit(resource.RLIM_INFINITY)
+            said.append(left)
+        said.append(must(saver, 3))
+    world.barrier()
+    return said
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
+    found = run_ranks(fail_on_a_rank, 3, tmp_path)
+    assert found[0] == found[1] == found[2]
+    first, on_two, left_two, on_zero, left_zero, last = found[0]
+    assert (first, last) == (None, None)
+    for error, rank in ((on_two, 2), (on_zero, 0)):
+        assert f"File too large (on rank {rank})" in error
+        assert "it needs 900,000 bytes" in error
+        assert "earlier checkpoints are untouched" in error
+    assert left_two == left_zero == ["step-00000001"]
+    assert tried(tmp_path / "events.jsonl") == [(1, False), (2, True), (2, True), (3, True), (3, True), (3, False)]
+    assert store.find(tmp_path).name == "step-00000003"
+
+
+def save_two(world: World, root: Path) -> list[str | None]:
+    said: list[str | None] = []
+    for step in (1, 2):
+        saver = Saver(world, root / "checkpoints", None, EventLog(None), background=step == 2)
+        saver.save(step, lambda: a_third(world, 1.0), META, must_succeed=False)
+        try:
+            saver.save(step, lambda: a_third(world, 1.0), META, must_succeed=True)
+            said.append(None)
+        except RunError as error:
+            said.append(str(error))
+        saver.finish()
+    world.barrier()
+    return said
+
+
+def test_a_disk_with_room_for_one(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=1500k") as mounted:
+        if not mounted:
+            return
+        found = run_ranks(save_two, 3, tmp_path / "small")
+        assert found[0] == found[1] == found[2]
+        assert found[0][0] is None
+        assert "step 2 could not be written" in found[0][1]
+        assert "No space left on device" in found[0][1]
+        assert [one.name for one in (tmp_path / "small" / "checkpoints").iterdir()] == ["step-00000001"]
+        assert store.verify(tmp_path / "small" / "checkpoints" / "step-00000001") is None
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    events = EventLog(tmp_path / "events.jsonl")
+    saver = Saver(alone(), tmp_path / "file" / "checkpoints", None, events, background=True)
+    saver.save(1, lambda: [Part.whole("model/weight", torch.ones(3))], META, must_succeed=False)
+    assert tried(tmp_path / "events.jsonl") == [(1, True)]
+    with pytest.raises(RunError, match="Not a directory"):
+        saver.save(1, lambda: [Part.whole("model/weight", torch.ones(3))], META, must_succeed=True)
+
+
+# -- killed in the middle -----------------------------------------------------------------------------------------------------
+def die_in_a_save(world: World, root: Path, victim: int) -> None:
+    events = EventLog(root / "events.jsonl") if world.is_first else EventLog(None)
+    saver = Saver(world, root / "checkpoints", None, events, background=True)
+    saver.save(1, lambda: a_third(world, 1.0), META, must_succeed=True)
+    if world.rank == victim:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills the process at that byte of its file
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limit(100_000)
+    saver.save(2, lambda: a_third(world, 2.0), META, must_succeed=False)
+    saver.finish(hurry=True)
+
+
+def test_a_rank_killed_in_a_save(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 1 died"):
+        run_ranks(die_in_a_save, 2, tmp_path, 1)
+    assert [one.name for one in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert store.verify(tmp_path / "checkpoints" / "step-00000001") is None
+    error = read_events(tmp_path / "events.jsonl")[-1]["error"]
+    assert "rank 1 ended" in error
+
+
+def test_a_run_killed_in_a_save(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 0 died"):
+        run_ranks(die_in_a_save, 1, tmp_path, 0)
+    folder = tmp_path / "checkpoints"
+    (debris,) = folder.glob(".*")
+    assert os.stat(debris / "state-00000-of-00001.safetensors").st_size == 100_000
+    assert store.newest_whole(folder) == (folder / "step-00000001", [])
+    Saver(alone(), folder, None, EventLog(None), background=True)  # the next start
+    assert [one.name for one in folder.iterdir()] == ["step-00000001"]

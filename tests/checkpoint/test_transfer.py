@@ -1,0 +1,344 @@
+"""Checkpoints of ranks that do not see the run's folder: real Gloo ranks of which half have another `output_dir`, as on a host
+without shared storage."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import faulty_task
+import pytest
+import torch
+import yaml
+from commands import MICRO, digest, events, losses
+from ranks import run_ranks
+
+from paceline.checkpoint import store
+from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.transfer import open_checkpoint, transfer_text
+from paceline.config.load import load_config
+from paceline.core.errors import RunError
+from paceline.core.events import EventLog, read_events
+from paceline.core.stop import StopFlag
+from paceline.data.order import SampleOrder
+from paceline.distributed import side_group
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.side_group import CHUNK_BYTES, SideGroup
+from paceline.distributed.traffic import TRAFFIC
+from paceline.launch.layout import choose_layout
+from paceline.launch.preflight import plan_run
+from paceline.parallel.state import Part
+from paceline.train.setup import Job, run_rank
+
+pytestmark = pytest.mark.slow
+
+META = {"strategy": "made up", "world_size": 2, "config": {}}
+FEW, ELEMENTS = 20, 3 * CHUNK_BYTES // 4 + 10  # of float32: a part of a rank takes several chunks, and the last one is not full
+
+
+# -- the saver alone ----------------------------------------------------------------------------------------------------------
+def a_share(step: int, world: World) -> list[Part]:
+    """Of rank 0 few elements."""
+    start, end = (0, FEW) if world.is_first else (FEW + ELEMENTS * (world.rank - 1), FEW + ELEMENTS * world.rank)
+    values = torch.arange(start, end, dtype=torch.float32) + step
+    return [Part("model/weight", values, (num_elements(world.size),), (start,), flat=True)]
+
+
+def num_elements(num_ranks: int) -> int:
+    return FEW + ELEMENTS * (num_ranks - 1)
+
+
+def saver_of(world: World, root: Path, background: bool = True) -> Saver:
+    """Rank 0 sees ``root``, the others do not."""
+    folder = root / "checkpoints" if world.is_first else root.parent / f"other-{world.rank}" / "checkpoints"
+    log = EventLog(root / "events.jsonl" if world.is_first else None)
+    return Saver(world, folder, None, log, background=background, side=SideGroup.open(world, world.is_first))
+
+
+def save(saver: Saver, step: int, must_succeed: bool = False) -> str | None:
+    try:
+        saver.save(step, lambda: a_share(step, saver.world), META, must_succeed=must_succeed)
+        saver.finish()
+    except RunError as error:
+        return str(error)
+    return None
+
+
+def outcomes(root: Path) -> dict[int, str | None]:
+    return {one["step"]: one.get("error") for one in read_events(root / "events.jsonl") if one["type"] == "checkpoint"}
+
+
+def save_and_read(world: World, root: Path) -> dict[str, Any]:
+    saver = saver_of(world, root)
+    save(saver, 1)
+    save(saver, 2, must_succeed=True)
+    before = TRAFFIC.total
+    shape = (num_elements(world.size),)
+    with open_checkpoint(saver.folder / store.name_of(2), saver.side) as opened:
+        whole = opened.read("model/weight", (0,), shape)
+        middle = opened.read_flat("model/weight", FEW - 5, 10)
+        none = opened.read_flat("model/weight", 7, 0)
+        refused = None
+        try:
+            opened.read("model/other", (0,), (3,))
+        except Exception as error:
+            refused = str(error)
+        again = opened.read_flat("model/weight", 0, 2)  # after a refusal the two ends still agree
+    return {
+        "whole": whole,
+        "middle": middle,
+        "none": none.numel(),
+        "refused": refused,
+        "again": again,
+        "meta": opened.meta["strategy"],
+        "counted": TRAFFIC.total - before,
+    }
+
+
+def test_what_is_sent_is_written_and_read_back(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    found = run_ranks(save_and_read, 3, root)
+    expected = torch.arange(num_elements(3), dtype=torch.float32) + 2
+    for one in found:
+        assert torch.equal(one["whole"], expected)
+        assert torch.equal(one["middle"], expected[FEW - 5 : FEW + 5])
+        assert torch.equal(one["again"], expected[:2])
+        assert (one["none"], one["meta"], one["counted"]) == (0, "made up", 0)
+        assert "model/other" in one["refused"]
+    assert outcomes(root) == {1: None, 2: None}
+    assert [store.verify(one) for one in store.committed(root / "checkpoints")] == [None, None]
+    assert not list(tmp_path.glob("other-*"))  # nothing is written on the hosts without the folder
+
+
+def save_with_faults(world: World, root: Path) -> list[str | None]:
+    saver = saver_of(world, root)
+    found = [save(saver, 1)]
+    # Step 2: a byte changes between the two ends.
+    if not world.is_first:
+        flip_a_byte(saver)
+    found.append(save(saver, 2))
+    # Step 3: the connection is given up in the middle of a part; nothing moves on it any longer.
+    if world.is_first:
+        side_group.STALL_TIMEOUT_S = 1.0
+    else:
+        stall_once(saver)
+    found.append(save(saver, 3))
+    side_group.STALL_TIMEOUT_S = 60.0
+    # Step 4: as if nothing had happened, over new connections. Step 5: a state that a checkpoint cannot hold.
+    found.append(save(saver, 4))
+    kind = torch.float32 if world.is_first else torch.complex128
+    bad = [Part.whole(f"model/{world.rank}", torch.ones(3, dtype=kind))]
+    saver.save(5, lambda: bad, META, must_succeed=False)
+    saver.finish()
+    found.append(None)
+    found.append(save(saver, 6, must_succeed=True))
+    return found
+
+
+def flip_a_byte(saver: Saver) -> None:
+    assert saver.side is not None
+    send, done = saver.side._send, []
+
+    def flipped(peer: int, data: Any) -> Any:
+        if len(data) == CHUNK_BYTES and not done:
+            done.append(1)
+            data[CHUNK_BYTES // 2] ^= 1
+        return send(peer, data)
+
+    saver.side._send = flipped  # type: ignore[method-assign]
+
+
+def stall_once(saver: Saver) -> None:
+    """The sender's third chunk is late by more than the receiver waits."""
+    side = saver.side
+    assert side is not None
+    send, num_chunks = type(side)._send, []
+
+    def late(peer: int, data: Any) -> Any:
+        if len(data) == CHUNK_BYTES:
+            num_chunks.append(1)
+            if len(num_chunks) == 3:
+                time.sleep(3.0)
+        return send(side, peer, data)
+
+    side._send = late  # type: ignore[method-assign]
+
+
+def test_a_fault_of_a_transfer_fails_that_save_only(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    found = run_ranks(save_with_faults, 2, root)
+    assert found == [[None] * 6] * 2
+    said = outcomes(root)
+    assert [step for step, error in said.items() if error is None] == [1, 4, 6]
+    assert "another SHA-256" in str(said[2])
+    assert "did not arrive: nothing arrived for 1 s" in str(said[3])
+    assert "complex128, which a checkpoint cannot hold" in str(said[5])
+    assert sorted(one.name for one in (root / "checkpoints").iterdir()) == [store.name_of(step) for step in (1, 4, 6)]
+    assert all(store.verify(one) is None for one in store.committed(root / "checkpoints"))
+
+
+def save_and_die(world: World, root: Path) -> None:
+    saver = saver_of(world, root)
+    save(saver, 1)
+    if world.rank == 1:
+        side = saver.side
+        assert side is not None
+        send = side._send
+
+        def die(peer: int, data: Any) -> Any:
+            if len(data) == CHUNK_BYTES:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return send(peer, data)
+
+        side._send = die  # type: ignore[method-assign]
+    saver.save(2, lambda: a_share(2, world), META, must_succeed=False)
+    saver.finish(hurry=True)
+
+
+def test_a_rank_that_dies_while_it_sends(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    with pytest.raises(AssertionError, match="rank 1 died"):
+        run_ranks(save_and_die, 3, root)
+    assert [one.name for one in (root / "checkpoints").iterdir()] == [store.name_of(1)]
+    assert "the part of rank 1 did not arrive: the connection was closed" in str(outcomes(root)[2])
+
+
+def save_where_files_may_not_grow(world: World, root: Path) -> list[str | None]:
+    saver = saver_of(world, root, background=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.is_first:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK_BYTES * 3 // 2, before[1]))
+    found = [save(saver, 1)]
+    if world.is_first:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return [*found, save(saver, 2, must_succeed=True)]
+
+
+def test_a_part_that_cannot_be_written_whole(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    assert run_ranks(save_where_files_may_not_grow, 3, root) == [[None, None]] * 3
+    said = outcomes(root)
+    assert "File too large (on rank 1)" in str(said[1])
+    assert said[2] is None
+    assert [one.name for one in (root / "checkpoints").iterdir()] == [store.name_of(2)]
+
+
+def test_what_a_save_costs_is_reported() -> None:
+    assert transfer_text([0], 1e6, 600)[1].endswith("whose ranks own everything that goes into them")
+    level, text = transfer_text([1_000_000, 1_000_000], 1e6, 600)
+    assert level == "info"
+    assert "about 1.9 MiB travel there, which takes about 2.0 s" in text
+    level, text = transfer_text([49 << 30], 118e6, 600)
+    assert level == "warning"
+    assert "set it to 1784" in text
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------------------------
+#: name → (ranks, overrides, whether ranks other than 0 send anything)
+MODES: dict[str, tuple[int, tuple[str, ...], bool]] = {
+    "zero3": (2, ("parallel.mode=zero3",), True),
+    "ddp": (2, ("parallel.mode=ddp",), False),
+    "ddp-topk": (2, ("parallel.mode=ddp", "compression.method=topk", "compression.ratio=0.1"), True),
+    "tensor": (2, ("parallel.mode=tensor",), True),
+    "pipeline": (2, ("parallel.mode=pipeline",), True),
+    "local_sgd": (2, ("parallel.mode=local_sgd", "local_sgd.steps=2"), True),
+    "diloco": (2, ("parallel.mode=diloco", "local_sgd.steps=2"), True),
+    "shard2-tensor2": (4, ("parallel.shard=2", "parallel.tensor=2"), True),
+}
+SHORT = [pytest.param(one, marks=() if one == "zero3" else pytest.mark.soak) for one in MODES]
+
+
+def planned(mode: str, folder: Path, *words: str) -> Job:
+    """The job of a run in ``folder``, as rank 0 plans it."""
+    num_ranks, overrides, _ = MODES[mode]
+    args = (*MICRO, *overrides, *words, f"output_dir={folder}", f"parallel.num_gpus={num_ranks}", "train_args.max_steps=8")
+    args = (*args, "train_args.save_steps=2", "train_args.logging_steps=1", "train_args.save_total_limit=null")
+    return job_of({key: yaml.safe_load(value) for key, value in (one.split("=", 1) for one in args)}, num_ranks)
+
+
+def job_of(values: dict[str, Any], num_ranks: int) -> Job:
+    loaded = load_config(None, values)
+    layout = choose_layout(loaded.config, num_ranks, "cpu", RankEnv(0, num_ranks, 0, num_ranks), lambda level, text: None)
+    plan = plan_run(
+        loaded, started_at=time.time(), layout=layout, device_type="cpu", devices=None, say=lambda level, text: None
+    )
+    return plan.job
+
+
+def run_job(env: RankEnv, job: Job, other: Path | None, kill_at: int | None = None) -> str:
+    """The second half of the ranks have ``other`` as their `output_dir`. With ``kill_at`` the last rank kills itself when the
+    log of the run has that step."""
+    root = Path(job.config.output_dir)
+    if other is not None and env.rank >= env.world_size // 2:
+        job = replace(job, config=job.config.model_copy(update={"output_dir": str(other)}), sees_run_folder=False)
+        job.resume_from = None  # rank 0 says where the run resumes from
+    os.environ["RANK"] = str(env.rank)
+    if kill_at is not None and env.rank == env.world_size - 1:
+        threading.Thread(target=kill_after, args=(root, kill_at), daemon=True).start()
+    return str(run_rank(job, env, StopFlag())["status"])
+
+
+def kill_after(root: Path, step: int) -> None:
+    while not (root / "events.jsonl").exists() or not any(one["step"] >= step for one in events(root, "step")):
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("mode", SHORT)
+def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> None:
+    num_ranks, _, sends = MODES[mode]
+    shared, split, other = tmp_path / "shared", tmp_path / "split", tmp_path / "other"
+    assert run_ranks(run_job, num_ranks, planned(mode, shared), None, joins=False) == ["done"] * num_ranks
+    with pytest.raises(AssertionError, match=rf"rank {num_ranks - 1} died"):
+        run_ranks(run_job, num_ranks, planned(mode, split), other, 5, joins=False)
+    job = planned(mode, split)
+    assert job.resume_from is not None
+    assert run_ranks(run_job, num_ranks, job, other, joins=False) == ["done"] * num_ranks
+    assert digest(split) == digest(shared)
+    assert not other.exists()
+    by_step = {one["step"]: one["loss"] for one in events(split, "step")}
+    assert [by_step[step] for step in sorted(by_step)] == losses(shared)
+    notices = [one["text"] for one in events(split, "notice") if "do not share the run's folder" in one["text"]]
+    assert notices
+    assert all(("travel there" in one) == sends for one in notices)
+    # What travels for checkpoints is not counted. After a resume, modes that count by period have no figure at first.
+    counted = [{one["step"]: one["traffic"] for one in events(folder, "step") if one["traffic"]} for folder in (split, shared)]
+    assert counted[0]
+    assert counted[0].items() <= counted[1].items()
+
+
+@pytest.mark.soak
+def test_a_rollback_without_shared_folder(tmp_path: Path) -> None:
+    """The loss jumps at step 11, on the rank that does not see the folder."""
+    order = SampleOrder(faulty_task.SAMPLES, 16, 7)
+    bad = [int(order.micro_batches(10, 2)[1][0])]  # 15 steps are one epoch, in which each sample comes once
+    for name, other in (("shared", None), ("split", tmp_path / "other")):
+        flags = tmp_path / f"{name}-flags"
+        flags.mkdir()
+        values = {
+            "model": "small",
+            "dataset": "made-by-the-task",
+            "task": f"{Path(faulty_task.__file__)}:Faulty",
+            "task_args": {"flags": str(flags), "bad": bad, "times": 1e6},
+            "output_dir": str(tmp_path / name),
+            "parallel": {"num_gpus": 2, "device": "cpu", "mode": "zero3"},
+            "recovery": {"rewind_on_spike": True, "spike_factor": 30, "spike_window": 6},
+            "train_args": {"per_device_train_batch_size": 8, "max_steps": 15, "learning_rate": 3e-3, "seed": 7},
+        }
+        values["train_args"].update(lr_scheduler_type="constant", save_steps=4, save_total_limit=None, logging_steps=1)
+        assert run_ranks(run_job, 2, job_of(values, 2), other, joins=False) == ["done", "done"]
+    for name in ("shared", "split"):
+        assert [(one["step"], one["to_step"]) for one in events(tmp_path / name, "rewind")] == [(11, 8)]
+    assert digest(tmp_path / "split") == digest(tmp_path / "shared")
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,148 @@
+"""`paceline data` as a person types it: real ranks, real Ray, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import end_by, run, start
+
+from paceline.commands.data import check_action, make_request, shown
+from paceline.core.errors import ConfigError
+
+
+def top(words: Counter[str], number: int) -> list[list[Any]]:
+    return [list(one) for one in sorted(words.items(), key=lambda one: (-one[1], one[0]))[:number]]
+
+
+def test_count_over_ranks(tmp_path: Path) -> None:
+    files = [Path(json.__file__), Path(json.decoder.__file__)]
+    words = Counter(word for one in files for word in one.read_text(encoding="utf-8").split())
+    output, temporary = tmp_path / "words.tsv", tmp_path / "tmp"
+    temporary.mkdir()
+    left = temporary / "paceline-count-killed"  # as a count that was killed leaves it
+    left.mkdir()
+    (left / "lock").touch()
+    given = [*map(str, files), "--ranks", "2", "--memory=1.1MiB", "--top", "7", "--json", "--output", str(output)]
+    done = run("count", *given, verb="data", env={**os.environ, "TMPDIR": str(temporary)})
+    result = json.loads(done.stdout)
+    assert (result["total"], result["distinct"], result["top"]) == (words.total(), len(words), top(words, 7))
+    table = dict(line.split("\t") for line in output.read_text(encoding="utf-8").split("\n")[:-1])
+    assert {word: int(number) for word, number in table.items()} == words
+    assert list(temporary.iterdir()) == []
+    assert f"written: {output}" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray, an optional extra, is not installed")
+def test_ray_counts_the_same(tmp_path: Path) -> None:
+    text = "a b\u2028b \x00c 😀 \ufeffd " * 50 + " ".join(str(number % 97) for number in range(3000))
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode() + b" x\xff")
+    words = Counter([*text.split(), "x\ufffd"])
+    before = set(Path("/tmp").glob("pl-ray-*"))
+    done = run(
+        "count", str(path), "--engine", "ray", "--ranks", "1", "--errors", "replace", "--top", "1000", "--json", verb="data"
+    )
+    result = json.loads(done.stdout)
+    assert (result["total"], result["distinct"], result["top"]) == (words.total(), len(words), top(words, 1000))
+    assert result["replaced"] == 1
+    assert result["engine"] == "ray"
+    assert set(Path("/tmp").glob("pl-ray-*")) <= before
+    assert done.stderr.startswith("counting words: ")  # and nothing of Ray's own
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_without_ray_the_command_to_install_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.data.count.ray_engine.find_spec", lambda name: None)
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ConfigError, match="pip install"):
+        make_request([str(tmp_path / "a.txt")], {"engine": "ray"})
+
+
+@pytest.mark.parametrize(
+    ("files", "values", "said"),
+    [
+        ([], {}, "no file is given"),
+        (["missing.txt"], {}, "there is no file"),
+        (["."], {}, "is a folder"),
+        (["/dev/null"], {}, "no plain file"),
+        (["a.txt", "--rank"], {}, "did you mean `--ranks`?"),
+        (["a.txt"], {"ranks": 0}, "1 to 64"),
+        (["a.txt"], {"ranks": -1}, "1 to 64"),
+        (["a.txt"], {"top": -1}, "0 to 100,000"),
+        (["a.txt"], {"memory": "10KB"}, "1.0 MiB or more"),
+        (["a.txt"], {"memory": "0.5MB"}, "1.0 MiB or more"),
+        (["a.txt"], {"by": "word"}, "did you mean `words`?"),
+        (["a.txt"], {"by": "tokens"}, "--tokenizer"),
+        (["a.txt"], {"tokenizer": "builtin:qwen2-micro"}, "--by tokens"),
+        (["a.txt"], {"by": "tokens", "tokenizer": "./nowhere/x"}, "does not exist"),
+        (["a.txt"], {"engine": "spark"}, "local, ray"),
+        (["a.txt"], {"errors": "ignore"}, "strict, replace"),
+        (["a.txt"], {"output": "nowhere/x.tsv"}, "a folder that exists"),
+        (["a.txt"], {"output": "a.txt"}, "one of the files to count"),
+    ],
+)
+def test_wrong_words(
+    files: list[str], values: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a word")
+    with pytest.raises(ConfigError) as caught:
+        make_request(files, values)
+    assert said in str(caught.value)
+    assert (tmp_path / "a.txt").read_text() == "a word"
+
+
+def test_wrong_input_ends_with_2(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good words \xff")
+    output = tmp_path / "words.tsv"
+    done = run("count", str(path), "--ranks", "2", "--output", str(output), verb="data", expect=2)
+    assert f"`{path}` is not UTF-8 text: byte 0xff at offset 11" in done.stderr
+    assert not output.exists()
+    with pytest.raises(ConfigError, match="paceline data count FILE"):
+        check_action(["cont"])
+    with pytest.raises(ConfigError, match="`paceline data`"):
+        check_action([])
+
+
+def test_stats_of_a_dataset_alone(tmp_path: Path) -> None:
+    page = tmp_path / "stats.html"
+    words = ["dataset=builtin:python-docs#40", "model=builtin:qwen2-micro", "--json", "--output", str(page)]
+    result = json.loads(run("stats", *words, verb="data").stdout)
+    assert result["samples"] == 40
+    assert {"histogram", "duplicates", "vocabulary", "limits", "max_length"} <= set(result)
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_a_word_does_nothing_to_the_terminal() -> None:
+    assert shown("a\x1b[31m\x00\ud800é") == "a\\x1b[31m\\x00\\ud800é"
+    assert shown("x" * 100) == "x" * 60 + "…"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process table")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_rank_and_clears_away(number: signal.Signals, tmp_path: Path) -> None:
+    path, temporary, output = tmp_path / "a.txt", tmp_path / "tmp", tmp_path / "out.tsv"
+    temporary.mkdir()
+    with open(path, "wb") as handle:  # far more than is counted in the time
+        for start_at in range(0, 4_000_000, 400_000):
+            handle.write(" ".join(map(str, range(start_at, start_at + 400_000))).encode() + b"\n")
+    process = start(
+        "count", str(path), "--ranks=2", "--memory=2MB", f"--output={output}", verb="data",
+        start_new_session=True, env={**os.environ, "TMPDIR": str(temporary)},
+    )  # fmt: skip
+    spilled = "paceline-count-*/rank-*/run-*"
+    err = end_by(process, number, 2, ready=lambda: any(temporary.glob(spilled)))
+    assert process.returncode == 128 + number
+    assert "nothing was written" in err
+    assert list(temporary.iterdir()) == []
+    assert not output.exists()

@@ -1,0 +1,57 @@
+"""Whether processes are there: by number, by when they began, by who signed a run's lock."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from paceline.core.processes import holder_alive, pid_alive
+from paceline.core.run_dir import RunDir, lock_run
+
+
+def ended() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_a_process_is_there_until_it_ends() -> None:
+    assert pid_alive(os.getpid())
+    assert not pid_alive(ended())
+    assert not pid_alive(1 << 80)
+
+
+def test_a_zombie_is_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    deadline = time.monotonic() + 20
+    while pid_alive(child.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not pid_alive(child.pid) or sys.platform != "linux"
+    child.wait()
+
+
+def test_one_that_began_later_is_another() -> None:
+    assert pid_alive(os.getpid(), time.time())
+    assert not pid_alive(os.getpid(), 1.0) or sys.platform != "linux"
+
+
+def test_the_holder_of_a_run_is_who_signed_its_lock(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert holder_alive(run) is None
+    with lock_run(run, 0.0):
+        assert holder_alive(run) is True
+    for text, known in (
+        (f"{ended()} on {socket.gethostname()}", False),
+        ("5 on elsewhere", None),
+        ("nonsense", None),
+        ("", None),
+    ):
+        run.lock.write_text(text)
+        assert holder_alive(run) is known, text
+    run.lock.unlink()
+    run.lock.symlink_to(tmp_path / "other")
+    assert holder_alive(run) is None

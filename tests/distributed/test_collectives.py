@@ -1,0 +1,240 @@
+"""Collectives of our own: the same values as the backend's, the bytes that the formulas say, on real ranks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from paceline.core.errors import ConfigError
+from paceline.distributed.collectives import run as collectives
+from paceline.distributed.collectives.run import all_reduce, broadcast
+from paceline.distributed.collectives.schedules import ALGORITHMS, sent, sent_bytes
+from paceline.distributed.collectives.trace import Trace
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import Axes
+from paceline.distributed.traffic_volume import all_reduce_bytes
+
+SIZES = (0, 1, 2, 7, 64, 1001)
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+def _values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers: their sums are exact in every dtype."""
+    numbers = (torch.arange(numel) * (rank + 2) + rank) % 5
+    return (numbers % 2 == 0 if dtype == torch.bool else numbers).to(dtype)
+
+
+def _expected(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    every = [_values(rank, numel, dtype) for rank in range(size)]
+    if dtype == torch.bool:
+        return torch.stack(every).any(dim=0)
+    return torch.stack(every).sum(dim=0).to(dtype)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor, what: object) -> None:
+    assert torch.equal(one, other), f"{what}: {one} instead of {other}"
+
+
+def _check_values(world: World) -> None:
+    collectives.PIECE_BYTES = 256  # many pieces, uneven ones too
+    for algorithm in ALGORITHMS["all-reduce"]:
+        for numel in SIZES:
+            for dtype in DTYPES if numel in (7, 64) else (torch.float32,):
+                tensor = _values(world.rank, numel, dtype)
+                done = all_reduce(world, tensor, algorithm)
+                _same(tensor, _expected(world.size, numel, dtype), (algorithm, numel, dtype))
+                assert done.bytes == sent_bytes(algorithm, world.size, world.rank, numel, tensor.element_size())
+    for algorithm in ALGORITHMS["broadcast"]:
+        for root in range(world.size):
+            for numel in SIZES:
+                tensor = _values(world.rank, numel, torch.bfloat16)
+                broadcast(world, tensor, algorithm, root)
+                _same(tensor, _values(root, numel, torch.bfloat16), (algorithm, root, numel))
+    world.barrier()
+
+
+def _check_against_backend(world: World) -> None:
+    torch.manual_seed(world.rank)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        for algorithm in ALGORITHMS["all-reduce"]:
+            tensor = torch.randn(3001)
+            native = tensor.clone()
+            all_reduce(world, tensor, algorithm, op=op)
+            dist.all_reduce(native, op)
+            torch.testing.assert_close(tensor, native, msg=f"{algorithm} {op}")
+            every = world.gather_objects(tensor.tolist())
+            assert all(one == every[0] for one in every), "ranks end with different bits"
+    world.barrier()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_algorithm_dtype_and_size(size: int) -> None:
+    run_ranks(_check_values, size)
+
+
+def _check_strides_and_gradients(world: World) -> None:
+    plain = _values(world.rank, 24, torch.float32).view(4, 6)
+    total = _expected(world.size, 24, torch.float32).view(4, 6)
+    for algorithm in ALGORITHMS["all-reduce"]:
+        # The strides differ between the ranks; what lies beside the view stays as it is.
+        turned = plain.clone() if world.rank == 0 else plain.t().contiguous().t()
+        all_reduce(world, turned, algorithm)
+        _same(turned, total, algorithm)
+        wide = torch.full((4, 12), -1.0)
+        wide[:, ::2] = plain
+        all_reduce(world, wide[:, ::2], algorithm)
+        _same(wide[:, ::2], total, algorithm)
+        assert (wide[:, 1::2] == -1).all()
+    leaf = plain.clone().requires_grad_()
+    all_reduce(world, leaf, "ring")
+    _same(leaf.detach(), total, "a tensor that requires grad")
+    scalar = torch.tensor(float(world.rank))
+    all_reduce(world, scalar, "halving")
+    assert float(scalar) == sum(range(world.size))
+    with pytest.raises(ValueError, match="no order"):
+        all_reduce(world, torch.zeros(3, dtype=torch.complex64), "ring", op=dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match="no rank 9"):
+        broadcast(world, scalar, "tree", root=9)
+    _check_against_backend(world)
+
+
+def test_strides_gradients_operations_and_the_backend() -> None:
+    run_ranks(_check_strides_and_gradients, 3)
+
+
+class _Counting:
+    """The group, which notes the bytes of each send."""
+
+    def __init__(self) -> None:
+        self.passed: list[int] = []
+
+    def send(self, tensors: list[torch.Tensor], *args: int) -> Any:
+        self.passed += [one.numel() * one.element_size() for one in tensors]
+        return dist.group.WORLD.send(tensors, *args)
+
+    def recv(self, *args: Any) -> Any:
+        return dist.group.WORLD.recv(*args)
+
+
+def _check_counts(world: World) -> dict[str, Any]:
+    """Count what passes through the process group itself, piece by piece."""
+    group = _Counting()
+    line = World(world.env, world.device, group=group)  # type: ignore[arg-type]
+    before = world.traffic.total
+    found = {}
+    for algorithm in ALGORITHMS["all-reduce"]:
+        group.passed.clear()
+        done = all_reduce(line, torch.ones(1000), algorithm)
+        assert (sum(group.passed), len(group.passed)) == (done.bytes, done.messages)
+        assert done == sent(algorithm, world.size, 1000, 4)[world.rank]
+        found[algorithm] = done.bytes
+    assert world.traffic.total - before == sum(found.values())
+    world.barrier()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 8])
+def test_bytes_sent_are_those_of_the_formulas(size: int) -> None:
+    ranks = run_ranks(_check_counts, size)
+    # The ring: the same for every rank, 2(N-1)/N of the tensor whatever N. The naive one: rank 0's grow with N.
+    assert {rank["ring"] for rank in ranks} == {all_reduce_bytes(4000, size)}
+    assert ranks[0]["naive"] == (size - 1) * 4000
+    assert {rank["naive"] for rank in ranks[1:]} == {4000}
+
+
+def _check_trace(world: World) -> list[dict[str, Any]]:
+    trace = Trace()
+    tensor = torch.full((10,), 2.0**world.rank)
+    all_reduce(world, tensor, "ring", trace)
+    assert trace.first == [2.0**world.rank] * 10
+    assert trace.steps[-1]["held"] == tensor.tolist()
+    alone = World(RankEnv(), world.device)
+    assert all_reduce(alone, tensor, "ring", Trace()).messages == 0
+    world.barrier()
+    return trace.steps
+
+
+def test_a_trace_tells_each_step() -> None:
+    ranks = run_ranks(_check_trace, 5)
+    assert [step["phase"] for step in ranks[0]] == ["scatter-reduce"] * 4 + ["all-gather"] * 4
+    for rank, steps in enumerate(ranks):
+        assert {send["to"] for step in steps for send in step["sends"]} == {(rank + 1) % 5}
+        # After the scatter-reduce, rank r holds the whole sum of chunk r + 1 and of no other.
+        chunk = (rank + 1) % 5
+        whole = [number for number, value in enumerate(steps[3]["held"]) if value == 31.0]
+        assert whole == [2 * chunk, 2 * chunk + 1]
+
+
+def _check_lanes(world: World) -> None:
+    """Two threads with a group each reduce at the same time, over persistent buckets of several dtypes."""
+    collectives.PIECE_BYTES = 4096
+    lanes = [World(world.env, world.device, group=dist.new_group()) for _ in range(2)]
+    buckets = [[torch.empty(5000 + 77 * lane, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)] for lane in range(2)]
+    wrong: list[BaseException] = []
+
+    def work(lane: int) -> None:
+        try:
+            for _ in range(10):
+                for bucket in buckets[lane]:
+                    bucket.copy_(_values(world.rank, bucket.numel(), bucket.dtype))
+                    all_reduce(lanes[lane], bucket, "ring" if lane else "halving")
+                    _same(bucket, _expected(world.size, bucket.numel(), bucket.dtype), lane)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+    # A bucket is planned for once, and its plan does not keep it alive.
+    plans = list(collectives._PLANS[buckets[0][0]].values())
+    again = buckets[0][0]
+    assert len(plans) == 1
+    gone, storage = weakref.ref(again), weakref.ref(plans[0])
+    buckets.clear()
+    del again, plans
+    gc.collect()
+    assert gone() is None
+    assert storage() is None
+    world.barrier()
+
+
+def test_threads_with_groups_of_their_own() -> None:
+    run_ranks(_check_lanes, 3)
+
+
+def _check_line(world: World) -> None:
+    """A line of the mesh: ranks of a group are not those of the world."""
+    meshed = World(world.env, world.device, Axes(data=2, shard=2))
+    line = meshed.line("data")
+    tensor = torch.full((9,), 10.0**world.rank)
+    all_reduce(line, tensor, "ring")
+    _same(tensor, torch.full((9,), sum(10.0**rank for rank in line.ranks)), line.ranks)
+    broadcast(line, tensor.fill_(world.rank), "ring", root=1)
+    _same(tensor, torch.full((9,), float(line.ranks[1])), line.ranks)
+    world.barrier()
+
+
+def test_a_line_of_the_mesh() -> None:
+    run_ranks(_check_line, 4)
+
+
+def test_unknown_algorithm() -> None:
+    world = World(RankEnv(), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="ring, tree, halving, naive"):
+        all_reduce(world, torch.zeros(1), "rign")
+    with pytest.raises(ConfigError, match="ring, tree, naive"):
+        broadcast(world, torch.zeros(1), "halving")

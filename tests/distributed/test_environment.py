@@ -1,0 +1,159 @@
+"""Who this process is among the ranks, and this host among those of a job."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from paceline.config.schema import Parallel
+from paceline.core.errors import ConfigError
+from paceline.distributed.environment import (
+    HostEnv,
+    RankEnv,
+    first_host,
+    from_environment,
+    outer_launcher,
+    scheduled_host,
+    with_scheduler,
+)
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1234",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name in (*TORCHRUN, "TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST") or name.startswith(("SLURM_", "PET_")):
+            monkeypatch.delenv(name)
+
+
+def test_alone() -> None:
+    assert outer_launcher() is None
+    assert from_environment() == RankEnv(0, 1, 0, 1)
+
+
+def test_a_world_size_left_in_the_environment_alone_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # as notebooks and clusters leave them
+        monkeypatch.setenv(name, TORCHRUN[name])
+    assert outer_launcher() is None
+
+
+def test_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert outer_launcher() == RankEnv(rank=3, world_size=4, local_rank=1, local_world_size=2)
+
+
+def test_one_host_where_the_local_size_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        if name != "LOCAL_WORLD_SIZE":
+            monkeypatch.setenv(name, value)
+    found = outer_launcher()
+    assert found is not None
+    assert found.local_world_size == 4
+
+
+@pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    for name, value in TORCHRUN.items():
+        if name != missing:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"not {missing}.*unset RANK"):
+        outer_launcher()
+
+
+def test_a_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ConfigError, match="RANK='first'"):
+        outer_launcher()
+
+
+SLURM = {
+    "SLURM_JOB_ID": "123456", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[003-004]-ib", "SLURM_JOB_NODELIST": "gpu[003-009]-ib",
+}  # fmt: skip
+TRAINER = {
+    "PET_NNODES": "4", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "mine-node-0-0.mine",
+    "PET_MASTER_PORT": "29500", "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+}  # fmt: skip
+PYTORCH_JOB = {
+    "RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "mine-master-0", "MASTER_PORT": "23456",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variables", "host"),
+    [
+        ({}, None),
+        (SLURM, HostEnv("Slurm", (2, 2), 1, "gpu003-ib:23456")),
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        (TRAINER, HostEnv("Kubeflow", (4, 4), 2, "mine-node-0-0.mine:29500")),
+        ({**TRAINER, "PET_NNODES": "1"}, None),
+        ({"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "head:7000"}, HostEnv("PET_NNODES", (1, 4), None, "head:7000")),
+        (PYTORCH_JOB, HostEnv("PyTorchJob", (3, 3), 1, "mine-master-0:23456")),
+        ({**PYTORCH_JOB, **TRAINER}, HostEnv("Kubeflow", (4, 4), 2, "mine-node-0-0.mine:29500")),
+    ],
+    ids=["none", "Slurm", "Slurm, one node", "Trainer", "Trainer, one node", "elastic", "PyTorchJob", "PyTorchJob, later"],
+)
+def test_which_host_this_is(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], host: HostEnv | None) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert outer_launcher() is None
+    assert scheduled_host() == host
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [("n1", "n1"), ("n[1-2]", "n1"), ("a[08,10]-x,b", "a08-x"), ("r[0-3]n[5,7-9],z[1-2]", "r0n5"), ("login,a[1-2]", "login")],
+)
+def test_the_first_of_a_list_of_hosts(names: str, first: str) -> None:
+    assert first_host(names) == first
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "16"}, "16 tasks on 2 hosts.*--ntasks-per-node=1"),
+        ({**SLURM, "SLURM_NODEID": "x"}, "SLURM_NODEID='x'"),
+        ({**TRAINER, "PET_NNODES": "4:1"}, "PET_NNODES='4:1'"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_MASTER_ADDR is not set"),
+    ],
+)
+def test_a_scheduler_that_says_too_little_or_too_much(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        scheduled_host()
+
+
+HOST = HostEnv("Slurm", (2, 2), 1, "gpu003:23456")
+
+
+def test_what_the_config_leaves_open_is_the_schedulers_to_say() -> None:
+    assert with_scheduler(Parallel(), None) == Parallel()
+    assert with_scheduler(Parallel(), HOST) == Parallel(nnodes=2, node_rank=1, rdzv_endpoint="gpu003:23456")
+    assert with_scheduler(Parallel(nnodes="1:4", rdzv_endpoint="10.0.0.1"), HOST) == Parallel(
+        nnodes="1:4", node_rank=1, rdzv_endpoint="10.0.0.1"
+    )
+    elastic = HostEnv("PET_NNODES", (1, 4), None, "head:7000")
+    assert with_scheduler(Parallel(), elastic) == Parallel(nnodes="1:4", rdzv_endpoint="head:7000")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        (Parallel(nnodes=4), "`parallel.nnodes` is 4, and Slurm started this on 2 hosts"),
+        (Parallel(node_rank=0), "`parallel.node_rank` is 0, and Slurm gave this host number 1"),
+    ],
+)
+def test_a_config_that_contradicts_the_scheduler(parallel: Parallel, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        with_scheduler(parallel, HOST)

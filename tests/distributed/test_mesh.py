@@ -1,0 +1,70 @@
+"""The mesh: every rank on exactly one line along each set of axes, and sums along a line are those of its ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import AXES, Axes
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2, 1), (1, 2, 2, 2), (3, 1, 1, 2), (1, 1, 1, 1), (2, 2, 2, 2)])
+def test_lines_part_the_ranks(sizes: tuple[int, int, int, int]) -> None:
+    axes = Axes(*sizes)
+    for count in range(len(AXES) + 1):
+        for names in itertools.combinations(AXES, count):
+            lines = axes.lines(names)
+            assert sorted(rank for line in lines for rank in line) == list(range(axes.size))
+            for line in lines:
+                places = [axes.coordinates(rank) for rank in line]
+                for axis in AXES:
+                    assert len({place[axis] for place in places}) == (getattr(axes, axis) if axis in names else 1)
+    assert all(axes.rank_at(**axes.coordinates(rank)) == rank for rank in range(axes.size))
+    assert sorted({axes.replica(rank) for rank in range(axes.size)}) == list(range(axes.replicas))
+
+
+def test_tensor_ranks_are_neighbours_and_replicas_share_their_batch() -> None:
+    axes = Axes(data=2, tensor=2)
+    assert axes.lines(["tensor"]) == [[0, 1], [2, 3]]
+    assert axes.lines(["data"]) == [[0, 2], [1, 3]]
+    assert [axes.replica(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert axes.text() == "data 2 × tensor 2"
+    assert Axes().text() == "one rank"
+
+
+def sums(world: World) -> dict[str, object]:
+    mesh = World(world.env, world.device, Axes(data=2, tensor=2))
+    before = world.traffic.total
+    found: dict[str, object] = {"tensor": mesh.line("tensor").sum(world.rank)[0], "data": mesh.line("data").sum(world.rank)[0]}
+    found["one"] = mesh.line("pipeline").sum(world.rank)[0]
+    found["bytes"] = world.traffic.total - before  # two all-reduces of one float64 among two ranks
+    found["same"] = mesh.line("data", "tensor") is mesh
+    line = mesh.line("data")
+    found["object"] = line.broadcast_object(world.rank)
+    found["all"] = line.gather_objects(world.rank)
+    value = torch.tensor([float(world.rank)])
+    line.broadcast([value])
+    found["broadcast"] = value.item()
+    gathered, part = torch.empty(2), torch.empty(1)
+    line.wait(line.all_gather(gathered, torch.tensor([float(world.rank)])))
+    line.wait(line.reduce_scatter(part, torch.tensor([1.0, 10.0]) * (world.rank + 1)))
+    found["gathered"], found["part"] = gathered.tolist(), part.item()
+    world.barrier()
+    return found
+
+
+def test_collectives_stay_on_their_line() -> None:
+    for rank, found in enumerate(run_ranks(sums, 4)):
+        mates = [rank % 2, rank % 2 + 2]
+        assert found["tensor"] == (1 if rank < 2 else 5)
+        assert found["data"] == sum(mates)
+        assert found["one"] == rank
+        assert found["bytes"] == 2 * 8
+        assert found["same"]
+        assert found["object"] == mates[0] == found["broadcast"]
+        assert found["all"] == mates == found["gathered"]
+        assert found["part"] == sum(mate + 1 for mate in mates) * (1 if rank < 2 else 10)

@@ -1,0 +1,179 @@
+"""What a process knows of where it stands: phases, step times, collectives with their numbers and places, waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from paceline.distributed.collectives.run import all_reduce
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
+from paceline.distributed.progress import PULSE, Pulse, stack_of
+
+FILE = __file__
+
+
+def issued(only: str | None = None) -> list[dict[str, Any]]:
+    return [one for one in (call.as_dict() for call in PULSE.ring) if only is None or one["function"] == only]
+
+
+def test_time_of_the_data_is_without_the_waits() -> None:
+    pulse = Pulse()
+    pulse.start()
+    pulse.begin_step(7)
+    with pulse.waiting("others"):
+        time.sleep(0.05)
+    pulse.enter("forward")
+    assert pulse.phase == "forward"
+    pulse.end_step(disturbed=True)
+    (one,) = pulse.steps
+    assert (one.step, one.disturbed) == (7, True)
+    assert one.wait_s >= 0.05
+    assert one.data_s < one.wait_s
+    assert one.wall_s >= one.data_s + one.wait_s
+
+
+def test_phases_and_waits_add_up_to_the_step() -> None:
+    pulse = Pulse()
+    pulse.start()
+    pulse.enter("evaluation")  # of no step
+    for number in (1, 2):
+        pulse.begin_step(number)
+        for phase in ("forward", "backward", "forward", "backward"):
+            pulse.enter(phase)
+            time.sleep(0.005)
+            with pulse.waiting("others"):
+                time.sleep(0.02 * (phase == "backward"))
+        pulse.enter("optimizer")
+        pulse.end_step()
+    assert set(pulse.spent_s) == {"data", "forward", "backward", "optimizer"}
+    assert pulse.spent_s["forward"] >= 0.01
+    assert pulse.spent_s["backward"] >= 0.01
+    assert pulse.step_wait_s >= 0.04  # of the second step alone: it does not add up over steps
+    assert sum(pulse.spent_s.values()) + pulse.step_wait_s == pytest.approx(pulse.steps[-1].wall_s, abs=1e-9)
+
+
+def test_phases_add_up_where_threads_enter_them() -> None:
+    pulse = Pulse()
+    pulse.start()
+    pulse.begin_step(1)
+
+    def micro_batches(phase: str) -> None:
+        for _ in range(2000):
+            pulse.enter(phase)
+
+    threads = [threading.Thread(target=micro_batches, args=(phase,)) for phase in ("forward", "backward", "forward")]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    pulse.end_step()
+    assert set(pulse.spent_s) == {"data", "forward", "backward"}
+    assert min(pulse.spent_s.values()) >= 0
+    assert sum(pulse.spent_s.values()) == pytest.approx(pulse.steps[-1].wall_s, abs=1e-9)
+
+
+def test_a_phase_within_a_phase_and_signs_of_progress() -> None:
+    pulse = Pulse()
+    pulse.start()
+    pulse.enter("logging")
+    marks = pulse.marks
+    with pulse.during("evaluation"):
+        assert pulse.phase == "evaluation"
+        pulse.tick()
+    assert pulse.phase == "logging"
+    assert pulse.marks == marks + 3
+
+
+def test_waits_of_other_threads_do_not_count() -> None:
+    pulse = Pulse()
+    pulse.start()
+
+    def wait() -> None:
+        with pulse.waiting("others"):
+            assert pulse.waits_for is None
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert pulse.waited_s == 0.0
+    with pulse.waiting("first"), pulse.waiting("second"):
+        assert pulse.waits_for == "first"
+
+
+def test_the_stack_names_this_place() -> None:
+    assert any("test_the_stack_names_this_place" in line and FILE in line for line in stack_of(threading.get_ident()))
+
+
+def _collectives(world: World) -> dict[str, Any]:
+    PULSE.start()
+    mesh = World(world.env, world.device, Axes(data=2, shard=2))
+    line = mesh.line("shard")
+    world.sum(1.0, 2.0)
+    line.wait(line.all_reduce(torch.ones(10)))
+    dist.broadcast(torch.ones(3, dtype=torch.float64), src=0)
+    world.gather_objects("x")
+    all_reduce(world, torch.ones(5), "ring")
+    if world.rank < 2:
+        dist.send(torch.ones(1), 1) if world.rank == 0 else dist.recv(torch.ones(1), 0)
+    return {"calls": issued(), "issued": PULSE.issued, "groups": PULSE.groups}
+
+
+def test_collectives_are_numbered_in_their_group_and_placed() -> None:
+    told = run_ranks(_collectives, 4)
+    kinds = [
+        [(one["number"], one["function"], one["dtype"], one["numel"]) for one in rank["calls"] if one["number"] is not None]
+        for rank in told
+    ]
+    assert kinds[0] == [
+        (0, "all_reduce", "float64", 2),
+        (0, "all_reduce", "float32", 10),
+        (1, "broadcast", "float64", 3),
+        (2, "all_gather_object", None, None),
+        (3, "ring all-reduce", "float32", 5),
+    ]
+    assert kinds[1] == kinds[2] == kinds[3] == kinds[0]
+    group = told[0]["calls"][0]["group"]
+    assert told[2]["issued"][group] == 4
+    assert sorted(told[3]["groups"].values()) == [[0, 1, 2, 3], [2, 3]]
+    assert all("_collectives" in one["site"][0] and FILE in one["site"][0] for rank in told for one in rank["calls"])
+    assert [one["function"] for one in told[1]["calls"] if one["number"] is None] == ["recv"]
+
+
+def _wait_for_the_slow(world: World, how: str) -> float:
+    PULSE.start()
+    world.barrier()
+    before = PULSE.waited_s
+    if world.rank == 1:
+        time.sleep(0.5)
+    tensor = torch.ones(4)
+    if how == "async":
+        dist.all_reduce(tensor, async_op=True).wait()
+    elif how == "sync":
+        dist.all_reduce(tensor)
+    else:
+        world.sum(1.0)
+    return PULSE.waited_s - before
+
+
+@pytest.mark.parametrize("how", ["async", "sync", "world"])
+def test_the_wait_for_a_slow_rank_is_seen_whoever_waits(how: str) -> None:
+    first, slow = run_ranks(_wait_for_the_slow, 2, how)
+    assert first > 0.4 > slow
+
+
+def _inactive(world: World) -> tuple[int, float]:
+    PULSE.start(active=False)
+    world.sum(1.0)
+    return len(PULSE.ring), PULSE.waited_s
+
+
+def test_where_it_is_off_nothing_is_marked() -> None:
+    assert [calls for calls, _ in run_ranks(_inactive, 2)] == [0, 0]

@@ -1,0 +1,78 @@
+"""What `precision: auto` is on the devices of a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.distributed.communicator import World
+from paceline.distributed.devices import with_precision
+from paceline.train.precision import check_same_precision
+
+
+def config(**train_args: str) -> Config:
+    return Config.model_validate({"model": "m", "dataset": "d", "train_args": train_args})
+
+
+def capabilities(monkeypatch: pytest.MonkeyPatch, *majors: int) -> None:
+    """CUDA devices as the driver would report them."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(major=majors[index]))
+
+
+@pytest.mark.parametrize(
+    ("majors", "names", "precision", "reason"),
+    [
+        ((8, 8), ["NVIDIA A10", "NVIDIA A10"], "bf16-mixed", "bfloat16 is supported by NVIDIA A10"),
+        ((7, 7), ["Tesla T4", "Tesla T4"], "fp16-mixed", "bfloat16 is not supported by Tesla T4"),
+        ((8, 7), ["NVIDIA A10", "Tesla V100"], "fp16-mixed", "bfloat16 is not supported by Tesla V100"),
+        ((9,), [], "bf16-mixed", "bfloat16 is supported by cuda"),
+    ],
+)
+def test_cuda_by_compute_capability(
+    monkeypatch: pytest.MonkeyPatch, majors: tuple[int, ...], names: list[str], precision: str, reason: str
+) -> None:
+    capabilities(monkeypatch, *majors)
+    resolved, line = with_precision(config(), "cuda", names)
+    assert resolved.train_args.precision == precision
+    assert line == f"precision: {precision}, chosen by `precision: auto`: {reason}"
+
+
+def test_a_device_that_is_not_used_plays_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities(monkeypatch, 8, 7)
+    assert with_precision(config(), "cuda", ["NVIDIA A10"])[0].train_args.precision == "bf16-mixed"
+
+
+def test_a_cpu_is_float32_and_an_unknown_accelerator_too() -> None:
+    assert with_precision(config(), "cpu", ["cpu", "cpu"])[0].train_args.precision == "32"
+    assert with_precision(config(), "npu9", ["Card"])[0].train_args.precision == "32"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "32"])
+def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    capabilities(monkeypatch, 7)
+    given = config(precision=precision)
+    assert with_precision(given, "cuda", ["Tesla T4"]) == (given, f"precision: {precision}")
+    assert with_precision(given, "cpu") == (given, f"precision: {precision}")
+
+
+class Ranks(World):
+    """A world whose ranks report these precisions."""
+
+    def __init__(self, *precisions: str) -> None:
+        self.precisions = precisions
+
+    def gather_objects(self, value: object) -> list[object]:
+        return list(self.precisions)
+
+
+def test_ranks_on_different_devices_agree() -> None:
+    check_same_precision(Ranks("32", "32"), config().train_args)
+    with pytest.raises(ConfigError) as error:
+        check_same_precision(Ranks("bf16-mixed", "fp16-mixed", "bf16-mixed"), config().train_args)
+    assert "bf16-mixed on rank 0, rank 2; fp16-mixed on rank 1" in error.value.what
+    assert "train_args.precision" in str(error.value.fix)

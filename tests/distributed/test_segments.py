@@ -1,0 +1,61 @@
+"""Segments are counted per connection that leaves the host, also after it has been closed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from namespaces import network_of
+
+from paceline.distributed.segments import SegmentCounter
+
+_SEND = """
+import json, socket, sys, time
+from paceline.distributed.segments import SegmentCounter
+counter, readings = SegmentCounter(), []
+with socket.create_connection((sys.argv[1], 7000)) as one:
+    for _ in range(20):
+        one.sendall(bytes(100_000))
+    one.recv(1)  # all has arrived
+    readings.append(counter.read())
+readings.append(counter.read())
+print(json.dumps([[one.sent, one.resent] for one in readings]))
+"""
+_RECEIVE = """
+import socket, sys
+with socket.create_server((sys.argv[1], 7000)) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    left = 2_000_000
+    while left:
+        left -= len(connection.recv(1 << 20))
+    connection.sendall(b"x")
+    connection.recv(1)
+"""
+
+
+@pytest.mark.alone
+def test_what_a_lossy_link_makes_a_process_send_again_is_counted(request: pytest.FixtureRequest) -> None:
+    with network_of(request.config, 2, loss=0.05) as network:
+        address = network.addresses[0]
+        receiver = subprocess.Popen(network.on(0, [sys.executable, "-c", _RECEIVE, address]), stdout=subprocess.PIPE)
+        assert receiver.stdout is not None
+        receiver.stdout.readline()
+        sender = network.on(1, [sys.executable, "-c", _SEND, address])
+        done = subprocess.run(sender, capture_output=True, text=True, check=True)
+        receiver.wait(30)
+        receiver.stdout.close()
+    (sent, resent), after = json.loads(done.stdout)
+    assert sent > 1300  # 2 MB in segments of at most 1,460 bytes
+    assert 0.01 * sent < resent < 0.2 * sent
+    assert after == [sent, resent]
+
+
+def test_connections_within_a_host_do_not_count() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        one.sendall(bytes(10_000))
+        assert SegmentCounter().read().sent == 0

@@ -1,0 +1,230 @@
+"""Whole runs whose numbers go wrong: skipped and named, ended at good weights, gone back before."""
+
+import json
+from pathlib import Path
+
+import faulty_task
+import numpy as np
+import pytest
+import torch
+import yaml
+from commands import digest, events, report, run
+from faulty_task import SAMPLES
+
+from paceline.checkpoint import store
+from paceline.data.order import SampleOrder
+
+pytestmark = pytest.mark.slow
+
+EACH, RANKS, SEED = 8, 2, 7  # samples of a micro-batch
+ORDER = SampleOrder(SAMPLES, EACH * RANKS, SEED)
+FILE = Path(faulty_task.__file__)
+
+
+def train(folder, expect=0, recovery=None, more=(), ranks=RANKS, parallel=None, train_args=None, **task_args):
+    flags = folder.parent / f"{folder.name}-flags"
+    flags.mkdir(exist_ok=True)
+    config = {
+        "model": "small",
+        "dataset": "made-by-the-task",
+        "task": f"{FILE}:Faulty",
+        "task_args": {"flags": str(flags), **task_args},
+        "output_dir": str(folder),
+        "parallel": {"num_gpus": ranks, "device": "cpu", **(parallel or {"mode": "ddp"})},
+        "recovery": {"max_restarts": 0, **(recovery or {})},
+        "train_args": {
+            "per_device_train_batch_size": EACH * RANKS // ranks,
+            "max_steps": 24,
+            "learning_rate": 3e-3,
+            "lr_scheduler_type": "constant",
+            "seed": SEED,
+            "save_steps": 4,
+            "save_total_limit": None,
+            "logging_steps": 1,
+            **(train_args or {}),
+        },
+    }
+    file = folder.parent / f"{folder.name}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return run(str(file), *more, expect=expect)
+
+
+def samples_of(step):
+    """Those of a step (from 0), by the rank that has them."""
+    return [[int(one) for one in part] for part in ORDER.micro_batches(step, RANKS)]
+
+
+def only_in(steps, rank=0, until=24):
+    """A sample of each of the steps, of this rank's share, that no other step until then has."""
+    found = []
+    for step in steps:
+        elsewhere = np.concatenate([ORDER.global_batch(other) for other in range(until) if other != step])
+        found.append(next(one for one in samples_of(step)[rank] if one not in elsewhere))
+    return found
+
+
+def tensors(folder, step=None):
+    path = store.find(folder) if step is None else folder / "checkpoints" / store.name_of(step)
+    with store.CheckpointReader(path) as reader:
+        return {name: reader.read(name, (0,) * len(shape), shape) for name, (_, shape) in reader.tensors().items()}
+
+
+SKIPPING = [
+    {"mode": "ddp"},
+    pytest.param({"mode": "zero3"}, marks=pytest.mark.soak),
+    pytest.param({"mode": "ddp", "max_grad_norm": 0}, marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.parametrize("parallel", SKIPPING, ids=["ddp", "zero3", "unclipped"])
+def test_a_step_is_skipped_and_its_rank_named(tmp_path, parallel):
+    clip = parallel.get("max_grad_norm", 1.0)
+    settings = {"parallel": {"mode": parallel["mode"]}, "train_args": {"save_steps": 1, "max_grad_norm": clip}}
+    said = train(tmp_path / "run", bad=only_in([10], rank=1), **settings)
+    assert "step 11: the gradient is not finite: the loss of rank 1 was not; the update was skipped" in said.stderr
+    (event,) = events(tmp_path / "run", "skipped")
+    assert (event["step"], event["ranks"], event["cause"], event["updates"]) == (11, [1], "loss", 1)
+    assert report(tmp_path / "run")["skipped_steps"] == 1
+    assert report(tmp_path / "run")["steps"] == 24
+    before, after, later = (tensors(tmp_path / "run", step) for step in (10, 11, 12))
+    moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
+    assert moved == {"schedule/step", "data/position"}
+    assert all(not torch.equal(one, after[name]) for name, one in later.items() if name.startswith("model/"))
+
+
+@pytest.mark.soak
+def test_too_many_in_a_row_end_the_run_at_its_last_good_weights(tmp_path):
+    folder = tmp_path / "run"
+    bad = only_in(range(6, 10))
+    said = train(folder, expect=1, recovery={"max_skipped_steps": 3, "max_restarts": 3}, bad=bad)
+    assert "3 steps in a row, up to step 9, had no finite gradient: the loss of rank 0 was not" in said.stderr
+    assert "recovery.max_skipped_steps" in said.stderr
+    assert len(events(folder, "run_start")) == 1  # to go back would bring it again
+    good = {name: one for name, one in tensors(folder, 9).items() if name.startswith(("model/", "optimizer/"))}
+    assert all(bool(one.isfinite().all()) for one in good.values())
+    train(folder, recovery={"max_skipped_steps": 3, "max_restarts": 3}, bad=bad)  # counts anew, and comes through
+    assert report(folder)["resumed_from_step"] == 9
+    assert report(folder)["skipped_steps"] == 4
+
+
+@pytest.mark.soak
+def test_what_comes_to_an_end_may_come_again(tmp_path):
+    """Steps in a row: one that is good between them begins the count anew."""
+    train(tmp_path / "run", recovery={"max_skipped_steps": 2}, bad=only_in([5, 7, 9]))
+    assert report(tmp_path / "run")["skipped_steps"] == 3
+
+
+@pytest.mark.soak
+def test_workers_that_train_on_their_own_are_told_of_too(tmp_path):
+    folder = tmp_path / "run"
+    local = {"parallel": {"mode": "local_sgd"}, "train_args": {"logging_steps": 4}}
+    said = train(folder, bad=only_in([9, 10], rank=1), **local)
+    assert "rank 1 skipped 2 updates up to this step, each its own" in said.stderr
+    (event,) = events(folder, "skipped")
+    assert (event["step"], event["ranks"], event["updates"]) == (12, [1], 2)
+    assert report(folder)["skipped_steps"] == 2
+    ended = train(tmp_path / "ended", expect=1, recovery={"max_skipped_steps": 2}, bad=only_in([10, 11], rank=1), **local)
+    assert "2 steps in a row, up to step 12, had no finite gradient, on rank 1" in ended.stderr
+
+
+def test_a_drifted_replica_is_named_and_never_saved(tmp_path):
+    folder = tmp_path / "run"
+    flip = {"rank": 1, "call": 6, "name": "2.weight"}
+    said = train(folder, expect=1, ranks=3, train_args={"per_device_train_batch_size": 5}, flip=flip)
+    assert "rank 1 (host " in said.stderr
+    assert "has drifted from the replicas on ranks 0, 2" in said.stderr
+    assert "`2.weight`" in said.stderr
+    (event,) = events(folder, "drift")
+    assert (event["step"], event["ranks"]) == (8, [1])
+    assert [one.name for one in store.committed(folder / "checkpoints")] == ["step-00000004"]
+    train(folder, ranks=3, train_args={"per_device_train_batch_size": 5}, flip=flip)
+    train(tmp_path / "even", ranks=3, train_args={"per_device_train_batch_size": 5})
+    assert digest(folder) == digest(tmp_path / "even")
+
+
+@pytest.mark.soak
+def test_replicas_are_compared_between_checkpoints(tmp_path):
+    settings = {"train_args": {"save_steps": 0}, "flip": {"rank": 0, "call": 6, "name": "0.bias"}}
+    said = train(tmp_path / "run", expect=1, recovery={"check_replicas_steps": 7}, **settings)
+    assert "step 7" in said.stderr
+    assert "rank 0 (host " in said.stderr
+    assert "rank 1 (host " in said.stderr
+    assert "one of them has drifted" in said.stderr
+    train(tmp_path / "off", recovery={"check_replicas_steps": 0}, **settings)
+    assert events(tmp_path / "off", "drift") == []
+
+
+REWIND = {"rewind_on_spike": True, "spike_factor": 30, "spike_window": 6, "max_restarts": 2}
+
+
+@pytest.fixture(scope="module")
+def rewound(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rewound") / "run"
+    return folder, train(folder, recovery=REWIND, bad=only_in([10], rank=1), times=1e6)
+
+
+def test_a_jump_is_gone_back_before_and_its_batch_left_out(rewound):
+    folder, said = rewound
+    assert "step 11: the loss jumped to" in said.stderr
+    assert "back to the checkpoint of step 8, and the batch of this step is left out" in said.stderr
+    (event,) = events(folder, "rewind")
+    assert (event["step"], event["to_step"]) == (11, 8)
+    assert event["loss"] > 30 * event["median"]
+    found = report(folder)
+    assert found["data"]["skipped_batches"] == {"steps": [11], "samples": 16}
+    assert found["samples_seen"] == 24 * 16 - 16
+    assert found["restarts"] == 0
+    assert found["final_train_loss"] < found["first_train_loss"]
+    steps = [one["step"] for one in events(folder, "step")]
+    assert steps == [*range(1, 11), 9, 10, *range(12, 25)]
+    assert json.loads((store.find(folder) / "meta.json").read_text())["skipped_batches"] == [10]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("parallel", [{"mode": "zero1"}, {"mode": "zero3"}, {"mode": "deepspeed"}], ids=lambda one: one["mode"])
+def test_every_strategy_goes_back(rewound, tmp_path, parallel):
+    train(tmp_path / "run", recovery=REWIND, bad=only_in([10], rank=1), times=1e6, parallel=parallel)
+    assert report(tmp_path / "run")["data"]["skipped_batches"]["steps"] == [11]
+    ours, theirs = (tensors(one) for one in (tmp_path / "run", rewound[0]))
+    for name, one in theirs.items():
+        if name.startswith("model/"):
+            assert torch.allclose(ours[name], one, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.soak
+def test_two_runs_with_the_same_jump_end_alike_cut_or_not(rewound, tmp_path):
+    bad = {"bad": only_in([10], rank=1), "times": 1e6}
+    train(tmp_path / "again", recovery=REWIND, **bad)
+    assert digest(tmp_path / "again") == digest(rewound[0])
+    # a rank is killed between the rewind and the next checkpoint: it comes again; behind the checkpoint: it is known from there
+    for step, rewinds in ((11, 2), (14, 1)):
+        folder = tmp_path / f"killed-{step}"
+        train(folder, recovery=REWIND, **bad, die=only_in([step], rank=0)[0], train_args={"async_save": False})
+        assert digest(folder) == digest(rewound[0])
+        assert report(folder)["data"]["skipped_batches"] == {"steps": [11], "samples": 16}
+        assert (len(events(folder, "rewind")), report(folder)["restarts"]) == (rewinds, 1)
+
+
+@pytest.mark.soak
+def test_a_loss_that_is_not_finite_is_a_jump_and_with_no_checkpoint_its_batch_alone_is_left_out(tmp_path):
+    said = train(tmp_path / "run", recovery=REWIND, bad=only_in([2]), times="nan")
+    assert "step 3: the loss jumped to nan; there is no checkpoint before it, and the batch of this step" in said.stderr
+    assert report(tmp_path / "run")["data"]["skipped_batches"] == {"steps": [3], "samples": 16}
+    assert report(tmp_path / "run")["skipped_steps"] == 0
+    assert events(tmp_path / "run", "rewind")[0]["to_step"] == 2
+
+
+@pytest.mark.soak
+def test_it_does_not_go_back_for_ever(tmp_path):
+    folder = tmp_path / "run"
+    said = train(folder, recovery={**REWIND, "max_restarts": 1}, bad=only_in([9, 10], rank=1), times=1e6)
+    assert [one["step"] for one in events(folder, "rewind")] == [10]
+    assert "that the run goes on with this one" in said.stderr
+    assert report(folder)["data"]["skipped_batches"]["steps"] == [10]
+
+
+@pytest.mark.parametrize("parallel", [{"mode": "local_sgd"}, {"mode": "diloco"}], ids=lambda one: one["mode"])
+def test_workers_that_do_not_meet_cannot_go_back(tmp_path, parallel):
+    said = train(tmp_path / "run", expect=2, recovery=REWIND, parallel=parallel)
+    assert "rewind_on_spike" in said.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,131 @@
+"""Replicas compare their bits; one that differs is named."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from paceline.config.schema import Config
+from paceline.distributed.communicator import World
+from paceline.distributed.mesh import Axes
+from paceline.health.replicas import bit_sum, compare, judge
+from paceline.parallel.registry import make_strategy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8])
+def test_one_bit_changes_the_sum(dtype):
+    values = torch.randint(0, 2, (13,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    usual = int(bit_sum(values))
+    raw = values.view(torch.uint8)
+    for place in range(raw.numel()):
+        for bit in range(1 if dtype == torch.bool else 8):
+            raw[place] ^= 1 << bit
+            assert int(bit_sum(values)) != usual
+            raw[place] ^= 1 << bit
+    assert int(bit_sum(values)) == usual
+
+
+def test_the_sum_is_of_the_values_however_they_lie():
+    whole = torch.randn(40, 7, generator=torch.Generator().manual_seed(1))
+    copied = torch.empty(7, 40).t().copy_(whole)  # of other strides
+    behind = torch.cat([torch.zeros(1), whole.reshape(-1)])[1:].view(40, 7)  # not at a multiple of eight bytes
+    assert int(bit_sum(whole)) == int(bit_sum(copied)) == int(bit_sum(behind))
+    assert int(bit_sum(torch.zeros(0))) == 0
+    assert int(bit_sum(torch.tensor(1.5))) != int(bit_sum(torch.tensor(-1.5)))
+    assert int(bit_sum(torch.tensor(float("nan")))) == int(bit_sum(torch.tensor(float("nan"))))
+
+
+@pytest.mark.parametrize(
+    ("rows", "bad", "others"),
+    [
+        ([(1, 2), (1, 2), (1, 3)], (6,), (2, 4)),
+        ([(1, 2), (1, 3)], (2, 4), ()),
+        ([(1, 2), (1, 2), (1, 3), (1, 3)], (2, 4, 6, 8), ()),
+        ([(1, 3), (1, 2), (1, 2), (1, 4)], (2, 4, 6, 8), ()),
+        ([(1, 3), (1, 2), (1, 2), (1, 2), (0, 2)], (2, 10), (4, 6, 8)),
+    ],
+)
+def test_the_minority_is_named(rows, bad, others):
+    ranks = [2, 4, 6, 8, 10][: len(rows)]
+    found = judge(rows, ["first", "second"], ranks)
+    assert (found.ranks, found.others) == (bad, others)
+    assert found.parameter == ("first" if len({row[0] for row in rows}) > 1 else "second")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 9)
+        self.frozen = nn.Linear(9, 9).requires_grad_(False)
+        self.last = nn.Linear(9, 2)
+
+    def forward(self, x):
+        return self.last(self.frozen(torch.tanh(self.first(x))))
+
+
+def drift_of(world, mode, axes, flip, settings):
+    """(before, after): what is found when replicas are even, and when rank 1 has one bit flipped in what ``flip`` names."""
+    world = World(world.env, world.device, axes)
+    config = Config(model="m", dataset="d", parallel={"mode": mode}, **settings)
+    strategy = make_strategy(mode, config, world)
+    torch.manual_seed(world.rank)
+    model = strategy.place(Net())
+    strategy.build_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + strategy.replica))
+        strategy.backward(lambda number, module, x=x: module(x).square().mean(), 1)
+        strategy.clip(1.0)
+        strategy.update(lambda optimizer: (optimizer.step(), True)[1])
+    even = compare(strategy)
+    named = dict(strategy.replicated())
+    if world.rank == 1:
+        with torch.no_grad():
+            one = named[flip].detach()
+            local = getattr(one, "_local_tensor", one)
+            local.view(-1)[:1].view(torch.int32).bitwise_xor_(1)  # the last bit of the first element
+    found = compare(strategy)
+    world.barrier()
+    del model
+    return even, found
+
+
+LINES = {
+    "ddp": (3, "ddp", None, "last.weight", {}),
+    "what the optimizer keeps": (3, "ddp", None, "first.weight/exp_avg", {}),
+    "frozen": (3, "ddp", None, "frozen.bias", {}),
+    "zero1": (3, "zero1", None, "last.weight", {}),
+    "hybrid sharding": (4, "zero3", Axes(data=2, shard=2), "first.weight", {}),
+    "compressed": (3, "ddp", None, "first.bias", {"compression": {"method": "topk", "ratio": 0.2}}),
+    "deepspeed": (2, "deepspeed", None, "last.weight", {}),
+    "a worker": (4, "local_sgd", None, "last.weight", {"local_sgd": {"steps": 2, "workers": 2}}),
+    "workers, brought together": (4, "diloco", None, "last.weight", {"local_sgd": {"steps": 3, "workers": 4}}),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_flipped_bit_is_found_and_named(name):
+    world_size, mode, axes, flip, settings = LINES[name]
+    found = run_ranks(drift_of, world_size, mode, axes, flip, settings)
+    assert [even for even, _ in found] == [None] * world_size
+    lines = {"hybrid sharding": [1, 3], "a worker": [0, 1]}.get(name, list(range(world_size)))
+    for rank, (_, drift) in enumerate(found):
+        if rank not in lines:
+            assert drift is None
+            continue
+        assert drift.parameter == flip
+        assert drift.num_differing == 1
+        assert drift.ranks == ((1,) if len(lines) > 2 else tuple(lines))
+
+
+def nothing_to_compare(world, mode, settings):
+    config = Config(model="m", dataset="d", parallel={"mode": mode, **settings})
+    strategy = make_strategy(mode, config, world)
+    torch.manual_seed(world.rank)
+    strategy.place(Net())
+    strategy.build_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
+    return compare(strategy)
+
+
+@pytest.mark.parametrize(("mode", "settings"), [("zero3", {}), ("zero2", {}), ("deepspeed", {"deepspeed_stage": 3})])
+def test_shards_that_nobody_repeats_are_left_alone(mode, settings):
+    assert run_ranks(nothing_to_compare, 2, mode, settings) == [None, None]

@@ -1,0 +1,322 @@
+"""Who hangs, who issues other collectives and who is slow is named, by real ranks; nobody on an even world."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import events, forked, start, wait_for_step
+from ranks import run_ranks
+
+from paceline.config.schema.recovery import Recovery
+from paceline.core.events import EventLog, read_events
+from paceline.core.stop import StopFlag
+from paceline.distributed.communicator import World
+from paceline.distributed.progress import PULSE
+from paceline.health.watchdog import Watchdog
+
+pytestmark = pytest.mark.alone
+
+# -- a small loop of steps on real ranks -----------------------------------------------------------------------------------
+
+
+class Told:
+    """What a rank's watchdog has said: to the event log on rank 0, else on standard error; and whether it ended its rank."""
+
+    def __init__(self) -> None:
+        self.error = ""
+        self.events: list[dict[str, Any]] = []
+        self.failed: list[tuple[str, list[int]]] = []
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [one for one in self.events if one["type"] == kind]
+
+
+def _steps(world: World, folder: str, fault: str, recovery: dict[str, Any], steps: int = 30) -> Told:
+    PULSE.start()
+    told, stop = Told(), StopFlag()
+    log = EventLog(Path(folder) / "events.jsonl" if world.rank == 0 else None)
+
+    def fail(text: str, blamed: Any) -> None:
+        told.failed.append((text, list(blamed)))
+        dist.distributed_c10d._get_default_store().set("failed", "yes")
+
+    stop.fail = fail
+    watchdog = Watchdog(Recovery(hang_after_s=2.0, **recovery), 60.0, world, stop, Path(folder))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        watchdog.start()
+        watchdog.watch(SimpleNamespace(world=world, works=True), log)  # type: ignore[arg-type]
+        try:
+            for step in range(1, steps + 1):
+                _step(world, step, fault if step == 10 else "")
+            if fault == "skip" and world.rank == 1:
+                watchdog.close()  # it has come to its end, with one collective too few
+                dist.distributed_c10d._get_default_store().wait(["failed"])
+                world.barrier()
+        finally:
+            watchdog.close()
+    told.error = said.getvalue()
+    log.close()
+    told.events = read_events(log.path) if log.path is not None else []
+    return told
+
+
+def _step(world: World, step: int, fault: str) -> None:
+    PULSE.begin_step(step)
+    if fault == "sleep" and world.rank == 1:
+        _read_slowly()
+    PULSE.enter("forward")
+    time.sleep(0.02)
+    if not (fault == "skip" and world.rank == 1):
+        world.barrier()
+    PULSE.end_step()
+
+
+def _read_slowly() -> None:
+    time.sleep(6.0)
+
+
+@pytest.mark.soak
+def test_a_rank_that_sleeps_over_its_data_is_named_by_all_others(tmp_path: Path) -> None:
+    first, slow, third = run_ranks(_steps, 3, str(tmp_path), "sleep", {})
+    (hang,) = first.of("hang")
+    assert (hang["rank"], hang["phase"], hang["step"]) == (1, "data", 10)
+    assert any("_read_slowly" in line for line in hang["stack"])
+    assert "its stack" in hang["text"]
+    assert [one["rank"] for one in first.of("hang_end")] == [1]
+    assert "[rank 2] rank 1 on" in third.error
+    assert "stack" not in third.error  # one of them tells it
+    assert slow.error == ""
+    assert first.failed == slow.failed == third.failed == []
+
+
+@pytest.mark.soak
+def test_the_others_end_after_the_timeout(tmp_path: Path) -> None:
+    first, slow, third = run_ranks(_steps, 3, str(tmp_path), "sleep", {"hang_timeout_s": 3.0})
+    assert slow.failed == []
+    for one in (first, third):
+        text, blamed = one.failed[0]
+        assert blamed == [1]
+        assert "rank 1 on" in text
+        assert "After 3 s of it the ranks end" in text
+
+
+def test_a_rank_that_left_out_a_collective_is_named(tmp_path: Path) -> None:
+    first, *_ = run_ranks(_steps, 3, str(tmp_path), "skip", {"hang_timeout_s": 2.0})
+    hang = first.of("hang")[0]
+    assert hang["rank"] == 1
+    assert "it is 1 collective behind; it has ended" in hang["text"]
+    assert first.failed[0][1] == [1]
+
+
+@pytest.mark.soak
+def test_switched_off_it_is_silent(tmp_path: Path) -> None:
+    told = run_ranks(_steps, 2, str(tmp_path), "sleep", {"watchdog": False})
+    assert [(one.error, one.events, one.failed) for one in told] == [("", [], [])] * 2
+
+
+def _differ(world: World) -> tuple[str, str]:
+    """What each rank is about to call is marked, and not called: gloo would end the process."""
+    PULSE.start()
+    watchdog = Watchdog(Recovery(), 60.0, world, StopFlag())
+    watchdog.start()
+    PULSE.issue("all_reduce", torch.ones(10 if world.rank == 0 else 20), None)
+    world.barrier()
+    error = watchdog.explain(RuntimeError("op.preamble.length <= op.nbytes"))
+    other = watchdog.explain(ValueError("of something else"))
+    watchdog.close()
+    return str(error), str(other)
+
+
+def test_a_collective_that_failed_is_explained_by_what_the_others_called() -> None:
+    for text, other in run_ranks(_differ, 2):
+        assert "rank 0: all_reduce of 10 float32 at" in text
+        assert "rank 1: all_reduce of 20 float32 at" in text
+        assert text.count("_differ") == 2
+        assert "op.preamble.length" in text
+        assert other == "of something else"
+
+
+def _agree(world: World) -> str:
+    PULSE.start()
+    watchdog = Watchdog(Recovery(), 60.0, world, StopFlag())
+    watchdog.start()
+    world.barrier()
+    error = RuntimeError("connection closed")
+    same = watchdog.explain(error) is error
+    watchdog.close()
+    return str(same)
+
+
+def test_an_error_of_another_cause_stays_as_it_is() -> None:
+    assert run_ranks(_agree, 2) == ["True", "True"]
+
+
+def test_the_flight_recorder_of_torch_is_read() -> None:
+    """In processes of their own: torch reads the variable once."""
+    code = (
+        "import torch, torch.distributed as dist; from paceline.health.watchdog import flight_record;"
+        "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore());"
+        "dist.all_reduce(torch.ones(3)); print(flight_record() is not None)"
+    )
+    for size, expected in (("64", "True"), ("0", "False")):
+        environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected, done.stderr
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------------
+
+TASK = """\
+import os, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+import paceline
+
+class Faulty(paceline.Task):
+    calls = 0
+    def build_datasets(self):
+        return TensorDataset(torch.linspace(0, 1, 64).unsqueeze(1)), None
+    def build_model(self):
+        return nn.Linear(1, 1)
+    def loss(self, model, batch):
+        self.calls += 1
+        args = self.config.task_args
+        time.sleep(args.get("base_s", 0.0))
+        if int(os.environ["RANK"]) == args.get("rank"):
+            self.fault(args["fault"], args["from_step"])
+        elif args.get("fault") in ("other_collective", "other_size") and self.calls == args["from_step"]:
+            dist.all_reduce(torch.ones(10))
+        return (model(batch[0]) ** 2).sum()
+    def fault(self, fault, from_step):
+        if fault == "slow" and self.calls >= from_step:
+            time.sleep(0.2)
+        if fault == "other_collective" and self.calls == from_step:
+            dist.broadcast(torch.ones(3), src=0)
+        if fault == "other_size" and self.calls == from_step:
+            dist.all_reduce(torch.ones(20))
+"""
+
+
+def begin(tmp_path: Path, *words: str, num_ranks: int = 2) -> Any:
+    (tmp_path / "faulty.py").write_text(TASK)
+    return start(
+        "model=faulty", "dataset=made-by-the-task", f"task={tmp_path}/faulty.py:Faulty", f"output_dir={tmp_path}/run",
+        "parallel.device=cpu", f"parallel.num_gpus={num_ranks}", "per_device_train_batch_size=2", "logging_steps=1", *words,
+    )  # fmt: skip
+
+
+def wait_for(folder: Path, kind: str, process: Any, timeout_s: float = 60.0) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        found = events(folder, kind)
+        if found:
+            return found[0]
+        time.sleep(0.05)
+    raise AssertionError(f"no event {kind}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.soak), "zero3"])
+def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(tmp_path: Path, mode: str) -> None:
+    process = begin(tmp_path, "max_steps=60", f"parallel.mode={mode}", "task_args.base_s=0.02", num_ranks=3)
+    run = tmp_path / "run"
+    wait_for_step(run, 5, process)
+    victim = next(one for one in forked(process) if one.pid != events(run, "run_start")[0]["pid"])
+    os.kill(victim.pid, signal.SIGSTOP)
+    stopped_at = time.time()
+    try:
+        hang = wait_for(run, "hang", process)
+        time.sleep(2.0)  # each rank looks by itself
+        stopped_s = time.time() - stopped_at
+    finally:
+        os.kill(victim.pid, signal.SIGCONT)
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert hang["since_s"] < 10
+    assert hang["rank"] in (1, 2)
+    assert f"process {victim.pid}" in hang["text"]
+    assert "its process is stopped" in hang["text"]
+    assert hang["stack"]
+    assert f"rank {3 - hang['rank']}] rank {hang['rank']} on" in said  # the other one says it too
+    assert [one["rank"] for one in events(run, "hang_end")] == [hang["rank"]]
+    (pause,) = events(run, "straggler")  # reported by the rank itself, when it runs again
+    assert pause["rank"] == hang["rank"]
+    assert pause["steps"] == 1
+    assert stopped_s - 1 < pause["slower_by_s"] < stopped_s + 5
+    assert "was paused" in pause["text"]
+
+
+@pytest.mark.slow
+def test_different_collectives_end_the_run_and_both_places_are_shown(tmp_path: Path) -> None:
+    process = begin(
+        tmp_path, "max_steps=30", "recovery.max_restarts=0", "recovery.hang_after_s=2", "recovery.hang_timeout_s=6",
+        "task_args.rank=1", "task_args.fault=other_collective", "task_args.from_step=12",
+    )  # fmt: skip
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert "all_reduce of 10 float32 at" in said
+    assert "broadcast of 3 float32 at" in said
+    assert "faulty.py:20 in loss" in said
+    assert "in fault" in said
+
+
+@pytest.mark.slow
+def test_another_size_is_told_though_gloo_ends_the_process_at_once(tmp_path: Path) -> None:
+    process = begin(
+        tmp_path, "max_steps=30", "task_args.rank=1", "task_args.fault=other_size", "task_args.from_step=12"
+    )  # fmt: skip
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert "error: the ranks have issued different collectives" in said
+    assert "rank 0: all_reduce of 10 float32 at" in said
+    assert "rank 1: all_reduce of 20 float32 at" in said
+    assert events(tmp_path / "run", "fault") == []  # it would only come again
+
+
+@pytest.mark.slow
+def test_a_rank_slower_by_two_hundred_milliseconds_is_named_within_ten_steps(tmp_path: Path) -> None:
+    process = begin(
+        tmp_path, "max_steps=45", "task_args.base_s=0.05", "task_args.rank=2", "task_args.fault=slow", "task_args.from_step=20",
+        num_ranks=4,
+    )  # fmt: skip
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    (named,) = events(tmp_path / "run", "straggler")
+    assert named["rank"] == 2
+    made = [one["step"] for one in events(tmp_path / "run", "step") if one["time"] <= named["time"]]
+    assert made[-1] - 20 < 10
+    assert 0.15 < named["slower_by_s"] < 0.3
+    assert max(named["share"], key=named["share"].get) == "compute_s"
+    assert "rank 2 on" in said
+
+
+def even(tmp_path: Path, steps: int) -> None:
+    process = begin(tmp_path, f"max_steps={steps}", "task_args.base_s=0.005", "save_steps=50", num_ranks=4)
+    _, said = process.communicate(timeout=590)
+    assert process.returncode == 0, said
+    assert [events(tmp_path / "run", kind) for kind in ("straggler", "hang")] == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_none_is_named_in_even_steps(tmp_path: Path) -> None:
+    even(tmp_path, 200)
+
+
+@pytest.mark.soak
+def test_none_is_named_in_a_thousand_even_steps(tmp_path: Path) -> None:
+    even(tmp_path, 1000)

@@ -1,0 +1,255 @@
+"""Whether a method pays on the link that was measured: the arithmetic, real steps over links of two speeds, and who is told."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from links import Shaped
+from ranks import run_ranks
+from torch import nn
+from torch.nn import functional
+
+from paceline.config.schema import Config
+from paceline.distributed.link import Link
+from paceline.distributed.mesh import Axes
+from paceline.models.shape.outline import outline
+from paceline.observe.comm_advisor import Judge, Measured, Method, judge, judge_plain
+from paceline.observe.console import Progress, end_lines
+from paceline.observe.metrics import Meter
+from paceline.observe.report.communication_table import communication_rows
+from paceline.parallel.comm_profile import Spent
+from paceline.parallel.registry import make_strategy
+from paceline.train.optimizer import build_optimizer, matrices_of
+
+pytestmark = pytest.mark.alone
+
+FAST, SLOW = Link(1e-4, 1e9, 2), Link(0.01, 1e7, 2)
+BUCKETS = [20_000_000, 20_000_000]  # two ranks send each byte once
+
+
+def topk(link, measured, beside=True, sends_s=None):
+    return judge(Method("topk", "leave `compression` out", BUCKETS, beside, sends_s), link, measured)
+
+
+def test_it_pays_where_plain_ddp_would_wait_longer():
+    found = topk(SLOW, Measured(20, 0.5, 0.2, 0.3, Spent(0.2, method_s=0.1)))
+    assert found.pays is True
+    # The first bucket is full after half of backward, and each takes 2.02 s.
+    assert found.ddp == pytest.approx({"all_reduce_s": 4.04, "wait_s": 3.94, "step_s": 4.24})
+    assert "plain ddp's about 4.2 s" in found.why
+    assert "38.1 MiB" in found.why
+    assert "hides 100 ms" in found.why
+
+
+def test_it_does_not_pay_where_backward_hides_what_the_method_saves():
+    found = topk(FAST, Measured(20, 0.35, 0.05, 0.3, Spent(0.2, method_s=0.04)))
+    assert found.pays is False
+    assert found.ddp["wait_s"] == pytest.approx(0.0202)  # the last bucket
+    assert found.ddp["step_s"] == pytest.approx(0.3202)
+    assert "topk itself computes for 40 ms" in found.why
+    assert found.why.endswith("Fix: leave `compression` out")
+
+
+def test_a_small_gain_is_not_known():
+    found = topk(FAST, Measured(20, 0.315, 0.015, 0.3, Spent(0.2)))
+    assert found.pays is None
+    assert "too small to tell" in found.why
+
+
+def test_work_beside_the_step_slows_it_down():
+    """80 ms of work and 5 ms of waiting: 75 ms were taken from the step's only thread; of three, a third of it each."""
+    for threads, taken in ((1, 0.075), (3, 0.025)):
+        found = topk(FAST, Measured(20, 0.305, 0.005, 0.3, Spent(0.2, method_s=0.08), threads))
+        assert found.ddp["step_s"] == pytest.approx(0.3202 - taken)
+    found = topk(FAST, Measured(20, 0.305, 0.005, 0.3, Spent(0.2, method_s=0.08), 3), beside=False)
+    assert found.ddp["step_s"] == pytest.approx(0.3202 - 0.08)  # part of the step itself
+    found = topk(FAST, Measured(20, 0.305, 0.005, 0.3, Spent(0.2, moments_s=0.01)))
+    assert found.ddp["step_s"] == pytest.approx(0.3302)  # what ddp's optimizer does
+
+
+def test_waiting_that_nothing_explains_would_be_ddps_too():
+    measured = Measured(20, 0.35, 0.05, 0.3, Spent(0.2, method_s=0.01, moments_s=0.005))
+    found = topk(FAST, measured, sends_s=0.002)
+    assert found.ddp["wait_s"] == pytest.approx(0.0202 + 0.033)
+    assert found.ddp["step_s"] == pytest.approx(0.3 + 0.005 + 0.0202 + 0.033)
+    assert "33 ms of waiting that the link does not explain" in found.why
+    assert found.pays is None
+    assert topk(FAST, measured).pays is False  # not known what the link explains
+    diloco = topk(FAST, measured, beside=False, sends_s=0.002)  # its work is no part of its waiting
+    assert diloco.ddp["wait_s"] == pytest.approx(0.0202 + 0.048)
+    explained = topk(FAST, Measured(20, 0.35, 0.05, 0.3, Spent(0.2, method_s=0.045)), sends_s=0.005)
+    assert explained.pays is False
+    assert "does not explain" not in explained.why
+
+
+@pytest.mark.parametrize(("step_s", "pays"), [(3.0, True), (200.0, False), (4.0, None), (30.0, None)])
+def test_where_waits_are_not_seen_bounds_decide(step_s, pays):
+    found = topk(SLOW, Measured(20, step_s, None, None, Spent(0.0)))
+    assert found.pays is pays
+    assert found.ddp == {"all_reduce_s": pytest.approx(4.04), "wait_s": None, "step_s": None}
+
+
+def test_without_steps_nothing_is_known():
+    found = topk(SLOW, None)
+    assert found.pays is None
+    assert "too few steps" in found.why
+
+
+def test_what_is_said_of_plain_ddp():
+    slow = Measured(20, 4.4, 4.0, 0.4, Spent(0.3))
+    assert judge_plain(Measured(20, 0.4, 0.19, 0.21, Spent(0.3)), None, BUCKETS) is None  # less than half of it
+    assert judge_plain(None, None, BUCKETS) is None
+    said = judge_plain(slow, SLOW, BUCKETS)
+    assert said.startswith("communication takes 91 % of a step (4 s of 4.4 s)")
+    assert "`compression.method: powersgd`" in said
+    assert "`parallel.mode: diloco`" in said
+    other = judge_plain(slow, FAST, BUCKETS)
+    assert "the link is not what is slow" in other
+    assert "compression" not in other
+
+
+# -- real steps -------------------------------------------------------------------------------------------------------------
+WORDS, ROWS = 24, 48
+
+
+class Plain(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WORDS))
+
+
+def steps(world, mode, link, more, steps=14):
+    """Train on real ranks, over a link of (bytes a second, seconds a message) where one is given."""
+    if link is not None:
+        world = Shaped.of(world, *link)
+    config = Config(model="m", dataset="d", parallel={"mode": mode, "bucket_cap_mb": 0.01}, **more)
+    strategy = make_strategy(mode, config, world)
+    torch.manual_seed(0)
+    built = Plain().eval()
+    _, matrices = outline(built, config), matrices_of(built)
+    strategy.place(built)
+    strategy.build_optimizer(lambda named: build_optimizer(config.train_args, 1e-3, named, matrices))
+    meter = Meter(world, time.time(), has_tokens=False)
+    before = world.traffic.total
+    judge = Judge(strategy.exchange, world, meter, first_step=0, last_step=steps)
+    opening, words = judge.opening(), []
+    assert world.traffic.total == before
+    batch = torch.arange(ROWS) % WORDS
+
+    def micro_step(number, module):
+        return functional.cross_entropy(module(batch), batch, reduction="sum") / ROWS
+
+    for step in range(1, steps + 1):
+        meter.begin()
+        strategy.backward(micro_step, 1)
+        strategy.clip(1.0)
+        strategy.update(lambda optimizer: (optimizer.step(), True)[1])
+        meter.end(torch.zeros(()), 1.0)
+        words.append(judge.after_step(step))
+    figures = judge.report()
+    sent = [meter.usual_traffic, strategy.exchange.sent_bytes]
+    world.barrier()
+    return opening, words, figures, judge.said, sent
+
+
+SLOW_RATE = (5e4, 1e-3)  # so slow that a busy machine does not matter
+TOPK = {"compression": {"method": "topk", "ratio": 0.01}}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_compression_on_a_slow_link_pays(world_size):
+    ranks = run_ranks(steps, world_size, "ddp", SLOW_RATE, TOPK)
+    opening, words, figures, said, _ = ranks[0]
+    assert opening[0] == "info"
+    assert opening[1].startswith("link: ")
+    assert "topk sends" in opening[1]
+    told = [(number + 1, word) for number, word in enumerate(words) if word is not None]
+    assert [number for number, _ in told] == [11]  # the first step does not count
+    assert told[0][1][0] == "info"
+    assert told[0][1][1].startswith("step 11: topk pays on this link: ")
+    assert figures["communication"]["pays"] is True
+    assert figures["communication"]["steps_measured"] == 13
+    assert figures["communication"]["ddp"]["step_s"] > figures["communication"]["step_s"]
+    assert figures["link"]["num_ranks"] == world_size
+    assert said.startswith("topk pays on this link: ")
+    assert len({one[2]["communication"]["why"] for one in ranks}) == 1  # all ranks come to the same
+
+
+def test_what_is_said_to_be_sent_is_sent():
+    for mode, more in (("ddp", TOPK), ("ddp", {"compression": {"method": "int8"}}), ("ddp", {})):
+        sent, said = run_ranks(steps, 2, mode, None, more, 6)[0][4]
+        assert sent == pytest.approx(said, abs=8), (mode, more)  # the norm's all-reduce
+
+
+def test_plain_ddp_on_a_slow_link_names_the_ways():
+    opening, words, figures, said, _ = run_ranks(steps, 2, "ddp", SLOW_RATE, {}, 7)[0]
+    assert opening is None
+    assert words == [None] * 7  # nothing is measured before the end
+    assert figures["communication"]["method"] == "none"
+    assert figures["communication"]["pays"] is None
+    assert figures["communication"]["wait_share"] > 0.5
+    assert figures["link"]["num_ranks"] == 2
+    assert said == figures["communication"]["why"]
+    assert "powersgd" in said
+
+
+def local(world, workers):
+    more = {"local_sgd": {"steps": 4, "workers": workers}}
+    return steps(world, "diloco", SLOW_RATE, more, 15)
+
+
+def test_local_training_is_judged_by_whole_periods():
+    ranks = run_ranks(local, 4, 2)
+    opening, words, figures, said, _ = ranks[0]
+    assert "diloco sends" in opening[1]
+    assert "in the mean" in opening[1]
+    assert [number + 1 for number, word in enumerate(words) if word is not None] == [13]  # three periods after the first step
+    assert figures["communication"]["steps_measured"] == 12
+    assert figures["link"]["num_ranks"] == 4  # those among which plain ddp would sum
+    assert figures["communication"]["pays"] is True
+    assert said.startswith("diloco pays on this link: ")
+
+
+def part(world):
+    """Compression on the data axis of a hybrid; and modes of which there is nothing to judge."""
+    axes = Axes(data=2, tensor=2)
+    lines = type(world)(world.env, world.device, axes)
+    sizes = {"mode": "hybrid", "data": 2, "tensor": 2, "tensor_plan": {"1": "colwise", "3": "rowwise"}}
+    config = Config(model="m", dataset="d", parallel=sizes, compression={"method": "bf16"})
+    strategy = make_strategy("hybrid", config, lines)
+    strategy.place(Plain())
+    none = []
+    for mode in ("zero1", "zero3"):
+        other = make_strategy(mode, Config(model="m", dataset="d", parallel={"mode": mode}), world)
+        other.place(Plain())
+        none.append(other.exchange)
+    world.barrier()
+    return strategy.exchange.group.size, strategy.exchange.sent_bytes * 2 == sum(strategy.exchange.bucket_bytes), none
+
+
+def test_the_data_axis_of_a_hybrid():
+    for found in run_ranks(part, 4):
+        assert found == (2, True, [None, None])
+
+
+# -- who is told ------------------------------------------------------------------------------------------------------------
+def test_the_report_and_the_last_lines_tell():
+    verdict = topk(FAST, Measured(20, 0.35, 0.05, 0.3, Spent(0.2, method_s=0.04)))
+    figures = {
+        "method": "topk", "ratio_sent": 50.0, "residual_norm": 1.5, "step_s": 0.35, "wait_s": 0.05, "wait_share": 1 / 7,
+        "steps_measured": 20, "method_s": 0.04, "ddp": verdict.ddp, "pays": verdict.pays, "why": verdict.why,
+    }  # fmt: skip
+    rows = {one["name"]: one["value"] for one in communication_rows({"communication": figures, "link": FAST.as_dict()})}
+    assert rows["Pays on this link"] == "no"
+    assert rows["Link, measured"] == "8 Gbit/s, 0.1 ms a message"
+    assert rows["Of it waiting for communication"] == "50 ms (14 %)"
+    assert rows["A step of plain ddp, predicted"] == "320 ms"
+    assert rows["Sent, of what plain ddp sends"] == "1/50"
+    assert rows["Why"] == verdict.why
+    assert communication_rows({}) == []
+    old = {row["name"] for row in communication_rows({"communication": {"method": "topk", "ratio_sent": None}})}
+    assert old == {"Method", "Sent, of what plain ddp sends"}  # of a run before links were measured
+    lines = dict(end_lines(Progress(), {"status": "done", "step": 20, "network": "topk does not pay"}))
+    assert lines["network"] == "topk does not pay"
+    assert "network" not in dict(end_lines(Progress(), {"status": "done", "step": 20}))

@@ -1,0 +1,427 @@
+"""The console: what is printed to a pipe, what is drawn on a terminal, and that neither can hurt the run."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.events import EventLog
+from paceline.core.run_dir import RunDir
+from paceline.observe.console import Console
+from paceline.observe.tensorboard import TensorBoardListener, check_tensorboard
+
+START = {
+    "config": {"task": "sft", "resume": "auto"},
+    "derived": {
+        "world_size": 2,
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "global_batch_size": 16,
+        "steps_per_epoch": 20,
+        "steps": 40,
+        "epochs": 2.0,
+        "warmup_steps": 5,
+        "learning_rate": 1e-4,
+        "tokens_per_step": 3200,
+        "eval_every_steps": 20,
+    },
+    "world_size": 2,
+    "device": "cpu",
+    "strategy": "ddp",
+    "model": {"name": "builtin:small", "parameters": 3_000_000, "trainable_parameters": 120_000},
+    "data": {"read": 90, "kept": 85, "truncated": 4, "dropped": {"empty": 3, "too long": 2}},
+    "versions": {"torch": "2.11"},
+    "output_dir": "output/run",
+    "resumed_from_step": None,
+}
+
+
+def step(number: int, loss: object = 1.5, at: float | None = None, **more: object) -> dict:
+    """A `step` event, a tenth of a second after the one before."""
+    return {
+        "time": 1000.0 + number * 0.1 if at is None else at,
+        "type": "step",
+        "step": number,
+        "epoch": number / 20,
+        "loss": loss,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-4,
+        "tokens": 3200,
+        "step_time_s": 0.5,
+        "data_wait_s": 0.01,
+        "comm_wait_s": None,
+        "memory_bytes": [2**30, 3 * 2**29],
+        "ranks": None,
+        **more,
+    }
+
+
+def start(**more: object) -> dict:
+    return {"time": 1000.0, "type": "run_start", **START, **more}
+
+
+def plain(events: list[dict]) -> str:
+    stream = io.StringIO()
+    console = Console(stream)
+    for event in events:
+        console(event)
+    console.close()
+    return stream.getvalue()
+
+
+def test_start_block_says_model_parallel_data_and_derived_values():
+    text = plain([start()])
+    for part in (
+        "builtin:small: 3,000,000 parameters, 120,000 trained (4 %)",
+        "ddp, 2 ranks, cpu",
+        "90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long)",
+        "16 samples = 4 a micro-batch × 2 accumulation × 2 ranks",
+        "about 3,200 tokens a step",
+        "40 (20 an epoch, 2 epochs)",
+        "1e-4, after 5 steps of warm-up",
+        "paceline watch output/run",
+    ):
+        assert part in text
+
+
+def test_a_step_line_has_the_figures_and_no_control_codes():
+    line = plain([start(), step(1)]).splitlines()[-1]
+    assert line == "step 1/40  epoch 0.05  loss 1.5000  lr 1e-4  6.4k tokens/s  mem 1.5 GiB  2 ranks  ETA 0:20"
+
+
+def shown_steps(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"^step (\d+)/", text, re.MULTILINE)]
+
+
+def test_a_long_run_prints_about_one_line_per_second_with_first_and_last():
+    long_run = start(derived={**START["derived"], "steps": 140})
+    shown = shown_steps(plain([long_run, *(step(number) for number in range(1, 141))]))
+    assert shown[0] == 1
+    assert shown[-1] == 140
+    assert 15 <= len(shown) <= 17  # 14 seconds
+
+
+def test_a_short_run_prints_every_step_that_it_logs():
+    assert shown_steps(plain([start(), *(step(number) for number in range(1, 41))])) == list(range(1, 41))
+
+
+def test_logging_steps_are_all_printed():
+    settings = {"derived": {**START["derived"], "steps": 1000}, "config": {"train_args": {"logging_steps": 5}}}
+    logged = [1, *range(5, 201, 5)]
+    assert shown_steps(plain([start(**settings), *(step(number) for number in logged)])) == logged
+
+
+def test_a_run_that_ends_early_shows_its_last_step():
+    text = plain(
+        [start(), step(1), step(2), step(3), {"type": "run_end", "time": 1001.0, "status": "stopped", "step": 3, "wall_s": 1.0}]
+    )
+    assert "step 3/40" in text
+    assert "stopped" in text
+    assert "3 of 40 steps in 1.0 s" in text
+    assert "the same command goes on" in text
+
+
+def test_evaluations_checkpoints_and_notices_are_never_hidden():
+    many = []
+    for number in range(1, 11):
+        many += [
+            step(number),
+            {
+                "type": "eval",
+                "time": 1000.0,
+                "step": number,
+                "loss": 1.25,
+                "count": 99,
+                "wall_s": 0.1,
+                "metrics": {"accuracy": 0.5},
+            },
+            {"type": "checkpoint", "time": 1000.0, "step": number, "path": "c", "size_bytes": 2048, "wall_s": 0.1},
+            {"type": "notice", "time": 1000.0, "level": "warning", "text": f"careful {number}"},
+        ]
+    text = plain([start(), *many])
+    assert text.count("evaluation at step") == text.count("checkpoint at step") == text.count("warning: careful") == 10
+    assert "loss 1.2500, accuracy 0.5000, over 99, in 0.10 s" in text
+    assert "2.0 KiB" in text
+
+
+def test_a_checkpoint_that_failed_is_said():
+    text = plain(
+        [{"type": "checkpoint", "time": 0.0, "step": 8, "path": None, "size_bytes": None, "wall_s": None, "error": "disk full"}]
+    )
+    assert text == "warning: no checkpoint at step 8: disk full\n"
+
+
+def test_end_says_where_things_are_and_what_to_type():
+    text = plain(
+        [
+            start(),
+            step(1, 3.0),
+            step(40, 1.0),
+            {"type": "run_end", "time": 1065.0, "status": "done", "step": 40, "wall_s": 65.0},
+        ]
+    )
+    assert "training loss 3.0000 → 1.0000" in text
+    for part in (
+        "1 min 05 s",
+        "output/run/report.html",
+        "output/run/model/",
+        'paceline generate output/run "…"',
+        "paceline watch output/run",
+    ):
+        assert part in text
+
+
+def test_a_run_without_a_language_model_is_not_told_to_generate():
+    end = {"type": "run_end", "time": 1.0, "status": "done", "step": 40}
+    assert "generate" not in plain([start(config={"task": "classify"}), end])
+
+
+def test_failed_run_says_the_reason():
+    text = plain([start(), {"type": "run_end", "time": 1.0, "status": "failed", "step": None, "reason": "rank 1 died"}])
+    assert "rank 1 died" in text
+
+
+@pytest.mark.parametrize("loss", ["nan", math.nan, math.inf, None])
+def test_a_loss_that_is_no_number(loss):
+    assert f"loss {'–' if loss is None else str(float(loss))}" in plain([start(), step(1, loss)])
+
+
+def test_unknown_figures_are_left_out():
+    event = {"time": 1.0, "type": "step", "step": 1, "loss": 2.0}
+    bare = {"time": 1.0, "type": "run_start", "strategy": "single", "device": "cpu", "world_size": 1}
+    assert plain([bare, event]).splitlines()[-1] == "step 1  loss 2.0000  1 rank"
+
+
+def test_samples_a_second_where_there_are_no_tokens():
+    assert "32 samples/s" in plain([start(), step(1, tokens=None)])
+
+
+def test_eta_is_from_the_median_step():
+    text = plain([start(), step(1), step(2), step(3, step_time_s=500.0, at=1005.0)])
+    assert text.splitlines()[-1].endswith("ETA 0:18")  # 37 steps of half a second, whatever the third took
+
+
+def test_time_to_first_step_once_a_life():
+    lines = plain([start(), step(1, since_start_s=4.21), step(2), start(resumed_from_step=2), step(3, since_start_s=3.0)])
+    assert lines.count("first step done after") == 2
+    assert "first step done after 4.2 s" in lines
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    text = plain([start(output_dir="a\x1b[2Jb"), {"type": "notice", "time": 0.0, "level": "info", "text": "x\x1b]0;y\x07"}])
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+def test_json_mode_keeps_standard_output_free(capsys):
+    Console(sys.stdout, json_mode=True)(step(1))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "step 1" in captured.err
+
+
+class Broken(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_broken_pipe_does_not_reach_the_run(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl", [Console(Broken())])
+    log.emit("run_start", **START)
+    log.emit("run_end", status="done", step=0)
+    log.close()
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_closed_stream_and_none_are_quiet():
+    stream = io.StringIO()
+    console = Console(stream)
+    stream.close()
+    console(start())
+    console.close()
+
+
+def test_an_ascii_stream_gets_ascii():
+    raw = io.BytesIO()
+    console = Console(io.TextIOWrapper(raw, encoding="ascii"))
+    console(start())
+    assert b"4 a micro-batch x 2 accumulation x 2 ranks" in raw.getvalue()
+
+
+def test_an_event_of_an_odd_shape_is_said_not_raised():
+    assert "could not be shown" in plain([{"type": "step", "time": 0.0}, {"type": "run_start", "derived": 7}])
+    assert plain([{"type": "of_the_future", "time": 0.0}]) == ""
+
+
+# A real terminal: a child process whose standard error is a pseudo-terminal.
+
+CHILD = """
+import json, sys, time
+from paceline.observe.console import Console
+console = Console()
+for line in sys.stdin:
+    console(json.loads(line))
+    time.sleep(0.11)  # each event is drawn
+console.close()
+assert "rich.live" in sys.modules and "torch" not in sys.modules
+"""
+
+
+def on_terminal(events: list[dict], columns: int, **environment: str) -> str:
+    import fcntl
+    import json
+    import struct
+    import termios
+
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        env={**env, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment},
+    )
+    os.close(slave)
+    child.stdin.write("".join(json.dumps(event) + "\n" for event in events).encode())
+    child.stdin.close()
+    read = b""
+    while select.select([master], [], [], 30)[0]:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:
+            break
+        if not chunk:
+            break
+        read += chunk
+    os.close(master)
+    with child:
+        assert child.stdout.read() == b""
+    assert child.returncode == 0, read.decode()
+    return read.decode()
+
+
+def screen(raw: str) -> list[str]:
+    """What stands on the screen in the end: lines, with carriage return and erase-line obeyed, colours left out."""
+    lines = []
+    for line in re.sub(r"\x1b\[(?![0-9]*K)[0-9;?]*[a-zA-Z]", "", raw).split("\n"):
+        shown = re.split(r"\r?\x1b\[2K", line.rstrip("\r"))[-1]
+        lines.append(shown.split("\r")[-1].rstrip())
+    return [line for line in lines if line]
+
+
+def test_a_terminal_shows_one_live_line_with_the_rest_above():
+    raw = on_terminal(
+        [
+            start(),
+            step(1, since_start_s=4.0),
+            step(2),
+            {"type": "notice", "time": 0.0, "level": "info", "text": "[bold]hello[/bold]"},
+            step(20),
+            {"type": "run_end", "time": 1001.0, "status": "done", "step": 20},
+        ],
+        columns=140,
+    )
+    assert "\x1b[2K" in raw  # redrawn in place
+    assert raw.count("\x1b[?25h") >= 1
+    assert raw.rfind("\x1b[?25h") > raw.rfind("\x1b[?25l")  # the cursor is there in the end
+    lines = screen(raw)
+    live = [line for line in lines if "step 20/40" in line]
+    assert len(live) == 1
+    assert live[0].startswith("━━━")
+    assert "loss 1.5000" in live[0]
+    assert "6.4k tokens/s" in live[0]
+    assert "ETA 0:10" in live[0]
+    assert not any("step 2/40" in line for line in lines)
+    hello = next(index for index, line in enumerate(lines) if line == "[bold]hello[/bold]")
+    assert hello < lines.index(live[0])
+    assert any(line.startswith("done") for line in lines)
+
+
+def test_a_narrow_terminal_keeps_step_loss_and_eta_on_one_line():
+    raw = on_terminal([start(), step(7)], columns=44)
+    line = screen(raw)[-1]
+    assert len(line) < 44
+    assert "step 7/40" in line
+    assert "loss 1.5000" in line
+    assert "ETA" in line
+    assert "ranks" not in line
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    master, slave = os.openpty()
+    monkeypatch.setenv("TERM", "dumb")
+    with os.fdopen(slave, "w") as stream:
+        console = Console(stream)
+        console(start())
+        console(step(1))
+        assert not console.live
+        read = b""
+        while b"step 1/40" not in read:
+            read += os.read(master, 65536)
+    os.close(master)
+    assert b"\x1b" not in read
+
+
+def test_closing_the_terminal_does_not_stop_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    master, slave = os.openpty()
+    stream = os.fdopen(slave, "w")
+    console = Console(stream)
+    assert console.live
+    log = EventLog(tmp_path / "events.jsonl", [console])
+    log.emit("run_start", **START)
+    log.emit(**step(1))
+    os.close(master)
+    for number in (2, 3):
+        log.emit(**step(number))
+    log.emit("run_end", status="done", step=3)
+    log.close()
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 5
+
+
+# TensorBoard
+
+
+def test_tensorboard_files_hold_the_scalars(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    listener = TensorBoardListener(tmp_path)
+    evaluation = {"type": "eval", "time": 1003.0, "step": 3, "loss": 1.25, "metrics": {"accuracy": 0.5}}
+    for event in (
+        start(),
+        step(1),
+        step(2, "nan"),
+        step(3, 1.0),
+        evaluation,
+        {"type": "run_end", "time": 1004.0, "status": "done"},
+    ):
+        listener(event)
+    listener.close()
+    assert listener.error is None
+    read = EventAccumulator(str(RunDir(tmp_path).root / "tensorboard"))
+    read.Reload()
+    losses = [one.value for one in read.Scalars("train/loss")]
+    assert losses[0] == 1.5
+    assert math.isnan(losses[1])
+    assert [one.step for one in read.Scalars("train/loss")] == [1, 2, 3]
+    assert read.Scalars("train/tokens_per_second")[0].value == 6400
+    assert read.Scalars("eval/loss")[0].value == 1.25
+    assert read.Scalars("memory/rank_1_bytes")[0].value == 3 * 2**29
+    assert {"train/learning_rate", "train/grad_norm", "eval/accuracy"} <= set(read.Tags()["scalars"])
+
+
+def test_tensorboard_that_is_not_installed_is_a_config_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'paceline\[tensorboard\]'"):
+        check_tensorboard()

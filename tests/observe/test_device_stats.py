@@ -1,0 +1,42 @@
+"""What is told of accelerators, and that nothing is told where there are none."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import torch
+
+from paceline.observe.device_stats import NOTHING, DeviceReader, as_event
+
+
+def readers() -> int:
+    return sum(one.name == "device-reader" for one in threading.enumerate())
+
+
+def test_on_a_cpu_nothing_is_read() -> None:
+    reader = DeviceReader(torch.device("cpu"))
+    assert reader.last == NOTHING
+    assert readers() == 0
+    assert as_event([reader.last, reader.last]) == {}
+
+
+def test_what_does_not_answer_is_not_asked_again() -> None:
+    reader = DeviceReader(torch.device("cuda", 99))  # there is no such device anywhere
+    for one in threading.enumerate():
+        if one.name == "device-reader":
+            one.join(timeout=30)
+    assert readers() == 0
+    assert reader.last == NOTHING
+    del reader
+    gc.collect()
+
+
+def test_each_figure_is_known_or_null() -> None:
+    told = as_event([[1.5, 41.0, 0.0], NOTHING, [1.0, 0.0, 301.25]])
+    assert told == {
+        "devices": [
+            {"rank": 0, "utilisation": 0.5, "temperature_c": 40.0, "power_w": None},
+            {"rank": 2, "utilisation": 0.0, "temperature_c": None, "power_w": 300.25},
+        ]
+    }

@@ -1,0 +1,75 @@
+"""The parts of the memory that are measured are those that each strategy declares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.nn import functional
+
+from paceline.config.schema import Config
+from paceline.distributed.communicator import World
+from paceline.models.shape.outline import outline
+from paceline.observe.memory import split_state
+from paceline.observe.metrics import peak_since, restart_peak
+from paceline.parallel.cost import Workload
+from paceline.parallel.registry import layout, make_strategy
+from paceline.train.optimizer import build_optimizer, matrices_of
+
+WORDS, ROWS = 24, 24
+
+
+class Plain(nn.Sequential):
+    """Wide enough that step counts and padding do not show."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WORDS))
+
+
+def _measured(world: World, mode: str, more: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int]:
+    """(measured, declared, the strategy's own sum) after two steps."""
+    config = Config(model="m", dataset="d", **{"parallel": {"mode": mode}, **more})
+    world = World(world.env, world.device, layout(config.parallel, world.size).axes, world.group, world.ranks, world.waits)
+    strategy = make_strategy(mode, config, world)
+    built = Plain()
+    shape, matrices = outline(built, config), matrices_of(built)
+    model = strategy.place(built)
+    strategy.build_optimizer(lambda named: build_optimizer(config.train_args, 1e-3, named, matrices))
+    batch = torch.arange(ROWS) % WORDS
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=config.train_args.precision == "bf16-mixed"):
+            strategy.backward(lambda _, module: functional.cross_entropy(module(batch).float(), batch), 1)
+        strategy.clip(1.0)
+        strategy.update(lambda optimizer: (optimizer.step(), True)[1])
+    cost = strategy.cost(shape, world.axes, Workload(positions=ROWS), config)
+    found = split_state(strategy, model, world.device)
+    world.barrier()
+    return found, {kind: getattr(cost, kind) for kind in found}, strategy.state_bytes()
+
+
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [
+        ("ddp", {}),
+        ("ddp", {"compression": {"method": "powersgd", "rank": 2}}),  # what waits to be sent is with the optimizer
+        ("zero1", {}),
+        ("zero1", {"train_args": {"precision": "bf16-mixed"}}),  # float32 master weights are with the parameters
+        ("zero2", {}),  # gathered weights are with the parameters
+        ("zero3", {}),
+        ("diloco", {}),  # the outer parameters are with the optimizer
+    ],
+)
+def test_the_split_is_what_the_strategy_declares(mode: str, more: dict[str, Any]) -> None:
+    for measured, declared, state in run_ranks(_measured, 2, mode, more):
+        assert sum(measured.values()) == state
+        for kind, size in declared.items():
+            assert measured[kind] == pytest.approx(size, rel=0.05), (kind, measured, declared)
+
+
+def test_the_peak_of_a_cpu_cannot_be_set_back() -> None:
+    device = torch.device("cpu")
+    restart_peak(device)
+    assert peak_since(device) is None

@@ -1,0 +1,253 @@
+"""Each compressor against its definition, on fixed tensors and real ranks; what is sent plus what is kept is what was given."""
+
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from paceline.config.schema.compression import CHAINS, Compression
+from paceline.distributed.communicator import World
+from paceline.distributed.environment import RankEnv
+from paceline.parallel.compression import make_compressor
+from paceline.parallel.compression.base import BucketShape, Slot
+from paceline.parallel.compression.local_adam import SECOND, Apply, LocalAdam
+from paceline.parallel.compression.powersgd import matrix_of, orthonormal
+from paceline.parallel.compression.quantize import CODES, pack, unpack
+from paceline.parallel.compression.signsgd import pack_bits, unpack_bits
+from paceline.parallel.compression.sparsify import largest
+
+#: two matrices, a vector and a scalar, with padding between them
+SLOTS = (Slot("a", 0, (12, 10)), Slot("v", 128, (7,)), Slot("b", 144, (9, 2, 4)), Slot("s", 224, ()))
+BUCKET = BucketShape(0, 240, SLOTS)
+METHODS = ["bf16", "fp16", "int8", "topk", "randomk", "powersgd", "signsgd"]
+METHODS += [[first, second] for first, seconds in CHAINS.items() for second in seconds]
+SETTINGS = {"ratio": 0.1, "rank": 2}
+
+
+def given(rank, step):
+    """Gradients of a rank: values in the slots, zero between them."""
+    flat = torch.zeros(BUCKET.size)
+    noise = torch.randn(BUCKET.size, generator=torch.Generator().manual_seed(100 * step + rank))
+    for slot in SLOTS:
+        slot.of(flat).copy_(slot.of(noise))
+    return flat
+
+
+def run_all(world):
+    """By method: for each of three steps (given, sum, residual before and after, bytes counted, bytes said)."""
+    found = {}
+    for method in METHODS:
+        compressor = make_compressor(Compression(method=method, **SETTINGS), 3)
+        state = compressor.state_of(BUCKET, world.device)
+        steps = []
+        for step in range(3):
+            flat = given(world.rank, step)
+            before = {kind: one.clone() for kind, one in state.flats.items()}
+            sent = dict(world.traffic.bytes_by_collective)
+            compressor.reduce(flat, BUCKET, state, world, step)
+            counted = {key: size - sent.get(key, 0) for key, size in world.traffic.bytes_by_collective.items()}
+            after = {kind: one.clone() for kind, one in state.flats.items()}
+            steps.append(
+                (flat, before, after, {k: v for k, v in counted.items() if v}, dict(compressor.sends(BUCKET, world.size)))
+            )
+        assert sum(one.numel() * one.element_size() for one in state.held) == compressor.state_bytes(BUCKET)
+        found[str(method)] = steps
+    world.barrier()
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def results(request):
+    return run_ranks(run_all, request.param)
+
+
+def test_every_rank_gets_the_same_bits_and_sends_what_is_said(results):
+    for method in map(str, METHODS):
+        for step in range(3):
+            first = results[0][method][step]
+            assert first[3] == first[4], method
+            for other in results[1:]:
+                assert torch.equal(first[0], other[method][step][0]), method
+            padding = first[0].clone()
+            for slot in SLOTS:
+                slot.of(padding).zero_()
+            assert not padding.any(), method
+
+
+def test_what_is_sent_plus_what_is_kept_is_what_was_given(results):
+    """Over all ranks: sum of what came out + residuals after = gradients + residuals before."""
+    for method in METHODS:
+        if method in ("bf16", "fp16", "int8", "signsgd"):
+            assert not results[0][str(method)][0][1], method  # they keep nothing
+            continue
+        for step in range(3):
+            out = results[0][str(method)][step][0].double()
+            before = sum(one[str(method)][step][1]["residual"].double() for one in results)
+            after = sum(one[str(method)][step][2]["residual"].double() for one in results)
+            total = sum(given(rank, step).double() for rank in range(len(results)))
+            torch.testing.assert_close(
+                out + after, total + before, rtol=0, atol=2e-5, msg=lambda text, m=method: f"{m}: {text}"
+            )
+
+
+def test_fewer_bits_are_the_sum_to_their_precision(results):
+    total = sum(given(rank, 0) for rank in range(len(results)))
+    largest_value = max(float(given(rank, 0).abs().max()) for rank in range(len(results)))
+    for method, allowed in (("bf16", 2**-8), ("fp16", 2**-10), ("int8", 1 / 127)):
+        error = (results[0][method][0][0] - total).abs().max()
+        # each rank's own rounding, and that of the sum
+        assert 0 < error <= (len(results) * largest_value + float(total.abs().max())) * allowed, method
+
+
+def test_topk_sends_the_largest_of_each_rank_with_their_signs(results):
+    count = math.ceil(0.1 * BUCKET.numel)
+    expected, kept = torch.zeros(BUCKET.size), []
+    for rank in range(len(results)):
+        values = given(rank, 0)
+        chosen = values.abs().topk(count).indices
+        expected[chosen] += values[chosen]
+        kept.append(values.index_fill(0, chosen, 0.0))
+    assert (expected < 0).any()
+    torch.testing.assert_close(results[0]["topk"][0][0], expected, rtol=0, atol=1e-6)
+    for one, rest in zip(results, kept, strict=True):
+        assert torch.equal(one["topk"][0][2]["residual"], rest)
+
+
+def test_randomk_sends_the_same_places_of_every_rank_and_other_ones_each_step(results):
+    count, seen = math.ceil(0.1 * BUCKET.numel), []
+    for step in range(3):
+        places = results[0]["randomk"][step][0].nonzero().view(-1)
+        assert len(places) == count
+        waiting = sum(given(rank, step) + one["randomk"][step][1]["residual"] for rank, one in enumerate(results))
+        torch.testing.assert_close(results[0]["randomk"][step][0][places], waiting[places], rtol=0, atol=1e-5)
+        seen.append(places)
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_powersgd_is_the_projection_of_the_sum(results):
+    """With orthonormal P the result is P Pᵀ M: its rank is that asked for, and what is left is orthogonal to it."""
+    for step in range(3):
+        out = results[0]["powersgd"][step][0]
+        waiting = sum(given(rank, step) + one["powersgd"][step][1]["residual"] for rank, one in enumerate(results))
+        for slot, rank in ((SLOTS[0], 2), (SLOTS[2], 2)):
+            rows = slot.shape[0]
+            matrix, whole = slot.of(out).reshape(rows, -1), slot.of(waiting).reshape(rows, -1)
+            assert torch.linalg.matrix_rank(matrix, rtol=1e-4) == rank
+            assert float(((whole - matrix) * matrix).sum().abs()) < 1e-3
+        for slot in (SLOTS[1], SLOTS[3]):  # vectors go whole
+            torch.testing.assert_close(slot.of(out), slot.of(waiting), rtol=0, atol=1e-5)
+
+
+def test_signsgd_is_the_vote_of_the_majority(results):
+    votes = sum(given(rank, 0).sign() for rank in range(len(results)))
+    size = sum(float(given(rank, 0).abs().sum()) / BUCKET.numel for rank in range(len(results)))
+    torch.testing.assert_close(results[0]["signsgd"][0][0], votes.sign() * size)
+    if len(results) % 2 == 0:
+        assert (results[0]["signsgd"][0][0][:120] == 0).any()  # where the ranks are even nothing moves
+
+
+# -- the parts, alone ---------------------------------------------------------------------------------------------------------
+def test_largest_is_exact_with_and_without_a_sample():
+    for seed, numel, count in ((0, 500_000, 5000), (1, 500_000, 1), (2, 300, 7), (3, 200_000, 150_000)):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) ** 3
+        found = largest(values.abs(), count)
+        assert torch.equal(found, values.abs().topk(count).indices.sort().values)
+    values = torch.zeros(500_000)
+    values[123_457] = -3.0
+    assert 123_457 in largest(values.abs(), 10)  # nearly all of one magnitude: the sample cannot tell, and need not
+    values[77] = float("nan")
+    assert 77 in largest(values.abs(), 10)
+
+
+def test_int8_is_right_in_the_mean_and_hides_nothing_that_is_not_finite():
+    code, values = CODES["int8"], torch.linspace(-1, 1, 64)
+    rounded = torch.stack([code.round(values, torch.Generator().manual_seed(one)) for one in range(4000)])
+    # a step of 1/127, its deviation at most half of that: five standard errors
+    assert float((rounded.mean(0) - values).abs().max()) < 5 * 0.5 / 127 / math.sqrt(4000)
+    assert float((rounded[0] - values).abs().max()) <= 1 / 127 + 1e-7
+    for wrong in (math.nan, math.inf):
+        assert not code.round(torch.tensor([1.0, wrong]), torch.Generator()).isfinite().all()
+    assert not code.round(torch.zeros(8), torch.Generator()).any()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-7, 1.0, 1e6, 1e30])
+def test_fp16_keeps_small_and_large_gradients(size):
+    values = torch.tensor([1.0, -0.3, 1e-3, 0.0]) * size
+    torch.testing.assert_close(CODES["fp16"].round(values, torch.Generator()), values, rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("name", list(CODES))
+def test_messages_come_back_as_they_were(name):
+    code, values = CODES[name], torch.randn(3, 8, generator=torch.Generator().manual_seed(5))
+    codes, scale = code.encode(values, torch.Generator().manual_seed(1))
+    message = pack(code, codes, scale)
+    assert message.shape == (3, code.header + 8 * code.width)
+    assert torch.equal(unpack(code, message), code.decode(codes, scale))
+
+
+def test_bits_and_matrices():
+    bits = torch.rand(37, generator=torch.Generator().manual_seed(0)) > 0.5
+    assert len(pack_bits(bits)) == 5
+    assert torch.equal(unpack_bits(pack_bits(bits), 37).bool(), bits)
+    assert matrix_of((64, 4, 8), 4) == (64, 32, 4)
+    assert matrix_of((64,), 4) is None
+    assert matrix_of((4, 4), 4) is None  # P and Q would be larger
+    made = orthonormal(torch.randn(20, 3, generator=torch.Generator().manual_seed(2)))
+    torch.testing.assert_close(made.t() @ made, torch.eye(3), rtol=0, atol=1e-6)
+    twice = orthonormal(torch.ones(5, 2))
+    assert twice[:, 0].norm() > 0
+    assert not twice[:, 1].any()
+
+
+def test_powersgd_does_not_stay_at_zero_after_a_step_without_gradient():
+    world = World(RankEnv(), torch.device("cpu"))
+    compressor = make_compressor(Compression(method="powersgd", rank=2), 0)
+    state = compressor.state_of(BUCKET, world.device)
+    compressor.reduce(torch.zeros(BUCKET.size), BUCKET, state, world, 0)
+    flat = torch.zeros(BUCKET.size)
+    SLOTS[0].of(flat)[-1] = 1.0  # only the last row: a start that had gone to zero would never see it
+    compressor.reduce(flat, BUCKET, state, world, 1)
+    torch.testing.assert_close(SLOTS[0].of(flat)[-1], torch.ones(10))
+
+
+def test_warm_up_lowers_the_share_step_by_step():
+    compressor = make_compressor(Compression(method="topk", ratio=0.01, warmup_steps=4), 0)
+    bucket = BucketShape(0, 10_000, (Slot("w", 0, (10_000,)),))
+    counts = [compressor.count(bucket, step) for step in range(6)]
+    assert counts[0] == 2500
+    assert counts[4:] == [100, 100]
+    ratios = [one / other for one, other in zip(counts[1:5], counts[:4], strict=True)]
+    assert max(ratios) - min(ratios) < 0.01
+
+
+def test_local_directions_are_adams_where_the_ranks_gradients_are_one():
+    """Three ranks with a third of the gradient each: the sum of their directions, applied, is what torch's AdamW does."""
+    shape = BucketShape(0, 16, (Slot("w", 0, (10,)),))
+    theirs, ours = (torch.nn.Parameter(torch.linspace(-1, 1, 10)) for _ in range(2))
+    adam = torch.optim.AdamW([theirs], lr=0.1, betas=(0.0, 0.99), weight_decay=0.1)
+    apply = Apply([{"params": [ours], "lr": 0.1, "weight_decay": 0.1}])
+    local, state = LocalAdam(0.99, 1e-8), make_compressor(Compression(method="topk"), 0).state_of(shape, torch.device("cpu"))
+    local.add_state(state, shape, torch.device("cpu"))
+    for step in range(4):
+        gradient = torch.randn(16, generator=torch.Generator().manual_seed(step))
+        theirs.grad = gradient[:10].clone()
+        share = gradient / 3
+        local.direct(share, state, step + 1, 3)
+        ours.grad = 3 * share[:10]
+        adam.step()
+        apply.step()
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_topk_weighs_directions_by_the_root_of_the_gradients_size():
+    world, shape = World(RankEnv(), torch.device("cpu")), BucketShape(0, 16, (Slot("w", 0, (4,)),))
+    compressor = make_compressor(Compression(method="topk", ratio=0.25), 0)
+    state = compressor.state_of(shape, world.device)
+    state.flats[SECOND] = torch.zeros(16)
+    state.flats[SECOND][:4] = torch.tensor([1e-4, 16.0, 1e-8, 1.0])  # roots of the gradient's size: 0.1, 2, 0.01, 1
+    flat = torch.zeros(16)
+    flat[:4] = torch.tensor([5.0, -1.0, 9.0, 1.5])
+    compressor.reduce(flat, shape, state, world, 0)
+    assert flat[:4].tolist() == [0.0, -1.0, 0.0, 0.0]
+    assert state.flats["residual"][:4].tolist() == [5.0, 0.0, 9.0, 1.5]

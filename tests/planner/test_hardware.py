@@ -1,0 +1,163 @@
+"""Sizes and devices by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.processes import available_memory
+from paceline.planner.devices import devices, find_device, recognize
+from paceline.planner.hardware import cpu_machine, named_machine, parse_size, unknown_machine
+
+
+def test_sizes() -> None:
+    assert parse_size("80GB") == 80 * 10**9
+    assert parse_size(" 24 GiB ") == 24 * 2**30
+    assert parse_size("0.5tb") == 5 * 10**11
+
+
+@pytest.mark.parametrize("text", ["24", "", "GB", "24 parsecs", "-3GB", "0GB", "1e3GB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="--device-memory"):
+        parse_size(text)
+
+
+def name_of(name: str, memory_bytes: int | None = None) -> str:
+    return find_device(name, memory_bytes)[0].name
+
+
+def test_every_device_has_its_figures_and_a_source() -> None:
+    wanted = (
+        "A10 A10G A16 A30 A40 A100-40GB A100-80GB H100-PCIe H100-SXM H100-NVL H200 H20 GH200 B200 L4 L20 L40 L40S T4 V100-16GB "
+        "V100-32GB P100 RTX-3060 RTX-3070 RTX-3080 RTX-3090 RTX-4060 RTX-4070 RTX-4080 RTX-4090 RTX-5070 RTX-5080 RTX-5090 "
+        "RTX-6000-Ada MI210 MI250X MI300X"
+    )
+    for name in wanted.split():
+        assert name_of(name).startswith(name)
+    assert len({row.name for row in devices()}) == len(devices())
+    for row in devices():
+        assert find_device(row.name) == (row, "")
+        assert row.source
+        assert row.interconnect
+        assert 4e9 < row.memory_bytes < 400e9
+        assert 1e11 < row.memory_bandwidth_bytes_s < 1e13
+        for rate in (row.bfloat16_flops_s, row.float16_flops_s, row.tf32_flops_s):
+            assert rate is None or row.float32_flops_s <= rate <= 40 * row.float32_flops_s
+        assert row.network_bytes_s <= row.link_bytes_s <= row.memory_bandwidth_bytes_s
+    without = {row.name for row in devices() if not row.supports_bfloat16}
+    assert {"T4", "V100-16GB", "V100-32GB", "P100-PCIe-16GB", "RTX-2080-Ti"} <= without
+    assert not without & {"A10", "A100-80GB", "RTX-3090", "MI210", "L4"}
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("a100 40gb", "A100-40GB"),
+        ("rtx 4090", "RTX-4090"),
+        ("4090", "RTX-4090"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA A10G", "A10G"),
+        ("RTX A4000", "RTX-A4000"),
+        ("RTX 4090 Laptop GPU", "RTX-4090-Laptop"),
+        ("rtx_4070-ti SUPER", "RTX-4070-Ti-Super"),
+        ("RTX 3060 Ti", "RTX-3060-Ti"),
+        ("H20", "H20"),
+        ("RTX 6000 Ada", "RTX-6000-Ada"),
+        ("Quadro RTX 6000", "Quadro-RTX-6000"),
+    ],
+)
+def test_devices_by_name(written: str, name: str) -> None:
+    device, notice = find_device(written)
+    assert (device.name, notice) == (name, "")
+
+
+def test_a_name_that_variants_share_is_settled_by_memory_or_reported() -> None:
+    device, notice = find_device("h100")
+    assert device.name == "H100-SXM"
+    assert notice == "`--device h100` can be H100-SXM, H100-PCIe or H100-NVL: this plan is for H100-SXM"
+    assert name_of("A100") == "A100-80GB"
+    assert name_of("A100", 40 * 10**9) == "A100-40GB"
+    assert name_of("RTX 4060 Ti", 16 * 10**9) == "RTX-4060-Ti-16GB"
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("A1", "A10, A10G"),
+        ("V1", "V100-32GB"),
+        ("L41", "L40"),
+        ("RTX 4090 Ti", "RTX-4090"),
+        ("H", "H20"),
+        ("GeForce", ""),
+        ("", ""),
+    ],
+)
+def test_a_part_of_a_name_is_not_a_device(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match="is not in the table of devices") as error:
+        find_device(name)
+    assert near in str(error.value.allowed)
+
+
+@pytest.mark.parametrize(
+    ("driver", "memory_gib", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-PCIe-40GB"),
+        ("NVIDIA A100 80GB PCIe", 79.2, "A100-PCIe-80GB"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100-SXM"),
+        ("NVIDIA H100 PCIe", 79.1, "H100-PCIe"),
+        ("NVIDIA H100 NVL", 93.1, "H100-NVL"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA GH200 480GB", 95.0, "GH200-96GB"),
+        ("NVIDIA B200", 178.4, "B200"),
+        ("NVIDIA A10", 22.5, "A10"),
+        ("NVIDIA A10G", 22.1, "A10G"),
+        ("NVIDIA GeForce RTX 3090", 23.6, "RTX-3090"),
+        ("NVIDIA GeForce RTX 3080", 9.8, "RTX-3080-10GB"),
+        ("NVIDIA GeForce RTX 3080", 11.8, "RTX-3080-12GB"),
+        ("NVIDIA GeForce RTX 3060 Ti", 7.8, "RTX-3060-Ti"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, "RTX-4090-Laptop"),
+        ("NVIDIA RTX 6000 Ada Generation", 47.5, "RTX-6000-Ada"),
+        ("NVIDIA RTX A6000", 47.5, "RTX-A6000"),
+        ("Quadro RTX 6000", 23.6, "Quadro-RTX-6000"),
+        ("NVIDIA L4", 22.0, "L4"),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("Tesla V100-SXM2-16GB", 15.8, "V100-16GB"),
+        ("Tesla V100-SXM2-32GB", 31.7, "V100-32GB"),
+        ("Tesla V100-PCIE-16GB", 15.8, "V100-PCIe-16GB"),
+        ("Tesla P100-PCIE-16GB", 15.9, "P100-PCIe-16GB"),
+        ("Tesla T4", 14.6, "T4"),
+        ("AMD Instinct MI300X", 191.7, "MI300X"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.7, None),
+        ("NVIDIA A10", 7.5, None),  # a part of one
+        ("NVIDIA GeForce RTX 4090 Ti", 47.0, None),
+        ("GRID A100-10C", 10.0, None),
+        ("Some Accelerator 100", 24.0, None),
+    ],
+)
+def test_devices_as_the_driver_names_them(driver: str, memory_gib: float, name: str | None) -> None:
+    found = recognize(driver, round(memory_gib * 2**30))
+    assert (None if found is None else found.name) == name
+
+
+def test_machines() -> None:
+    a100, v100 = find_device("A100-80GB")[0], find_device("V100-32GB")[0]
+    named = named_machine(a100, None, 8, "bfloat16")
+    assert named.flops_s == pytest.approx(0.4 * 312e12)
+    assert named.link_bytes_s == 300e9
+    assert named_machine(a100, None, 8, None).flops_s == pytest.approx(0.4 * 19.5e12)
+    assert named_machine(a100, None, 16, "bfloat16").link_bytes_s == 25e9
+    assert named_machine(v100, None, 1, "float16").flops_s == pytest.approx(0.4 * 125e12)
+    without = named_machine(v100, None, 1, "bfloat16")
+    assert without.flops_s == pytest.approx(0.4 * 15.7e12)
+    assert "no bfloat16 units" in without.notes[0]
+    by_size = named_machine(None, 24 * 10**9, 8, None)
+    assert by_size.name == "RTX-4090"
+    assert "no device is named" in by_size.notes[0]
+    unknown = unknown_machine("Some Accelerator 100", 20 * 10**9, 2)
+    assert (unknown.memory_bytes, unknown.rates_known) == (20 * 10**9, False)
+    assert "rates are not known" in unknown.notes[0]
+    cpu = cpu_machine(4, None)
+    assert 0 < cpu.memory_bytes <= available_memory() * 1.1 / 4
+    assert cpu.flops_s > 0

@@ -1,0 +1,92 @@
+"""Evaluation over ranks gives the loss of one process over the whole set, also where the rows do not divide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from paceline.config.schema import Config
+from paceline.data.loader import LoaderOptions
+from paceline.distributed.communicator import World
+from paceline.parallel.ddp.strategy import DistributedDataParallel
+from paceline.tasks.base import Task
+from paceline.train.evaluation import EvalResult, evaluate
+from paceline.train.precision import Precision
+
+
+class Rows(Dataset):  # type: ignore[type-arg]
+    """Ragged rows: row i has 1 + i % 4 numbers, each with its target; with ``lengths`` they are dealt by size."""
+
+    def __init__(self, num_rows: int, ragged: bool) -> None:
+        self.num_rows = num_rows
+        if ragged:
+            import numpy as np
+
+            self.lengths = np.array([1 + row % 4 for row in range(num_rows)])
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(row)
+        x = torch.randn(1 + row % 4, 3, generator=generator, dtype=torch.float64)
+        return x, torch.randint(0, 2, (1 + row % 4,), generator=generator)
+
+
+class Words(Task):
+    def collate(self, samples: Any) -> Any:
+        return torch.cat([x for x, _ in samples]), torch.cat([y for _, y in samples])
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        right = (model(batch[0]).argmax(-1) == batch[1]).sum()
+        return {"loss": self.loss(model, batch), "accuracy": right}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).double()
+
+
+def on_rank(world: World, num_rows: int, ragged: bool, where: str) -> tuple[EvalResult, bool]:
+    config = Config(model="m", dataset="d", evaluation={"where": where}, train_args={"per_device_eval_batch_size": 2})
+    model = make_model().train()
+    precision = Precision(config.train_args, world)
+    options = LoaderOptions()
+    strategy = DistributedDataParallel(config, world)
+    strategy.place(model)
+    found = evaluate(Words(config), model, strategy, Rows(num_rows, ragged), config, world, precision, options)
+    return found, model.training
+
+
+def plain(num_rows: int) -> tuple[float, float, int]:
+    """One process, all rows in one batch, nothing of Paceline's."""
+    rows = Rows(num_rows, False)
+    x = torch.cat([rows[row][0] for row in range(num_rows)])
+    y = torch.cat([rows[row][1] for row in range(num_rows)])
+    model = make_model().eval()
+    with torch.no_grad():
+        logits = model(x)
+    return float(functional.cross_entropy(logits, y)), float((logits.argmax(-1) == y).double().mean()), len(y)
+
+
+@pytest.mark.parametrize("where", ["all", "rank0"])
+@pytest.mark.parametrize(("world_size", "num_rows"), [(1, 7), (2, 7), (3, 7), (3, 13), (3, 1), (2, 12)])
+def test_equal_to_one_process_over_the_whole_set(world_size: int, num_rows: int, where: str) -> None:
+    for ragged in (False, True):
+        loss, accuracy, count = plain(num_rows)
+        for found, was_training in run_ranks(on_rank, world_size, num_rows, ragged, where):
+            assert found.count == count
+            assert found.loss == pytest.approx(loss, rel=1e-12)
+            assert found.metrics == {"accuracy": pytest.approx(accuracy, rel=1e-12)}
+            assert was_training  # put back as it was

@@ -1,0 +1,135 @@
+"""Schedules are transformers' own, as functions of the step; weight decay falls on matrices alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.optimization import get_scheduler
+
+from paceline.config.derive import derive, optimizer_bytes_per_element
+from paceline.config.schema import Config, TrainArgs
+from paceline.train.optimizer import Schedule, build_optimizer, check_schedule, matrices_of
+
+KINDS = ["adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"]
+SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("linear", {}), ("cosine", {}), ("cosine", {"num_cycles": 1.5}), ("cosine_with_restarts", {"num_cycles": 3}),
+    ("cosine_with_min_lr", {"min_lr": 1e-4}), ("cosine_with_min_lr", {"min_lr_rate": 0.2}), ("polynomial", {"power": 2.0}),
+    ("constant", {}), ("constant_with_warmup", {}), ("inverse_sqrt", {}), ("warmup_stable_decay", {"num_decay_steps": 6}),
+]  # fmt: skip
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.linear = nn.Linear(4, 3)
+        self.norm = nn.LayerNorm(3)
+        self.conv = nn.Conv1d(3, 2, 2)
+
+
+def make(args: TrainArgs, rate: float = 1e-3) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Net()
+    return net, build_optimizer(args, rate, list(net.named_parameters()), matrices_of(net))
+
+
+def schedule(kind: str, kwargs: dict[str, Any], steps: int = 20) -> Schedule:
+    args = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": kwargs, "max_steps": steps, "warmup_steps": 4}
+    config = Config(model="m", dataset="d", train_args={**args, "learning_rate": 1e-3})
+    derived = derive(config, world_size=1, num_train=8, num_eval=0, default_learning_rate=1.0)
+    return Schedule(make(config.train_args)[1], config.train_args, derived)
+
+
+@pytest.mark.parametrize(("kind", "kwargs"), SCHEDULES)
+def test_every_step_has_the_rate_that_transformers_gives(kind: str, kwargs: dict[str, Any]) -> None:
+    _, optimizer = make(TrainArgs())
+    theirs = get_scheduler(kind, optimizer, num_warmup_steps=4, num_training_steps=20, scheduler_specific_kwargs=dict(kwargs))
+    expected = []
+    for _ in range(20):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    mine = schedule(kind, kwargs)
+    assert [mine.set_step(step) for step in range(20)] == pytest.approx(expected, rel=1e-12, abs=1e-18)
+    for step in (17, 3, 11):  # in any order: there is nothing to replay
+        assert mine.set_step(step) == pytest.approx(expected[step], rel=1e-12, abs=1e-18)
+        assert {group["lr"] for group in mine.optimizer.param_groups} == {mine.set_step(step)}
+
+
+@pytest.mark.parametrize("kind", ["cosine_with_min_lr", "warmup_stable_decay"])
+def test_schedules_that_need_an_argument_have_a_default(kind: str) -> None:
+    mine = schedule(kind, {})
+    rates = [mine.set_step(step) for step in range(20)]
+    assert max(rates) == pytest.approx(1e-3)
+    assert 0 <= rates[-1] < 1e-3
+
+
+def test_arguments_a_schedule_does_not_take() -> None:
+    assert check_schedule(TrainArgs()) is None
+    assert check_schedule(TrainArgs(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 1})) is None
+    problem = check_schedule(TrainArgs(lr_scheduler_type="cosine", lr_scheduler_kwargs={"min_lr": 1}))
+    assert problem == "min_lr: `cosine` takes num_cycles"
+    assert "no arguments" in str(check_schedule(TrainArgs(lr_scheduler_type="linear", lr_scheduler_kwargs={"power": 1})))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_decay_falls_on_matrices_alone(kind: str) -> None:
+    net, optimizer = make(TrainArgs(optim=kind, weight_decay=0.1))
+    decay = {id(one): group["weight_decay"] for group in optimizer.param_groups for one in group["params"]}
+    found = {name: decay[id(one)] for name, one in net.named_parameters()}
+    assert found == {
+        "embed.weight": 0.1, "linear.weight": 0.1, "linear.bias": 0.0, "norm.weight": 0.0, "norm.bias": 0.0,
+        "conv.weight": 0.1, "conv.bias": 0.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_weight_decay_is_decoupled(kind: str) -> None:
+    # With gradients of zero a decoupled decay shrinks the weights by rate × decay; a penalty in the gradient would not.
+    net, optimizer = make(TrainArgs(optim=kind, weight_decay=0.1), rate=0.5)
+    before = {name: one.detach().clone() for name, one in net.named_parameters()}
+    for one in net.parameters():
+        one.grad = torch.zeros_like(one)
+    optimizer.step()
+    torch.testing.assert_close(net.linear.weight, before["linear.weight"] * (1 - 0.5 * 0.1))
+    torch.testing.assert_close(net.norm.weight, before["norm.weight"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_settings_reach_the_optimizer_and_it_learns(kind: str) -> None:
+    args = TrainArgs(optim=kind, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, momentum=0.5)
+    net, optimizer = make(args, rate=1e-2)
+    settings = optimizer.param_groups[0]
+    assert settings["lr"] == 1e-2
+    if kind in ("adamw", "adam"):
+        assert (settings["betas"], settings["eps"]) == ((0.8, 0.95), 1e-6)
+    if kind in ("sgd", "rmsprop"):
+        assert settings["momentum"] == 0.5
+    losses = []
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    for _ in range(5):
+        loss = (net.norm(net.linear(x)) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_bytes_of_state(kind: str) -> None:
+    args = TrainArgs(optim=kind)
+    net, optimizer = make(args)
+    net.linear(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[net.linear.weight]
+    held = sum(one.numel() * one.element_size() for one in state.values() if torch.is_tensor(one) and one.dim())
+    assert held == optimizer_bytes_per_element(args) * net.linear.weight.numel()
+
+
+def test_only_one_kind_of_parameter() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    assert len(build_optimizer(TrainArgs(weight_decay=0.1), 1e-3, [("w", weight)], frozenset({"w"})).param_groups) == 1

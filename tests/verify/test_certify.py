@@ -1,0 +1,130 @@
+"""A rank's part of the certificate: dropout that is off wherever it stands, weights compared part by part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from paceline.core.errors import RunError
+from paceline.parallel.state import Part
+from paceline.tasks.base import num_positions
+from paceline.verify.certificate import excluded_text, weight_difference
+from paceline.verify.negligible import GradientWatch, listing
+from paceline.verify.worker import distances, save_reference, turn_off_dropout
+
+
+class Attention(nn.Module):
+    """Keeps its dropout as a number, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_dropout = 0.1
+        self.scale = 0.5
+        self.config = SimpleNamespace(hidden_dropout_prob=0.2, initializer_range=0.02)
+
+
+def test_every_dropout_of_a_model_is_turned_off() -> None:
+    model = nn.Sequential(
+        nn.Dropout(0.3), nn.Sequential(nn.Dropout2d(0.1), Attention()), nn.Dropout(0.0), nn.LSTM(2, 2, 2, dropout=0.4)
+    )
+    assert turn_off_dropout(model) == 5
+    attention = model[1][1]
+    assert (model[0].p, model[1][0].p, attention.attention_dropout, model[3].dropout) == (0, 0, 0, 0)
+    assert (attention.scale, attention.config.hidden_dropout_prob, attention.config.initializer_range) == (0.5, 0.0, 0.02)
+    x = torch.ones(2, 5)
+    assert torch.equal(model[0](x), x)
+    assert turn_off_dropout(model) == 0
+
+
+def test_positions_are_tokens_with_padding_or_rows() -> None:
+    assert num_positions({"input_ids": torch.zeros(2, 7), "num_tokens": 9}) == 14
+    assert num_positions((torch.zeros(3, 1, 8, 8), torch.zeros(3))) == 3
+
+
+def strategy(*parts: Part) -> Any:
+    return SimpleNamespace(state=lambda: list(parts))
+
+
+def test_boxes_and_flat_ranges_are_held_against_the_reference(tmp_path: Path) -> None:
+    path = tmp_path / "reference.safetensors"
+    whole = torch.arange(12.0).reshape(3, 4)
+    save_file({"model/w": whole, "model/b": torch.ones(2), "model/s": torch.tensor(3.0)}, str(path))
+    box = Part("model/w", whole[1:, 2:] + 0.5, (3, 4), (1, 2))
+    flat = Part("model/w", whole.reshape(-1)[:5] - 1, (3, 4), (0,), flat=True)
+    scalar = Part.whole("model/s", torch.tensor(5.0))
+    buffer = Part.whole("buffer/mean", torch.ones(2))
+    found = distances(strategy(box, flat, scalar, buffer), path)
+    assert found["model/w"] == pytest.approx([4 * 0.25 + 5 * 1.0, 9, float(whole.square().sum()), 12, 12])
+    assert found["model/s"] == [4.0, 1, 9.0, 1, 1]
+    assert found["model/b"] == [0.0, 0, 2.0, 2, 2]  # this rank owns nothing of it
+    with pytest.raises(RunError, match="model/new"):
+        distances(strategy(Part.whole("model/new", torch.ones(1))), path)
+    with pytest.raises(RunError, match="has the shape"):
+        distances(strategy(Part.whole("model/b", torch.ones(3))), path)
+
+
+def test_what_is_left_out_counts_neither_as_a_difference_nor_as_missing(tmp_path: Path) -> None:
+    path = tmp_path / "reference.safetensors"
+    bias, other = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(3)
+    here = strategy(Part.whole("model/bias", bias), Part.whole("model/other", other))
+    save_reference(here, path, {"bias": torch.tensor([False, True, True, False])})
+    moved = [Part("model/bias", bias[:2] + torch.tensor([0.0, 9.0]), (4,), (0,)), Part("model/bias", bias[2:], (4,), (2,))]
+    found = distances(strategy(*moved, Part.whole("model/other", other + 1e-3)), path)
+    assert found["model/bias"] == [0.0, 4, 17.0, 4, 2]
+    assert weight_difference([found]) == (pytest.approx(1e-3, rel=1e-3), "model/other", [])
+
+
+def watched(model: nn.Module, steps: int, loss: Any) -> dict[str, tuple[float, torch.Tensor]]:
+    parts = [Part.whole(name, one, key=one) for name, one in model.named_parameters()]
+    here = SimpleNamespace(parts=lambda: parts, clip=lambda norm: torch.ones(()))
+    watch = GradientWatch(here)  # type: ignore[arg-type]
+    for step in range(steps):
+        model.zero_grad()
+        loss(step).backward()
+        here.clip(1.0)
+    return watch.negligible()
+
+
+def glm(seed: int = 0) -> Any:
+    from transformers import Glm4Config, Glm4ForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "pad_token_id": 0}
+    return Glm4ForCausalLM(Glm4Config(**sizes, **heads))
+
+
+def test_key_biases_without_rotary_embedding_are_left_out_and_nothing_else() -> None:
+    model = glm()  # rotary embedding turns half of each head's 8 dimensions
+
+    def loss(step: int) -> torch.Tensor:
+        words = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(step))
+        return model(input_ids=words, labels=words, use_cache=False).loss
+
+    found = watched(model, 3, loss)
+    assert set(found) == {f"model.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)}
+    for ratio, mask in found.values():
+        assert 0 < ratio < 1e-6
+        assert mask.tolist() == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
+    certificate = {"excluded": listing(found), "reference": "single"}
+    assert {"elements": 8, "of": 16}.items() <= certificate["excluded"][0].items()
+    assert "self_attn.k_proj.bias (8 of 16 elements)" in excluded_text(certificate)
+    assert excluded_text({"excluded": [], "reference": "single"}) == ""
+
+
+def test_at_most_a_hundredth_is_left_out_and_only_what_is_small_in_every_step() -> None:
+    model = nn.ParameterDict({"large": nn.Parameter(torch.ones(2000, 1)), "never": nn.Parameter(torch.ones(3)),
+                              "tiny": nn.Parameter(torch.ones(5, 3)), "wide": nn.Parameter(torch.ones(10, 3)),
+                              "late": nn.Parameter(torch.ones(2, 2))})  # fmt: skip
+    scale = {"tiny": 1e-12, "wide": 1e-11, "late": 1e-12, "large": 1.0, "never": 0.0}
+
+    def loss(step: int) -> torch.Tensor:
+        return sum(((scale[name] if (name, step) != ("late", 2) else 1e-3) * one).sum() for name, one in model.items())
+
+    assert list(watched(model, 3, loss)) == ["tiny"]  # with "wide" it would be 45 elements of 2,052

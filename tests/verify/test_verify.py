@@ -1,0 +1,229 @@
+"""`paceline verify`: agreement is certified, a wrong strategy is named, a name that stands for nothing starts nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run
+
+from paceline.config.schema import Config, Parallel
+from paceline.core.errors import ConfigError
+from paceline.core.events import EventLog
+from paceline.core.run_dir import RunDir
+from paceline.observe.report.write import REPORT_KEYS, write_reports
+from paceline.verify.certificate import Bounds, combine, judge, loss_difference, weight_difference
+from paceline.verify.modes import all_modes, hybrids, make_mode, split_names
+from paceline.verify.run import _modes
+
+MICRO = (
+    "model=builtin:qwen2-micro",
+    "dataset=builtin:python-docs#80",
+    "parallel.device=cpu",
+    "per_device_train_batch_size=1",
+    "max_length=64",
+)
+WRONG = '''
+import torch
+from paceline.parallel.ddp.strategy import DistributedDataParallel
+
+
+class Forgetful(DistributedDataParallel):
+    """Each rank trains on its own share: the gradients are never summed."""
+
+    name = "forgetful"
+
+    def backward(self, micro_step, num_micro_batches):
+        self.buckets.zero()
+        for number in range(num_micro_batches):
+            micro_step(number, self.model).backward()
+
+
+class Crashing(DistributedDataParallel):
+    """One rank raises in its third step, where the others wait for it."""
+
+    name = "crashing"
+    steps = 0
+
+    def backward(self, micro_step, num_micro_batches):
+        self.steps += 1
+        if self.steps == 3 and self.world.rank == 1:
+            raise RuntimeError("rank 1 has had enough")
+        super().backward(micro_step, num_micro_batches)
+'''
+
+
+def test_agreeing_modes_are_certified_with_their_costs(tmp_path: Path) -> None:
+    done = run(*MICRO, "--world-size", "2", "--modes", "single,ddp,zero1", "--steps", "6", "--output", str(tmp_path / "out"),
+               "--json", verb="verify", cwd=tmp_path)  # fmt: skip
+    found = json.loads(done.stdout)
+    assert (found["world_size"], found["reference"], found["ok"]) == (2, "single", True)
+    assert [one["mode"] for one in found["modes"]] == ["single", "ddp", "zero1"]
+    single, ddp, zero1 = found["modes"]
+    assert (single["loss_rel_diff"], single["weight_rel_diff"], single["traffic_bytes"]["measured"]) == (0, 0, 0)
+    for one in (ddp, zero1):
+        assert one["loss_rel_diff"] <= 1e-5
+        assert one["weight_rel_diff"] <= 1e-3
+        assert one["loss_rel_diff_ddp"] <= 1e-6
+        for key in ("state_bytes", "traffic_bytes"):
+            assert one[key]["measured"] == pytest.approx(one[key]["predicted"], rel=0.02)
+    assert zero1["state_bytes"]["measured"] < 0.8 * ddp["state_bytes"]["measured"]
+    assert (ddp["relative_step_time"], ddp["reason"]) == (1.0, None)
+    assert json.loads((tmp_path / "out" / "verify.json").read_text()) == found
+    assert "builtin:qwen2-micro" in (tmp_path / "out" / "verify.html").read_text()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]  # no output_dir, nothing else
+
+
+def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_down(tmp_path: Path) -> None:
+    (tmp_path / "mine_for_verify.py").write_text(WRONG)
+    done = run(*MICRO, "--world-size", "2", "--modes", "mine_for_verify:Crashing,mine_for_verify:Forgetful", "--steps", "4",
+               "--json", verb="verify", expect=1, env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path)  # fmt: skip
+    found = json.loads(done.stdout)
+    crashing, forgetful = found["modes"]
+    assert found["ok"] is False
+    assert crashing["ok"] is False
+    assert "rank 1 has had enough" in crashing["reason"]
+    assert forgetful["ok"] is False
+    assert forgetful["loss_rel_diff"] > 1e-5
+    assert forgetful["reason"].startswith("the losses differ by ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--modes", "ddp,zero4"), "`--modes zero4` is not a mode"),
+        (("--modes", "data2-tensor2", "--world-size", "2"), "does not make 2 ranks"),
+        (("--world-size", "1"), "too few"),
+    ],
+)
+def test_what_cannot_be_verified_is_said_before_anything_starts(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    done = run(*MICRO, *words, verb="verify", expect=2, cwd=tmp_path)
+    assert said in done.stderr
+    assert "step" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("asked", [None, "all"])
+def test_a_config_s_own_mode_that_is_another_training_is_listed_with_the_reason(asked: str | None) -> None:
+    config = Config(model="builtin:qwen2-micro", dataset="builtin:python-docs#80", parallel={"mode": "diloco", "device": "cpu"})
+    names = all_modes(config, 2)
+    modes, refused = _modes(config, 2, names, asked)
+    assert "diloco" not in [one.name for one in modes]
+    found = next(one for one in refused if one.mode == "diloco")
+    assert "diloco" in names
+    assert found.ok is None
+    assert "not held against `single`: it is another training" in str(found.reason)
+    assert "diloco" in [one.name for one in _modes(config, 2, ["diloco"], "diloco")[0]]  # unless it is asked for
+    assert "diloco" not in all_modes(config.model_copy(update={"parallel": Parallel(mode="ddp")}), 2)
+
+
+def test_servers_are_not_started_and_what_the_task_refuses_is_not_run() -> None:
+    parallel = {"mode": "parameter_server", "device": "cpu"}
+    config = Config(model="builtin:dlrm", task="recommend", dataset="builtin:clicks", parallel=parallel)
+    modes, refused = _modes(config, 2, all_modes(config, 2), None)
+    assert not {"tensor", "pipeline", "pipeline-gpipe"} & {one.name for one in modes}  # which the task refuses
+    said = "`parameter_server` is not certified: it has servers beside its ranks"
+    assert said in str(next(one.reason for one in refused if one.mode == "parameter_server"))
+    with pytest.raises(ConfigError, match=said):
+        _modes(config, 2, ["parameter_server"], "parameter_server")
+
+
+def test_the_names_of_the_modes() -> None:
+    config = Config(model="m", dataset="d", parallel={"pipeline_schedule": "gpipe", "tensor": 2, "data": 2})
+    names = all_modes(config, 4)
+    assert len(names) == len(set(names))
+    assert {"single", "dp", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline", "deepspeed"} <= set(names)
+    assert "pipeline-1f1b" in names  # the other schedules; the config's own is `pipeline`
+    assert "pipeline-gpipe" not in names
+    assert hybrids(4) == [
+        "data2-shard2", "data2-tensor2", "data2-pipeline2", "shard2-tensor2", "shard2-pipeline2", "tensor2-pipeline2",
+    ]  # fmt: skip
+    assert "data2-tensor2-pipeline2" in hybrids(8)
+    assert hybrids(3) == []
+    for name in names:
+        mode = make_mode(name, config, 4)
+        assert (mode.name, mode.layout.axes.size) == (name, 1 if name == "single" else 4)
+    assert split_names("fsdp, pipeline-interleaved-1f1b,fsdp", config, 4) == ["zero3", "pipeline-interleaved_1f1b"]
+    tensor = make_mode("shard2-tensor2", config, 4).parallel
+    assert (tensor.data, tensor.shard, tensor.tensor, tensor.mode) == (None, 2, 2, "hybrid")
+    with pytest.raises(ConfigError, match="axis twice"):
+        split_names("data2-data2", config, 4)
+
+
+def figures(**more: Any) -> dict[str, Any]:
+    costs = {"state_predicted": 1000, "state_measured": 1000, "traffic_predicted": 10_000, "traffic_measured": 10_100}
+    weights = {"model/a": [0.0, 8.0, 2.0, 8.0], "model/b": [0.0, 2.0, 2.0, 2.0]}
+    return {"status": "done", "losses": [2.0, 1.0], "step_time_s": 0.1, "weights": weights, "notices": [], **costs, **more}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, None),
+        ({"losses": [2.0, 1.1]}, "the losses differ by 1.0e-01"),
+        ({"losses": [2.0, math.nan]}, "the losses differ by nan"),
+        ({"losses": [2.0, 1.000005]}, "differ from ddp's by 5.0e-06"),
+        ({"weights": {"model/a": [0.0, 8.0, 2.0, 8.0], "model/b": [2e-4, 2.0, 2.0, 2.0]}}, "the weights differ by 1.0e-02 (b)"),
+        (
+            {"weights": {"model/a": [0.0, 4.0, 2.0, 8.0], "model/b": [0.0, 2.0, 2.0, 2.0]}},
+            "not owned once by the ranks together (a)",
+        ),
+        ({"state_measured": 1021}, "state measured is 1021 B, +2.1% of 1000 B predicted"),
+        ({"traffic_measured": 9_500}, "traffic measured is 9.3 KiB"),
+    ],
+)
+def test_each_bound_is_held(more: dict[str, Any], said: str | None) -> None:
+    right, wrong = combine([figures(), {"status": "idle"}]), combine([{"status": "idle"}, figures(**more)])
+    verdict = judge("zero2", "shard 2", wrong, right, right, Bounds(loss=1e-5, weights=1e-3, family=1e-6))
+    assert verdict.ok is (said is None)
+    assert said is None or said in str(verdict.reason)
+    json.dumps(verdict.as_dict(), allow_nan=False)
+
+
+def test_differences_are_relative_and_see_what_is_no_number() -> None:
+    assert loss_difference([2.0, 1.0], [2.0, 1.25]) == 0.2
+    assert math.isnan(loss_difference([math.nan, 1.0], [2.0, 1.0]))
+    halves = [{"a": [4.0, 2.0, 100.0, 4.0]}, {"a": [5.0, 2.0, 100.0, 4.0]}]
+    assert weight_difference(halves) == (pytest.approx(0.3), "a", [])
+    # A tensor without a size of its own is held against the model's: 1e-4 of difference in 1e-2 × 5.
+    small = [{"a": [0.0, 4.0, 100.0, 4.0], "zero": [1e-8, 1.0, 0.0, 1.0]}]
+    assert weight_difference(small)[0] == pytest.approx(1e-4 / (1e-2 * math.sqrt(100 / 5)))
+
+
+def test_the_report_of_a_run_shows_its_certificate(tmp_path: Path) -> None:
+    config = {"model": "builtin:mine", "task": "sft"}
+    run_dir = RunDir(tmp_path)
+    log = EventLog(run_dir.events)
+    log.emit("run_start", config=config)
+    log.close()
+    report = {**dict.fromkeys(REPORT_KEYS), "status": "done"}
+    right = combine([figures()])
+    verdict = judge("<zero2>", "shard 2", combine([figures(losses=[2.0, 1.1])]), right, right, Bounds(1e-5, 1e-3, 1e-6))
+    certificate = {
+        "world_size": 2,
+        "reference": "single",
+        "ok": False,
+        "modes": [verdict.as_dict()],
+        "steps": 2,
+        "device": "cpu",
+        "precision": "float32",
+        "optim": "adamw",
+        "global_batch_size": 4,
+        "dataset": ["d"],
+        "time": 0.0,
+        **config,
+        "bounds": {"loss": 1e-5, "weights": 1e-3, "family": 1e-6, "cost": 0.02},
+    }
+    (tmp_path / "verify.json").write_text(json.dumps(certificate))
+    write_reports(run_dir, report)
+    page = run_dir.report_html.read_text()
+    assert "<h2>Certificate</h2>" in page
+    assert "&lt;zero2&gt;" in page
+    assert "the losses differ by 1.0e-01" in page
+    (tmp_path / "verify.json").write_text(json.dumps({**certificate, "model": "another"}))
+    write_reports(run_dir, report)
+    assert "<h2>Certificate</h2>" not in run_dir.report_html.read_text()
