@@ -1,10 +1,12 @@
-"""What `parallel.balance: speed` gains over equal shares if one of two ranks is slow, and costs if both are equally fast.
+"""What `parallel.balance: speed` gains over equal shares if one of two ranks is slow, and costs if
+both are equally fast.
 
 python benchmarks/balance.py [--steps N] [--rounds N] [--slow-cores X] [--json] [--output FILE]
 
-Two ranks, started as two hosts would be (each its own process with the variables that torchrun sets), one thread each. The
-slow rank runs in a cgroup with a CPU quota. The rival is the same command with `parallel.balance: equal`, in the same round.
-Throughput is counted after the steps in which speeds are measured and checked. Needs root for the quota.
+Two ranks, started as two hosts would be (each its own process with the variables that torchrun
+sets), one thread each. The slow rank runs in a cgroup with a CPU quota. The rival is the same
+command with `parallel.balance: equal`, in the same round. Throughput is counted after the steps in
+which speeds are measured and checked. Needs root for the quota.
 """
 
 from __future__ import annotations
@@ -43,11 +45,19 @@ def main() -> int:
             for name, cores in (("one rank slowed", args.slow_cores), ("equal ranks", None)):
                 rounds = []
                 for _ in range(args.rounds):
-                    found = {balance: train(Path(folder), args.steps, balance, cores) for balance in ("equal", "speed")}
+                    found = {
+                        balance: train(Path(folder), args.steps, balance, cores)
+                        for balance in ("equal", "speed")
+                    }
                     rounds.append(found)
                     rates = {key: one["samples_per_second"] for key, one in found.items()}
-                    _say(f"{name}: {rates['equal']:.2f} → {rates['speed']:.2f} samples/s, shares {found['speed']['shares']}")
-                setups.append({"setup": name, "slow_cores": cores, "rounds": rounds, **summary(rounds)})
+                    _say(
+                        f"{name}: {rates['equal']:.2f} → {rates['speed']:.2f} samples/s, shares"
+                        f" {found['speed']['shares']}"
+                    )
+                setups.append(
+                    {"setup": name, "slow_cores": cores, "rounds": rounds, **summary(rounds)}
+                )
         except (BenchmarkFailed, QuotaUnavailable) as error:
             _say(f"error: {error}")
             return 1
@@ -62,14 +72,28 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each setup (default 3)")
     parser.add_argument(
-        "--steps", type=int, default=50, help=f"training steps of a run, more than {SETTLED_STEPS} (default 50)"
+        "--steps",
+        type=int,
+        default=50,
+        help=f"training steps of a run, more than {SETTLED_STEPS} (default 50)",
     )
-    parser.add_argument("--slow-cores", type=float, default=1 / 3, help="CPU quota of the slow rank in cores (default 1/3)")
-    parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
-    parser.add_argument("--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)")
+    parser.add_argument(
+        "--slow-cores",
+        type=float,
+        default=1 / 3,
+        help="CPU quota of the slow rank in cores (default 1/3)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print everything measured as one JSON value"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)"
+    )
     args = parser.parse_args()
     if args.steps <= SETTLED_STEPS + 1:
         parser.error(f"--steps {args.steps}: expected more than {SETTLED_STEPS + 1}")
@@ -77,7 +101,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> dict[str, Any]:
-    """Run both ranks to the end, and return the throughput, the losses and the shares of the last step."""
+    """Run both ranks to the end, and return the throughput, the losses and the shares of the last
+    step."""
     output = folder / "run"
     shutil.rmtree(output, ignore_errors=True)
     settings = {
@@ -94,8 +119,19 @@ def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> d
         "train_args.logging_steps": 1,
         "train_args.save_steps": 0,
     }
-    command = [sys.executable, "-m", "paceline", "sft", *(f"{key}={value}" for key, value in settings.items())]
-    shared = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "sft",
+        *(f"{key}={value}" for key, value in settings.items()),
+    ]
+    shared = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -106,10 +142,14 @@ def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> d
             for rank in range(2):
                 env = {**shared, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-                ranks.append(subprocess.Popen(command, stdout=handle, stderr=subprocess.STDOUT, env=env))
+                ranks.append(
+                    subprocess.Popen(command, stdout=handle, stderr=subprocess.STDOUT, env=env)
+                )
                 if rank == 1 and tasks is not None:
                     tasks.write_text(str(ranks[1].pid))
-            failed = [rank for rank, process in enumerate(ranks) if process.wait(common.TIMEOUT_S) != 0]
+            failed = [
+                rank for rank, process in enumerate(ranks) if process.wait(common.TIMEOUT_S) != 0
+            ]
         except subprocess.TimeoutExpired:
             failed = [0, 1]
         finally:
@@ -118,7 +158,9 @@ def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> d
                     process.kill()
                 process.wait()
     if failed:
-        raise BenchmarkFailed(f"rank {failed[0]} failed:\n{log.read_text(errors='replace')[-3000:]}")
+        raise BenchmarkFailed(
+            f"rank {failed[0]} failed:\n{log.read_text(errors='replace')[-3000:]}"
+        )
     events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
     lines = [event for event in events if event["type"] == "step"]
     ends = [line["time"] for line in lines[SETTLED_STEPS:]]
@@ -126,13 +168,19 @@ def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> d
     return {
         "samples_per_second": (len(ends) - 1) * batch / (ends[-1] - ends[0]),
         "losses": [line["loss"] for line in lines],
-        "shares": json.loads((output / "report.json").read_text()).get("balance", {}).get("shares", [ACCUMULATION] * 2),
+        "shares": (
+            json.loads((output / "report.json").read_text())
+            .get("balance", {})
+            .get("shares", [ACCUMULATION] * 2)
+        ),
         "events": [event["text"] for event in events if event["type"] == "balance"],
     }
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    ratios = [one["speed"]["samples_per_second"] / one["equal"]["samples_per_second"] for one in rounds]
+    ratios = [
+        one["speed"]["samples_per_second"] / one["equal"]["samples_per_second"] for one in rounds
+    ]
     apart = [
         abs(speed - equal) / equal
         for one in rounds
@@ -146,22 +194,34 @@ def as_markdown(found: dict[str, Any]) -> str:
     lines = [
         f"# Shares by speed against equal shares: {found['date']}",
         "",
-        f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB; Python {machine['python']}, torch "
-        f"{machine['torch']}; load average at the end {found['load_average']:.1f}. Two CPU ranks with one thread each, ddp, "
-        f"{MODEL}, {2 * ACCUMULATION} micro-batches of {PER_DEVICE} samples per step, {found['steps']} steps, throughput after "
-        f"the first {SETTLED_STEPS}. The slow rank has a CPU quota by cgroup.",
+        (
+            f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB;"
+            f" Python {machine['python']}, torch {machine['torch']}; load average at the end"
+            f" {found['load_average']:.1f}. Two CPU ranks with one thread each, ddp, {MODEL},"
+            f" {2 * ACCUMULATION} micro-batches of {PER_DEVICE} samples per step, {found['steps']}"
+            f" steps, throughput after the first {SETTLED_STEPS}. The slow rank has a CPU quota by"
+            " cgroup."
+        ),
         "",
-        "| setup | equal, samples/s | speed, samples/s | shares | ratio (each round) | largest relative difference of a loss |",
+        (
+            "| setup | equal, samples/s | speed, samples/s | shares | ratio (each round) | largest"
+            " relative difference of a loss |"
+        ),
         "|---|---|---|---|---|---|",
     ]
     for one in found["setups"]:
-        rates = {key: median(round_[key]["samples_per_second"] for round_ in one["rounds"]) for key in ("equal", "speed")}
-        shares = ", ".join(sorted({"+".join(map(str, round_["speed"]["shares"])) for round_ in one["rounds"]}))
+        rates = {
+            key: median(round_[key]["samples_per_second"] for round_ in one["rounds"])
+            for key in ("equal", "speed")
+        }
+        shares = ", ".join(
+            sorted({"+".join(map(str, round_["speed"]["shares"])) for round_ in one["rounds"]})
+        )
         name = one["setup"] + (f" to {one['slow_cores']:.2f} cores" if one["slow_cores"] else "")
         ratios = ", ".join(f"{ratio:.2f}" for ratio in one["ratios"])
         lines.append(
-            f"| {name} | {rates['equal']:.2f} | {rates['speed']:.2f} | {shares} | {one['ratio']:.2f}× ({ratios}) | "
-            f"{one['loss_rel_diff']:.1e} |"
+            f"| {name} | {rates['equal']:.2f} | {rates['speed']:.2f} | {shares} |"
+            f" {one['ratio']:.2f}× ({ratios}) | {one['loss_rel_diff']:.1e} |"
         )
     return "\n".join([*lines, "", f"Expected with a rank slowed to a third: at least {AT_LEAST}×."])
 

@@ -1,4 +1,5 @@
-"""The work that every contender does, the data it is done on, and how a contender is started and read."""
+"""The work that every contender does, the data it is done on, and how a contender is started and
+read."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Work:
     """The files and numbers of one benchmark.
 
     Args:
-        folder: scratch space; holds the cache too, so that nothing of the user's is read or changed.
+        folder: scratch space; holds the cache too, so that nothing of the user's is read or
+            changed.
         lengths: tokens of each training chat, int [rows].
         batches: for each step, the samples of its global batch.
     """
@@ -63,13 +65,19 @@ class Work:
         return [int(self.lengths[batch].sum()) for batch in self.batches]
 
     def padding_factor(self) -> float:
-        """Positions a padded loop computes (ranks strided, each padded to its longest) for one that a packed loop computes."""
-        rows = [self.lengths[batch][rank::WORLD_SIZE] for batch in self.batches for rank in range(WORLD_SIZE)]
+        """Positions a padded loop computes (ranks strided, each padded to its longest) for one that
+        a packed loop computes."""
+        rows = [
+            self.lengths[batch][rank::WORLD_SIZE]
+            for batch in self.batches
+            for rank in range(WORLD_SIZE)
+        ]
         return float(sum(one.max() * len(one) for one in rows) / sum(one.sum() for one in rows))
 
 
 def make_work(folder: Path, steps: int, even_tokens: int | None = None) -> Work:
-    """Write model and data into ``folder``; the same for the same number of steps and version of Python.
+    """Write model and data into ``folder``; the same for the same number of steps and version of
+    Python.
 
     ``even_tokens``: every chat is longer than this, so that cut to it all are of one length.
     """
@@ -82,31 +90,46 @@ def make_work(folder: Path, steps: int, even_tokens: int | None = None) -> Work:
 
     model = resolve_model(MODEL)
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
-    rows = [json.loads(line)["messages"] for line in builtin_dataset("python-docs").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)["messages"]
+        for line in builtin_dataset("python-docs").read_text(encoding="utf-8").splitlines()
+    ]
     rng = np.random.default_rng(SEED)
     order = rng.permutation(len(rows))
     held_out = len(rows) // 10  # questions of the held-out chats are asked in no training chat
     num_rows = max(1024, steps * WORLD_SIZE * PER_DEVICE)
-    train = make_chats([rows[one] for one in order[held_out:]], num_rows, tokenizer, rng, even_tokens)
-    evaluation = make_chats([rows[one] for one in order[:held_out]], EVAL_ROWS, tokenizer, rng, even_tokens)
+    train = make_chats(
+        [rows[one] for one in order[held_out:]], num_rows, tokenizer, rng, even_tokens
+    )
+    evaluation = make_chats(
+        [rows[one] for one in order[:held_out]], EVAL_ROWS, tokenizer, rng, even_tokens
+    )
     write_jsonl(folder / "train.jsonl", [chat for chat, _ in train])
     write_jsonl(folder / "eval.jsonl", [chat for chat, _ in evaluation])
     samples = SampleOrder(num_rows, WORLD_SIZE * PER_DEVICE, SEED)
     batches = [samples.global_batch(step).tolist() for step in range(steps)]
-    lengths = np.array([size if even_tokens is None else min(size, even_tokens) for _, size in train])
+    lengths = np.array(
+        [size if even_tokens is None else min(size, even_tokens) for _, size in train]
+    )
     return Work(folder, model, folder / "train.jsonl", folder / "eval.jsonl", lengths, batches)
 
 
 def make_chats(
-    rows: list[Any], count: int, tokenizer: Any, rng: np.random.Generator, even_tokens: int | None = None
+    rows: list[Any],
+    count: int,
+    tokenizer: Any,
+    rng: np.random.Generator,
+    even_tokens: int | None = None,
 ) -> list[tuple[list[Any], int]]:
-    """``count`` chats with their lengths in tokens: turns are joined until a length drawn from the distribution is filled, or
-    until they are longer than ``even_tokens``."""
+    """``count`` chats with their lengths in tokens: turns are joined until a length drawn from the
+    distribution is filled, or until they are longer than ``even_tokens``."""
     sizes = np.array([turn_tokens(one, tokenizer) for one in rows])
     by_size = np.argsort(sizes, kind="stable")
     ordered = sizes[by_size]
     chats = []
-    for target in np.clip(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, count), MIN_TOKENS, MAX_TOKENS):
+    for target in np.clip(
+        rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, count), MIN_TOKENS, MAX_TOKENS
+    ):
         chat: list[Any] = []
         length = 0
         while even_tokens is not None and length <= even_tokens:
@@ -116,7 +139,9 @@ def make_chats(
         if even_tokens is not None:
             chats.append((chat, length))
             continue
-        while (fitting := int(np.searchsorted(ordered, target - length, side="right"))) > 0 or not chat:
+        while (
+            fitting := int(np.searchsorted(ordered, target - length, side="right"))
+        ) > 0 or not chat:
             pick = by_size[rng.integers(max(1, fitting))]
             chat += rows[pick]
             length += int(sizes[pick])
@@ -135,7 +160,8 @@ def write_jsonl(path: Path, chats: list[Any]) -> None:
             handle.write(json.dumps({"messages": chat}, ensure_ascii=False) + "\n")
 
 
-# -- contenders ---------------------------------------------------------------------------------------------------------
+# -- contenders
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -174,15 +200,17 @@ def run_rival(work: Work, script: str, **more: Any) -> Measured:
     }
     spec_file.write_text(json.dumps(spec))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
-    given_at = run_command([sys.executable, *torchrun, str(RIVALS / f"{script}.py"), str(spec_file)], work)
+    given_at = run_command(
+        [sys.executable, *torchrun, str(RIVALS / f"{script}.py"), str(spec_file)], work
+    )
     result = json.loads(result_file.read_text())
     ends = result.pop("step_ends")
     return Measured(ends[0] - given_at, _rate(work, ends), **result)
 
 
 def run_paceline(work: Work, **more: Any) -> Measured:
-    """Run `paceline sft` with an empty token cache, and read its event log and report. ``more``: further or other settings,
-    with two underscores for a dot."""
+    """Run `paceline sft` with an empty token cache, and read its event log and report. ``more``:
+    further or other settings, with two underscores for a dot."""
     output = work.folder / "run"
     shutil.rmtree(output, ignore_errors=True)
     shutil.rmtree(work.folder / "cache" / "paceline" / "tokens", ignore_errors=True)
@@ -207,7 +235,13 @@ def run_paceline(work: Work, **more: Any) -> Measured:
         "train_args.seed": SEED,
         **{key.replace("__", "."): value for key, value in more.items()},
     }
-    command = [sys.executable, "-m", "paceline", "sft", *(f"{key}={value}" for key, value in settings.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "sft",
+        *(f"{key}={value}" for key, value in settings.items()),
+    ]
     given_at = run_command(command, work)
     report = json.loads((output / "report.json").read_text())
     events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
@@ -236,13 +270,22 @@ class BenchmarkFailed(Exception):
 
 
 def run_command(command: list[str], work: Work) -> float:
-    """Run to the end; returns when it was given, in seconds since the epoch. Leaves no process behind."""
-    # One thread a rank for all alike (what torchrun sets by itself), and no look-up of local folders on the hub.
-    env = {**os.environ, "XDG_CACHE_HOME": str(work.folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    """Run to the end; returns when it was given, in seconds since the epoch. Leaves no process
+    behind."""
+    # One thread a rank for all alike (what torchrun sets by itself), and no look-up of local
+    # folders on the hub.
+    env = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(work.folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     log = work.folder / "output.txt"
     with open(log, "wb") as handle:
         given_at = time.time()
-        process = subprocess.Popen(command, stdout=handle, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=handle, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
         try:
             exit_code = process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -251,13 +294,16 @@ def run_command(command: list[str], work: Work) -> float:
             _end(process)
     if exit_code != 0:
         tail = log.read_text(errors="replace")[-3000:]
-        how = f"ran longer than {TIMEOUT_S:.0f} s" if exit_code is None else f"ended with {exit_code}"
+        how = (
+            f"ran longer than {TIMEOUT_S:.0f} s" if exit_code is None else f"ended with {exit_code}"
+        )
         raise BenchmarkFailed(f"{' '.join(command[:6])} … {how}:\n{tail}")
     return given_at
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command that still runs; politely first, for torchrun alone knows its ranks, which are in other sessions."""
+    """End a command that still runs; politely first, for torchrun alone knows its ranks, which are
+    in other sessions."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)

@@ -1,7 +1,8 @@
 """What `topk` needs to train well: the residual fed back, and the signs of what is sent.
 
-Trains a built-in model on two CPU ranks four times from the same start: `ddp`, `topk`, `topk` that forgets what it did not
-send, and `topk` that sends magnitudes. Prints the training loss of the last steps and the loss on held-out samples.
+Trains a built-in model on two CPU ranks four times from the same start: `ddp`, `topk`, `topk` that
+forgets what it did not send, and `topk` that sends magnitudes. Prints the training loss of the last
+steps and the loss on held-out samples.
 
     python benchmarks/error_feedback.py [--steps 200] [--ratio 0.01] [--optim adamw] [--rate 1e-3]
 """
@@ -31,7 +32,8 @@ class WithoutResidual(TopK):
 
 
 class _AbsoluteValues:
-    """float32 values without their sign, in the form of :mod:`paceline.parallel.compression.quantize`."""
+    """float32 values without their sign, in the form of
+    :mod:`paceline.parallel.compression.quantize`."""
 
     def __init__(self, code: Any) -> None:
         self.code = code
@@ -44,7 +46,8 @@ class _AbsoluteValues:
 
 
 class Magnitudes(TopK):
-    """Chooses as `topk` does, feeds the residual back, and sends magnitudes in place of signed values."""
+    """Chooses as `topk` does, feeds the residual back, and sends magnitudes in place of signed
+    values."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -60,7 +63,9 @@ class _Varied(DistributedDataParallel):
     def sum_in_buckets(self, line: Any) -> Any:
         buckets = super().sum_in_buckets(line)
         original: Any = self.reduction.compressor  # type: ignore[union-attr]
-        self.reduction.compressor = self.compressor(original.settings, self.config.train_args.seed, original.momentum)  # type: ignore[union-attr]
+        self.reduction.compressor = self.compressor(
+            original.settings, self.config.train_args.seed, original.momentum
+        )  # type: ignore[union-attr]
         return buckets
 
 
@@ -77,7 +82,10 @@ class NoSigns(_Varied):
 VARIANTS = {
     "ddp, nothing compressed": ["parallel.mode=ddp"],
     "topk": ["parallel.mode=ddp", "compression.method=topk"],
-    "topk without error feedback": ["parallel.mode=error_feedback:NoFeedback", "compression.method=topk"],
+    "topk without error feedback": [
+        "parallel.mode=error_feedback:NoFeedback",
+        "compression.method=topk",
+    ],
     "topk with magnitudes": ["parallel.mode=error_feedback:NoSigns", "compression.method=topk"],
 }
 
@@ -97,11 +105,16 @@ def measure(words: list[str], options: argparse.Namespace, folder: Path) -> tupl
     )  # fmt: skip
     events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     losses = [event["loss"] for event in events if event["type"] == "step"]
-    return fmean(losses[-len(losses) // 10 :]), json.loads((folder / "report.json").read_text())["final_eval_loss"]
+    return (
+        fmean(losses[-len(losses) // 10 :]),
+        json.loads((folder / "report.json").read_text())["final_eval_loss"],
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ratio", type=float, default=0.01)
     parser.add_argument("--optim", default="adamw")

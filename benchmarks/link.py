@@ -1,8 +1,9 @@
-"""The processes of a network of namespaces: one that delays packets where the kernel cannot, and two that measure the link.
+"""The processes of a network of namespaces: one that delays packets where the kernel cannot, and
+two that measure the link.
 
-python benchmarks/link.py forward DELAY_S LOSS NAMESPACE:ADDRESS …   (prints "ready" when the devices are there)
-python benchmarks/link.py serve ADDRESS PORT
-python benchmarks/link.py measure ADDRESS PORT SECONDS               (prints one JSON value)
+python benchmarks/link.py forward DELAY_S LOSS NAMESPACE:ADDRESS …   (prints "ready" when the
+devices are there) python benchmarks/link.py serve ADDRESS PORT python benchmarks/link.py measure
+ADDRESS PORT SECONDS               (prints one JSON value)
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from statistics import median
 DEVICE = "eth0"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
-_OFFLOADS = 0x01 | 0x02  # checksums, and TCP segments of up to 64 KiB left whole (TUN_F_CSUM, TUN_F_TSO4)
+# checksums, and TCP segments of up to 64 KiB left whole (TUN_F_CSUM, TUN_F_TSO4)
+_OFFLOADS = 0x01 | 0x02
 _HEADER = 10  # bytes of the virtio header before each packet
 _CLONE_NEWNET = 0x40000000
 _NICE = -10  # late packets would be a slower link than the one asked for
@@ -33,14 +35,17 @@ _PINGS = 30
 _CHUNK = bytes(1 << 16)
 
 
-# -- delay and loss -------------------------------------------------------------------------------------------------------
+# -- delay and loss
+# -------------------------------------------------------------------------------------------------------
 
 
 def forward(delay_s: float, loss: float, hosts: list[tuple[str, str]]) -> None:
-    """Hand each IPv4 packet that leaves a host to the one it is for, ``delay_s`` later; until this process is ended.
+    """Hand each IPv4 packet that leaves a host to the one it is for, ``delay_s`` later; until this
+    process is ended.
 
-    The rate is the business of each device's own queue (tbf). Without loss TCP hands over up to 64 KiB at a time, still in one
-    packet: few system calls for many bytes. With loss each packet is one of the wire's, so that it is those that are lost.
+    The rate is the business of each device's own queue (tbf). Without loss TCP hands over up to 64
+    KiB at a time, still in one packet: few system calls for many bytes. With loss each packet is
+    one of the wire's, so that it is those that are lost.
 
     Args:
         loss: the chance of each packet to be lost.
@@ -59,7 +64,8 @@ def forward(delay_s: float, loss: float, hosts: list[tuple[str, str]]) -> None:
         for source in select.select(list(devices.values()), [], [], pause)[0]:
             moment = time.monotonic() + delay_s
             for packet in _packets(source):
-                target = devices.get(packet[_HEADER + 16 : _HEADER + 20])  # the destination of an IPv4 packet
+                # the destination of an IPv4 packet
+                target = devices.get(packet[_HEADER + 16 : _HEADER + 20])
                 if target is not None and not (loss and chance.random() < loss):
                     waiting.append((moment, target, packet))
         while waiting and waiting[0][0] <= time.monotonic():
@@ -83,13 +89,18 @@ def _open_device(namespace: str, whole_segments: bool) -> int:
         if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"setns to {namespace}")
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
+    fcntl.ioctl(
+        fd,
+        _TUNSETIFF,
+        struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR),
+    )
     if whole_segments:
         fcntl.ioctl(fd, _TUNSETOFFLOAD, _OFFLOADS)
     return fd
 
 
-# -- measuring ------------------------------------------------------------------------------------------------------------
+# -- measuring
+# ------------------------------------------------------------------------------------------------------------
 
 
 def serve(address: str, port: int) -> None:
@@ -112,7 +123,8 @@ def serve(address: str, port: int) -> None:
 
 
 def measure(address: str, port: int, seconds: float) -> dict[str, float]:
-    """Round trip of one byte (median) and what one TCP stream carries, in bits a second of its content."""
+    """Round trip of one byte (median) and what one TCP stream carries, in bits a second of its
+    content."""
     with socket.create_connection((address, port), timeout=30) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         trips = []
@@ -135,7 +147,11 @@ def main(arguments: list[str]) -> int:
     verb, *rest = arguments
     if verb == "forward":
         delay, loss, *hosts = rest
-        forward(float(delay), float(loss), [(name, address) for name, address in (one.split(":") for one in hosts)])
+        forward(
+            float(delay),
+            float(loss),
+            [(name, address) for name, address in (one.split(":") for one in hosts)],
+        )
     elif verb == "serve":
         serve(rest[0], int(rest[1]))
     else:

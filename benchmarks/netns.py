@@ -1,7 +1,8 @@
-"""Hosts as network namespaces of this machine, joined by links of a given rate, delay and loss. Linux, root, iproute2.
+"""Hosts as network namespaces of this machine, joined by links of a given rate, delay and loss.
+Linux, root, iproute2.
 
-Nothing outside these namespaces is changed, and they are gone with the :class:`Network`, whatever ends it; those of a process
-that was killed are removed by the next one.
+Nothing outside these namespaces is changed, and they are gone with the :class:`Network`, whatever
+ends it; those of a process that was killed are removed by the next one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 class NetworkError(Exception):
-    """The network cannot be built here: what is missing and what to do. The usage is at fault, or the machine."""
+    """The network cannot be built here: what is missing and what to do. The usage is at fault, or
+    the machine."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ def parse_rate(text: str) -> float:
 
 def parse_delay(text: str) -> float:
     """``10ms`` → seconds; 0 needs no unit. ValueError as :func:`parse_rate`."""
-    return 0.0 if text == "0" else _parse(text, _TIMES, "a time such as 10ms, 500us or 0", lowest=0.0)
+    return (
+        0.0 if text == "0" else _parse(text, _TIMES, "a time such as 10ms, 500us or 0", lowest=0.0)
+    )
 
 
 def parse_loss(text: str) -> float:
@@ -76,7 +80,9 @@ def parse_loss(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share < 0.5:
-        raise ValueError(f"{text!r}; allowed: per cent of the packets, from 0 to less than 50, such as 0 or 0.5%")
+        raise ValueError(
+            f"{text!r}; allowed: per cent of the packets, from 0 to less than 50, such as 0 or 0.5%"
+        )
     return share
 
 
@@ -91,30 +97,36 @@ def _parse(text: str, units: dict[str, float], allowed: str, lowest: float) -> f
 def check_machine() -> None:
     """Raise NetworkError where this machine, or this user, cannot make namespaces."""
     if sys.platform != "linux":
-        raise NetworkError("hosts are network namespaces, which Linux alone has. To fix: run this on Linux")
+        raise NetworkError(
+            "hosts are network namespaces, which Linux alone has. To fix: run this on Linux"
+        )
     missing = [one for one in ("ip", "tc") if shutil.which(one) is None]
     if missing:
         raise NetworkError(
-            f"{' and '.join(missing)} not found. To fix: install iproute2 (on Debian and Ubuntu: apt install iproute2)"
+            f"{' and '.join(missing)} not found. To fix: install iproute2 (on Debian and Ubuntu:"
+            " apt install iproute2)"
         )
     if os.geteuid() != 0:
         raise NetworkError(
-            "network namespaces need root to be made. To fix: run it as root (sudo .venv/bin/python benchmarks/slow_network.py)"
+            "network namespaces need root to be made. To fix: run it as root (sudo .venv/bin/python"
+            " benchmarks/slow_network.py)"
         )
 
 
 class Network:
     """Hosts h0, h1, … each with one device and one address; a context manager.
 
-    Where a packet shall be delayed or lost, the kernel's netem does it; where the kernel has none, a process that joins TUN
-    devices (see link.py). The rate is always kept by tbf, on each host's device.
+    Where a packet shall be delayed or lost, the kernel's netem does it; where the kernel has none,
+    a process that joins TUN devices (see link.py). The rate is always kept by tbf, on each host's
+    device.
     """
 
     def __init__(self, num_hosts: int, link: Link) -> None:
         self.link = link
         self.hosts = [f"{_PREFIX}-{os.getpid()}-h{number}" for number in range(num_hosts)]
         self.switch = f"{_PREFIX}-{os.getpid()}-switch"
-        self.addresses = [f"192.0.2.{number + 1}" for number in range(num_hosts)]  # RFC 5737: nobody's
+        # RFC 5737: nobody's
+        self.addresses = [f"192.0.2.{number + 1}" for number in range(num_hosts)]
         self.how = ""
         self._stack = ExitStack()
         self._log: TextIO | None = None
@@ -129,10 +141,16 @@ class Network:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.close()
 
-    # -- building ---------------------------------------------------------------------------------------------------------
+    # -- building
+    # ---------------------------------------------------------------------------------------------------------
     def _build(self) -> None:
         for name in (*self.hosts, self.switch):
             _ip("netns", "add", name)
@@ -152,70 +170,130 @@ class Network:
             self._shape(host, has_netem)
 
     def _has_netem(self) -> bool:
-        tried = ("tc", "-n", self.switch, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+        tried = (
+            "tc",
+            "-n",
+            self.switch,
+            "qdisc",
+            "add",
+            "dev",
+            "lo",
+            "root",
+            "netem",
+            "delay",
+            "1ms",
+        )
         return subprocess.run(tried, capture_output=True).returncode == 0
 
     def _join_by_bridge(self) -> None:
         _ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
         _ip("-n", self.switch, "link", "set", "br0", "up")
         for number, host in enumerate(self.hosts):
-            _ip("link", "add", DEVICE, "netns", host, "type", "veth", "peer", "name", f"p{number}", "netns", self.switch)
+            _ip(
+                "link",
+                "add",
+                DEVICE,
+                "netns",
+                host,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"p{number}",
+                "netns",
+                self.switch,
+            )
             _ip("-n", self.switch, "link", "set", f"p{number}", "master", "br0", "up")
 
     def _join_by_process(self) -> None:
-        ends = [f"{host}:{address}" for host, address in zip(self.hosts, self.addresses, strict=True)]
-        command = [sys.executable, str(LINK), "forward", repr(self.link.delay_s), repr(self.link.loss), *ends]
+        ends = [
+            f"{host}:{address}" for host, address in zip(self.hosts, self.addresses, strict=True)
+        ]
+        command = [
+            sys.executable,
+            str(LINK),
+            "forward",
+            repr(self.link.delay_s),
+            repr(self.link.loss),
+            *ends,
+        ]
         process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._stack.callback(end, [process])
         if process.stdout.readline().strip() != "ready":
             end([process])
             why = process.stderr.read().strip().splitlines()[-1:]
             raise NetworkError(
-                f"no TUN device could be made ({''.join(why)}), and this kernel has no netem. To fix: load one of them "
-                "(modprobe tun, modprobe sch_netem), or leave out --delay and --loss"
+                f"no TUN device could be made ({''.join(why)}), and this kernel has no netem. To"
+                " fix: load one of them (modprobe tun, modprobe sch_netem), or leave out --delay"
+                " and --loss"
             )
 
     def _shape(self, host: str, has_netem: bool) -> None:
         link = self.link
-        # A millisecond at the full rate, but no less than the largest packets: then the queue is short and the rate exact.
+        # A millisecond at the full rate, but no less than the largest packets: then the queue is
+        # short and the rate exact.
         burst = max(16 << 10, int(link.rate_bits_per_s / 8 * 1e-3))
         rate = ("rate", f"{link.rate_bits_per_s:.0f}bit", "burst", str(burst), "latency", "50ms")
         _run("tc", "-n", host, "qdisc", "add", "dev", DEVICE, "root", "handle", "1:", "tbf", *rate)
         if has_netem:
             loss = ("loss", f"{100 * link.loss:g}%") if link.loss else ()
             # What waits for its delay, twice over.
-            packets = str(max(1000, int(2 * link.rate_bits_per_s * (link.delay_s + 0.05) / 8 / 1500)))
+            packets = str(
+                max(1000, int(2 * link.rate_bits_per_s * (link.delay_s + 0.05) / 8 / 1500))
+            )
             netem = ("netem", "limit", packets, "delay", f"{1e6 * link.delay_s:.0f}us", *loss)
-            _run("tc", "-n", host, "qdisc", "add", "dev", DEVICE, "parent", "1:1", "handle", "10:", *netem)
+            _run(
+                "tc",
+                "-n",
+                host,
+                "qdisc",
+                "add",
+                "dev",
+                DEVICE,
+                "parent",
+                "1:1",
+                "handle",
+                "10:",
+                *netem,
+            )
 
-    # -- use --------------------------------------------------------------------------------------------------------------
+    # -- use
+    # --------------------------------------------------------------------------------------------------------------
     def on(self, host: int, command: list[str]) -> list[str]:
         """The command that runs ``command`` on a host."""
         return ["ip", "netns", "exec", self.hosts[host], *command]
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that each host's device has sent so far, with the headers of IP and TCP and with what was sent again."""
+        """Bytes that each host's device has sent so far, with the headers of IP and TCP and with
+        what was sent again."""
         shown = [_ip("-n", host, "-s", "-j", "link", "show", DEVICE) for host in self.hosts]
         return [int(json.loads(one)[0]["stats64"]["tx"]["bytes"]) for one in shown]
 
     def measure(self) -> dict[str, Any]:
-        """The link from the last host to the first as it is: ``round_trip_s``, ``stream_bits_per_s`` of one TCP stream, how
-        the link is made, and the kernel's settings that matter."""
+        """The link from the last host to the first as it is: ``round_trip_s``,
+        ``stream_bits_per_s`` of one TCP stream, how the link is made, and the kernel's settings
+        that matter."""
         address = (self.addresses[0], str(_PORT))
         command = self.on(0, [sys.executable, str(LINK), "serve", *address])
         server = start(command, stdout=subprocess.PIPE, text=True)
         try:
             server.stdout.readline()
-            client = self.on(len(self.hosts) - 1, [sys.executable, str(LINK), "measure", *address, str(_MEASURE_S)])
+            client = self.on(
+                len(self.hosts) - 1,
+                [sys.executable, str(LINK), "measure", *address, str(_MEASURE_S)],
+            )
             found = json.loads(_run(*client))
         finally:
             end([server])
         settings = ("tcp_congestion_control", "tcp_slow_start_after_idle")
-        values = [_run(*self.on(0, ["cat", f"/proc/sys/net/ipv4/{one}"])).strip() for one in settings]
+        values = [
+            _run(*self.on(0, ["cat", f"/proc/sys/net/ipv4/{one}"])).strip() for one in settings
+        ]
         return {**found, "how": self.how, **dict(zip(settings, values, strict=True))}
 
 
-# -- processes and namespaces ---------------------------------------------------------------------------------------------
+# -- processes and namespaces
+# ---------------------------------------------------------------------------------------------
 
 
 def start(command: list[str], **options: Any) -> Any:

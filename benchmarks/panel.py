@@ -1,11 +1,12 @@
-"""What the panel costs a run: the time of a step with `paceline ui` and its viewers beside it, against one without.
+"""What the panel costs a run: the time of a step with `paceline ui` and its viewers beside it,
+against one without.
 
 python benchmarks/panel.py [--viewers N] [--steps N] [--modes ddp] [--json] [--output FILE]
 
-One viewer reads all that comes, as a page does; the others have asked for the run's stream and never read. Within one run the
-server and its viewers are stopped and let go on (SIGSTOP, SIGCONT) in turns, and the steps that lie wholly in a stretch with
-them are compared with those of the stretch without them beside it: two runs of the same work differ by more than what is
-looked for.
+One viewer reads all that comes, as a page does; the others have asked for the run's stream and
+never read. Within one run the server and its viewers are stopped and let go on (SIGSTOP, SIGCONT)
+in turns, and the steps that lie wholly in a stretch with them are compared with those of the
+stretch without them beside it: two runs of the same work differ by more than what is looked for.
 """
 
 from __future__ import annotations
@@ -63,30 +64,50 @@ def main() -> int:
         "date": date.today().isoformat(),
         "machine": _machine(),
         "viewers": args.viewers,
-        "work": f"{work.steps} steps of {work.global_batch} chats of {TOKENS} tokens "
-        f"({common.WORLD_SIZE} CPU ranks × {PER_DEVICE}), all weights of {common.MODEL}, float32, every step logged",
+        "work": (
+            f"{work.steps} steps of {work.global_batch} chats of {TOKENS} tokens"
+            f" ({common.WORLD_SIZE} CPU ranks × {PER_DEVICE}), all weights of {common.MODEL},"
+            " float32, every step logged"
+        ),
         "modes": modes,
     }
     return tell(args, result, as_markdown(result))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--viewers", type=int, default=100, help="that watch the run (default 100)")
-    parser.add_argument("--steps", type=int, default=1000, help="training steps of a run (default 1000)")
-    parser.add_argument("--modes", type=lambda text: text.split(","), default=["ddp"], help="default: ddp")
-    parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
-    parser.add_argument("--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)")
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="training steps of a run (default 1000)"
+    )
+    parser.add_argument(
+        "--modes", type=lambda text: text.split(","), default=["ddp"], help="default: ddp"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print everything measured as one JSON value"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)"
+    )
     return parser.parse_args()
 
 
 def measure(work: Work, mode: str, viewers: int) -> dict[str, Any]:
-    """Shares of a step. ``low`` and ``high``: 90 % of the means over pairs drawn anew lie between them."""
+    """Shares of a step. ``low`` and ``high``: 90 % of the means over pairs drawn anew lie between
+    them."""
     failed: list[BenchmarkFailed] = []
 
     def train() -> None:
         try:
-            common.run_paceline(work, parallel__mode=mode, lora__enable="false", overlong="truncate", logging_steps=1)
+            common.run_paceline(
+                work,
+                parallel__mode=mode,
+                lora__enable="false",
+                overlong="truncate",
+                logging_steps=1,
+            )
         except BenchmarkFailed as error:
             failed.append(error)
 
@@ -99,7 +120,11 @@ def measure(work: Work, mode: str, viewers: int) -> dict[str, Any]:
     lines = (work.folder / "run" / "events.jsonl").read_text().splitlines()
     steps = [one for one in map(json.loads, lines) if one["type"] == "step"]
     inside = [
-        [one["step_time_s"] for one in steps if begin < one["time"] - one["step_time_s"] and one["time"] < end]
+        [
+            one["step_time_s"]
+            for one in steps
+            if begin < one["time"] - one["step_time_s"] and one["time"] < end
+        ]
         for begin, end, _ in stretches
     ]
     ratios = []
@@ -121,11 +146,25 @@ def _watch(folder: Path, run: threading.Thread, viewers: int) -> list[tuple[floa
     events = folder / "run" / "events.jsonl"
     begun = time.time()
     while run.is_alive() and not (
-        events.exists() and events.stat().st_mtime > begun and events.read_text().count('"type": "step"') > 10
+        events.exists()
+        and events.stat().st_mtime > begun
+        and events.read_text().count('"type": "step"') > 10
     ):
         time.sleep(0.2)
-    words = [sys.executable, "-m", "paceline", "ui", str(folder), "--port", "0", "--no-browser", "--json"]
-    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)]
+    words = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "ui",
+        str(folder),
+        "--port",
+        "0",
+        "--no-browser",
+        "--json",
+    ]
+    processes = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    ]
     stretches: list[tuple[float, float, bool]] = []
     try:
         assert processes[0].stdout is not None
@@ -159,19 +198,25 @@ def as_markdown(result: dict[str, Any]) -> str:
     lines = [
         "# What the panel costs a run",
         "",
-        f"{result['date']}: {machine['cores']} cores ({machine['architecture']}), Python {machine['python']}, "
-        f"torch {machine['torch']}. {result['work']}. {result['viewers']} viewers, of which one reads.",
+        (
+            f"{result['date']}: {machine['cores']} cores ({machine['architecture']}), Python"
+            f" {machine['python']}, torch {machine['torch']}. {result['work']}. {result['viewers']}"
+            " viewers, of which one reads."
+        ),
         "",
-        "More time for a step with the panel and its viewers than without (stretches of "
-        f"{STRETCH_S} s in turns within a run, 90 % interval):",
+        (
+            "More time for a step with the panel and its viewers than without (stretches of "
+            f"{STRETCH_S} s in turns within a run, 90 % interval):"
+        ),
         "",
         "| mode | a step | cost | pairs | under 1 % |",
         "| --- | --- | --- | --- | --- |",
     ]
     for one in result["modes"]:
         lines.append(
-            f"| `{one['mode']}` | {1000 * one['step_time_s']:.1f} ms | {100 * one['cost']:+.2f} % "
-            f"({100 * one['low']:+.2f} … {100 * one['high']:+.2f}) | {len(one['pairs'])} | {'yes' if one['met'] else 'NO'} |"
+            f"| `{one['mode']}` | {1000 * one['step_time_s']:.1f} ms | {100 * one['cost']:+.2f} %"
+            f" ({100 * one['low']:+.2f} … {100 * one['high']:+.2f}) | {len(one['pairs'])} |"
+            f" {'yes' if one['met'] else 'NO'} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -1,10 +1,11 @@
-"""How soon the panel shows what it shall, in a real Chromium: 50 runs, a run of a million steps, an event just written.
+"""How soon the panel shows what it shall, in a real Chromium: 50 runs, a run of a million steps, an
+event just written.
 
 python benchmarks/panel_page.py [--rounds N] [--steps N] [--json] [--output FILE]
 
-The rival for the first three figures is TensorBoard as it comes, with the same 50 losses. Each round opens a browser page with
-an empty cache.
-The logs are made by the helpers of the tests, with lines as a run writes them.
+The rival for the first three figures is TensorBoard as it comes, with the same 50 losses. Each
+round opens a browser page with an empty cache. The logs are made by the helpers of the tests, with
+lines as a run writes them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ WATCH = """() => {
 def main() -> int:
     args = _arguments()
     own = next((found for name in NAMES if (found := shutil.which(name))), None)
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as place, sync_playwright() as playwright:
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-bench-") as place,
+        sync_playwright() as playwright,
+    ):
         browser = playwright.chromium.launch(executable_path=own, args=ARGUMENTS)
         folder = Path(place)
         _say(f"{RUNS} runs of {RUN_STEPS} steps")
@@ -70,16 +74,32 @@ def main() -> int:
         event_logs.write_long(folder / "long/one/events.jsonl", args.steps, RANKS)
         found["long"] = of_long(browser, folder / "long", args.rounds)
         browser.close()
-    result = {"date": date.today().isoformat(), "machine": _machine(), "steps": args.steps, "rounds": args.rounds, **found}
+    result = {
+        "date": date.today().isoformat(),
+        "machine": _machine(),
+        "steps": args.steps,
+        "rounds": args.rounds,
+        **found,
+    }
     return tell(args, result, as_markdown(result))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="of each figure; the median counts (default 5)")
-    parser.add_argument("--steps", type=int, default=1_000_000, help="of the long run (default a million: 2.3 GB)")
-    parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
-    parser.add_argument("--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="of each figure; the median counts (default 5)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1_000_000, help="of the long run (default a million: 2.3 GB)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print everything measured as one JSON value"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)"
+    )
     return parser.parse_args()
 
 
@@ -109,7 +129,9 @@ def served(words: list[str]) -> Iterator[tuple[str, float, psutil.Process]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     begun = time.perf_counter()
-    process = subprocess.Popen([*words, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*words, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         url = f"http://127.0.0.1:{port}/"
         while True:
@@ -131,13 +153,16 @@ def fresh(browser: Browser) -> Iterator[Page]:
 
 
 def of_many(browser: Browser, words: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds: to the server's first answer, to the first paint, and until the last of the runs is on the page."""
+    """Seconds: to the server's first answer, to the first paint, and until the last of the runs is
+    on the page."""
     figures: dict[str, list[float]] = {"start_s": [], "first_paint_s": [], "list_s": []}
     for _ in range(rounds):
         with served(words) as (url, start_s, _process), fresh(browser) as page:
             begun = time.perf_counter()
             page.goto(url, wait_until="commit")
-            page.get_by_text(f"run-{RUNS - 1:02d}").first.wait_for(state="attached", timeout=120_000)
+            page.get_by_text(f"run-{RUNS - 1:02d}").first.wait_for(
+                state="attached", timeout=120_000
+            )
             figures["list_s"].append(time.perf_counter() - begun)
             figures["first_paint_s"].append(page.evaluate(PAINTED) / 1000)
             figures["start_s"].append(start_s)
@@ -165,19 +190,26 @@ def of_events(browser: Browser, folder: Path) -> dict[str, list[float]]:
 
 
 def of_long(browser: Browser, folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds until the curve of a long run is drawn, by a server that has not read it; its memory until it has."""
+    """Seconds until the curve of a long run is drawn, by a server that has not read it; its memory
+    until it has."""
     drawn, memory = [], 0
     for number in range(rounds):
         with served(panel(folder)) as (url, _, process), fresh(browser) as page:
             begun = time.perf_counter()
             page.goto(f"{url}#/run/{run_id('one')}/overview", wait_until="commit")
-            page.locator("[role=application][aria-label*='at the end']").first.wait_for(timeout=120_000)
+            page.locator("[role=application][aria-label*='at the end']").first.wait_for(
+                timeout=120_000
+            )
             drawn.append(time.perf_counter() - begun)
             while number == 0 and page.get_by_text("a sample of it").count():
                 memory = max(memory, process.memory_info().rss)
                 time.sleep(0.5)
             memory = max(memory, process.memory_info().rss)
-    return {"drawn_s": drawn, "memory_bytes": memory, "log_bytes": os.path.getsize(folder / "one/events.jsonl")}
+    return {
+        "drawn_s": drawn,
+        "memory_bytes": memory,
+        "log_bytes": os.path.getsize(folder / "one/events.jsonl"),
+    }
 
 
 def as_markdown(result: dict[str, Any]) -> str:
@@ -188,7 +220,10 @@ def as_markdown(result: dict[str, Any]) -> str:
 
     def line(name: str, values: list[float], most: float, rival: list[float] | None = None) -> str:
         beside = f"{seconds(rival)} | {median(rival) / median(values):.1f} ×" if rival else "– | –"
-        return f"| {name} | {seconds(values)} | {most:g} s | {'yes' if median(values) < most else 'NO'} | {beside} |"
+        return (
+            f"| {name} | {seconds(values)} | {most:g} s |"
+            f" {'yes' if median(values) < most else 'NO'} | {beside} |"
+        )
 
     own, other = result["panel"], result["tensorboard"]
     memory = long["memory_bytes"]

@@ -1,4 +1,5 @@
-"""A cgroup that limits the CPU time of the processes in it: version 1 or 2, whichever is mounted. Needs root and Linux."""
+"""A cgroup that limits the CPU time of the processes in it: version 1 or 2, whichever is mounted.
+Needs root and Linux."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class QuotaUnavailable(Exception):
 
 @contextmanager
 def cpu_quota(cores: float, name: str = "paceline-quota") -> Iterator[Path]:
-    """Make a cgroup whose processes get ``cores`` of CPU time per second; yields the file that a process ID is written to.
+    """Make a cgroup whose processes get ``cores`` of CPU time per second; yields the file that a
+    process ID is written to.
 
     Raises:
         QuotaUnavailable: not root, or no CPU controller.

@@ -1,12 +1,14 @@
 """What watching over a run costs, and how long a run takes to go on after a rank was killed.
 
-python benchmarks/recovery.py [--steps N] [--rounds N] [--kills N] [--modes ddp,zero3] [--json] [--output FILE]
+python benchmarks/recovery.py [--steps N] [--rounds N] [--kills N] [--modes ddp,zero3] [--json]
+[--output FILE]
 
-The cost of the watchdog is measured within a run: all ranks switch it on and off every few steps (``watched_task.py``), and a
-block of steps with it is compared with the block without it that lies beside it. Two runs of the same work differ by several
-per cent on most machines, which is more than what is looked for, and two blocks often do: the mean of the pairs is trimmed by a
-fifth at each end. Beside it stands the time that the watchdog's thread was on a core. The hashes of replicas come every so many
-steps; what such a step takes longer is divided by how often they come by default.
+The cost of the watchdog is measured within a run: all ranks switch it on and off every few steps
+(``watched_task.py``), and a block of steps with it is compared with the block without it that lies
+beside it. Two runs of the same work differ by several per cent on most machines, which is more than
+what is looked for, and two blocks often do: the mean of the pairs is trimmed by a fifth at each
+end. Beside it stands the time that the watchdog's thread was on a core. The hashes of replicas come
+every so many steps; what such a step takes longer is divided by how often they come by default.
 """
 
 from __future__ import annotations
@@ -47,28 +49,51 @@ def main() -> int:
                 found = [watching(work, mode) for _ in range(args.rounds)]
                 one = {"mode": mode, **cost(found), **recovery(work, mode, args.kills)}
                 modes.append(one)
-                _say(f"{mode:<8} {100 * one['cost']:+.2f} %; back after {median(one['recovered_s']):.1f} s")
+                _say(
+                    f"{mode:<8} {100 * one['cost']:+.2f} %; back after"
+                    f" {median(one['recovered_s']):.1f} s"
+                )
         except BenchmarkFailed as error:
             _say(f"error: {error}")
             return 1
     result = {
         "date": date.today().isoformat(),
         "machine": _machine(),
-        "work": f"{work.steps} steps of {work.global_batch} chats of {TOKENS} tokens "
-        f"({common.WORLD_SIZE} CPU ranks × {PER_DEVICE}), all weights of {common.MODEL}, float32; {args.rounds} runs of each",
+        "work": (
+            f"{work.steps} steps of {work.global_batch} chats of {TOKENS} tokens"
+            f" ({common.WORLD_SIZE} CPU ranks × {PER_DEVICE}), all weights of {common.MODEL},"
+            f" float32; {args.rounds} runs of each"
+        ),
         "modes": modes,
     }
     return tell(args, result, as_markdown(result))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each mode that switch (default 2)")
-    parser.add_argument("--steps", type=int, default=1000, help="training steps of a run (default 1000)")
-    parser.add_argument("--kills", type=int, default=5, help="kills of a rank for each mode (default 5)")
-    parser.add_argument("--modes", type=lambda text: text.split(","), default=["ddp", "zero3"], help="default: ddp,zero3")
-    parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
-    parser.add_argument("--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="runs of each mode that switch (default 2)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="training steps of a run (default 1000)"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=5, help="kills of a rank for each mode (default 5)"
+    )
+    parser.add_argument(
+        "--modes",
+        type=lambda text: text.split(","),
+        default=["ddp", "zero3"],
+        help="default: ddp,zero3",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print everything measured as one JSON value"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)"
+    )
     return parser.parse_args()
 
 
@@ -85,18 +110,23 @@ def train(work: Work, mode: str, kind: str, max_steps: int, **settings: Any) -> 
     return common.run_paceline(work, **more)
 
 
-# -- what watching costs --------------------------------------------------------------------------------------------------
+# -- what watching costs
+# --------------------------------------------------------------------------------------------------
 def watching(work: Work, mode: str) -> dict[str, Any]:
     """What :class:`watched_task.Switched` has written of a run."""
     file = work.folder / "switched.json"
-    settings = {"recovery.check_replicas_steps": CHECK_EVERY, "task_args": json.dumps({"block": BLOCK, "file": str(file)})}
+    settings = {
+        "recovery.check_replicas_steps": CHECK_EVERY,
+        "task_args": json.dumps({"block": BLOCK, "file": str(file)}),
+    }
     train(work, mode, "Switched", work.steps, **settings)
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
 def cost(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Shares of a step. ``low`` and ``high``: 90 % of the means over pairs drawn anew lie between them."""
+    """Shares of a step. ``low`` and ``high``: 90 % of the means over pairs drawn anew lie between
+    them."""
     ratios, checks, usual = [], [], []
     for run in (one["steps"] for one in runs):
         blocks: dict[int, tuple[bool, list[float]]] = {}
@@ -137,28 +167,40 @@ def trimmed(values: list[float]) -> float:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Between these lie 90 % of the trimmed means of as many values drawn anew from these (a bootstrap)."""
-    drawn = sorted(trimmed(random.Random(seed).choices(values, k=len(values))) for seed in range(2000))
+    """Between these lie 90 % of the trimmed means of as many values drawn anew from these (a
+    bootstrap)."""
+    drawn = sorted(
+        trimmed(random.Random(seed).choices(values, k=len(values))) for seed in range(2000)
+    )
     return drawn[100], drawn[1899]
 
 
-# -- how long a recovery takes --------------------------------------------------------------------------------------------
+# -- how long a recovery takes
+# --------------------------------------------------------------------------------------------
 def recovery(work: Work, mode: str, kills: int) -> dict[str, Any]:
-    """A rank kills itself at steps of which none is a checkpoint's. ``recovered_s``: from each kill to the end of the next step
-    that had not been made before, with those made once more."""
-    at = [SAVE_STEPS * (one + 1) + random.Random(one).randrange(2, SAVE_STEPS) for one in range(kills)]
+    """A rank kills itself at steps of which none is a checkpoint's. ``recovered_s``: from each kill
+    to the end of the next step that had not been made before, with those made once more."""
+    at = [
+        SAVE_STEPS * (one + 1) + random.Random(one).randrange(2, SAVE_STEPS) for one in range(kills)
+    ]
     flags = work.folder / "kills"
     flags.mkdir(exist_ok=True)
     for one in flags.iterdir():
         one.unlink()
-    settings = {"train_args.save_steps": SAVE_STEPS, "task_args": json.dumps({"at": at, "folder": str(flags)})}
+    settings = {
+        "train_args.save_steps": SAVE_STEPS,
+        "task_args": json.dumps({"at": at, "folder": str(flags)}),
+    }
     measured = train(work, mode, "Killed", at[-1] + SAVE_STEPS, **settings)
     lines = (work.folder / "run" / "events.jsonl").read_text().splitlines()
     steps = [one for one in map(json.loads, lines) if one["type"] == "step"]
     found = []
     for step in at:
         killed_at = float((flags / str(step)).read_text())
-        found.append(next(one["time"] for one in steps if one["time"] > killed_at and one["step"] >= step) - killed_at)
+        found.append(
+            next(one["time"] for one in steps if one["time"] > killed_at and one["step"] >= step)
+            - killed_at
+        )
     first = measured.time_to_first_step_s
     return {
         "first_step_s": first,
@@ -173,35 +215,50 @@ def as_markdown(result: dict[str, Any]) -> str:
     lines = [
         "# What watching over a run costs, and how long it takes to go on after a fault",
         "",
-        f"{result['date']}: {machine['cores']} cores ({machine['architecture']}), Python {machine['python']}, "
-        f"torch {machine['torch']}. {result['work']}.",
+        (
+            f"{result['date']}: {machine['cores']} cores ({machine['architecture']}), Python"
+            f" {machine['python']}, torch {machine['torch']}. {result['work']}."
+        ),
         "",
-        f"More time for a step than without them (blocks of {BLOCK} steps in turns within a run, 90 % interval):",
+        (
+            f"More time for a step than without them (blocks of {BLOCK} steps in turns within a"
+            " run, 90 % interval):"
+        ),
         "",
-        "| mode | a step without | watchdog and heartbeats | its thread, of a core | a comparison of hashes | it, every "
-        f"{Recovery().check_replicas_steps} steps | together | under 1 % |",
+        (
+            "| mode | a step without | watchdog and heartbeats | its thread, of a core | a"
+            f" comparison of hashes | it, every {Recovery().check_replicas_steps} steps | together"
+            " | under 1 % |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in result["modes"]:
         lines.append(
-            f"| `{one['mode']}` | {1000 * one['step_time_s']:.1f} ms | {100 * one['watchdog']:+.2f} % "
-            f"({100 * one['watchdog_low']:+.2f} … {100 * one['watchdog_high']:+.2f}) | {100 * one['thread']:.2f} % "
-            f"| {1000 * one['check_s']:.1f} ms | {100 * one['check']:+.3f} % "
-            f"| {100 * one['cost']:+.2f} % | {'yes' if one['met'] else 'NO'} |"
+            f"| `{one['mode']}` | {1000 * one['step_time_s']:.1f} ms | {100 * one['watchdog']:+.2f}"
+            f" % ({100 * one['watchdog_low']:+.2f} … {100 * one['watchdog_high']:+.2f}) |"
+            f" {100 * one['thread']:.2f} % | {1000 * one['check_s']:.1f} ms |"
+            f" {100 * one['check']:+.3f} % | {100 * one['cost']:+.2f} % |"
+            f" {'yes' if one['met'] else 'NO'} |"
         )
     lines += [
         "",
-        f"From `kill -9` of a rank to the end of the next new step (a checkpoint every {SAVE_STEPS} steps; those since it are "
-        "made once more within this time), against the time from the command to the end of the first step:",
+        (
+            "From `kill -9` of a rank to the end of the next new step (a checkpoint every"
+            f" {SAVE_STEPS} steps; those since it are made once more within this time), against the"
+            " time from the command to the end of the first step:"
+        ),
         "",
-        "| mode | first step | recovered: median | longest | median / first step | all under 1.5 × |",
+        (
+            "| mode | first step | recovered: median | longest | median / first step | all under"
+            " 1.5 × |"
+        ),
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for one in result["modes"]:
         found = one["recovered_s"]
         lines.append(
-            f"| `{one['mode']}` | {one['first_step_s']:.1f} s | {median(found):.1f} s | {max(found):.1f} s "
-            f"| {one['ratio']:.2f} | {'yes' if one['met_recovery'] else 'NO'} |"
+            f"| `{one['mode']}` | {one['first_step_s']:.1f} s | {median(found):.1f} s |"
+            f" {max(found):.1f} s | {one['ratio']:.2f} | {'yes' if one['met_recovery'] else 'NO'} |"
         )
     return "\n".join(lines) + "\n"
 

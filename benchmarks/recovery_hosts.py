@@ -1,15 +1,19 @@
-"""How long a run over two hosts takes to continue after a fault: Paceline's command and torchrun, on the same model and data.
+"""How long a run over two hosts takes to continue after a fault: Paceline's command and torchrun,
+on the same model and data.
 
 python benchmarks/recovery_hosts.py [--rounds N] [--json] [--output FILE]
 
-The hosts are network namespaces of this machine (Linux, root, iproute2). Both contenders run the same configuration with the
-same checkpoints; torchrun starts `-m paceline` on each host, with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` and the same settings
-of the rendezvous. They take turns, and every figure is a median over the rounds.
+The hosts are network namespaces of this machine (Linux, root, iproute2). Both contenders run the
+same configuration with the same checkpoints; torchrun starts `-m paceline` on each host, with
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` and the same settings of the rendezvous. They take turns, and
+every figure is a median over the rounds.
 
 - killed rank: from `kill -9` of rank 1 to the end of the first step after it;
-- killed host: from `kill -9` of every process of a host, which is started again at once, to the end of the first step after it;
+- killed host: from `kill -9` of every process of a host, which is started again at once, to the end
+  of the first step after it;
 - shrink: the same with `nnodes: 1:2`, where the host is not started again;
-- start: `nnodes: 1:2` with one host, from the moment the endpoint listens, which reaches the minimum, to the start of its rank.
+- start: `nnodes: 1:2` with one host, from the moment the endpoint listens, which reaches the
+  minimum, to the start of its rank.
 """
 
 from __future__ import annotations
@@ -29,12 +33,20 @@ from typing import Any
 from netns import Link, Network, NetworkError
 from run import _machine, _say, tell
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / name) for name in ("cluster", "launch", "")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1] / "tests" / name) for name in ("cluster", "launch", "")
+]
 
 from commands import MICRO  # noqa: E402
 from hosts import PORT, Cluster  # noqa: E402
 
-SETTINGS = ("max_steps=100000", "save_steps=10", "logging_steps=1", "parallel.timeout_s=120", "recovery.max_restarts=100")
+SETTINGS = (
+    "max_steps=100000",
+    "save_steps=10",
+    "logging_steps=1",
+    "parallel.timeout_s=120",
+    "recovery.max_restarts=100",
+)
 AT_MOST_OF_TORCHRUN = 0.8
 AT_MOST_S = {"killed host": 30.0, "shrink": 30.0, "start": 5.0}
 _KEEP_ALIVE = "last_call_timeout=3,keep_alive_interval=3,keep_alive_max_attempt=3"
@@ -42,10 +54,16 @@ Start = Callable[[Cluster, int, str], None]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=6, help="faults of each kind (default 6)")
-    parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
-    parser.add_argument("--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)")
+    parser.add_argument(
+        "--json", action="store_true", help="print everything measured as one JSON value"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)"
+    )
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
     try:
@@ -53,7 +71,12 @@ def main() -> int:
     except NetworkError as error:
         _say(f"error: {error}")
         return 2
-    result = {"date": date.today().isoformat(), "machine": _machine(), "load_before": round(load_before, 1), "figures": figures}
+    result = {
+        "date": date.today().isoformat(),
+        "machine": _machine(),
+        "load_before": round(load_before, 1),
+        "figures": figures,
+    }
     return tell(args, result, as_markdown(result))
 
 
@@ -75,7 +98,8 @@ def add(figures: dict[str, list[float]], name: str, seconds: Sequence[float]) ->
     _say(f"{name}: {', '.join(f'{one:.1f}' for one in seconds)} s")
 
 
-# -- contenders -----------------------------------------------------------------------------------------------------------
+# -- contenders
+# -----------------------------------------------------------------------------------------------------------
 def paceline(cluster: Cluster, number: int, nnodes: str) -> None:
     cluster.start(number, *SETTINGS, nnodes=nnodes)
 
@@ -89,13 +113,21 @@ def torchrun(cluster: Cluster, number: int, nnodes: str) -> None:
         f"--rdzv-conf={rendezvous}", f"--local-addr={cluster.hosts[number].address}",
         "-m", "paceline", "sft", *MICRO, *SETTINGS, f"output_dir={cluster.run}",
     ]  # fmt: skip
-    cluster.execute(number, command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", GLOO_SOCKET_IFNAME="eth0")
+    cluster.execute(
+        number, command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", GLOO_SOCKET_IFNAME="eth0"
+    )
 
 
-# -- faults ---------------------------------------------------------------------------------------------------------------
-def session(start: Start, nnodes: str, faults: Sequence[Callable[[Cluster, Start], float]]) -> list[float]:
+# -- faults
+# ---------------------------------------------------------------------------------------------------------------
+def session(
+    start: Start, nnodes: str, faults: Sequence[Callable[[Cluster, Start], float]]
+) -> list[float]:
     """One run, and the faults one after the other."""
-    with Network(2, Link(1e9)) as network, tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+    with (
+        Network(2, Link(1e9)) as network,
+        tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
+    ):
         cluster = Cluster(network, Path(folder), shared=True, endpoint=0)
         try:
             for number in range(2):
@@ -103,7 +135,8 @@ def session(start: Start, nnodes: str, faults: Sequence[Callable[[Cluster, Start
             seconds = []
             for fault in faults:
                 cluster.wait_for_start(1, world_size=2)
-                cluster.wait_for_step(last_start(cluster) + 14)  # past a checkpoint, and in the middle between two
+                # past a checkpoint, and in the middle between two
+                cluster.wait_for_step(last_start(cluster) + 14)
                 seconds.append(fault(cluster, start))
             return seconds
         finally:
@@ -138,8 +171,14 @@ def step_after(cluster: Cluster, begin: float, world_size: int) -> float:
 
     def first() -> float | None:
         later = [one for one in cluster.events("run_start", "step") if one["time"] > begin]
-        starts = [place for place, one in enumerate(later) if one["type"] == "run_start" and one["world_size"] == world_size]
-        steps = [one["time"] for one in later[starts[-1] :] if one["type"] == "step"] if starts else []
+        starts = [
+            place
+            for place, one in enumerate(later)
+            if one["type"] == "run_start" and one["world_size"] == world_size
+        ]
+        steps = (
+            [one["time"] for one in later[starts[-1] :] if one["type"] == "step"] if starts else []
+        )
         return steps[0] - begin if steps else None
 
     cluster.wait(first, "a step after the fault")
@@ -147,11 +186,16 @@ def step_after(cluster: Cluster, begin: float, world_size: int) -> float:
 
 
 def first_start() -> float:
-    with Network(2, Link(1e9)) as network, tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+    with (
+        Network(2, Link(1e9)) as network,
+        tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
+    ):
         cluster = Cluster(network, Path(folder), shared=True, endpoint=0)
         try:
             host = cluster.start(0, *SETTINGS, nnodes="1:2")
-            listens = network.on(0, [sys.executable, "-c", _WAIT_FOR_PORT, cluster.endpoint_address, str(PORT)])
+            listens = network.on(
+                0, [sys.executable, "-c", _WAIT_FOR_PORT, cluster.endpoint_address, str(PORT)]
+            )
             begin = float(run_on(listens))
             cluster.wait(host.ranks, "a rank")
             return host.ranks()[0].create_time() - begin
@@ -180,30 +224,43 @@ def last_start(cluster: Cluster) -> int:
     return int(starts[-1]["resumed_from_step"] or 0) if starts else 0
 
 
-# -- the result -----------------------------------------------------------------------------------------------------------
+# -- the result
+# -----------------------------------------------------------------------------------------------------------
 def as_markdown(result: dict[str, Any]) -> str:
-    machine, ours, theirs = result["machine"], result["figures"]["paceline"], result["figures"]["torchrun"]
+    machine, ours, theirs = (
+        result["machine"],
+        result["figures"]["paceline"],
+        result["figures"]["torchrun"],
+    )
     ratio = median(ours["killed rank"]) / median(theirs["killed rank"])
     busy = " Other work ran on the machine meanwhile: the ratio is paired, the seconds are longer than on an idle machine." \
         if result["load_before"] > 1 else ""  # fmt: skip
     lines = [
         "# How long a run over two hosts takes to continue after a fault",
         "",
-        f"{result['date']}: two network namespaces with one CPU rank each, on {machine['cores']} cores "
-        f"({machine['architecture']}), Python {machine['python']}, torch {machine['torch']}; a checkpoint every 10 steps. Load "
-        f"average at the start: {result['load_before']}.{busy}",
+        (
+            f"{result['date']}: two network namespaces with one CPU rank each, on"
+            f" {machine['cores']} cores ({machine['architecture']}), Python {machine['python']},"
+            f" torch {machine['torch']}; a checkpoint every 10 steps. Load average at the start:"
+            f" {result['load_before']}.{busy}"
+        ),
         "",
         "| fault | median | of | longest | required | met |",
         "| --- | ---: | ---: | ---: | --- | --- |",
     ]
     for name, seconds in ours.items():
         bound = AT_MOST_S.get(name)
-        required = f"≤ {bound:g} s" if bound else f"≤ {AT_MOST_OF_TORCHRUN} × torchrun ({ratio:.2f})"
+        required = (
+            f"≤ {bound:g} s" if bound else f"≤ {AT_MOST_OF_TORCHRUN} × torchrun ({ratio:.2f})"
+        )
         is_met = median(seconds) <= bound if bound else ratio <= AT_MOST_OF_TORCHRUN
         times = f"{median(seconds):.1f} s | {len(seconds)} | {max(seconds):.1f} s"
         lines.append(f"| {name} | {times} | {required} | {'yes' if is_met else 'NO'} |")
     rivals = theirs["killed rank"]
-    lines.append(f"| killed rank, torchrun | {median(rivals):.1f} s | {len(rivals)} | {max(rivals):.1f} s | | |")
+    lines.append(
+        f"| killed rank, torchrun | {median(rivals):.1f} s | {len(rivals)} | {max(rivals):.1f} s"
+        " | | |"
+    )
     return "\n".join(lines) + "\n"
 
 

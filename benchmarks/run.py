@@ -1,4 +1,5 @@
-"""Measure Paceline against hand-written loops and the transformers Trainer on the same work, and print the ratios.
+"""Measure Paceline against hand-written loops and the transformers Trainer on the same work, and
+print the ratios.
 
 python benchmarks/run.py [--rounds N] [--steps N] [--only NAME,NAME] [--json] [--output FILE]
 """
@@ -50,7 +51,9 @@ class Goal:
     at_least: float | None = None
 
     def met(self, ratio: float) -> bool:
-        return ratio <= self.at_most if self.at_most is not None else ratio >= (self.at_least or 0.0)
+        return (
+            ratio <= self.at_most if self.at_most is not None else ratio >= (self.at_least or 0.0)
+        )
 
     @property
     def bound(self) -> str:
@@ -112,15 +115,29 @@ def _on_sigterm(*_: object) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="how often each contender is measured (default 3)")
-    parser.add_argument("--steps", type=int, default=20, help="training steps of a run (default 20)")
-    parser.add_argument("--only", type=_names, default=list(CONTENDERS), help="some of: " + ",".join(CONTENDERS))
-    parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
-    parser.add_argument("--output", type=Path, help="write FILE.md (the tables) and FILE.json (everything measured)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="how often each contender is measured (default 3)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="training steps of a run (default 20)"
+    )
+    parser.add_argument(
+        "--only", type=_names, default=list(CONTENDERS), help="some of: " + ",".join(CONTENDERS)
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print everything measured as one JSON value"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write FILE.md (the tables) and FILE.json (everything measured)"
+    )
     args = parser.parse_args()
     if args.rounds < 1 or args.steps < 2:
-        parser.error("--rounds is at least 1, --steps at least 2: one step has no rate after the first")
+        parser.error(
+            "--rounds is at least 1, --steps at least 2: one step has no rate after the first"
+        )
     return args
 
 
@@ -139,22 +156,31 @@ def _say(text: str) -> None:
 def _progress(number: int, name: str, one: Measured) -> str:
     label = f"round {number}" if number else "warm-up"
     return (
-        f"{label:<8} {name:<12} first step {one.time_to_first_step_s:5.2f} s   {one.samples_per_second:6.2f} samples/s   "
-        f"eval loss {one.eval_loss:.4f}   peak {peak(one) / 2**20:6.0f} MiB"
+        f"{label:<8} {name:<12} first step {one.time_to_first_step_s:5.2f} s  "
+        f" {one.samples_per_second:6.2f} samples/s   eval loss {one.eval_loss:.4f}   peak"
+        f" {peak(one) / 2**20:6.0f} MiB"
     )
 
 
 def describe(work: Work) -> list[str]:
-    low, first, half, third, high = (int(one) for one in np.percentile(work.lengths, [0, 25, 50, 75, 100]))
+    low, first, half, third, high = (
+        int(one) for one in np.percentile(work.lengths, [0, 25, 50, 75, 100])
+    )
     return [
-        f"work: {work.steps} steps of {work.global_batch} chats ({common.WORLD_SIZE} CPU ranks × {common.PER_DEVICE}), "
-        f"LoRA rank {common.LORA_RANK} on {common.MODEL}, float32",
-        f"data: {len(work.lengths)} chats of {low} to {high} tokens (quartiles {first}, {half}, {third}); padding each to the "
-        f"longest of {common.PER_DEVICE} makes {work.padding_factor():.2f} times the positions",
+        (
+            f"work: {work.steps} steps of {work.global_batch} chats ({common.WORLD_SIZE} CPU ranks"
+            f" × {common.PER_DEVICE}), LoRA rank {common.LORA_RANK} on {common.MODEL}, float32"
+        ),
+        (
+            f"data: {len(work.lengths)} chats of {low} to {high} tokens (quartiles {first}, {half},"
+            f" {third}); padding each to the longest of {common.PER_DEVICE} makes"
+            f" {work.padding_factor():.2f} times the positions"
+        ),
     ]
 
 
-# -- results --------------------------------------------------------------------------------------------------------------
+# -- results
+# --------------------------------------------------------------------------------------------------------------
 
 
 def summary(work: Work, runs: Runs, rounds: int) -> dict[str, Any]:
@@ -163,7 +189,9 @@ def summary(work: Work, runs: Runs, rounds: int) -> dict[str, Any]:
     goals = []
     for goal in GOALS:
         if "paceline" in runs and goal.rival in runs:
-            ours, theirs = ([goal.figure(one) for one in runs[name]] for name in ("paceline", goal.rival))
+            ours, theirs = (
+                [goal.figure(one) for one in runs[name]] for name in ("paceline", goal.rival)
+            )
             ratio = median(ours) / median(theirs)
             spread = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
             goals.append(
@@ -200,7 +228,8 @@ def _medians(measured: list[Measured]) -> dict[str, float]:
 
 
 def _same_work(work: Work, runs: Runs) -> dict[str, bool]:
-    """Whether each contender saw the tokens of the plan in every step, and all evaluated over the same number of labels."""
+    """Whether each contender saw the tokens of the plan in every step, and all evaluated over the
+    same number of labels."""
     every = [one for measured in runs.values() for one in measured]
     return {
         "tokens_of_every_step": all(one.tokens == work.batch_lengths for one in every),
@@ -226,27 +255,39 @@ def as_markdown(found: dict[str, Any]) -> str:
     lines = [
         f"# Two CPU ranks, LoRA on ragged chats: {found['date']}",
         "",
-        f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB; Python {machine['python']}, "
-        + ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "peft", "accelerate"))
+        f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB; Python"
+        f" {machine['python']}, "
+        + ", ".join(
+            f"{name} {machine[name]}" for name in ("torch", "transformers", "peft", "accelerate")
+        )
         + f". Medians of {found['rounds']} alternating rounds after one warm-up.",
         "",
         *(f"- {one}" for one in found["work"]),
-        f"- every step saw the planned tokens: {_yes(found['same_work']['tokens_of_every_step'])}; "
-        f"same held-out labels: {_yes(found['same_work']['labels_of_the_held_out_set'])}",
+        (
+            "- every step saw the planned tokens:"
+            f" {_yes(found['same_work']['tokens_of_every_step'])}; same held-out labels:"
+            f" {_yes(found['same_work']['labels_of_the_held_out_set'])}"
+        ),
         "",
         "| | first step (s) | samples/s after it | final eval loss | peak of a rank (MiB) |",
         "|---|---:|---:|---:|---:|",
     ]
     for name, one in found["medians"].items():
         lines.append(
-            f"| {TITLES[name]} | {one['time_to_first_step_s']:.2f} | {one['samples_per_second']:.2f} | "
-            f"{one['eval_loss']:.4f} | {one['peak_memory_bytes'] / 2**20:.0f} |"
+            f"| {TITLES[name]} | {one['time_to_first_step_s']:.2f} |"
+            f" {one['samples_per_second']:.2f} | {one['eval_loss']:.4f} |"
+            f" {one['peak_memory_bytes'] / 2**20:.0f} |"
         )
-    lines += ["", "| Paceline against | what | ratio | lowest to highest of a round | goal | |", "|---|---|---:|---:|---:|---|"]
+    lines += [
+        "",
+        "| Paceline against | what | ratio | lowest to highest of a round | goal | |",
+        "|---|---|---:|---:|---:|---|",
+    ]
     for goal in found["goals"]:
         lines.append(
-            f"| {TITLES[goal['rival']]} | {goal['what']} | {goal['ratio']:.4f} | "
-            f"{goal['lowest']:.4f} to {goal['highest']:.4f} | {goal['bound']} | {'met' if goal['met'] else 'missed'} |"
+            f"| {TITLES[goal['rival']]} | {goal['what']} | {goal['ratio']:.4f} |"
+            f" {goal['lowest']:.4f} to {goal['highest']:.4f} | {goal['bound']} |"
+            f" {'met' if goal['met'] else 'missed'} |"
         )
     return "\n".join(lines)
 

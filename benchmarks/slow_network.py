@@ -1,9 +1,11 @@
-"""One training job over a slow network, once for each way to make communication small, against plain DDP.
+"""One training job over a slow network, once for each way to make communication small, against
+plain DDP.
 
-python benchmarks/slow_network.py [--rate 100mbit] [--delay 10ms] [--loss 0] [--hosts 2] [--steps 200]
-                                  [--methods ddp,powersgd,topk,diloco] [--output FILE]
+python benchmarks/slow_network.py [--rate 100mbit] [--delay 10ms] [--loss 0] [--hosts 2] [--steps
+                                  200] [--methods ddp,powersgd,topk,diloco] [--output FILE]
 
-The hosts are network namespaces of this machine, so this needs Linux, root and iproute2. See benchmarks/README.md.
+The hosts are network namespaces of this machine, so this needs Linux, root and iproute2. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from slow_network_report import Run, as_markdown, as_svg, read_run, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "demo.yaml"
-LEARNING_RATE = 1e-3  # of this and the example's 2e-3 the one with which plain DDP comes further in 200 steps
+# of this and the example's 2e-3 the one with which plain DDP comes further in 200 steps
+LEARNING_RATE = 1e-3
 WARMUP_STEPS = 20
 MIN_PARAMETERS = 8_000_000
 _MASTER_PORT = 29500
@@ -43,13 +46,27 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
     "int8": ({"compression.method": "int8"}, "gradients in a quarter of the bits"),
     "powersgd": (
         {"compression.method": "powersgd", "compression.rank": 8, "parallel.bucket_cap_mb": 64},
-        "rank 8: a lower one sends less and takes more steps, a higher one the reverse. One bucket: what is sent is small, and "
-        "each bucket costs two messages one after the other",
+        (
+            "rank 8: a lower one sends less and takes more steps, a higher one the reverse. One"
+            " bucket: what is sent is small, and each bucket costs two messages one after the other"
+        ),
     ),
-    "topk": ({"compression.method": "topk", "compression.ratio": 0.01}, "1 % of the elements, the goal's setting"),
-    "randomk": ({"compression.method": "randomk", "compression.ratio": 0.01}, "1 % of the elements, by chance"),
-    "signsgd": ({"compression.method": "signsgd"}, "signs by majority vote, at the learning rate of the others"),
-    "local_sgd": ({"parallel.mode": "local_sgd", "local_sgd.steps": 5}, "parameters averaged every 5 steps"),
+    "topk": (
+        {"compression.method": "topk", "compression.ratio": 0.01},
+        "1 % of the elements, the goal's setting",
+    ),
+    "randomk": (
+        {"compression.method": "randomk", "compression.ratio": 0.01},
+        "1 % of the elements, by chance",
+    ),
+    "signsgd": (
+        {"compression.method": "signsgd"},
+        "signs by majority vote, at the learning rate of the others",
+    ),
+    "local_sgd": (
+        {"parallel.mode": "local_sgd", "local_sgd.steps": 5},
+        "parameters averaged every 5 steps",
+    ),
     "diloco": (
         {
             "parallel.mode": "diloco",
@@ -60,9 +77,13 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
             "local_sgd.outer_momentum": 0,
             "train_args.learning_rate": 1.8e-3,
         },
-        "H = 5 with outer gradients in int8: 1/20 of DDP's bytes a step, on their way beside the next two steps. In so short "
-        "a run outer momentum, or an outer rate above 1, comes out behind. Half of DDP's batch makes a worker's gradient "
-        "noisier and Adam's steps along it shorter; so the inner rate, which Douillard et al. (2023) tune as well, is higher",
+        (
+            "H = 5 with outer gradients in int8: 1/20 of DDP's bytes a step, on their way beside"
+            " the next two steps. In so short a run outer momentum, or an outer rate above 1, comes"
+            " out behind. Half of DDP's batch makes a worker's gradient noisier and Adam's steps"
+            " along it shorter; so the inner rate, which Douillard et al. (2023) tune as well, is"
+            " higher"
+        ),
     ),
 }
 DEFAULT = "ddp,powersgd,topk,diloco"
@@ -112,25 +133,60 @@ def _on_sigterm(*_: object) -> None:
 
 def read_arguments(given: list[str]) -> argparse.Namespace:
     """The command line; what is wrong with it ends the process with 2."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=_checked(netns.parse_rate), default="100mbit", help="of each host's link (100mbit)")
-    parser.add_argument("--delay", type=_checked(netns.parse_delay), default="10ms", help="each way (10ms)")
-    parser.add_argument("--loss", type=_checked(netns.parse_loss), default="0", help="per cent of the packets (0)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rate",
+        type=_checked(netns.parse_rate),
+        default="100mbit",
+        help="of each host's link (100mbit)",
+    )
+    parser.add_argument(
+        "--delay", type=_checked(netns.parse_delay), default="10ms", help="each way (10ms)"
+    )
+    parser.add_argument(
+        "--loss", type=_checked(netns.parse_loss), default="0", help="per cent of the packets (0)"
+    )
     parser.add_argument("--hosts", type=int, default=2, help="one rank on each (2)")
-    parser.add_argument("--steps", type=int, default=200, help="of plain DDP, whose last evaluation is the mark (200)")
-    parser.add_argument("--extra", type=int, help="steps that the others may take beyond, to reach the mark (three tenths)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        help="of plain DDP, whose last evaluation is the mark (200)",
+    )
+    parser.add_argument(
+        "--extra",
+        type=int,
+        help="steps that the others may take beyond, to reach the mark (three tenths)",
+    )
     parser.add_argument("--evaluate-every", type=int, default=10, metavar="STEPS", help="(10)")
-    parser.add_argument("--methods", type=_names, default=DEFAULT, help=f"some of {','.join(METHODS)} ({DEFAULT})")
-    parser.add_argument("--set", type=_setting, action="append", default=[], metavar="[METHOD:]KEY=VALUE")
-    parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="for one method (3600)")
-    parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
-    parser.add_argument("--output", type=Path, help="write FILE.md (the tables), FILE.svg (the plots) and FILE.json")
+    parser.add_argument(
+        "--methods", type=_names, default=DEFAULT, help=f"some of {','.join(METHODS)} ({DEFAULT})"
+    )
+    parser.add_argument(
+        "--set", type=_setting, action="append", default=[], metavar="[METHOD:]KEY=VALUE"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=3600, metavar="SECONDS", help="for one method (3600)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print everything measured as one JSON value"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write FILE.md (the tables), FILE.svg (the plots) and FILE.json"
+    )
     args = parser.parse_args(given)
     if not 2 <= args.hosts <= netns.MAX_HOSTS:
         parser.error(f"--hosts {args.hosts}; allowed: 2 to {netns.MAX_HOSTS}")
-    if args.evaluate_every < 1 or args.steps < 2 * args.evaluate_every or args.steps % args.evaluate_every:
+    if (
+        args.evaluate_every < 1
+        or args.steps < 2 * args.evaluate_every
+        or args.steps % args.evaluate_every
+    ):
         parser.error(
-            f"--steps {args.steps} with --evaluate-every {args.evaluate_every}; allowed: a multiple of it, twice or more"
+            f"--steps {args.steps} with --evaluate-every {args.evaluate_every}; allowed: a multiple"
+            " of it, twice or more"
         )
     if args.extra is None:
         args.extra = 3 * args.steps // 10
@@ -165,19 +221,22 @@ def _setting(text: str) -> tuple[str, str, str]:
     method, colon, rest = key.rpartition(":")
     if not rest or not equals or (colon and method not in METHODS):
         raise argparse.ArgumentTypeError(
-            f"{text!r}; allowed: KEY=VALUE for all methods, or METHOD:KEY=VALUE, such as topk:compression.ratio=0.02"
+            f"{text!r}; allowed: KEY=VALUE for all methods, or METHOD:KEY=VALUE, such as"
+            " topk:compression.ratio=0.02"
         )
     return method, rest, value
 
 
-# -- a run ----------------------------------------------------------------------------------------------------------------
+# -- a run
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def settings_of(name: str, steps: int, args: argparse.Namespace) -> dict[str, Any]:
-    """What `paceline sft` is given on top of the example: the same for all methods but for their own settings.
+    """What `paceline sft` is given on top of the example: the same for all methods but for their
+    own settings.
 
-    The learning rate rises and then stays: so a run's first steps do not depend on how many will follow, and a method may take
-    longer than DDP to come to the same loss.
+    The learning rate rises and then stays: so a run's first steps do not depend on how many will
+    follow, and a method may take longer than DDP to come to the same loss.
     """
     every = args.evaluate_every
     return {
@@ -197,7 +256,9 @@ def settings_of(name: str, steps: int, args: argparse.Namespace) -> dict[str, An
     }
 
 
-def run_method(network: Network, folder: Path, name: str, steps: int, args: argparse.Namespace) -> Run:
+def run_method(
+    network: Network, folder: Path, name: str, steps: int, args: argparse.Namespace
+) -> Run:
     """`paceline sft`, one rank on each host, started as torchrun would start it."""
     output = folder / name
     settings = {"output_dir": output, **settings_of(name, steps, args)}
@@ -210,11 +271,16 @@ def run_method(network: Network, folder: Path, name: str, steps: int, args: argp
     sent = [after - earlier for after, earlier in zip(network.sent_bytes(), before, strict=True)]
     run = read_run(name, output, sent, wall_s)
     if run.parameters < MIN_PARAMETERS:
-        raise BenchmarkFailed(f"the model has {run.parameters:,} parameters; at least {MIN_PARAMETERS:,} are meant to be sent")
+        raise BenchmarkFailed(
+            f"the model has {run.parameters:,} parameters; at least {MIN_PARAMETERS:,} are meant to"
+            " be sent"
+        )
     return run
 
 
-def _run_ranks(network: Network, command: list[str], folder: Path, name: str, timeout_s: float) -> None:
+def _run_ranks(
+    network: Network, command: list[str], folder: Path, name: str, timeout_s: float
+) -> None:
     """To the end of all; where one fails the others are ended."""
     world = len(network.hosts)
     shared = {
@@ -224,7 +290,8 @@ def _run_ranks(network: Network, command: list[str], folder: Path, name: str, ti
         "MASTER_ADDR": network.addresses[0],
         "MASTER_PORT": _MASTER_PORT,
         "GLOO_SOCKET_IFNAME": netns.DEVICE,
-        "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // world),  # the hosts share this machine's cores
+        # the hosts share this machine's cores
+        "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // world),
         "XDG_CACHE_HOME": folder / "cache",
         "HF_HUB_OFFLINE": 1,
     }
@@ -232,9 +299,15 @@ def _run_ranks(network: Network, command: list[str], folder: Path, name: str, ti
     processes: list[Any] = []
     try:
         for rank, log in enumerate(logs):
-            env = {**os.environ, **{key: str(value) for key, value in shared.items()}, "RANK": str(rank)}
+            env = {
+                **os.environ,
+                **{key: str(value) for key, value in shared.items()},
+                "RANK": str(rank),
+            }
             with open(log, "wb") as handle:
-                processes.append(netns.start(network.on(rank, command), stdout=handle, stderr=handle, env=env))
+                processes.append(
+                    netns.start(network.on(rank, command), stdout=handle, stderr=handle, env=env)
+                )
         deadline = time.monotonic() + timeout_s
         while any(one.poll() is None for one in processes):
             if any(one.poll() for one in processes) or time.monotonic() > deadline:
@@ -246,12 +319,17 @@ def _run_ranks(network: Network, command: list[str], folder: Path, name: str, ti
         netns.end(processes)
     if failed is not None or running:
         rank = failed or 0
-        how = f"ended with {processes[rank].returncode}" if failed is not None else f"ran longer than {timeout_s:g} s"
+        how = (
+            f"ended with {processes[rank].returncode}"
+            if failed is not None
+            else f"ran longer than {timeout_s:g} s"
+        )
         tail = logs[rank].read_text(errors="replace")[-3000:]
         raise BenchmarkFailed(f"{name}: rank {rank} {how}:\n{tail}")
 
 
-# -- what is said of it -----------------------------------------------------------------------------------------------------
+# -- what is said of it
+# -----------------------------------------------------------------------------------------------------
 
 
 def about(args: argparse.Namespace, network: Network, measured: dict[str, Any]) -> dict[str, Any]:
@@ -272,8 +350,11 @@ def about(args: argparse.Namespace, network: Network, measured: dict[str, Any]) 
 def _describe(args: argparse.Namespace, network: Network, link: dict[str, Any]) -> list[str]:
     return [
         f"{args.hosts} hosts, one rank on each; asked for: {network.link.text}",
-        f"link made of {link['how']}; measured: round trip {1e3 * link['round_trip_s']:.2f} ms, one TCP stream "
-        f"({link['tcp_congestion_control']}) {link['stream_bits_per_s'] / 1e6:.1f} Mbit/s",
+        (
+            f"link made of {link['how']}; measured: round trip {1e3 * link['round_trip_s']:.2f} ms,"
+            f" one TCP stream ({link['tcp_congestion_control']})"
+            f" {link['stream_bits_per_s'] / 1e6:.1f} Mbit/s"
+        ),
     ]
 
 

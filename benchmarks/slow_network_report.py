@@ -21,14 +21,26 @@ SLOW_GOALS = [
     ("diloco", "final_loss_difference", 0.01),
 ]
 GOAL_STEPS = 200  # shorter runs are a look at the link: there the compressors' loss still lags
-FAST_RATE, FAST_AT_MOST = 1e9, 1.10  # over such a link a step may take so many times that of plain DDP
+# over such a link a step may take so many times that of plain DDP
+FAST_RATE, FAST_AT_MOST = 1e9, 1.10
 WHAT = {
     "sooner": "× sooner at the loss of DDP's last step",
     "less_comm_in_all": "× less time in communication, of the whole run, its further steps too",
     "final_loss_difference": "loss at its end, relative difference to that of DDP's",
     "step_ratio": "× the time of DDP's step",
 }
-_COLOURS = ("#4a5568", "#2563a8", "#d9772b", "#2c8a72", "#b0476b", "#6b5fb5", "#8a6d1d", "#1f9bb3", "#a33b2a", "#5f8a2c")
+_COLOURS = (
+    "#4a5568",
+    "#2563a8",
+    "#d9772b",
+    "#2c8a72",
+    "#b0476b",
+    "#6b5fb5",
+    "#8a6d1d",
+    "#1f9bb3",
+    "#a33b2a",
+    "#5f8a2c",
+)
 
 
 @dataclass(frozen=True)
@@ -45,9 +57,10 @@ class Run:
     """One method's run, as its event log and report tell it.
 
     Args:
-        trained: (step, seconds in training so far, seconds of them that the slowest rank stood still for communication, mean
-            training loss since the entry before).
-        bytes_per_step: that the busiest rank handed to collectives, as the run counted; a mean where steps differ.
+        trained: (step, seconds in training so far, seconds of them that the slowest rank stood
+            still for communication, mean training loss since the entry before).
+        bytes_per_step: that the busiest rank handed to collectives, as the run counted; a mean
+            where steps differ.
         wire_bytes: that each host's device sent from start to end, evaluations too.
     """
 
@@ -77,7 +90,10 @@ class Run:
 
 def read_run(name: str, folder: Path, wire_bytes: list[int], wall_s: float) -> Run:
     """From a run's folder."""
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    events = [
+        json.loads(line)
+        for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     trained: list[tuple[int, float, float, float]] = []
     evaluations = []
@@ -90,12 +106,23 @@ def read_run(name: str, folder: Path, wire_bytes: list[int], wall_s: float) -> R
             trained.append((last, seconds, comm, one["loss"]))
         elif one["type"] == "eval":
             evaluations.append(Evaluation(one["step"], seconds, one["loss"]))
-    parameters = next(one for one in events if one["type"] == "run_start")["model"]["trainable_parameters"]
-    return Run(name, parameters, evaluations, trained, report["traffic_bytes_per_step"]["measured"], wire_bytes, wall_s)
+    parameters = next(one for one in events if one["type"] == "run_start")["model"][
+        "trainable_parameters"
+    ]
+    return Run(
+        name,
+        parameters,
+        evaluations,
+        trained,
+        report["traffic_bytes_per_step"]["measured"],
+        wire_bytes,
+        wall_s,
+    )
 
 
 def reached(points: Sequence[tuple[float, float]], loss: float) -> float | None:
-    """Where the line through the points (x, loss) first comes down to ``loss``; None where it does not."""
+    """Where the line through the points (x, loss) first comes down to ``loss``; None where it does
+    not."""
     if points and points[0][1] <= loss:
         return points[0][0]
     for (x, before), (next_x, after) in pairwise(points):
@@ -104,11 +131,13 @@ def reached(points: Sequence[tuple[float, float]], loss: float) -> float | None:
     return None
 
 
-# -- figures --------------------------------------------------------------------------------------------------------------
+# -- figures
+# --------------------------------------------------------------------------------------------------------------
 
 
 def summary(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dict[str, Any]:
-    """The table's rows, the goals, and everything behind them. ``steps``: of plain DDP, the first run."""
+    """The table's rows, the goals, and everything behind them. ``steps``: of plain DDP, the first
+    run."""
     mark = runs["ddp"].loss_at(steps)
     rows: list[dict[str, Any]] = []
     for name, run in runs.items():
@@ -131,11 +160,15 @@ def summary(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dic
         row |= {
             "sooner": base["seconds_to_mark"] / to_mark if to_mark else None,
             "less_comm": base["comm_s"] / comm if comm else None,
-            "less_comm_in_all": base["final_comm_s"] / row["final_comm_s"] if row["final_comm_s"] else None,
+            "less_comm_in_all": base["final_comm_s"] / row["final_comm_s"]
+            if row["final_comm_s"]
+            else None,
             "loss_difference": run.loss_at(steps) / mark - 1,
             "final_loss_difference": run.evaluations[-1].loss / mark - 1,
             "step_ratio": row["seconds_per_step"] / base["seconds_per_step"],
-            "fewer_bytes": base["bytes_per_step"] / run.bytes_per_step if run.bytes_per_step else None,
+            "fewer_bytes": base["bytes_per_step"] / run.bytes_per_step
+            if run.bytes_per_step
+            else None,
         }
         rows.append(row)
     return {
@@ -143,7 +176,9 @@ def summary(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dic
         "parameters": runs["ddp"].parameters,
         "mark": mark,
         "methods": rows,
-        "goals": goals(rows, conditions["link"], conditions["hosts"]) if steps >= GOAL_STEPS else [],
+        "goals": goals(rows, conditions["link"], conditions["hosts"])
+        if steps >= GOAL_STEPS
+        else [],
         "runs": {name: asdict(run) for name, run in runs.items()},
     }
 
@@ -163,7 +198,9 @@ def goals(rows: list[dict[str, Any]], link: dict[str, Any], hosts: int) -> list[
                     asked.append((name, key, f"≥ {bound:g}", value is not None and value >= bound))
     if rate == FAST_RATE:
         for name in list(found)[1:]:
-            asked.append((name, "step_ratio", f"≤ {FAST_AT_MOST}", found[name]["step_ratio"] <= FAST_AT_MOST))
+            asked.append(
+                (name, "step_ratio", f"≤ {FAST_AT_MOST}", found[name]["step_ratio"] <= FAST_AT_MOST)
+            )
     return [{"method": name, "what": key, "value": found[name][key], "bound": bound, "met": met}
             for name, key, bound, met in asked]  # fmt: skip
 
@@ -177,7 +214,8 @@ def verdict(row: dict[str, Any]) -> str:
     return "pays" if row["sooner"] > 1 else "does not pay on this link"
 
 
-# -- words and pictures ---------------------------------------------------------------------------------------------------
+# -- words and pictures
+# ---------------------------------------------------------------------------------------------------
 
 
 def as_markdown(found: dict[str, Any], why: dict[str, str]) -> str:
@@ -229,7 +267,9 @@ def as_markdown(found: dict[str, Any], why: dict[str, str]) -> str:
     lines += ["", "The settings of each:", ""]
     plain = found["settings"]["ddp"]
     for name, settings in found["settings"].items():
-        own = " ".join(f"{key}={value}" for key, value in settings.items() if plain.get(key) != value)
+        own = " ".join(
+            f"{key}={value}" for key, value in settings.items() if plain.get(key) != value
+        )
         lines.append(f"- `{name}`: {f'`{own}`: ' if own else ''}{why[name]}")
     return "\n".join(lines)
 
@@ -242,14 +282,24 @@ def as_svg(runs: dict[str, Run]) -> str:
     """Evaluation loss by step and by second, side by side."""
     width, height, left, top, gap = 520, 300, 60, 56, 90
     panels = []
-    for number, (title, key) in enumerate((("by step", "step"), ("by second of training", "seconds"))):
+    for number, (title, key) in enumerate(
+        (("by step", "step"), ("by second of training", "seconds"))
+    ):
         series = [
-            Series(name, [(float(getattr(one, key)), one.loss) for one in run.evaluations], _COLOURS[index % len(_COLOURS)])
+            Series(
+                name,
+                [(float(getattr(one, key)), one.loss) for one in run.evaluations],
+                _COLOURS[index % len(_COLOURS)],
+            )
             for index, (name, run) in enumerate(runs.items())
         ]
         high = max(x for one in series for x, _ in one.points)
         drawn = draw(Plot(title, "loss", series), (0.0, high), [])
-        panels.append(_panel(drawn, left + number * (width + gap), top, width, height, f"Evaluation loss {title}"))
+        panels.append(
+            _panel(
+                drawn, left + number * (width + gap), top, width, height, f"Evaluation loss {title}"
+            )
+        )
     legend, x = [], left
     for index, name in enumerate(runs):
         colour = _COLOURS[index % len(_COLOURS)]
@@ -274,10 +324,14 @@ def _panel(drawn: dict[str, Any], left: int, top: int, width: int, height: int, 
         parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{one["text"]}</text>')
     for one in drawn["x_ticks"]:
         x = left + float(one["svg"]) * across
-        parts.append(f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{one["text"]}</text>')
+        parts.append(
+            f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{one["text"]}</text>'
+        )
     lines = "".join(
         f'<path d="{one["d"]}" stroke="{one["colour"]}" fill="none" stroke-width="2" vector-effect="non-scaling-stroke"/>'
         for one in drawn["shapes"]
     )
-    parts.append(f'<g transform="translate({left} {top}) scale({across:.4f} {down:.4f})">{lines}</g>')
+    parts.append(
+        f'<g transform="translate({left} {top}) scale({across:.4f} {down:.4f})">{lines}</g>'
+    )
     return "".join(parts)

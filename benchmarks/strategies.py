@@ -1,4 +1,5 @@
-"""Each strategy through Paceline against the same feature of torch (or DeepSpeed) in a hand-written loop, on the same work.
+"""Each strategy through Paceline against the same feature of torch (or DeepSpeed) in a hand-written
+loop, on the same work.
 
 python benchmarks/strategies.py [--rounds N] [--steps N] [--only ddp,zero3] [--json] [--output FILE]
 """
@@ -68,13 +69,30 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="how often each contender is measured (default 3)")
-    parser.add_argument("--steps", type=int, default=20, help="training steps of a run (default 20)")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(MODES), help="some of: " + ",".join(MODES))
-    parser.add_argument("--no-state", action="store_true", help=f"leave the {STATE_RANKS} ranks' state memory out")
-    parser.add_argument("--json", action="store_true", help="print everything measured as one JSON value")
-    parser.add_argument("--output", type=Path, help="write FILE.md (the tables) and FILE.json (everything measured)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="how often each contender is measured (default 3)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="training steps of a run (default 20)"
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=list(MODES),
+        help="some of: " + ",".join(MODES),
+    )
+    parser.add_argument(
+        "--no-state", action="store_true", help=f"leave the {STATE_RANKS} ranks' state memory out"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print everything measured as one JSON value"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write FILE.md (the tables) and FILE.json (everything measured)"
+    )
     args = parser.parse_args()
     unknown = [one for one in args.only if one not in MODES]
     if unknown:
@@ -86,7 +104,12 @@ def measure(work: Work, name: str) -> tuple[Measured, Measured]:
     """Both contenders, one after the other, on the same batches."""
     settings, rival = MODES[name]
     ours = common.run_paceline(
-        work, parallel__mode=name, lora__enable="false", overlong="truncate", train_args__async_save="false", **settings
+        work,
+        parallel__mode=name,
+        lora__enable="false",
+        overlong="truncate",
+        train_args__async_save="false",
+        **settings,
     )
     theirs = common.run_rival(work, "handwritten_strategies", mode=rival)
     return ours, theirs
@@ -99,9 +122,14 @@ def steps_per_second(one: Measured) -> float:
 def state_bytes(work: Work) -> dict[str, int]:
     """Training state of the fullest of four ranks under ddp and zero3, as the run measures it."""
     short = replace(work, batches=work.batches[:2])
-    settings = {"lora__enable": "false", "parallel__num_gpus": STATE_RANKS, "train_args__per_device_train_batch_size": 1}
+    settings = {
+        "lora__enable": "false",
+        "parallel__num_gpus": STATE_RANKS,
+        "train_args__per_device_train_batch_size": 1,
+    }
     return {
-        mode: int(common.run_paceline(short, parallel__mode=mode, **settings).state_bytes or 0) for mode in ("ddp", "zero3")
+        mode: int(common.run_paceline(short, parallel__mode=mode, **settings).state_bytes or 0)
+        for mode in ("ddp", "zero3")
     }
 
 
@@ -118,7 +146,8 @@ def summary(work: Work, runs: Any, state: dict[str, int] | None, rounds: int) ->
                 "ratio": ratio,
                 "met": ratio >= AT_LEAST,
                 "loss_difference": max(
-                    abs(mine / other - 1) for mine, other in zip(ours[0].losses, theirs[0].losses, strict=True)
+                    abs(mine / other - 1)
+                    for mine, other in zip(ours[0].losses, theirs[0].losses, strict=True)
                 ),
                 "same_tokens": all(one.tokens == work.batch_lengths for one in [*ours, *theirs]),
             }
@@ -126,13 +155,17 @@ def summary(work: Work, runs: Any, state: dict[str, int] | None, rounds: int) ->
     return {
         "date": date.today().isoformat(),
         "machine": _machine(),
-        "work": f"{work.steps} steps of {work.global_batch} chats of {TOKENS} tokens "
-        f"({common.WORLD_SIZE} CPU ranks × {PER_DEVICE}), all weights of {common.MODEL}, float32",
+        "work": (
+            f"{work.steps} steps of {work.global_batch} chats of {TOKENS} tokens"
+            f" ({common.WORLD_SIZE} CPU ranks × {PER_DEVICE}), all weights of {common.MODEL},"
+            " float32"
+        ),
         "rounds": rounds,
         "modes": rows,
         "state_bytes_on_4_ranks": state,
         "runs": {
-            name: {"paceline": [asdict(one) for one in a], "rival": [asdict(one) for one in b]} for name, (a, b) in runs.items()
+            name: {"paceline": [asdict(one) for one in a], "rival": [asdict(one) for one in b]}
+            for name, (a, b) in runs.items()
         },
     }
 
@@ -142,28 +175,38 @@ def as_markdown(found: dict[str, Any]) -> str:
     lines = [
         f"# Strategies against hand-written loops: {found['date']}",
         "",
-        f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB; Python {machine['python']}, torch "
-        f"{machine['torch']}, transformers {machine['transformers']}. Medians of {found['rounds']} alternating rounds after "
-        "a warm-up.",
+        (
+            f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB;"
+            f" Python {machine['python']}, torch {machine['torch']}, transformers"
+            f" {machine['transformers']}. Medians of {found['rounds']} alternating rounds after a"
+            " warm-up."
+        ),
         "",
         f"- {found['work']}",
         "",
-        "| mode | the same by hand | steps/s | by hand | ratio | goal | | losses differ by at most | same tokens |",
+        (
+            "| mode | the same by hand | steps/s | by hand | ratio | goal | | losses differ by at"
+            " most | same tokens |"
+        ),
         "|---|---|---:|---:|---:|---|---|---:|---|",
     ]
     for row in found["modes"]:
         lines.append(
-            f"| `{row['mode']}` | {row['rival']} | {row['steps_per_second']:.3f} | {row['rival_steps_per_second']:.3f} | "
-            f"{row['ratio']:.3f} | ≥ {AT_LEAST} | {'met' if row['met'] else 'missed'} | {row['loss_difference']:.1e} | "
-            f"{'yes' if row['same_tokens'] else 'NO'} |"
+            f"| `{row['mode']}` | {row['rival']} | {row['steps_per_second']:.3f} |"
+            f" {row['rival_steps_per_second']:.3f} | {row['ratio']:.3f} | ≥ {AT_LEAST} |"
+            f" {'met' if row['met'] else 'missed'} | {row['loss_difference']:.1e} |"
+            f" {'yes' if row['same_tokens'] else 'NO'} |"
         )
     state = found["state_bytes_on_4_ranks"]
     if state is not None:
         share = state["zero3"] / state["ddp"]
         lines += [
             "",
-            f"State of the fullest of {STATE_RANKS} ranks: `ddp` {state['ddp']:,} bytes, `zero3` {state['zero3']:,}: "
-            f"{share:.4f} of it (goal ≤ {STATE_AT_MOST}: {'met' if share <= STATE_AT_MOST else 'missed'}).",
+            (
+                f"State of the fullest of {STATE_RANKS} ranks: `ddp` {state['ddp']:,} bytes,"
+                f" `zero3` {state['zero3']:,}: {share:.4f} of it (goal ≤ {STATE_AT_MOST}:"
+                f" {'met' if share <= STATE_AT_MOST else 'missed'})."
+            ),
         ]
     return "\n".join(lines)
 

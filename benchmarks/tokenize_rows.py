@@ -1,13 +1,18 @@
-"""Tokenize the same rows with Paceline and with `datasets.map(num_proc=…)`, in turns, and print the ratios.
+"""Tokenize the same rows with Paceline and with `datasets.map(num_proc=…)`, in turns, and print the
+ratios.
 
-    python benchmarks/tokenize_rows.py --rows 300000 --rounds 3 --output benchmarks/results/2030-01-31-tokenize
+    python benchmarks/tokenize_rows.py --rows 300000 --rounds 3 --output
+    benchmarks/results/2030-01-31-tokenize
 
-Both read one file of JSON lines (instruction, input, output; words of Python's documentation; everything follows from one
-seed), render each row with the model's chat template, and tokenize it; rows are cut to the same length. The rival is what one
-writes with `datasets` and `transformers`: `load_dataset("json")`, then `map` in batches with `apply_chat_template` and the fast
-tokenizer. It makes no label mask and counts nothing. Both begin without a cache. Both must produce the same number of tokens.
+Both read one file of JSON lines (instruction, input, output; words of Python's documentation;
+everything follows from one seed), render each row with the model's chat template, and tokenize it;
+rows are cut to the same length. The rival is what one writes with `datasets` and `transformers`:
+`load_dataset("json")`, then `map` in batches with `apply_chat_template` and the fast tokenizer. It
+makes no label mask and counts nothing. Both begin without a cache. Both must produce the same
+number of tokens.
 
-The contender with one process may use one core only: without that, the Rust tokenizer encodes each batch on all cores.
+The contender with one process may use one core only: without that, the Rust tokenizer encodes each
+batch on all cores.
 """
 
 from __future__ import annotations
@@ -79,7 +84,9 @@ def write_rows(path: Path, count: int) -> None:
     """Rows of about 780 bytes, as those of the alpaca dataset."""
     import pydoc_data.topics
 
-    words = [one for text in pydoc_data.topics.topics.values() for one in text.split() if one.isalpha()]
+    words = [
+        one for text in pydoc_data.topics.topics.values() for one in text.split() if one.isalpha()
+    ]
     chance = random.Random(42)
     with open(path, "w") as handle:
         for number in range(count):
@@ -92,14 +99,20 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def timed(code: str, model: str, data: Path, workers: int, scratch: Path) -> tuple[float, int]:
-    """(seconds by the wall clock, number of tokens) of a process of its own on ``workers`` cores, without a cache."""
+    """(seconds by the wall clock, number of tokens) of a process of its own on ``workers`` cores,
+    without a cache."""
     folder = scratch / "out"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     script = scratch / "contender.py"
     script.write_text(code)
     command = [sys.executable, str(script), model, str(data), str(folder), str(workers)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder)}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(folder),
+    }
     begun = time.perf_counter()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:workers])  # inherited by the contender
@@ -135,19 +148,42 @@ def main() -> None:
             for name, (code, workers) in contenders.items():
                 wall_s, tokens[name] = timed(code, model, data, workers, Path(folder))
                 seconds[name].append(wall_s)
-                print(f"round {number + 1}: {name}: {wall_s:.1f} s, {tokens[name]:,} tokens", flush=True)
+                print(
+                    f"round {number + 1}: {name}: {wall_s:.1f} s, {tokens[name]:,} tokens",
+                    flush=True,
+                )
     parallel = f"paceline, {options.workers} cores"
-    text = [f"{options.rows:,} rows, {size / 1e6:.0f} MB, {options.rounds} rounds, {os.cpu_count()} cores", ""]
-    text += ["| | median | lowest and highest | time relative to Paceline on all cores |", "|---|---|---|---|"]
+    text = [
+        (
+            f"{options.rows:,} rows, {size / 1e6:.0f} MB, {options.rounds} rounds, {os.cpu_count()}"
+            " cores"
+        ),
+        "",
+    ]
+    text += [
+        "| | median | lowest and highest | time relative to Paceline on all cores |",
+        "|---|---|---|---|",
+    ]
     for name, values in seconds.items():
         ratios = [one / other for one, other in zip(values, seconds[parallel], strict=True)]
         text.append(
-            f"| {name} | {statistics.median(values):.1f} s | {min(values):.1f} to {max(values):.1f} s | "
-            f"{statistics.median(ratios):.2f} |"
+            f"| {name} | {statistics.median(values):.1f} s | {min(values):.1f} to {max(values):.1f}"
+            f" s | {statistics.median(ratios):.2f} |"
         )
-    text += ["", f"equal numbers of tokens: {'yes' if len(set(tokens.values())) == 1 else 'NO: ' + str(tokens)}"]
+    text += [
+        "",
+        (
+            "equal numbers of tokens:"
+            f" {'yes' if len(set(tokens.values())) == 1 else 'NO: ' + str(tokens)}"
+        ),
+    ]
     print("\n".join(text))
-    result: dict[str, Any] = {"rows": options.rows, "bytes": size, "seconds": seconds, "tokens": tokens}
+    result: dict[str, Any] = {
+        "rows": options.rows,
+        "bytes": size,
+        "seconds": seconds,
+        "tokens": tokens,
+    }
     if options.output is not None:
         options.output.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
         options.output.with_suffix(".md").write_text("\n".join(text) + "\n")

@@ -18,8 +18,9 @@ ORDER = (True, False, False, True)
 class Switched(LanguageTask):
     """The watchdog is switched on and off every few steps, on all ranks at the same.
 
-    ``task_args``: ``block``, steps between switches; ``file``, where rank 0 writes ``steps``, ``[step, begun_at_s, on]`` of
-    each, and ``thread``, the time that the watchdog's thread was on a core in a second in which it was on.
+    ``task_args``: ``block``, steps between switches; ``file``, where rank 0 writes ``steps``,
+    ``[step, begun_at_s, on]`` of each, and ``thread``, the time that the watchdog's thread was on a
+    core in a second in which it was on.
     """
 
     seen = None
@@ -30,7 +31,8 @@ class Switched(LanguageTask):
         return super().loss(model, batch)
 
     def _note(self, step):
-        """Once a step: from its first loss to the first loss of the next is what it took, with all that lies between."""
+        """Once a step: from its first loss to the first loss of the next is what it took, with all
+        that lies between."""
         if self.seen is None:
             self.seen, self.cores, self.busy_from_s = [], PULSE._cores, busy_s()
         if self.seen and self.seen[-1][0] == step:
@@ -41,7 +43,9 @@ class Switched(LanguageTask):
         PULSE._cores = self.cores if on else None
         self.seen.append((step, time.perf_counter(), on))
         if step == self.config.train_args.max_steps and os.environ["RANK"] == "0":
-            on_s = sum(after - before for (_, before, on), (_, after, _) in pairwise(self.seen) if on)
+            on_s = sum(
+                after - before for (_, before, on), (_, after, _) in pairwise(self.seen) if on
+            )
             found = {"steps": self.seen, "thread": (busy_s() - self.busy_from_s) / on_s}
             Path(args["file"]).write_text(json.dumps(found))
 
@@ -53,7 +57,8 @@ def busy_s():
 
 
 class Killed(LanguageTask):
-    """Rank 1 kills itself in the steps ``at``, once in each, and leaves the time of it (since the epoch) in ``folder``."""
+    """Rank 1 kills itself in the steps ``at``, once in each, and leaves the time of it (since the
+    epoch) in ``folder``."""
 
     def loss(self, model, batch):
         args = self.config.task_args

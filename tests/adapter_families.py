@@ -64,7 +64,12 @@ def family_config(kind: str, **more: Any) -> Any:
 
     settings = {**_COMMON, **FAMILIES.get(kind, {}), **more}
     if kind == "gpt2":
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        for key in (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ):
             settings.pop(key)
     return AutoConfig.for_model(kind, **settings)
 

@@ -1,7 +1,7 @@
 """Two workers may run tests side by side; one marked ``alone`` has the machine to itself meanwhile.
 
-Locks on two files that the workers share. Whoever begins a test goes through the gate: one that shall be alone holds it while
-it waits for the others to end theirs, so that no more begin.
+Locks on two files that the workers share. Whoever begins a test goes through the gate: one that
+shall be alone holds it while it waits for the others to end theirs, so that no more begin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A task that notes which rank computed which sample, and whose forward takes longer on one rank: see ``task_args``.
+"""A task that notes which rank computed which sample, and whose forward takes longer on one rank:
+see ``task_args``.
 
 - ``notes``: a folder; rank R appends a line of sample numbers for each micro-batch to ``R.txt``.
 - ``slow``: {rank: seconds}: how much longer a micro-batch takes on a rank.

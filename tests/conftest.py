@@ -19,16 +19,26 @@ from alone import turn
 from not_run import NOT_RUN, note
 from slurm_cluster import why_not
 
-# Before anything imports a library that looks at them. The cache is shared by the whole session, so that the built-in model,
-# its tokenizer and its data are built once; Hugging Face's caches follow XDG_CACHE_HOME.
+# Before anything imports a library that looks at them. The cache is shared by the whole session, so
+# that the built-in model, its tokenizer and its data are built once; Hugging Face's caches follow
+# XDG_CACHE_HOME.
 _CACHE = tempfile.mkdtemp(prefix="paceline-tests-")
 _TOKEN = uuid.uuid4().hex
 os.environ["XDG_CACHE_HOME"] = _CACHE
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["PACELINE_TEST_SESSION"] = _TOKEN  # inherited by every process that a test starts, orphans too
+# inherited by every process that a test starts, orphans too
+os.environ["PACELINE_TEST_SESSION"] = _TOKEN
 for _name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TRANSFORMERS_CACHE"):
     os.environ.pop(_name, None)
-for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+for _name in (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+):
     os.environ.pop(_name, None)
 
 # Set by pytest itself, and by scikit-learn and torch's compiler the first time they are imported.
@@ -39,15 +49,20 @@ _MAY_CHANGE = {
     "KMP_INIT_AT_FORK",
     "TORCHINDUCTOR_CACHE_DIR",
 }
-# Helpers that multiprocessing keeps for the life of its parent. A fork server's workers are not exempt: their parent is it.
+# Helpers that multiprocessing keeps for the life of its parent. A fork server's workers are not
+# exempt: their parent is it.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _GRACE_S = 5.0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick tests first. Without an accelerator the ``gpu`` ones are not run, without Slurm's programs the ``slurm`` ones;
-    ``soak`` ones only where -m asks for them."""
-    left_out = {"gpu": not _accelerator(), "slurm": why_not() is not None, "soak": "soak" not in config.option.markexpr}
+    """Quick tests first. Without an accelerator the ``gpu`` ones are not run, without Slurm's
+    programs the ``slurm`` ones; ``soak`` ones only where -m asks for them."""
+    left_out = {
+        "gpu": not _accelerator(),
+        "slurm": why_not() is not None,
+        "soak": "soak" not in config.option.markexpr,
+    }
     lines = {
         "gpu": "No accelerator on this machine: {} test(s) marked gpu were not run.",
         "slurm": f"NOT RUN: {{}} test(s) on a real Slurm: {why_not()}.",
@@ -60,8 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=found)
             note(config, marker, lines[marker].format(len(found)))
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    # Files with much to do before those with little: where two workers take files in turn, they end at about the same time.
-    items.sort(key=lambda item: slow[item.path] if item.get_closest_marker("slow") else math.inf, reverse=True)
+    # Files with much to do before those with little: where two workers take files in turn, they end
+    # at about the same time.
+    items.sort(
+        key=lambda item: slow[item.path] if item.get_closest_marker("slow") else math.inf,
+        reverse=True,
+    )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -82,7 +101,9 @@ def _accelerator() -> bool:
     return bool(torch.accelerator.is_available())
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     for line in config.stash.get(NOT_RUN, {}).values():
         loud = line.startswith("NOT RUN")
         terminalreporter.write_line(line, red=loud, bold=loud)
@@ -93,7 +114,9 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def a_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def a_turn(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """Some tests have the machine to themselves, where workers of pytest-xdist run side by side."""
     folder = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):
@@ -120,11 +143,14 @@ def no_process_left(a_turn: None) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_environment_change() -> Iterator[None]:
-    """Fail a test that leaves an environment variable set, changed or removed; put them back for the next one."""
+    """Fail a test that leaves an environment variable set, changed or removed; put them back for
+    the next one."""
     before = dict(os.environ)
     yield
     after = dict(os.environ)
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
     changed = [name for name in changed if name not in _MAY_CHANGE]
     for name in changed:
         if name in before:
@@ -132,11 +158,14 @@ def no_environment_change() -> Iterator[None]:
         else:
             os.environ.pop(name, None)
     if changed:
-        pytest.fail("the test changed the environment: " + ", ".join(changed) + "; use monkeypatch.setenv")
+        pytest.fail(
+            "the test changed the environment: " + ", ".join(changed) + "; use monkeypatch.setenv"
+        )
 
 
 def _processes() -> list[psutil.Process]:
-    """Every live process that this session started, whoever its parent is now, without multiprocessing's own helpers."""
+    """Every live process that this session started, whoever its parent is now, without
+    multiprocessing's own helpers."""
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for process in psutil.process_iter():
         if process.pid in found or process.pid == os.getpid():
@@ -160,7 +189,9 @@ def _is_helper(process: psutil.Process) -> bool:
     try:
         words = " ".join(process.cmdline())
         if "chrom" in words and " --type=" in words:
-            return True  # the session's browser starts and ends its helpers when it likes; the browser itself has no type
+            # the session's browser starts and ends its helpers when it likes; the browser itself
+            # has no type
+            return True
         return process.ppid() == os.getpid() and any(name in words for name in _HELPERS)
     except psutil.Error:
         return False

@@ -11,11 +11,15 @@ from pathlib import Path
 
 @contextmanager
 def disk(folder: Path, options: str) -> Iterator[bool]:
-    """Mount a tmpfs with ``options`` (e.g. ``size=1m``) on ``folder``. False, and a warning in pytest's summary, where this
-    machine does not let a test mount: the test then checks less."""
+    """Mount a tmpfs with ``options`` (e.g. ``size=1m``) on ``folder``. False, and a warning in
+    pytest's summary, where this machine does not let a test mount: the test then checks less."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
+            capture_output=True,
+            text=True,
+        )
         reason = done.stderr.strip() if done.returncode else ""
     except FileNotFoundError:
         reason = "there is no `mount`"

@@ -1,4 +1,5 @@
-"""Tiny random models of many families, and the equivalent of `paceline verify` for them on one pair of long-lived ranks."""
+"""Tiny random models of many families, and the equivalent of `paceline verify` for them on one pair
+of long-lived ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**LLAMA, "sliding_window": 16}),
     "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("qwen2", LLAMA),
-    "qwen2_moe": ("qwen2_moe", {**LLAMA, **EXPERTS, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 1}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**LLAMA, **EXPERTS, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},
+    ),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 8}),
     "qwen3_moe": ("qwen3_moe", {**LLAMA, **EXPERTS, "head_dim": 8, "mlp_only_layers": [1]}),
     "gemma": ("gemma", {**LLAMA, "head_dim": 8, "num_key_value_heads": 1}),
@@ -60,17 +64,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("gpt_bigcode", {**GPT2, "multi_query": True}),
     "gpt_neo": (
         "gpt_neo",
-        {**SIZES, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 16},
+        {
+            **SIZES,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 16,
+        },
     ),
     "gpt_neox": ("gpt_neox", {**SIZES, **FFN}),
     "gptj": ("gptj", {**GPT2, "rotary_dim": 4}),
     "opt": ("opt", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "opt_350m": ("opt", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "opt_350m": (
+        "opt",
+        {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    ),
     "bloom": ("bloom", {**SIZES, "n_layer": 2, "n_head": 4}),
     "falcon_7b": ("falcon", {**SIZES, "multi_query": True, "parallel_attn": True}),
     "falcon_40b": ("falcon", {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon_rw": ("falcon", {**SIZES, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}),
-    "mpt": ("mpt", {"vocab_size": 8192, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "expansion_ratio": 4}),
+    "falcon_rw": (
+        "falcon",
+        {**SIZES, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+    ),
+    "mpt": (
+        "mpt",
+        {
+            "vocab_size": 8192,
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 128,
+            "expansion_ratio": 4,
+        },
+    ),
     "olmo": ("olmo", LLAMA),
     "olmo2": ("olmo2", LLAMA),
     "olmoe": ("olmoe", {**LLAMA, **EXPERTS}),
@@ -82,9 +108,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {**LLAMA, "sliding_window": 16}),
     "granite": ("granite", LLAMA),
     "granitemoe": ("granitemoe", {**LLAMA, **EXPERTS}),
-    "deepseek_v2": ("deepseek_v2", {**LLAMA, **EXPERTS, **MLA, "n_shared_experts": 1, "head_dim": 4, "topk_method": "greedy"}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**LLAMA, **EXPERTS, **MLA, "n_shared_experts": 1, "head_dim": 4, "topk_method": "greedy"},
+    ),
     "deepseek_v3": ("deepseek_v3", {**LLAMA, **EXPERTS, **MLA, "n_shared_experts": 1}),
-    "lfm2": ("lfm2", {**LLAMA, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "lfm2": (
+        "lfm2",
+        {**LLAMA, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
     "smollm3": ("smollm3", LLAMA),
     "exaone4": ("exaone4", {**LLAMA, "sliding_window": 16}),
     "ernie4_5": ("ernie4_5", {**LLAMA, "head_dim": 8}),
@@ -92,7 +124,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "persimmon": ("persimmon", {**SIZES, **FFN}),
     "codegen": ("codegen", {**GPT2, "rotary_dim": 4}),
     "mamba": ("mamba", {**SIZES, **SSM}),
-    "mamba2": ("mamba2", {**SIZES, **SSM, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16}),
+    "mamba2": (
+        "mamba2",
+        {**SIZES, **SSM, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
+    ),
     "falcon_mamba": ("falcon_mamba", {**SIZES, **SSM}),
     "bamba": (
         "bamba",
@@ -121,7 +156,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("gpt_oss", {**LLAMA, **EXPERTS, "head_dim": 8, "sliding_window": 16}),
-    "minimax": ("minimax", {**LLAMA, **EXPERTS, "head_dim": 8, "layer_types": ["full_attention", "full_attention"]}),
+    "minimax": (
+        "minimax",
+        {**LLAMA, **EXPERTS, "head_dim": 8, "layer_types": ["full_attention", "full_attention"]},
+    ),
     "dbrx": (
         "dbrx",
         {
@@ -131,7 +169,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_layers": 2,
             "max_seq_len": 128,
             "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+            "ffn_config": {
+                "ffn_hidden_size": 24,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+                "hidden_size": 32,
+            },
         },
     ),
     "helium": ("helium", {**LLAMA, "head_dim": 8}),
@@ -169,11 +212,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie4_5_moe": (
         "ernie4_5_moe",
-        {**LLAMA, **EXPERTS, "moe_num_experts": 4, "moe_k": 2, "head_dim": 8, "moe_num_shared_experts": 1},
+        {
+            **LLAMA,
+            **EXPERTS,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "head_dim": 8,
+            "moe_num_shared_experts": 1,
+        },
     ),
     "glm4_moe": (
         "glm4_moe",
-        {**LLAMA, **EXPERTS, "head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+        {
+            **LLAMA,
+            **EXPERTS,
+            "head_dim": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
     ),
     "llama4_text": (
         "llama4_text",
@@ -189,7 +247,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "recurrent_gemma": (
         "recurrent_gemma",
-        {**LLAMA, "head_dim": 8, "lru_width": 32, "attention_window_size": 16, "block_types": ["recurrent", "attention"]},
+        {
+            **LLAMA,
+            "head_dim": 8,
+            "lru_width": 32,
+            "attention_window_size": 16,
+            "block_types": ["recurrent", "attention"],
+        },
     ),
     "rwkv": (
         "rwkv",
@@ -234,7 +298,8 @@ PADDED = "padded"  # a trial of `single` without packing
 def make_trials(
     name: str, folder: Path, modes: list[str], steps: int, ranks: int = 2, **settings: Any
 ) -> tuple[list[Any], dict[str, str]]:
-    """The trials of a family, the reference first, and the reasons of modes that are refused before anything starts."""
+    """The trials of a family, the reference first, and the reasons of modes that are refused before
+    anything starts."""
     from paceline.config.load import Loaded
     from paceline.config.schema import Config
     from paceline.core.errors import ConfigError
@@ -262,7 +327,9 @@ def make_trials(
         own = config
         if mode == PADDED:
             made = replace(made, name=PADDED)
-            own = config.model_copy(update={"train_args": config.train_args.model_copy(update={"packing": False})})
+            own = config.model_copy(
+                update={"train_args": config.train_args.model_copy(update={"packing": False})}
+            )
         try:
             verify._check_mode(made, own)
             found.append((made, own))
@@ -270,14 +337,22 @@ def make_trials(
             refused[mode] = error.paragraph()
     base = verify._base_job(Loaded(config, [], None), devices, folder / "out")
     trials = [
-        verify._trial(number, mode, own, replace(base, config=own.model_copy(update={"output_dir": base.config.output_dir})))
+        verify._trial(
+            number,
+            mode,
+            own,
+            replace(base, config=own.model_copy(update={"output_dir": base.config.output_dir})),
+        )
         for number, (mode, own) in enumerate(found)
     ]
     return trials, refused
 
 
-def run_trials(world: Any, named: dict[str, list[Any]], steps: int, folder: str) -> dict[str, dict[str, Any]]:
-    """On each rank: every family's trials, one after another. What fails is noted; the next goes on."""
+def run_trials(
+    world: Any, named: dict[str, list[Any]], steps: int, folder: str
+) -> dict[str, dict[str, Any]]:
+    """On each rank: every family's trials, one after another. What fails is noted; the next goes
+    on."""
     from paceline.core.stop import StopFlag
     from paceline.verify.worker import Certification, _one_trial
 
@@ -292,17 +367,26 @@ def run_trials(world: Any, named: dict[str, list[Any]], steps: int, folder: str)
             try:
                 found = _one_trial(certification, trial, world, StopFlag())
             except Exception as error:
-                found = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+                found = {
+                    "status": "failed",
+                    "reason": f"{type(error).__name__}: {error}",
+                    "trace": traceback.format_exc(),
+                }
             found["seconds"] = time.monotonic() - start
             table[name][trial.name] = found
             if world.is_first:
                 with (Path(folder) / "log.jsonl").open("a") as log:
-                    log.write(json.dumps({"family": name, "mode": trial.name, **found}, default=str) + "\n")
+                    log.write(
+                        json.dumps({"family": name, "mode": trial.name, **found}, default=str)
+                        + "\n"
+                    )
             world.gather_objects(found["status"])
     return table
 
 
-def judged(table: list[dict[str, dict[str, Any]]], trials: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:
+def judged(
+    table: list[dict[str, dict[str, Any]]], trials: dict[str, list[Any]]
+) -> dict[str, dict[str, Any]]:
     """{family: {mode: verdict}} from the tables of both ranks."""
     from paceline.verify.certificate import bounds_for, combine, judge, not_run
 
@@ -317,7 +401,9 @@ def judged(table: list[dict[str, dict[str, Any]]], trials: dict[str, list[Any]])
         out[name] = {}
         for mode, one in found.items():
             if one["status"] == "done" and found["single"]["status"] == "done":
-                out[name][mode] = judge(mode, "", one, found["single"], found.get("ddp"), bounds).as_dict()
+                out[name][mode] = judge(
+                    mode, "", one, found["single"], found.get("ddp"), bounds
+                ).as_dict()
             else:
                 out[name][mode] = not_run(
                     mode, "", None if one["status"] == "refused" else False, one.get("reason", "?")
@@ -325,8 +411,11 @@ def judged(table: list[dict[str, dict[str, Any]]], trials: dict[str, list[Any]])
     return out
 
 
-def outcomes(names: list[str], modes: list[str], folder: Path, steps: int = 3) -> dict[str, dict[str, str]]:
-    """{family: {mode: "ok", or what is wrong}}; under "packed" whether samples share rows. All on one pair of ranks."""
+def outcomes(
+    names: list[str], modes: list[str], folder: Path, steps: int = 3
+) -> dict[str, dict[str, str]]:
+    """{family: {mode: "ok", or what is wrong}}; under "packed" whether samples share rows. All on
+    one pair of ranks."""
     from ranks import run_ranks
 
     trials, refused = {}, {}
@@ -336,7 +425,9 @@ def outcomes(names: list[str], modes: list[str], folder: Path, steps: int = 3) -
     table = run_ranks(run_trials, 2, trials, steps, str(folder), timeout_s=100.0 * len(names))
     found: dict[str, dict[str, str]] = {}
     for name, verdicts in judged(table, trials).items():
-        found[name] = {mode: "ok" if one["ok"] else f"{one['reason']}" for mode, one in verdicts.items()} | refused[name]
+        found[name] = {
+            mode: "ok" if one["ok"] else f"{one['reason']}" for mode, one in verdicts.items()
+        } | refused[name]
         notices = table[0][name]["single"].get("notices", [])
         packed = PADDED if any("packing: off" in one for one in notices) else "packed"
         padded = found[name].pop(PADDED)

@@ -1,8 +1,8 @@
 """A task whose numbers go wrong where it is told: see ``task_args``.
 
 - ``bad``: numbers of samples; the loss of a batch with one of them is multiplied by ``times``.
-- ``flip``: {rank, call, name}: in that rank's call number ``call`` of the loss, a bit of that parameter is flipped. Once, by a
-  flag in ``flags``.
+- ``flip``: {rank, call, name}: in that rank's call number ``call`` of the loss, a bit of that
+  parameter is flipped. Once, by a flag in ``flags``.
 - ``die``: number of a sample; the rank that comes to it ends by SIGKILL. Once.
 """
 
@@ -28,7 +28,9 @@ class Faulty(paceline.Task):
         return TensorDataset(torch.arange(SAMPLES), x, x.sum(1, keepdim=True).tanh()), None
 
     def build_model(self):
-        return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+        return nn.Sequential(
+            nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+        )
 
     def loss(self, model, batch):
         numbers, x, y = batch
@@ -38,11 +40,18 @@ class Faulty(paceline.Task):
         if args.get("die") is not None and int(args["die"]) in numbers and self._once("died"):
             os.kill(os.getpid(), signal.SIGKILL)
         loss = nn.functional.mse_loss(model(x), y, reduction="sum")
-        bad = torch.isin(numbers, torch.tensor(args.get("bad", []), dtype=torch.int64, device=numbers.device))
+        bad = torch.isin(
+            numbers, torch.tensor(args.get("bad", []), dtype=torch.int64, device=numbers.device)
+        )
         return loss * float(args.get("times", "nan")) if bool(bad.any()) else loss
 
     def _flip(self, model, flip):
-        if flip and int(os.environ.get("RANK", 0)) == flip["rank"] and self.calls == flip["call"] and self._once("flipped"):
+        if (
+            flip
+            and int(os.environ.get("RANK", 0)) == flip["rank"]
+            and self.calls == flip["call"]
+            and self._once("flipped")
+        ):
             with torch.no_grad():
                 values = dict(model.named_parameters())[flip["name"]].data
                 values.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)

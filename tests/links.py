@@ -21,7 +21,8 @@ class Delayed:
 
 
 class Shaped(World):
-    """All-reduces go one after the other, each for ``latency`` seconds a message and bytes / ``rate``."""
+    """All-reduces go one after the other, each for ``latency`` seconds a message and bytes /
+    ``rate``."""
 
     rate, latency, free_at = 1e9, 0.0, 0.0
 

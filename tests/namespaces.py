@@ -13,9 +13,11 @@ from not_run import skip_loudly
 
 
 @contextmanager
-def network_of(config: pytest.Config, num_hosts: int, loss: float = 0.0, delay_s: float = 0.0) -> Iterator[Any]:
-    """A :class:`netns.Network` of so many hosts, which loses a share of all packets; a test that cannot have it is skipped, and
-    that is said at the end of the session."""
+def network_of(
+    config: pytest.Config, num_hosts: int, loss: float = 0.0, delay_s: float = 0.0
+) -> Iterator[Any]:
+    """A :class:`netns.Network` of so many hosts, which loses a share of all packets; a test that
+    cannot have it is skipped, and that is said at the end of the session."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
     from netns import Link, Network, NetworkError
 

@@ -1,4 +1,5 @@
-"""What was left out of a session, and why: said at its end, also where workers of pytest-xdist have found it."""
+"""What was left out of a session, and why: said at its end, also where workers of pytest-xdist have
+found it."""
 
 from __future__ import annotations
 

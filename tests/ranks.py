@@ -16,7 +16,13 @@ from typing import Any
 from paceline.distributed.environment import RankEnv
 
 multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed", "paceline.parallel.ddp.strategy", "paceline.data.loader", "torch._dynamo"]
+    [
+        "torch",
+        "torch.distributed",
+        "paceline.parallel.ddp.strategy",
+        "paceline.data.loader",
+        "torch._dynamo",
+    ]
 )
 
 
@@ -26,15 +32,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# How long the other ranks may take to give a result after one has failed: they may wait for it in a collective.
+# How long the other ranks may take to give a result after one has failed: they may wait for it in a
+# collective.
 _AFTER_A_FAILURE_S = 2.0
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, joins: bool = True
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    joins: bool = True,
 ) -> list[Any]:
-    """``function(world, *args)`` on each of ``world_size`` ranks; results in order of rank. A failed rank fails the test. With
-    ``joins=False`` it is ``function(env, *args)``, and no process group exists yet."""
+    """``function(world, *args)`` on each of ``world_size`` ranks; results in order of rank. A
+    failed rank fails the test. With ``joins=False`` it is ``function(env, *args)``, and no process
+    group exists yet."""
     import torch
 
     context = multiprocessing.get_context("forkserver")
@@ -42,7 +54,9 @@ def run_ranks(
     processes, pipes = [], []
     for rank in range(world_size):
         mine, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(function, rank, world_size, port, theirs, args, joins), daemon=True)
+        process = context.Process(
+            target=_rank, args=(function, rank, world_size, port, theirs, args, joins), daemon=True
+        )
         process.start()
         theirs.close()
         processes.append(process)
@@ -52,7 +66,9 @@ def run_ranks(
     try:
         while len(answers) < world_size:
             waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
-            ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            ready = multiprocessing.connection.wait(
+                waiting, timeout=max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 break
             for pipe in ready:
@@ -65,20 +81,32 @@ def run_ranks(
                     deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE_S)
     finally:
         for pipe in pipes:
-            pipe.close()  # a rank stays until here: it may hold what the others still need (the store, its end of a socket)
+            # a rank stays until here: it may hold what the others still need (the store, its end of
+            # a socket)
+            pipe.close()
         for process in processes:
             process.join(5 if len(answers) == world_size else 0.5)
             if process.is_alive():
                 process.kill()
                 process.join()
     errors = [value for ok, value in answers.values() if not ok]
-    errors += [f"rank {rank} gave no result in time" for rank in range(world_size) if rank not in answers]
+    errors += [
+        f"rank {rank} gave no result in time" for rank in range(world_size) if rank not in answers
+    ]
     assert not errors, "\n".join(errors)
-    return [torch.load(io.BytesIO(answers[rank][1]), weights_only=False) for rank in range(world_size)]
+    return [
+        torch.load(io.BytesIO(answers[rank][1]), weights_only=False) for rank in range(world_size)
+    ]
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, world_size: int, port: int, pipe: Any, args: tuple[Any, ...], joins: bool
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    pipe: Any,
+    args: tuple[Any, ...],
+    joins: bool,
 ) -> None:
     import torch
 
@@ -96,7 +124,8 @@ def _rank(
         else:
             value = function(env, *args)
         buffer = io.BytesIO()
-        torch.save(value, buffer)  # by value: a tensor sent as it is would share memory with a process that ends
+        # by value: a tensor sent as it is would share memory with a process that ends
+        torch.save(value, buffer)
         pipe.send((True, buffer.getvalue()))
     except BaseException:
         pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))

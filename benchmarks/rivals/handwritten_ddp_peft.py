@@ -1,4 +1,5 @@
-"""LoRA fine-tuning by hand: torchrun, transformers, peft, DistributedDataParallel; rows padded to the longest of the batch.
+"""LoRA fine-tuning by hand: torchrun, transformers, peft, DistributedDataParallel; rows padded to
+the longest of the batch.
 
 torchrun --standalone --nproc-per-node 2 handwritten_ddp_peft.py SPEC.json
 """
@@ -8,7 +9,17 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from shared import Record, close, encode, finish, num_labels, pad, read_chats, read_spec, summed_loss
+from shared import (
+    Record,
+    close,
+    encode,
+    finish,
+    num_labels,
+    pad,
+    read_chats,
+    read_spec,
+    summed_loss,
+)
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,7 +39,11 @@ def main() -> None:
 
     base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
     lora = LoraConfig(
-        r=spec["lora_rank"], lora_alpha=spec["lora_alpha"], lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=spec["lora_rank"],
+        lora_alpha=spec["lora_alpha"],
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
     )
     model = DistributedDataParallel(get_peft_model(base, lora))
     trained = [one for one in model.parameters() if one.requires_grad]
@@ -40,7 +55,9 @@ def main() -> None:
         batch = pad(chunk, tokenizer.pad_token_id)
         count = torch.tensor(float(num_labels(chunk)))
         dist.all_reduce(count)
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+        logits = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+        ).logits
         # DDP averages over the ranks; the loss is to be divided by the labels of all of them.
         loss = summed_loss(logits, batch["labels"]) * world_size / count
         loss.backward()

@@ -1,4 +1,5 @@
-"""LoRA fine-tuning by hand, packed: a micro-batch's samples stand in one row, and logits are made only for the answers.
+"""LoRA fine-tuning by hand, packed: a micro-batch's samples stand in one row, and logits are made
+only for the answers.
 
 torchrun --standalone --nproc-per-node 2 handwritten_packed.py SPEC.json
 """
@@ -15,9 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def pack(samples: list[Sample]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Inputs of the model (one row, positions that start again with each sample), and the target of each logit kept."""
+    """Inputs of the model (one row, positions that start again with each sample), and the target of
+    each logit kept."""
     ids = torch.tensor([token for one in samples for token in one["input_ids"]])
-    # The first token of a sample is nobody's target: what stands before it belongs to another sample.
+    # The first token of a sample is nobody's target: what stands before it belongs to another
+    # sample.
     labels = torch.tensor([label for one in samples for label in (-100, *one["labels"][1:])])
     positions = torch.cat([torch.arange(len(one["input_ids"])) for one in samples])
     places = (labels != -100).nonzero().flatten()
@@ -39,7 +42,11 @@ def main() -> None:
 
     base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
     lora = LoraConfig(
-        r=spec["lora_rank"], lora_alpha=spec["lora_alpha"], lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=spec["lora_rank"],
+        lora_alpha=spec["lora_alpha"],
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
     )
     model = DistributedDataParallel(get_peft_model(base, lora))
     trained = [one for one in model.parameters() if one.requires_grad]

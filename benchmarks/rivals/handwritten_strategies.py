@@ -1,6 +1,8 @@
-"""Full fine-tuning by hand with what torch has: torchrun, transformers, and DDP, ZeroRedundancyOptimizer, FSDP2 or DeepSpeed.
+"""Full fine-tuning by hand with what torch has: torchrun, transformers, and DDP,
+ZeroRedundancyOptimizer, FSDP2 or DeepSpeed.
 
-torchrun --standalone --nproc-per-node 2 handwritten_strategies.py SPEC.json      (SPEC names the mode)
+torchrun --standalone --nproc-per-node 2 handwritten_strategies.py SPEC.json      (SPEC names the
+mode)
 """
 
 from __future__ import annotations
@@ -15,18 +17,27 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def place(model: torch.nn.Module, mode: str, rate: float) -> tuple[Any, torch.optim.Optimizer | None]:
+def place(
+    model: torch.nn.Module, mode: str, rate: float
+) -> tuple[Any, torch.optim.Optimizer | None]:
     """The model as the mode wants it, and its optimizer (None: DeepSpeed's engine is both)."""
     if mode in ("ddp", "zero1"):
         from torch.nn.parallel import DistributedDataParallel
 
         placed = DistributedDataParallel(model)
         if mode == "ddp":
-            return placed, torch.optim.AdamW(placed.parameters(), lr=rate, weight_decay=0.0, fused=True)
+            return placed, torch.optim.AdamW(
+                placed.parameters(), lr=rate, weight_decay=0.0, fused=True
+            )
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return placed, ZeroRedundancyOptimizer(
-            placed.parameters(), torch.optim.AdamW, lr=rate, weight_decay=0.0, fused=True, parameters_as_bucket_view=True
+            placed.parameters(),
+            torch.optim.AdamW,
+            lr=rate,
+            weight_decay=0.0,
+            fused=True,
+            parameters_as_bucket_view=True,
         )
     if mode in ("zero2", "zero3"):
         from torch.distributed.fsdp import fully_shard
@@ -47,7 +58,9 @@ def place(model: torch.nn.Module, mode: str, rate: float) -> tuple[Any, torch.op
         "zero_allow_untested_optimizer": True,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=settings, dist_init_required=False
+    )
     return engine, None
 
 
@@ -64,7 +77,9 @@ def main() -> None:
     samples = encode(tokenizer, mine, spec["max_length"])
 
     model, optimizer = place(
-        AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32), mode, spec["learning_rate"]
+        AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
+        mode,
+        spec["learning_rate"],
     )
     record = Record()
     for step in range(len(spec["batches"])):
@@ -76,10 +91,20 @@ def main() -> None:
         targets = functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         keep = (targets != -100).any(0).nonzero().flatten()
         logits = model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False, logits_to_keep=keep
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            use_cache=False,
+            logits_to_keep=keep,
         ).logits
-        # All of them average over the ranks; the loss is to be divided by the labels of all of them.
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets[:, keep].flatten(), reduction="sum") * world_size / count
+        # All of them average over the ranks; the loss is to be divided by the labels of all of
+        # them.
+        loss = (
+            functional.cross_entropy(
+                logits.flatten(0, 1), targets[:, keep].flatten(), reduction="sum"
+            )
+            * world_size
+            / count
+        )
         if optimizer is None:
             model.backward(loss)
             model.step()

@@ -21,10 +21,19 @@ from transformers import (
 
 
 class StepTimes(TrainerCallback):
-    """Notes when each step ended, and what this rank saw in it: the rank-th part of the global batch."""
+    """Notes when each step ended, and what this rank saw in it: the rank-th part of the global
+    batch."""
 
-    def __init__(self, record: Record, samples: list[Any], size: int, rank: int, world_size: int) -> None:
-        self.record, self.samples, self.size, self.rank, self.world_size = record, samples, size, rank, world_size
+    def __init__(
+        self, record: Record, samples: list[Any], size: int, rank: int, world_size: int
+    ) -> None:
+        self.record, self.samples, self.size, self.rank, self.world_size = (
+            record,
+            samples,
+            size,
+            rank,
+            world_size,
+        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         start = ((state.global_step - 1) * self.world_size + self.rank) * self.size
@@ -56,15 +65,29 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     chats = read_chats(spec["train_file"])
-    samples = encode(tokenizer, [chats[index] for batch in spec["batches"] for index in batch], spec["max_length"])
+    samples = encode(
+        tokenizer,
+        [chats[index] for batch in spec["batches"] for index in batch],
+        spec["max_length"],
+    )
 
     base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
     lora = LoraConfig(
-        r=spec["lora_rank"], lora_alpha=spec["lora_alpha"], lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=spec["lora_rank"],
+        lora_alpha=spec["lora_alpha"],
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
     )
     model = get_peft_model(base, lora)
     record = Record()
-    callback = StepTimes(record, samples, spec["per_device_batch_size"], arguments.process_index, arguments.world_size)
+    callback = StepTimes(
+        record,
+        samples,
+        spec["per_device_batch_size"],
+        arguments.process_index,
+        arguments.world_size,
+    )
     trainer = Trainer(
         model=model,
         args=arguments,

@@ -1,4 +1,5 @@
-"""What the rivals have in common: samples, the evaluation after training, and the result file. No tricks, no Paceline."""
+"""What the rivals have in common: samples, the evaluation after training, and the result file. No
+tricks, no Paceline."""
 
 from __future__ import annotations
 
@@ -28,10 +29,17 @@ def read_chats(path: str) -> list[list[dict[str, str]]]:
 def encode(tokenizer: Any, chats: list[list[dict[str, str]]], max_length: int) -> list[Sample]:
     """Token ids and labels of each chat; -100 wherever the token is not part of an answer."""
     found = tokenizer.apply_chat_template(
-        chats, return_dict=True, return_assistant_tokens_mask=True, truncation=True, max_length=max_length
+        chats,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        truncation=True,
+        max_length=max_length,
     )
     return [
-        {"input_ids": ids, "labels": [token if kept else -100 for token, kept in zip(ids, mask, strict=True)]}
+        {
+            "input_ids": ids,
+            "labels": [token if kept else -100 for token, kept in zip(ids, mask, strict=True)],
+        }
         for ids, mask in zip(found["input_ids"], found["assistant_masks"], strict=True)
     ]
 
@@ -50,7 +58,9 @@ def pad(samples: list[Sample], pad_token_id: int) -> dict[str, torch.Tensor]:
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross entropy of each next token, summed over the labels."""
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
 
 
 def num_labels(samples: list[Sample]) -> int:
@@ -63,7 +73,8 @@ class Record:
     def __init__(self) -> None:
         self.step_ends: list[float] = []  # seconds since the epoch
         self.tokens: list[int] = []  # this rank's tokens, padding not counted
-        self.losses: list[float] = []  # as this rank back-propagated it; the mean over the ranks is that over all labels
+        # as this rank back-propagated it; the mean over the ranks is that over all labels
+        self.losses: list[float] = []
 
     def step_done(self, samples: list[Sample]) -> None:
         self.step_ends.append(time.time())
@@ -71,8 +82,13 @@ class Record:
 
 
 def finish(spec: dict[str, Any], record: Record, model: Any, tokenizer: Any) -> None:
-    """Evaluate on the held-out chats, then write what was measured, on rank 0. The peak is that of training alone."""
-    mine = {"tokens": record.tokens, "losses": record.losses, "peak_memory_bytes": peak_memory_bytes()}
+    """Evaluate on the held-out chats, then write what was measured, on rank 0. The peak is that of
+    training alone."""
+    mine = {
+        "tokens": record.tokens,
+        "losses": record.losses,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     loss, count = evaluate(spec, model, tokenizer)
@@ -80,7 +96,10 @@ def finish(spec: dict[str, Any], record: Record, model: Any, tokenizer: Any) -> 
         result = {
             "step_ends": record.step_ends,
             "tokens": [sum(parts) for parts in zip(*(one["tokens"] for one in ranks), strict=True)],
-            "losses": [sum(parts) / len(parts) for parts in zip(*(one["losses"] for one in ranks), strict=True)],
+            "losses": [
+                sum(parts) / len(parts)
+                for parts in zip(*(one["losses"] for one in ranks), strict=True)
+            ],
             "peak_memory_bytes": [one["peak_memory_bytes"] for one in ranks],
             "eval_loss": loss,
             "eval_count": count,
@@ -89,9 +108,14 @@ def finish(spec: dict[str, Any], record: Record, model: Any, tokenizer: Any) -> 
 
 
 def evaluate(spec: dict[str, Any], model: Any, tokenizer: Any) -> tuple[float, int]:
-    """(mean loss over all labels of the held-out set, their number); each rank takes every world-size-th chat."""
+    """(mean loss over all labels of the held-out set, their number); each rank takes every
+    world-size-th chat."""
     model.eval()
-    samples = encode(tokenizer, read_chats(spec["eval_file"])[dist.get_rank() :: dist.get_world_size()], spec["max_length"])
+    samples = encode(
+        tokenizer,
+        read_chats(spec["eval_file"])[dist.get_rank() :: dist.get_world_size()],
+        spec["max_length"],
+    )
     size = spec["per_device_batch_size"]
     total = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
@@ -107,8 +131,8 @@ def evaluate(spec: dict[str, Any], model: Any, tokenizer: Any) -> tuple[float, i
 
 def close() -> None:
     """End the process group, after all measuring."""
-    # gloo's thread needs the interpreter's lock to let go of the last collective's tensors; a group that is destroyed before
-    # it got it waits for that thread forever, with the lock held.
+    # gloo's thread needs the interpreter's lock to let go of the last collective's tensors; a group
+    # that is destroyed before it got it waits for that thread forever, with the lock held.
     time.sleep(0.2)
     dist.destroy_process_group()
 

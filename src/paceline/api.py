@@ -11,7 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, EXIT_USAGE, ConfigError, ReportedError, StoppedError
+from paceline.core.errors import (
+    EXIT_DONE,
+    EXIT_SIGINT,
+    EXIT_SIGTERM,
+    EXIT_USAGE,
+    ConfigError,
+    ReportedError,
+    StoppedError,
+)
 
 if TYPE_CHECKING:
     from paceline.config.load import Loaded
@@ -27,7 +35,8 @@ class Options:
     """What the command line may say beside the config.
 
     Args:
-        fault: content of the `fault` event, if an outer launcher has started the ranks again after a failure.
+        fault: content of the `fault` event, if an outer launcher has started the ranks again after
+            a failure.
     """
 
     dry_run: bool = False
@@ -38,7 +47,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: the process's exit code and the report. Under an outer launcher such as torchrun every rank has it."""
+    """How a run ended: the process's exit code and the report. Under an outer launcher such as
+    torchrun every rank has it."""
 
     exit_code: int
     report: dict[str, Any] | None = None
@@ -46,8 +56,9 @@ class Result:
 
 
 def train(config: str | Path | Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
-    """Train as ``paceline train CONFIG`` does, and return the report (the content of ``report.json``). Under an outer launcher
-    (``torchrun script.py``) every rank calls this function, and every rank gets the report.
+    """Train as ``paceline train CONFIG`` does, and return the report (the content of
+    ``report.json``). Under an outer launcher (``torchrun script.py``) every rank calls this
+    function, and every rank gets the report.
 
     Args:
         config: path of a config file, or its content as a mapping.
@@ -68,9 +79,14 @@ def train(config: str | Path | Mapping[str, Any], **overrides: Any) -> dict[str,
     with handlers_restored():
         result = run(loaded, Options(), time.time())
     if result.report is None:
-        raise StoppedError("the run was stopped by a signal before the training began", result.exit_code)
+        raise StoppedError(
+            "the run was stopped by a signal before the training began", result.exit_code
+        )
     if result.exit_code != EXIT_DONE:
-        raise StoppedError(f"the run was stopped by a signal; a checkpoint is in {loaded.config.output_dir}", result.exit_code)
+        raise StoppedError(
+            f"the run was stopped by a signal; a checkpoint is in {loaded.config.output_dir}",
+            result.exit_code,
+        )
     return result.report
 
 
@@ -92,8 +108,13 @@ def run(loaded: Loaded, options: Options, started_at: float) -> Result:
     def say(level: str, text: str) -> None:
         said.append(text)
         if speaks:
-            with contextlib.suppress(OSError, ValueError):  # whoever read this has gone; the run goes on
-                print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
+            # whoever read this has gone; the run goes on
+            with contextlib.suppress(OSError, ValueError):
+                print(
+                    f"{'warning: ' if level == 'warning' else ''}{text}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     parallel = with_scheduler(loaded.config.parallel, scheduled_host() if outer is None else None)
     loaded = fit_length(loaded.with_parallel(parallel))
@@ -135,19 +156,24 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None, say: Any) -> PreparedHos
     """Choose this host's devices and the precision, and check what would make a run fail here.
 
     Raises:
-        ConfigError: the devices that the config asks for do not exist, or this machine cannot run it.
+        ConfigError: the devices that the config asks for do not exist, or this machine cannot run
+            it.
     """
     from paceline.distributed.devices import choose_devices, with_precision, without_idle_offload
     from paceline.doctor.quick import quick_checks
 
     config = loaded.config
-    devices = choose_devices(config.parallel, ranks_given=None if outer is None else outer.local_world_size)
+    devices = choose_devices(
+        config.parallel, ranks_given=None if outer is None else outer.local_world_size
+    )
     parallel, notices = without_idle_offload(config.parallel, devices.type)
     devices.notices.extend(notices)
     config = config.model_copy(update={"parallel": parallel})
     for check in quick_checks(config, devices.type, devices.count):
         if check.fatal:
-            raise ConfigError(f"this machine cannot run it: {check.name}: {check.value}", fix=check.advice)
+            raise ConfigError(
+                f"this machine cannot run it: {check.name}: {check.value}", fix=check.advice
+            )
         devices.notices.append(("warning", f"{check.name}: {check.value}; {check.advice}"))
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
     devices.notices.append(("info", precision))
@@ -157,7 +183,12 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None, say: Any) -> PreparedHos
 
 
 def _plan(
-    host: PreparedHost, num_ranks: int, options: Options, started_at: float, say: Any, leader: LeaderPlan | None = None
+    host: PreparedHost,
+    num_ranks: int,
+    options: Options,
+    started_at: float,
+    say: Any,
+    leader: LeaderPlan | None = None,
 ) -> Plan:
     from paceline.launch.layout import choose_layout
     from paceline.launch.preflight import plan_run
@@ -175,7 +206,9 @@ def _plan(
     )
 
 
-def _run_under_agent(loaded: Loaded, options: Options, started_at: float, said: list[str], say: Any) -> Result:
+def _run_under_agent(
+    loaded: Loaded, options: Options, started_at: float, said: list[str], say: Any
+) -> Result:
     """This process is a rank that torchrun, `accelerate launch` or Ray has started."""
     from paceline.cluster.failures import AgentFolder, folder_of_agent
     from paceline.cluster.member import RunRequest, train_member
@@ -185,7 +218,10 @@ def _run_under_agent(loaded: Loaded, options: Options, started_at: float, said: 
     from paceline.launch.restart import Recovery
 
     has_agent = "TORCHELASTIC_RUN_ID" in os.environ
-    restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    restarts, most = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
+        for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
     parallel, call = loaded.config.parallel, next_call()
     with contextlib.nullcontext() if has_agent else Scratch() as scratch:
         member = join_round(
@@ -200,14 +236,22 @@ def _run_under_agent(loaded: Loaded, options: Options, started_at: float, said: 
         stop.install(sigint=True)
         stop.fail = member.fail
         if member.round.is_first:
-            stop.on_haste = lambda number: Recovery(loaded.config, None, say, member.policy_state()).cut(number)
-        outcome = train_member(RunRequest(loaded, options, started_at, frozenset(said)), member, stop)
+            stop.on_haste = lambda number: Recovery(
+                loaded.config, None, say, member.policy_state()
+            ).cut(number)
+        outcome = train_member(
+            RunRequest(loaded, options, started_at, frozenset(said)), member, stop
+        )
         member.end(outcome)
         member.round.leave()
-        return _result(outcome, options, loaded.config, say if member.round.is_first else lambda *_: None)
+        return _result(
+            outcome, options, loaded.config, say if member.round.is_first else lambda *_: None
+        )
 
 
-def _run_on_hosts(loaded: Loaded, options: Options, started_at: float, said: list[str], say: Any) -> Result:
+def _run_on_hosts(
+    loaded: Loaded, options: Options, started_at: float, said: list[str], say: Any
+) -> Result:
     """Check everything that this host can check alone, then join the other hosts."""
     from paceline.cluster.elastic import ElasticRun
     from paceline.cluster.endpoint import resolve_endpoint
@@ -236,18 +280,29 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
 
     outer = outer_launcher()
     host = prepare_host(loaded, outer, say)
-    num_devices = host.devices.count * loaded.config.parallel.hosts[1] if outer is None else outer.world_size
+    num_devices = (
+        host.devices.count * loaded.config.parallel.hosts[1] if outer is None else outer.world_size
+    )
     plan = _plan(host, num_devices, options, started_at, say)
     config, job, layout = host.loaded.config, plan.job, plan.job.layout
     if options.dry_run:
         for line in job.derived.lines():
             say("info", line)
-        resolved = {"config": config.model_dump(mode="json"), "derived": job.derived.as_dict(), "strategy": layout.strategy}
-        return Result(EXIT_DONE, resolved={**resolved, "axes": asdict(layout.axes), "device": host.devices.type})
+        resolved = {
+            "config": config.model_dump(mode="json"),
+            "derived": job.derived.as_dict(),
+            "strategy": layout.strategy,
+        }
+        return Result(
+            EXIT_DONE,
+            resolved={**resolved, "axes": asdict(layout.axes), "device": host.devices.type},
+        )
     if plan.finished is not None:
         return _result({"status": "finished", "report": plan.finished}, options, config, say)
     recovery = Recovery(config, job.resume_from, say)
-    ranks = LocalRun(replace(job, launcher=os.getpid()), layout.num_processes, follow=recovery.follow)
+    ranks = LocalRun(
+        replace(job, launcher=os.getpid()), layout.num_processes, follow=recovery.follow
+    )
     ranks.signals.on_haste = recovery.cut
     return _result(ranks.run(), options, config, say)
 
@@ -255,16 +310,30 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
 def _result(outcome: dict[str, Any], options: Options, config: Config, say: Any) -> Result:
     if outcome["status"] == "finished":
         report = outcome["report"]
-        say("info", f"{config.output_dir} holds this run, done already: {report['steps']} steps, nothing left to do")
-        say("info", f"for a new run set another output_dir, or delete the folder; the report: {config.output_dir}/report.html")
+        say(
+            "info",
+            f"{config.output_dir} holds this run, done already: {report['steps']} steps, nothing"
+            " left to do",
+        )
+        say(
+            "info",
+            "for a new run set another output_dir, or delete the folder; the report:"
+            f" {config.output_dir}/report.html",
+        )
         return Result(EXIT_DONE, report)
     if outcome["status"] == "failed":
         if options.debug and outcome.get("traceback"):
             print(outcome["traceback"], file=sys.stderr)
         if outcome["exit_code"] == EXIT_USAGE:
             raise ConfigError(outcome["text"])
-        raise ReportedError(outcome["text"], outcome["exit_code"], would_repeat=outcome.get("fault") is False)
-    if outcome["status"] == "stopped" and outcome.get("report") is None and outcome["exit_code"] in (EXIT_SIGINT, EXIT_SIGTERM):
+        raise ReportedError(
+            outcome["text"], outcome["exit_code"], would_repeat=outcome.get("fault") is False
+        )
+    if (
+        outcome["status"] == "stopped"
+        and outcome.get("report") is None
+        and outcome["exit_code"] in (EXIT_SIGINT, EXIT_SIGTERM)
+    ):
         with contextlib.suppress(OSError, ValueError):
             print("stopped before the training began", file=sys.stderr, flush=True)
         return Result(outcome["exit_code"])

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_SIGINT, ConfigError, PacelineError, nearest
+from paceline.core.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_SIGINT,
+    ConfigError,
+    PacelineError,
+    nearest,
+)
 
 USAGE = """\
 usage: paceline VERB …
@@ -41,7 +48,8 @@ The shortest run: paceline sft model=builtin:qwen2-tiny dataset=builtin:python-d
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0 done, 1 failed, 2 wrong usage or config, 130/143 stopped by a signal."""
+    """Run one verb; returns the exit code: 0 done, 1 failed, 2 wrong usage or config, 130/143
+    stopped by a signal."""
     started_at = _process_start()
     tokens = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in tokens
@@ -53,7 +61,10 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return error.exit_code
     except KeyboardInterrupt:
-        print("\nstopped before the training began; nothing was written to output_dir", file=sys.stderr)
+        print(
+            "\nstopped before the training began; nothing was written to output_dir",
+            file=sys.stderr,
+        )
         return EXIT_SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -61,12 +72,16 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        _print_error(f"{type(error).__name__}: {error}. This was not expected; run again with --debug for the whole traceback.")
+        _print_error(
+            f"{type(error).__name__}: {error}. This was not expected; run again with --debug for"
+            " the whole traceback."
+        )
         return EXIT_FAILED
 
 
 def entry() -> None:
-    """The console script: as :func:`main`, without the second that taking down an interpreter full of torch costs."""
+    """The console script: as :func:`main`, without the second that taking down an interpreter full
+    of torch costs."""
     code = main()
     atexit._run_exitfuncs()  # multiprocessing's own: the semaphores it made
     for stream in (sys.stdout, sys.stderr):
@@ -87,7 +102,11 @@ def _dispatch(tokens: list[str], started_at: float) -> int:
     verb, rest = tokens[0], tokens[1:]
     if verb not in _VERBS:
         near = nearest(verb, _VERBS)
-        raise ConfigError(f"`paceline {verb}` is no verb", allowed=", ".join(_VERBS), fix=f"type `paceline {near or '--help'}`")
+        raise ConfigError(
+            f"`paceline {verb}` is no verb",
+            allowed=", ".join(_VERBS),
+            fix=f"type `paceline {near or '--help'}`",
+        )
     if "-h" in rest or "--help" in rest:
         print(_help(verb), end="")
         return EXIT_DONE
@@ -101,14 +120,19 @@ def _train(tokens: list[str], started_at: float) -> int:
     names = ("json", "debug", "dry-run", "allow-config-change")
     flags, tokens = _take_flags(tokens, *names)
     for token in tokens:
-        if token.startswith("--") and (near := nearest(token[2:].replace("_", "-"), names, cutoff=0.8)):
+        if token.startswith("--") and (
+            near := nearest(token[2:].replace("_", "-"), names, cutoff=0.8)
+        ):
             raise ConfigError(f"there is no flag `{token}`", fix=f"did you mean `--{near}`?")
     path, overrides = split_cli(tokens)
     loaded = load_config(path, overrides)
     options = Options(flags["dry-run"], flags["debug"], flags["allow-config-change"])
     result = run(loaded, options, started_at)
     if options.dry_run:
-        print(json.dumps(result.resolved, indent=2) if flags["json"] else to_yaml(loaded.config), end="")
+        print(
+            json.dumps(result.resolved, indent=2) if flags["json"] else to_yaml(loaded.config),
+            end="",
+        )
     elif flags["json"]:
         print(json.dumps(result.report, indent=2))
     return result.exit_code
@@ -119,18 +143,26 @@ def _plan(tokens: list[str], _: float) -> int:
     from paceline.models.positions import fit_length
     from paceline.planner.api import make_plan
 
-    names: dict[str, Callable[[str], Any]] = {"world-size": int, "device-memory": str, "device": str}
+    names: dict[str, Callable[[str], Any]] = {
+        "world-size": int,
+        "device-memory": str,
+        "device": str,
+    }
     flags, tokens = _take_flags(tokens, "json", "debug")
     values, tokens = _take_values(tokens, names)
     for token in tokens:
         flag = token[2:].partition("=")[0].replace("_", "-")
-        if token.startswith("--") and (near := nearest(flag, [*names, "json", "debug"], cutoff=0.8)):
+        if token.startswith("--") and (
+            near := nearest(flag, [*names, "json", "debug"], cutoff=0.8)
+        ):
             raise ConfigError(f"there is no flag `{token}`", fix=f"did you mean `--{near}`?")
     path, overrides = split_cli(tokens)
     loaded = fit_length(load_config(path, overrides))
     for level, text in loaded.notices:
         print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr)
-    plan = make_plan(loaded.config, values.get("world-size"), values.get("device-memory"), values.get("device"))
+    plan = make_plan(
+        loaded.config, values.get("world-size"), values.get("device-memory"), values.get("device")
+    )
     if flags["json"]:
         print(json.dumps(plan.as_dict(), indent=2))
     else:
@@ -146,7 +178,9 @@ def _verify(tokens: list[str], _: float) -> int:
     from paceline.verify.run import Request, verify
 
     flags, tokens = _take_flags(tokens, "json", "debug")
-    values, tokens = _take_values(tokens, {"modes": str, "world-size": int, "steps": int, "output": Path})
+    values, tokens = _take_values(
+        tokens, {"modes": str, "world-size": int, "steps": int, "output": Path}
+    )
     path, overrides = split_cli(tokens)
     request = Request(**{key.replace("-", "_"): value for key, value in values.items()})
     result = verify(fit_length(load_config(path, overrides)), request)
@@ -175,7 +209,13 @@ def _ui(tokens: list[str], _: float) -> int:
     values, tokens = _take_values(tokens, {"port": check_port, "host": str})
     folder = Path(_exactly(tokens, "ui", "FOLDER")[0]) if tokens else None
     host = values.get("host", "127.0.0.1")
-    return serve(folder, values.get("port", PORT), host, browser=not flags["no-browser"], as_json=flags["json"])
+    return serve(
+        folder,
+        values.get("port", PORT),
+        host,
+        browser=not flags["no-browser"],
+        as_json=flags["json"],
+    )
 
 
 def _generate(tokens: list[str], _: float) -> int:
@@ -187,11 +227,20 @@ def _generate(tokens: list[str], _: float) -> int:
 
         values, tokens = _take_values(tokens, {"device": str})
         return serve(Path(_exactly(tokens, "generate", "RUN")[0]), **values)
-    values, tokens = _take_values(tokens, {"max-new-tokens": int, "temperature": float, "system": str, "seed": int})
+    values, tokens = _take_values(
+        tokens, {"max-new-tokens": int, "temperature": float, "system": str, "seed": int}
+    )
     run, question = _exactly(tokens, "generate", "RUN", "QUESTION")
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print as they are imported is no answer
-        answer = generate(Path(run), question, **{key.replace("-", "_"): value for key, value in values.items()})
-    print(json.dumps({"question": question, "answer": answer}, ensure_ascii=False) if flags["json"] else answer)
+    # what libraries print as they are imported is no answer
+    with contextlib.redirect_stdout(sys.stderr):
+        answer = generate(
+            Path(run), question, **{key.replace("-", "_"): value for key, value in values.items()}
+        )
+    print(
+        json.dumps({"question": question, "answer": answer}, ensure_ascii=False)
+        if flags["json"]
+        else answer
+    )
     return EXIT_DONE
 
 
@@ -220,7 +269,11 @@ def _inspect(tokens: list[str], _: float) -> int:
         print(f"warning: passed over: {text}", file=sys.stderr)
 
     with tempfile.TemporaryDirectory() if is_url(given) else contextlib.nullcontext() as folder:
-        path = fetch_checkpoint(given, Path(folder), warn, "CHECKPOINT") if folder else store.find(Path(given), warn)
+        path = (
+            fetch_checkpoint(given, Path(folder), warn, "CHECKPOINT")
+            if folder
+            else store.find(Path(given), warn)
+        )
         found = store.inspect(path)
     if flags["json"]:
         print(json.dumps(found, indent=2))
@@ -237,7 +290,9 @@ def _explain(tokens: list[str], _: float) -> int:
     from paceline.explain.run import TOPICS, explain, make_request
 
     flags, tokens = _take_flags(tokens, "json", "debug")
-    values, tokens = _take_values(tokens, {"ranks": int, "elements": int, "algorithm": str, "output": str})
+    values, tokens = _take_values(
+        tokens, {"ranks": int, "elements": int, "algorithm": str, "output": str}
+    )
     topic = _exactly(tokens, "explain", " | ".join(TOPICS))[0]
     return explain(make_request(topic, values), flags["json"])
 
@@ -256,7 +311,9 @@ def _bench(tokens: list[str], _: float) -> int:
     from paceline.bench.collectives import bench, make_request
 
     flags, tokens = _take_flags(tokens, "json", "debug")
-    values, tokens = _take_values(tokens, {"ranks": str, "sizes": str, "algorithms": str, "output": str})
+    values, tokens = _take_values(
+        tokens, {"ranks": str, "sizes": str, "algorithms": str, "output": str}
+    )
     what = _exactly(tokens, "bench", "collectives")[0]
     return bench(make_request(what, values), flags["json"])
 
@@ -304,7 +361,12 @@ def _slurm(tokens: list[str], _: float) -> int:
 
 def _kubernetes(tokens: list[str], _: float) -> int:
     from paceline.cluster.jobs.kubernetes import kubernetes, print_runtime
-    from paceline.cluster.jobs.kubernetes_options import FLAGS, VALUES, check_kubernetes_options, make_options
+    from paceline.cluster.jobs.kubernetes_options import (
+        FLAGS,
+        VALUES,
+        check_kubernetes_options,
+        make_options,
+    )
     from paceline.config.load import split_cli
     from paceline.planner.upper_bound import at_most
 
@@ -361,10 +423,14 @@ def _take_flags(tokens: list[str], *names: str) -> tuple[dict[str, bool], list[s
         return token[2:].replace("_", "-") if token.startswith("--") else ""
 
     given = {name_of(one) for one in tokens}
-    return {name: name in given for name in names}, [one for one in tokens if name_of(one) not in names]
+    return {name: name in given for name in names}, [
+        one for one in tokens if name_of(one) not in names
+    ]
 
 
-def _take_values(tokens: list[str], kinds: dict[str, Callable[[str], Any]]) -> tuple[dict[str, Any], list[str]]:
+def _take_values(
+    tokens: list[str], kinds: dict[str, Callable[[str], Any]]
+) -> tuple[dict[str, Any], list[str]]:
     """Options with a value, as ``--name value`` or ``--name=value``."""
     values: dict[str, Any] = {}
     rest = []
@@ -380,7 +446,9 @@ def _take_values(tokens: list[str], kinds: dict[str, Callable[[str], Any]]) -> t
         try:
             values[name] = kinds[name](value)
         except ValueError as error:
-            raise ConfigError(f"`--{name} {value}` is not of type {kinds[name].__name__}") from error
+            raise ConfigError(
+                f"`--{name} {value}` is not of type {kinds[name].__name__}"
+            ) from error
     return values, rest
 
 
@@ -389,7 +457,9 @@ def _exactly(tokens: list[str], verb: str, *names: str) -> list[str]:
     if unknown or len(tokens) != len(names):
         got = " ".join(tokens) or "nothing"
         raise ConfigError(
-            f"`paceline {verb}` was given {got}", allowed=f"paceline {verb} {' '.join(names)}", fix="see `paceline --help`"
+            f"`paceline {verb}` was given {got}",
+            allowed=f"paceline {verb} {' '.join(names)}",
+            fix="see `paceline --help`",
         )
     return tokens
 
@@ -401,7 +471,8 @@ def _print_error(text: str) -> None:
 
 
 def _process_start() -> float:
-    """When this process began, in seconds since the epoch: Python's own start-up counts in the time to the first step."""
+    """When this process began, in seconds since the epoch: Python's own start-up counts in the time
+    to the first step."""
     try:
         with open("/proc/self/stat") as handle:
             ticks = int(handle.read().rpartition(")")[2].split()[19])

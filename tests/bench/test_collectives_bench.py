@@ -1,4 +1,5 @@
-"""`paceline bench collectives`: every case is measured, the model is the one that fits, wrong words are refused."""
+"""`paceline bench collectives`: every case is measured, the model is the one that fits, wrong words
+are refused."""
 
 from __future__ import annotations
 
@@ -16,9 +17,20 @@ from paceline.core.errors import ConfigError
 
 def test_the_command_measures_every_case(tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
-    words = ("collectives", "--ranks", "2,3", "--sizes", "1KB,40KB", "--algorithms", "native,ring,halving", "--json")
+    words = (
+        "collectives",
+        "--ranks",
+        "2,3",
+        "--sizes",
+        "1KB,40KB",
+        "--algorithms",
+        "native,ring,halving",
+        "--json",
+    )
     results = json.loads(run(*words, f"--output={page}", verb="bench").stdout)
-    cases = [(one["collective"], one["algorithm"], one["world_size"], one["bytes"]) for one in results]
+    cases = [
+        (one["collective"], one["algorithm"], one["world_size"], one["bytes"]) for one in results
+    ]
     expected = [
         (collective, algorithm, ranks, size)
         for ranks in (2, 3)
@@ -30,10 +42,23 @@ def test_the_command_measures_every_case(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert sorted(cases) == sorted(expected)
     for one in results:
-        assert list(one) == ["collective", "algorithm", "world_size", "bytes", "latency_s", "bus_bandwidth_bytes_s"]
+        assert list(one) == [
+            "collective",
+            "algorithm",
+            "world_size",
+            "bytes",
+            "latency_s",
+            "bus_bandwidth_bytes_s",
+        ]
         assert one["latency_s"] > 0
-        factor = 2 * (one["world_size"] - 1) / one["world_size"] if one["collective"] == "all-reduce" else 1
-        assert one["bus_bandwidth_bytes_s"] == pytest.approx(factor * one["bytes"] / one["latency_s"])
+        factor = (
+            2 * (one["world_size"] - 1) / one["world_size"]
+            if one["collective"] == "all-reduce"
+            else 1
+        )
+        assert one["bus_bandwidth_bytes_s"] == pytest.approx(
+            factor * one["bytes"] / one["latency_s"]
+        )
     text = page.read_text(encoding="utf-8")
     assert text.count("<svg") == 8  # two collectives, two worlds, two plots each
     assert "src=" not in text

@@ -1,4 +1,5 @@
-"""The benchmark of a slow network: its arguments, what it makes of a run's events, and real hosts joined by a real link."""
+"""The benchmark of a slow network: its arguments, what it makes of a run's events, and real hosts
+joined by a real link."""
 
 import importlib
 import json
@@ -30,10 +31,13 @@ slow_network = module("slow_network")
 
 def run_script(*arguments, **env):
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=500)
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **env}, timeout=500
+    )
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------------
+# -- arguments
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_rates_times_and_shares_are_read_as_tc_writes_them():
@@ -102,7 +106,8 @@ def test_a_setting_is_for_all_methods_or_for_one():
     assert "compression.ratio" not in changed["ddp"]
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------------
+# -- figures
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_where_a_loss_is_reached_lies_between_evaluations():
@@ -116,15 +121,26 @@ def test_where_a_loss_is_reached_lies_between_evaluations():
 
 
 def folder_of(path, step_s, comm_s, losses, bytes_per_step, every=10):
-    """A run's folder with a line for the first step and each ``every`` steps, as the engine writes them."""
+    """A run's folder with a line for the first step and each ``every`` steps, as the engine writes
+    them."""
     path.mkdir()
     events = [{"type": "run_start", "model": {"trainable_parameters": 9_000_000}}]
-    events.append({"type": "step", "step": 1, "loss": 9.0, "step_time_s": 2 * step_s, "comm_wait_s": comm_s})
+    events.append(
+        {"type": "step", "step": 1, "loss": 9.0, "step_time_s": 2 * step_s, "comm_wait_s": comm_s}
+    )
     for number, loss in enumerate(losses, 1):
-        step = {"type": "step", "step": number * every, "loss": loss, "step_time_s": step_s, "comm_wait_s": comm_s}
+        step = {
+            "type": "step",
+            "step": number * every,
+            "loss": loss,
+            "step_time_s": step_s,
+            "comm_wait_s": comm_s,
+        }
         events += [step, {"type": "eval", "step": number * every, "loss": loss}]
     (path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
-    (path / "report.json").write_text(json.dumps({"traffic_bytes_per_step": {"measured": bytes_per_step}}))
+    (path / "report.json").write_text(
+        json.dumps({"traffic_bytes_per_step": {"measured": bytes_per_step}})
+    )
     return path
 
 
@@ -137,16 +153,35 @@ def runs(tmp_path):
         "bf16": (4.0, 3.5, [7.2, 6.1, 5.9], 500),
         "signsgd": (0.5, 0.2, [8.0, 7.0, 6.5], 32),
     }
-    return {name: report.read_run(name, folder_of(tmp_path / name, *rest), [1, 2], 9.0) for name, rest in made.items()}
+    return {
+        name: report.read_run(name, folder_of(tmp_path / name, *rest), [1, 2], 9.0)
+        for name, rest in made.items()
+    }
 
 
 def conditions(rate=1e8, delay=0.01):
-    machine = {"cores": 2, "architecture": "x86_64", "memory_gib": 8, "python": "3.11", "torch": "2.13"}
+    machine = {
+        "cores": 2,
+        "architecture": "x86_64",
+        "memory_gib": 8,
+        "python": "3.11",
+        "torch": "2.13",
+    }
     measured = {"how": "veth", "round_trip_s": 0.02, "stream_bits_per_s": 9e7}
     measured |= {"tcp_congestion_control": "cubic", "tcp_slow_start_after_idle": "1"}
     link = {"rate_bits_per_s": rate, "delay_s": delay, "loss": 0.0, "text": "100 Mbit/s"}
-    settings = {"ddp": {"parallel.mode": "ddp"}, "topk": {"parallel.mode": "ddp", "compression.method": "topk"}}
-    found = {"date": "2030-01-31", "machine": machine, "hosts": 2, "link": link, "link_measured": measured, "steps": 20}
+    settings = {
+        "ddp": {"parallel.mode": "ddp"},
+        "topk": {"parallel.mode": "ddp", "compression.method": "topk"},
+    }
+    found = {
+        "date": "2030-01-31",
+        "machine": machine,
+        "hosts": 2,
+        "link": link,
+        "link_measured": measured,
+        "steps": 20,
+    }
     return {**found, "extra_steps": 10, "evaluate_every": 10, "settings": settings}
 
 
@@ -193,14 +228,19 @@ def test_goals_belong_to_the_links_and_lengths_they_are_stated_for(runs, tmp_pat
     assert met(5e7, 0.01) == {}
     assert report.summary(runs, 20, conditions())["goals"] == []
     long = folder_of(tmp_path / "long", 3.0, 2.5, [7.0, 6.0], 1000, every=100)
-    over = {"ddp": report.read_run("ddp", long, [1, 2], 9.0), "topk": report.read_run("topk", long, [1, 2], 9.0)}
+    over = {
+        "ddp": report.read_run("ddp", long, [1, 2], 9.0),
+        "topk": report.read_run("topk", long, [1, 2], 9.0),
+    }
     found = report.summary(over, 200, conditions() | {"steps": 200})
     assert [(one["method"], one["met"]) for one in found["goals"]] == [("topk", False)]
     assert "| ≥ 4 | missed |" in report.as_markdown(found, {"ddp": "plain", "topk": "one per cent"})
 
 
 def test_the_table_tells_the_link_as_measured_and_what_was_not_reached(runs):
-    text = report.as_markdown(report.summary(runs, 20, conditions()), {"ddp": "plain", "topk": "one per cent"})
+    text = report.as_markdown(
+        report.summary(runs, 20, conditions()), {"ddp": "plain", "topk": "one per cent"}
+    )
     assert "round trip 20.00 ms, one TCP stream 90.0 Mbit/s" in text
     row = next(line for line in text.splitlines() if line.startswith("| `signsgd`"))
     assert "| 7.0000 (+16.67 %) | 6.5000 (+8.33 %), step 30 | – | – | – |" in row
@@ -209,22 +249,33 @@ def test_the_table_tells_the_link_as_measured_and_what_was_not_reached(runs):
     assert drawn.count('stroke-width="2"') == 2 * len(runs)
 
 
-# -- real hosts -------------------------------------------------------------------------------------------------------------
+# -- real hosts
+# -------------------------------------------------------------------------------------------------------------
 
 
 def namespaces(pid):
     """Of the process that made them."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith(f"paceline-{pid}-")]
 
 
 def left_over():
-    every = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
-    return [one for one in every if one.startswith("paceline-") and not Path(f"/proc/{one.split('-')[1]}").exists()]
+    every = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    return [
+        one
+        for one in every
+        if one.startswith("paceline-") and not Path(f"/proc/{one.split('-')[1]}").exists()
+    ]
 
 
 @pytest.mark.soak  # needs root and iproute2
-@pytest.mark.parametrize(("hosts", "delay", "loss"), [(2, 0.01, 0.0), (3, 0.005, 0.01), (2, 0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("hosts", "delay", "loss"), [(2, 0.01, 0.0), (3, 0.005, 0.01), (2, 0.0, 0.0)]
+)
 def test_a_link_is_as_slow_as_asked_and_gone_afterwards(hosts, delay, loss):
     with netns.Network(hosts, netns.Link(5e7, delay, loss)) as network:
         assert len(namespaces(os.getpid())) == hosts + 1
@@ -247,7 +298,18 @@ def test_what_a_killed_run_left_is_removed_by_the_next():
 
 @pytest.mark.soak
 def test_a_job_runs_over_the_link_and_its_table_is_written(tmp_path):
-    arguments = ("--steps", "4", "--evaluate-every", "2", "--extra", "0", "--methods", "topk", "--rate", "400mbit")
+    arguments = (
+        "--steps",
+        "4",
+        "--evaluate-every",
+        "2",
+        "--extra",
+        "0",
+        "--methods",
+        "topk",
+        "--rate",
+        "400mbit",
+    )
     done = run_script(*arguments, "--delay", "1ms", "--output", str(tmp_path / "table"))
     assert done.returncode == 0, done.stderr
     assert "| `topk` |" in done.stdout
@@ -263,7 +325,9 @@ def test_a_job_runs_over_the_link_and_its_table_is_written(tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_takes_the_hosts_down(sent, code):
-    process = subprocess.Popen([sys.executable, str(SCRIPT)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     while "measured: round trip" not in process.stderr.readline():
         assert process.poll() is None
     time.sleep(3)  # the ranks have been started

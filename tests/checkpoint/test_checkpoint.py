@@ -29,7 +29,11 @@ META = {"strategy": "ddp", "world_size": 2, "config": {}}
 
 def state(step: int, elements: int = 1000) -> dict[str, torch.Tensor]:
     values = torch.arange(elements, dtype=torch.float32) + step
-    return {"model/weight": values, "optimizer/weight/exp_avg": values.to(torch.bfloat16), "schedule/step": torch.tensor(step)}
+    return {
+        "model/weight": values,
+        "optimizer/weight/exp_avg": values.to(torch.bfloat16),
+        "schedule/step": torch.tensor(step),
+    }
 
 
 def save(folder: Path, *steps: int) -> list[Path]:
@@ -80,10 +84,13 @@ def test_the_same_step_again_takes_the_place_of_the_old(tmp_path: Path) -> None:
     save(tmp_path, 7)
     store.save(tmp_path, 7, state(8), META)
     assert names(tmp_path) == ["step-00000007"]
-    assert torch.equal(store.read_state(tmp_path / "step-00000007")["model/weight"], state(8)["model/weight"])
+    assert torch.equal(
+        store.read_state(tmp_path / "step-00000007")["model/weight"], state(8)["model/weight"]
+    )
 
 
-# -- tampering ------------------------------------------------------------------------------------------------------------
+# -- tampering
+# ------------------------------------------------------------------------------------------------------------
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
 
@@ -105,7 +112,13 @@ def link(file: Path) -> None:
 
 @pytest.mark.parametrize("name", [STATE, "index.json", "meta.json"])
 @pytest.mark.parametrize(
-    ("harm", "word"), [(cut, "bytes, the manifest says"), (flip, "SHA-256"), (take_away, "is missing"), (link, "is a link to")]
+    ("harm", "word"),
+    [
+        (cut, "bytes, the manifest says"),
+        (flip, "SHA-256"),
+        (take_away, "is missing"),
+        (link, "is a link to"),
+    ],
 )
 def test_harm_is_seen(tmp_path: Path, harm: Callable[[Path], None], word: str, name: str) -> None:
     (path,) = save(tmp_path, 1)
@@ -158,7 +171,9 @@ def test_files_that_changed_places(tmp_path: Path) -> None:
         one, other = (path / name for path in (first, second))
         kept = one.read_bytes()
         shutil.copyfile(other, one)
-        assert one.read_bytes() == kept or f"{one} does not have the SHA-256" in str(store.verify(first))
+        assert one.read_bytes() == kept or f"{one} does not have the SHA-256" in str(
+            store.verify(first)
+        )
         one.write_bytes(kept)
         assert store.verify(first) is None
 
@@ -203,7 +218,9 @@ def test_a_pickle_that_the_manifest_names(tmp_path: Path) -> None:
         raw = pickle.dumps(state(1))
         (path / name).write_bytes(raw)
         said = {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-        (path / "manifest.json").write_text(json.dumps({"files": {**manifest["files"], name: said}}))
+        (path / "manifest.json").write_text(
+            json.dumps({"files": {**manifest["files"], name: said}})
+        )
         expected = {
             "extra.pkl": "names 'extra.pkl', which is no file of a checkpoint",
             STATE: f"{path / STATE} is no safetensors",
@@ -221,7 +238,10 @@ def test_a_checkpoint_that_is_a_link(tmp_path: Path) -> None:
     path, wrong = store.newest_whole(folder)
     assert path == first
     assert len(wrong) == 1
-    assert f"{folder / second.name} is a link that leads out of the run's folder, to {second}" in wrong[0]
+    assert (
+        f"{folder / second.name} is a link that leads out of the run's folder, to {second}"
+        in wrong[0]
+    )
     assert store.find(folder / second.name) == folder / second.name  # named by hand it is taken
     said: list[str] = []
     assert store.find(tmp_path / "run", said.append) == first
@@ -265,7 +285,15 @@ class _Bomb:
 def test_a_pickle_is_never_read(tmp_path: Path) -> None:
     (path,) = save(tmp_path / "checkpoints", 1)
     bomb = pickle.dumps(_Bomb(str(tmp_path / "went-off")))
-    for name in (STATE, "state.safetensors", "index.json", "meta.json", "manifest.json", "state.pt", "extra.pkl"):
+    for name in (
+        STATE,
+        "state.safetensors",
+        "index.json",
+        "meta.json",
+        "manifest.json",
+        "state.pt",
+        "extra.pkl",
+    ):
         (path / name).write_bytes(bomb)
     assert store.verify(path) is not None
     for read in (store.inspect, store.read_meta, store.read_state):
@@ -277,11 +305,16 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
     assert "import pickle" not in source
 
 
-# -- the digest -----------------------------------------------------------------------------------------------------------
+# -- the digest
+# -----------------------------------------------------------------------------------------------------------
 def test_the_digest_does_not_depend_on_the_order_of_the_tensors(tmp_path: Path) -> None:
     one = store.save(tmp_path / "a", 1, state(1), META).path
     other = store.save(tmp_path / "b", 1, dict(reversed(state(1).items())), META).path
-    save_file(dict(sorted(state(1).items(), reverse=True)), str(tmp_path / "c.safetensors"), metadata={"by": "someone else"})
+    save_file(
+        dict(sorted(state(1).items(), reverse=True)),
+        str(tmp_path / "c.safetensors"),
+        metadata={"by": "someone else"},
+    )
     found = [store.inspect(path) for path in (one, other)]
     assert found[0]["digest"] == found[1]["digest"]
     assert found[0]["tensors"]["model/weight"] == {
@@ -307,7 +340,8 @@ def test_the_digest_sees_every_bit(tmp_path: Path) -> None:
     assert digests("dtype", {"schedule/step": torch.tensor(1, dtype=torch.int32)})[0] != plain[0]
 
 
-# -- a save that fails part-way -------------------------------------------------------------------------------------------
+# -- a save that fails part-way
+# -------------------------------------------------------------------------------------------
 _LIMITED = """
 import resource, signal, sys
 from pathlib import Path
@@ -330,7 +364,9 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     assert hasattr(resource, "RLIMIT_FSIZE")
     assert hasattr(signal, "SIGXFSZ")
     (first,) = save(tmp_path, 1)
-    done = subprocess.run([sys.executable, "-c", _LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "the checkpoint of step 2 could not be written" in done.stdout
     assert str(tmp_path / "step-00000002") in done.stdout
@@ -345,12 +381,15 @@ def test_a_disk_that_fills(tmp_path: Path) -> None:
             return
         folder = tmp_path / "small" / "checkpoints"
         first = store.save(folder, 1, state(1, 100_000), META).path
-        with pytest.raises(RunError, match=r"step 2 could not be written to .*step-00000002: .*No space left") as caught:
+        with pytest.raises(
+            RunError, match=r"step 2 could not be written to .*step-00000002: .*No space left"
+        ) as caught:
             store.save(folder, 2, state(2, 100_000), META)
         assert "it needs 600,008 bytes" in str(caught.value)
         assert names(folder) == [first.name]
         assert store.find(tmp_path / "small") == first
-        assert store.save(folder, 3, state(3, 10), META).path.name == "step-00000003"  # what fits is saved again
+        # what fits is saved again
+        assert store.save(folder, 3, state(3, 10), META).path.name == "step-00000003"
 
 
 def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path: Path) -> None:
@@ -374,5 +413,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, made: str | None) -> None:
         path.mkdir()
     elif made == "file":
         path.write_text("x")
-    with pytest.raises(ConfigError, match="does not exist" if made is None else "holds no whole checkpoint"):
+    with pytest.raises(
+        ConfigError, match="does not exist" if made is None else "holds no whole checkpoint"
+    ):
         store.find(path)

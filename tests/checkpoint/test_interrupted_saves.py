@@ -1,5 +1,5 @@
-"""A save is cut at every place where it touches the disk: a real process is killed there, and the next start finds a whole
-checkpoint and leaves no debris."""
+"""A save is cut at every place where it touches the disk: a real process is killed there, and the
+next start finds a whole checkpoint and leaves no debris."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def save(saver: Saver, step: int) -> None:
     saver.finish()
 
 
-# -- folders as a run finds them, in which it saves step 3 ------------------------------------------------------------------
+# -- folders as a run finds them, in which it saves step 3
+# ------------------------------------------------------------------
 def usual(folder: Path) -> None:
     saver = saver_of(alone(), folder, 0, background=False)
     for step in (1, 2):
@@ -69,9 +70,11 @@ def rewound(folder: Path) -> None:
 START = {"usual": usual, "rewound": rewound}
 
 
-# -- the cut -----------------------------------------------------------------------------------------------------------------
+# -- the cut
+# -----------------------------------------------------------------------------------------------------------------
 class Cutter:
-    """Numbers what this process does below ``folder``, and kills it before number ``at``; in a write, half-way."""
+    """Numbers what this process does below ``folder``, and kills it before number ``at``; in a
+    write, half-way."""
 
     def __init__(self, folder: Path, at: int, log: Path | None) -> None:
         self.folder, self.at, self.log = str(folder), at, log
@@ -93,7 +96,9 @@ class Cutter:
     def _before(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
             full = self._path(path, kwargs.get("dir_fd"))
-            if full.startswith(self.folder) and self.hit(f"{name} {full.removeprefix(self.folder)}"):
+            if full.startswith(self.folder) and self.hit(
+                f"{name} {full.removeprefix(self.folder)}"
+            ):
                 die()
             return original(path, *args, **kwargs)
 
@@ -103,11 +108,19 @@ class Cutter:
     def _path(path: Any, dir_fd: int | None) -> str:
         if isinstance(path, int):
             return os.readlink(f"/proc/self/fd/{path}")
-        return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path) if dir_fd is not None else os.fspath(path)
+        return (
+            os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
+            if dir_fd is not None
+            else os.fspath(path)
+        )
 
     def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            writes = not isinstance(path, int) and os.fspath(path).startswith(self.folder) and mode[0] in "wax"
+            writes = (
+                not isinstance(path, int)
+                and os.fspath(path).startswith(self.folder)
+                and mode[0] in "wax"
+            )
             if not writes:
                 return original(path, mode, *args, **kwargs)
             name = os.fspath(path).removeprefix(self.folder)
@@ -146,19 +159,30 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# -- one attempt: `size` processes save step 3, and `victim` is killed at `at` -----------------------------------------------
-def attempt(folder: Path, size: int, victim: int, at: int, background: bool, log: Path | None = None) -> bool:
+# -- one attempt: `size` processes save step 3, and `victim` is killed at `at`
+# -----------------------------------------------
+def attempt(
+    folder: Path, size: int, victim: int, at: int, background: bool, log: Path | None = None
+) -> bool:
     """True where the victim was killed."""
     port = free_port()
     children = []
     for rank in range(size):
         child = os.fork()
         if child == 0:
-            _life(folder, rank, size, port, Cutter(folder, at, log) if rank == victim else None, background)
+            _life(
+                folder,
+                rank,
+                size,
+                port,
+                Cutter(folder, at, log) if rank == victim else None,
+                background,
+            )
         children.append(child)
     _, status = os.waitpid(children.pop(victim), 0)
     killed = os.WIFSIGNALED(status)
-    deadline = time.monotonic() + 0.3  # as a launcher ends the others; they may have some time to do harm
+    # as a launcher ends the others; they may have some time to do harm
+    deadline = time.monotonic() + 0.3
     for child in children:
         while os.waitpid(child, os.WNOHANG) == (0, 0):
             if killed and time.monotonic() > deadline:
@@ -168,7 +192,9 @@ def attempt(folder: Path, size: int, victim: int, at: int, background: bool, log
     return killed
 
 
-def _life(folder: Path, rank: int, size: int, port: int, cutter: Cutter | None, background: bool) -> None:
+def _life(
+    folder: Path, rank: int, size: int, port: int, cutter: Cutter | None, background: bool
+) -> None:
     code = 1
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -190,12 +216,17 @@ def digest(path: Path) -> str:
     return str(store.inspect(path)["digest"])
 
 
-def sweep(_world: World, root: Path, start: str, size: int, victim: int, background: bool) -> list[str]:
-    """Kill at each place in turn. Returns the places, as a save that was let through has logged them."""
+def sweep(
+    _world: World, root: Path, start: str, size: int, victim: int, background: bool
+) -> list[str]:
+    """Kill at each place in turn. Returns the places, as a save that was let through has logged
+    them."""
     wanted = {}
     reference = root / "reference"
     for step in (2, 3):
-        wanted[step] = digest(store.save(reference, step, {"model/weight": _whole(step)}, META).path)
+        wanted[step] = digest(
+            store.save(reference, step, {"model/weight": _whole(step)}, META).path
+        )
     log, folder = root / "log", root / "run"
     at, killed = 0, True
     while killed or at == 1:
@@ -229,7 +260,9 @@ def _whole(step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("start", list(START))
-def test_a_run_that_is_killed_anywhere_in_a_save(tmp_path: Path, start: str, background: bool) -> None:
+def test_a_run_that_is_killed_anywhere_in_a_save(
+    tmp_path: Path, start: str, background: bool
+) -> None:
     (places,) = run_ranks(sweep, 1, tmp_path, start, 1, 0, background)
     said = "\n".join(places)
     for place in (

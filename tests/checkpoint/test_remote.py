@@ -32,7 +32,8 @@ META = {"strategy": "made up", "world_size": 1, "config": {}}
 
 @pytest.fixture(scope="module", autouse=True)
 def server() -> Iterator[str]:
-    """The address of a server of the S3 API. It starts before the first test, so that no test leaves a process."""
+    """The address of a server of the S3 API. It starts before the first test, so that no test
+    leaves a process."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -46,7 +47,11 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment of a client of the server, which has a bucket."""
-    names = {"AWS_ENDPOINT_URL": server, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "secret-of-the-test"}
+    names = {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "secret-of-the-test",
+    }
     names |= {"AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}
     for name, value in names.items():
         monkeypatch.setenv(name, value)
@@ -78,7 +83,14 @@ def saver_of(root: Path, place: str, keep: int | None = None) -> Saver:
     store = CheckpointStore(place)
     store.claim(root)
     world = World(RankEnv(0, 1, 0, 1), torch.device("cpu"))
-    return Saver(world, root / "checkpoints", keep, EventLog(root / "events.jsonl"), background=False, store=store)
+    return Saver(
+        world,
+        root / "checkpoints",
+        keep,
+        EventLog(root / "events.jsonl"),
+        background=False,
+        store=store,
+    )
 
 
 def save(saver: Saver, *steps: int) -> None:
@@ -97,7 +109,11 @@ def test_saved_pruned_fetched_and_damaged(place: str, tmp_path: Path) -> None:
     store = CheckpointStore(place)
     assert store.names() == ["step-00000002", "step-00000003"]
     assert [one.name for one in checkpoint.committed(first / "checkpoints")] == ["step-00000003"]
-    assert {one.split("/")[0] for one in store._objects()} == {"claims", "step-00000002", "step-00000003"}
+    assert {one.split("/")[0] for one in store._objects()} == {
+        "claims",
+        "step-00000002",
+        "step-00000003",
+    }
     # Another host: the newest one comes from the store; a second process finds it there.
     other, said = tmp_path / "other", []
     for _ in range(2):
@@ -113,13 +129,18 @@ def test_saved_pruned_fetched_and_damaged(place: str, tmp_path: Path) -> None:
     third = tmp_path / "third" / "checkpoints"
     CheckpointStore(place).fetch_newest(third, said.append)
     assert [one.name for one in checkpoint.committed(third)] == ["step-00000002"]
-    assert f"{place}/step-00000003/state-00000-of-00001.safetensors does not have the SHA-256" in said[0]
+    assert (
+        f"{place}/step-00000003/state-00000-of-00001.safetensors does not have the SHA-256"
+        in said[0]
+    )
     with pytest.raises(ConfigError, match="does not have the SHA-256"):
         fetch_checkpoint(f"{place}/step-00000003", tmp_path / "fourth", said.append)
     assert fetch_checkpoint(place, tmp_path / "fourth", said.append).name == "step-00000002"
 
 
-def test_an_interrupted_upload_is_not_a_checkpoint_and_is_removed(place: str, tmp_path: Path) -> None:
+def test_an_interrupted_upload_is_not_a_checkpoint_and_is_removed(
+    place: str, tmp_path: Path
+) -> None:
     saver = saver_of(begin(tmp_path / "run"), place)
     save(saver, 1)
     assert saver.store is not None
@@ -134,11 +155,19 @@ def test_an_interrupted_upload_is_not_a_checkpoint_and_is_removed(place: str, tm
             saver.store._create = die  # type: ignore[method-assign]
         else:
             saver.store._create = create  # type: ignore[method-assign]
-            fs.put_file = lambda local, remote: die() if remote.endswith("meta.json") else put(local, remote)
+            fs.put_file = lambda local, remote: (
+                die() if remote.endswith("meta.json") else put(local, remote)
+            )
         step = 2 if method == "_create" else 3
         saver.save(step, lambda: parts_of(step), META, must_succeed=False)  # noqa: B023
-    errors = [one.get("error", "") for one in read_events(tmp_path / "run" / "events.jsonl") if one["type"] == "checkpoint"]
-    assert [("could not be uploaded" in one and "connection was reset" in one) for one in errors] == [False, True, True]
+    errors = [
+        one.get("error", "")
+        for one in read_events(tmp_path / "run" / "events.jsonl")
+        if one["type"] == "checkpoint"
+    ]
+    assert [
+        ("could not be uploaded" in one and "connection was reset" in one) for one in errors
+    ] == [False, True, True]
     store = CheckpointStore(place)
     assert store.names() == ["step-00000001"]
     assert any(one.startswith("step-00000002/") for one in store._objects())
@@ -195,24 +224,36 @@ def test_a_place_that_cannot_be_used(url: str, word: str) -> None:
 
 def test_without_the_package_its_extra_is_named(tmp_path: Path) -> None:
     (tmp_path / "hidden.py").write_text(
-        "import importlib.util as u\nfind = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 's3fs' else find(name, *a)\n"
-        "from paceline.checkpoint.remote import check_url\ncheck_url('checkpoint_dir', 's3://bucket/x')\n"
+        "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda name, *a: None if"
+        " name == 's3fs' else find(name, *a)\nfrom paceline.checkpoint.remote import"
+        " check_url\ncheck_url('checkpoint_dir', 's3://bucket/x')\n"
     )
-    done = subprocess.run([sys.executable, str(tmp_path / "hidden.py")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "hidden.py")], capture_output=True, text=True
+    )
     assert "pip install 'paceline[s3]'" in done.stderr
 
 
 def test_a_bucket_that_does_not_exist(s3: dict[str, str], tmp_path: Path) -> None:
     said = run(*MICRO, f"output_dir={tmp_path / 'run'}", "checkpoint_dir=s3://nowhere/x", expect=2)
-    assert "`checkpoint_dir: s3://nowhere/x` cannot be used: The specified bucket does not exist" in said.stderr
+    assert (
+        "`checkpoint_dir: s3://nowhere/x` cannot be used: The specified bucket does not exist"
+        in said.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 
-WORDS = (*MICRO, "train_args.lr_scheduler_type=constant", "train_args.logging_steps=1", "train_args.save_steps=2")
+WORDS = (
+    *MICRO,
+    "train_args.lr_scheduler_type=constant",
+    "train_args.logging_steps=1",
+    "train_args.save_steps=2",
+)
 
 
-def test_a_run_whose_disk_is_lost_resumes_from_the_store(s3: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_whose_disk_is_lost_resumes_from_the_store(
+    s3: dict[str, str], tmp_path: Path
+) -> None:
     place = f"s3://bucket/{uuid.uuid4().hex}"
     first, second = tmp_path / "first", tmp_path / "second"
     words = (*WORDS, f"checkpoint_dir={place}", "parallel.mode=single", "--allow-config-change")
@@ -223,7 +264,11 @@ def test_a_run_whose_disk_is_lost_resumes_from_the_store(s3: dict[str, str], tmp
     assert f"was last written by the run in {first}" in said.stderr
     assert [one["url"] for one in events(second, "checkpoint")] == [f"{place}/step-00000003"]
     assert CheckpointStore(place).names() == ["step-00000002", "step-00000003"]
-    for file in [one for one in tmp_path.rglob("*") if one.is_file() and one.suffix in (".yaml", ".jsonl", ".json", ".html")]:
+    for file in [
+        one
+        for one in tmp_path.rglob("*")
+        if one.is_file() and one.suffix in (".yaml", ".jsonl", ".json", ".html")
+    ]:
         assert s3["AWS_SECRET_ACCESS_KEY"] not in file.read_text(errors="replace"), file
 
 
@@ -232,20 +277,43 @@ def test_runs_with_a_store_end_as_one_without(s3: dict[str, str], tmp_path: Path
     place = f"s3://bucket/{uuid.uuid4().hex}"
     words = (*WORDS, "parallel.mode=zero3", "parallel.num_gpus=2", "--allow-config-change")
     run(*words, f"output_dir={tmp_path / 'whole'}", "train_args.max_steps=6")
-    run(*words, f"output_dir={tmp_path / 'first'}", f"checkpoint_dir={place}", "train_args.max_steps=4")
-    run(*words, f"output_dir={tmp_path / 'second'}", f"checkpoint_dir={place}", "train_args.max_steps=6")
+    run(
+        *words,
+        f"output_dir={tmp_path / 'first'}",
+        f"checkpoint_dir={place}",
+        "train_args.max_steps=4",
+    )
+    run(
+        *words,
+        f"output_dir={tmp_path / 'second'}",
+        f"checkpoint_dir={place}",
+        "train_args.max_steps=6",
+    )
     inspected = json.loads(run(place, "--json", verb="inspect").stdout)
     assert inspected["step"] == 6
     assert inspected["digest"] == digest(tmp_path / "whole")
     # A checkpoint of the store as the beginning of another run.
-    run(*words, f"output_dir={tmp_path / 'third'}", f"resume={place}/step-00000004", "train_args.max_steps=5")
+    run(
+        *words,
+        f"output_dir={tmp_path / 'third'}",
+        f"resume={place}/step-00000004",
+        "train_args.max_steps=5",
+    )
     assert [one["step"] for one in events(tmp_path / "third", "step")] == [5]
 
 
 @pytest.mark.soak
-def test_the_run_that_lost_its_place_ends_with_exit_code_2(s3: dict[str, str], tmp_path: Path) -> None:
+def test_the_run_that_lost_its_place_ends_with_exit_code_2(
+    s3: dict[str, str], tmp_path: Path
+) -> None:
     place = f"s3://bucket/{uuid.uuid4().hex}"
-    words = (*WORDS, f"checkpoint_dir={place}", "parallel.mode=zero3", "parallel.num_gpus=2", "train_args.max_steps=5000")
+    words = (
+        *WORDS,
+        f"checkpoint_dir={place}",
+        "parallel.mode=zero3",
+        "parallel.num_gpus=2",
+        "train_args.max_steps=5000",
+    )
     first = start(*words, f"output_dir={tmp_path / 'first'}")
     wait_for_step(tmp_path / "first", 3, first)
     CheckpointStore(place).claim(tmp_path / "second")

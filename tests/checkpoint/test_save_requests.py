@@ -1,4 +1,5 @@
-"""Saves by the clock, runs that stand still until a save can be written, and what earlier lives of a run have left."""
+"""Saves by the clock, runs that stand still until a save can be written, and what earlier lives of
+a run have left."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def tried(root: Path) -> list[tuple[int, bool]]:
     return [(one["step"], bool(one.get("error"))) for one in events if one["type"] == "checkpoint"]
 
 
-# -- by the clock -------------------------------------------------------------------------------------------------------------
+# -- by the clock
+# -------------------------------------------------------------------------------------------------------------
 def test_a_save_that_is_due(tmp_path: Path) -> None:
     with Saver(alone(), tmp_path, None, EventLog(None), background=False, every_s=3600.0) as one:
         assert one.wish() == 0.0
@@ -86,9 +88,12 @@ class _Slow:
         return getattr(self._part, name)
 
 
-# -- standing still ---------------------------------------------------------------------------------------------------------
+# -- standing still
+# ---------------------------------------------------------------------------------------------------------
 def limit(size_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (size_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    )
 
 
 def pausing(world: World, root: Path, **more: Any) -> Saver:
@@ -98,7 +103,15 @@ def pausing(world: World, root: Path, **more: Any) -> Saver:
 
 
 def half(world: World, value: float) -> list[Part]:
-    return [Part("model/weight", torch.full((75_000,), value), (75_000 * world.size,), (75_000 * world.rank,), flat=True)]
+    return [
+        Part(
+            "model/weight",
+            torch.full((75_000,), value),
+            (75_000 * world.size,),
+            (75_000 * world.rank,),
+            flat=True,
+        )
+    ]
 
 
 def stand_still_until_there_is_room(world: World, root: Path) -> None:
@@ -115,8 +128,11 @@ def stand_still_until_there_is_room(world: World, root: Path) -> None:
 def test_training_stands_still_until_it_can_be_saved(tmp_path: Path) -> None:
     run_ranks(stand_still_until_there_is_room, 2, tmp_path)
     assert steps_of(tmp_path / "checkpoints") == [1, 2]
-    assert store.read_state(tmp_path / "checkpoints" / "step-00000002")["model/weight"].unique().tolist() == [2.0]
-    assert tried(tmp_path) == [(1, False), (2, True), (2, False)]  # said once, however often it was tried
+    assert store.read_state(tmp_path / "checkpoints" / "step-00000002")[
+        "model/weight"
+    ].unique().tolist() == [2.0]
+    # said once, however often it was tried
+    assert tried(tmp_path) == [(1, False), (2, True), (2, False)]
     still, on = notices(tmp_path)
     assert "stands still at step 2" in still
     assert "File too large (on rank 1)" in still
@@ -193,7 +209,8 @@ def test_a_full_disk_names_what_is_missing(tmp_path: Path) -> None:
         assert "missing: " in still
 
 
-# -- earlier lives ----------------------------------------------------------------------------------------------------------
+# -- earlier lives
+# ----------------------------------------------------------------------------------------------------------
 def test_what_lies_beyond_the_step_it_went_on_from(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for step in (10, 20, 30, 40):

@@ -1,4 +1,5 @@
-"""Saves by many ranks, in the background or not: a snapshot, whole or not at all, the same bits in every layout."""
+"""Saves by many ranks, in the background or not: a snapshot, whole or not at all, the same bits in
+every layout."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,8 @@ def whole_state() -> dict[str, torch.Tensor]:
         "model/cube": torch.randn(4, 3, 6, generator=random).to(torch.bfloat16),
         "model/wide": torch.randn(40, 80_000, generator=random),  # more than is read in one block
         "model/vector": torch.randn(11, generator=random, dtype=torch.float64),
-        "model/short": torch.randn(2, 9, generator=random).to(torch.float16),  # not a row for each rank
+        # not a row for each rank
+        "model/short": torch.randn(2, 9, generator=random).to(torch.float16),
         "buffer/flags": torch.rand(6, 4, generator=random) > 0.5,
         "buffer/none": torch.empty(0, 4),
         "optimizer/weight/step": torch.tensor(3.0),
@@ -44,14 +47,17 @@ def whole_state() -> dict[str, torch.Tensor]:
     }
 
 
-# -- layouts: what rank `rank` of `size` owns of a tensor --------------------------------------------------------------------
+# -- layouts: what rank `rank` of `size` owns of a tensor
+# --------------------------------------------------------------------
 def along(axis: int) -> Callable[[str, torch.Tensor, int, int], list[Part]]:
     def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[Part]:
         length = value.shape[axis]
         start, end = (length * one // size for one in (rank, rank + 1))
         offset = [0] * value.dim()
         offset[axis] = start
-        return [Part(name, value.narrow(axis, start, end - start), tuple(value.shape), tuple(offset))]
+        return [
+            Part(name, value.narrow(axis, start, end - start), tuple(value.shape), tuple(offset))
+        ]
 
     return cut
 
@@ -70,7 +76,13 @@ def on_one(name: str, value: torch.Tensor, rank: int, size: int) -> list[Part]:
     return [Part.whole(name, value)] if len(name) % size == rank else []
 
 
-LAYOUTS = {"whole": on_one, "rows": along(0), "columns": along(-1), "thirds": ranges(1), "scattered": ranges(2)}
+LAYOUTS = {
+    "whole": on_one,
+    "rows": along(0),
+    "columns": along(-1),
+    "thirds": ranges(1),
+    "scattered": ranges(2),
+}
 
 
 def parts_of(layout: str, rank: int, size: int, state: dict[str, torch.Tensor]) -> list[Part]:
@@ -84,7 +96,12 @@ def parts_of(layout: str, rank: int, size: int, state: dict[str, torch.Tensor]) 
 def save_in_all_layouts(world: World, root: Path) -> None:
     for layout in LAYOUTS:
         saver = Saver(world, root / layout, None, EventLog(None), background=layout != "rows")
-        saver.save(3, lambda: parts_of(layout, world.rank, world.size, whole_state()), META, must_succeed=False)  # noqa: B023
+        saver.save(
+            3,
+            partial(parts_of, layout, world.rank, world.size, whole_state()),
+            META,
+            must_succeed=False,
+        )
         saver.finish()
     world.barrier()
 
@@ -128,7 +145,9 @@ def test_every_box_and_every_range_reads_as_it_was(saved: dict[str, Path], name:
         return int(torch.randint(high + 1, (), generator=random))
 
     with store.CheckpointReader(saved[name]) as reader:
-        assert reader.tensors() == {key: (one.dtype, tuple(one.shape)) for key, one in whole_state().items()}
+        assert reader.tensors() == {
+            key: (one.dtype, tuple(one.shape)) for key, one in whole_state().items()
+        }
         for key, value in whole_state().items():
             same(reader.read(key, (0,) * value.dim(), value.shape), value)
             for _ in range(4 if value.numel() > 1000 else 30):
@@ -140,7 +159,8 @@ def test_every_box_and_every_range_reads_as_it_was(saved: dict[str, Path], name:
                 count = draw(value.numel() - first)
                 same(reader.read_flat(key, first, count), value.reshape(-1)[first : first + count])
         wide = whole_state()["model/wide"]
-        for left, right in ((0, 79_000), (30_000, 52_000), (79_990, 80_000)):  # rows in blocks, run by run, a sliver
+        # rows in blocks, run by run, a sliver
+        for left, right in ((0, 79_000), (30_000, 52_000), (79_990, 80_000)):
             same(reader.read("model/wide", (0, left), (40, right - left)), wide[:, left:right])
 
 
@@ -150,13 +170,18 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.equal(found, wanted)
 
 
-# -- what a save holds, and when it is said ---------------------------------------------------------------------------------
+# -- what a save holds, and when it is said
+# ---------------------------------------------------------------------------------
 def alone() -> World:
     return World(RankEnv(0, 1, 0, 1), torch.device("cpu"))
 
 
 def tried(events: Path) -> list[tuple[int, bool]]:
-    return [(one["step"], bool(one.get("error"))) for one in read_events(events) if one["type"] == "checkpoint"]
+    return [
+        (one["step"], bool(one.get("error")))
+        for one in read_events(events)
+        if one["type"] == "checkpoint"
+    ]
 
 
 def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
@@ -169,7 +194,10 @@ def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
             live.fill_(-1.0)  # training goes on
             saver.poll()
     assert saver.last_step == 3
-    assert [one.name for one in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000002", "step-00000003"]
+    assert [one.name for one in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "step-00000002",
+        "step-00000003",
+    ]
     for step in (2, 3):
         found = store.read_state(tmp_path / "checkpoints" / f"step-0000000{step}")
         assert found["model/weight"].unique().tolist() == [float(step)]
@@ -182,10 +210,13 @@ def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
-    """The system pins memory for an accelerator alone: where there is none it refuses, as where there is no more to be had."""
+    """The system pins memory for an accelerator alone: where there is none it refuses, as where
+    there is no more to be had."""
     live = torch.ones(1000)
     world = World(RankEnv(0, 1, 0, 1), torch.device("cuda"))
-    with Saver(world, tmp_path / "checkpoints", None, EventLog(tmp_path / "events.jsonl"), background=True) as saver:
+    with Saver(
+        world, tmp_path / "checkpoints", None, EventLog(tmp_path / "events.jsonl"), background=True
+    ) as saver:
         for step in (1, 2):
             saver.save(step, lambda: [Part.whole("model/weight", live)], META, must_succeed=False)
     assert tried(tmp_path / "events.jsonl") == [(1, False), (2, False)]
@@ -219,7 +250,10 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     ("parts", "word"),
     [
         ([Part("model/weight", torch.ones(2), (4,), (0,), flat=True)], "they hold 2 elements of 4"),
-        ([Part("model/weight", torch.ones(3, 2), (4, 2), (one, 0)) for one in (0, 1)], "they hold 12 elements of 8"),
+        (
+            [Part("model/weight", torch.ones(3, 2), (4, 2), (one, 0)) for one in (0, 1)],
+            "they hold 12 elements of 8",
+        ),
         (
             [
                 Part("model/weight", torch.ones(2, 2), (3, 2), (0, 0)),
@@ -227,9 +261,15 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
             ],
             "two hold what lies at",
         ),
-        ([Part("model/weight", torch.ones(2), (3, 2), (4,), flat=True)] * 3, "two hold what lies at"),
+        (
+            [Part("model/weight", torch.ones(2), (3, 2), (4,), flat=True)] * 3,
+            "two hold what lies at",
+        ),
         ([Part("model/weight", torch.ones(4), (4,), (1,))], "reaches beyond it"),
-        ([Part.whole("model/weight", torch.ones(2)), Part.whole("model/weight", torch.ones(3))], "another of F32 [3]"),
+        (
+            [Part.whole("model/weight", torch.ones(2)), Part.whole("model/weight", torch.ones(3))],
+            "another of F32 [3]",
+        ),
     ],
 )
 def test_pieces_that_do_not_make_up_the_state(tmp_path: Path, parts: list[Part], word: str) -> None:
@@ -242,14 +282,25 @@ def test_pieces_that_do_not_make_up_the_state(tmp_path: Path, parts: list[Part],
     assert saver.last_step is None
 
 
-# -- a rank that cannot write -------------------------------------------------------------------------------------------------
+# -- a rank that cannot write
+# -------------------------------------------------------------------------------------------------
 def a_third(world: World, value: float) -> list[Part]:
     """300 kB a rank."""
-    return [Part("model/weight", torch.full((75_000,), value), (75_000 * world.size,), (75_000 * world.rank,), flat=True)]
+    return [
+        Part(
+            "model/weight",
+            torch.full((75_000,), value),
+            (75_000 * world.size,),
+            (75_000 * world.rank,),
+            flat=True,
+        )
+    ]
 
 
 def limit(size_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (size_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    )
 
 
 def fail_on_a_rank(world: World, root: Path) -> list[Any]:
@@ -269,7 +320,8 @@ def fail_on_a_rank(world: World, root: Path) -> list[Any]:
             step = 2 if broken == 2 else 3
             if world.rank == broken:
                 limit(100_000)
-            saver.save(step, lambda: a_third(world, 2.0), META, must_succeed=False)  # training goes on
+            # training goes on
+            saver.save(step, lambda: a_third(world, 2.0), META, must_succeed=False)
             said.append(must(saver, step))  # at the end of the run: once more, and not again
             left = sorted(one.name for one in (root / "checkpoints").iterdir())
             world.barrier()
@@ -290,7 +342,14 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
         assert "it needs 900,000 bytes" in error
         assert "earlier checkpoints are untouched" in error
     assert left_two == left_zero == ["step-00000001"]
-    assert tried(tmp_path / "events.jsonl") == [(1, False), (2, True), (2, True), (3, True), (3, True), (3, False)]
+    assert tried(tmp_path / "events.jsonl") == [
+        (1, False),
+        (2, True),
+        (2, True),
+        (3, True),
+        (3, True),
+        (3, False),
+    ]
     assert store.find(tmp_path).name == "step-00000003"
 
 
@@ -318,7 +377,9 @@ def test_a_disk_with_room_for_one(tmp_path: Path) -> None:
         assert found[0][0] is None
         assert "step 2 could not be written" in found[0][1]
         assert "No space left on device" in found[0][1]
-        assert [one.name for one in (tmp_path / "small" / "checkpoints").iterdir()] == ["step-00000001"]
+        assert [one.name for one in (tmp_path / "small" / "checkpoints").iterdir()] == [
+            "step-00000001"
+        ]
         assert store.verify(tmp_path / "small" / "checkpoints" / "step-00000001") is None
 
 
@@ -332,13 +393,15 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         saver.save(1, lambda: [Part.whole("model/weight", torch.ones(3))], META, must_succeed=True)
 
 
-# -- killed in the middle -----------------------------------------------------------------------------------------------------
+# -- killed in the middle
+# -----------------------------------------------------------------------------------------------------
 def die_in_a_save(world: World, root: Path, victim: int) -> None:
     events = EventLog(root / "events.jsonl") if world.is_first else EventLog(None)
     saver = Saver(world, root / "checkpoints", None, events, background=True)
     saver.save(1, lambda: a_third(world, 1.0), META, must_succeed=True)
     if world.rank == victim:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills the process at that byte of its file
+        # the kernel kills the process at that byte of its file
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limit(100_000)
     saver.save(2, lambda: a_third(world, 2.0), META, must_succeed=False)

@@ -1,5 +1,5 @@
-"""Checkpoints of ranks that do not see the run's folder: real Gloo ranks of which half have another `output_dir`, as on a host
-without shared storage."""
+"""Checkpoints of ranks that do not see the run's folder: real Gloo ranks of which half have another
+`output_dir`, as on a host without shared storage."""
 
 from __future__ import annotations
 
@@ -40,13 +40,19 @@ from paceline.train.setup import Job, run_rank
 pytestmark = pytest.mark.slow
 
 META = {"strategy": "made up", "world_size": 2, "config": {}}
-FEW, ELEMENTS = 20, 3 * CHUNK_BYTES // 4 + 10  # of float32: a part of a rank takes several chunks, and the last one is not full
+# of float32: a part of a rank takes several chunks, and the last one is not full
+FEW, ELEMENTS = 20, 3 * CHUNK_BYTES // 4 + 10
 
 
-# -- the saver alone ----------------------------------------------------------------------------------------------------------
+# -- the saver alone
+# ----------------------------------------------------------------------------------------------------------
 def a_share(step: int, world: World) -> list[Part]:
     """Of rank 0 few elements."""
-    start, end = (0, FEW) if world.is_first else (FEW + ELEMENTS * (world.rank - 1), FEW + ELEMENTS * world.rank)
+    start, end = (
+        (0, FEW)
+        if world.is_first
+        else (FEW + ELEMENTS * (world.rank - 1), FEW + ELEMENTS * world.rank)
+    )
     values = torch.arange(start, end, dtype=torch.float32) + step
     return [Part("model/weight", values, (num_elements(world.size),), (start,), flat=True)]
 
@@ -57,9 +63,15 @@ def num_elements(num_ranks: int) -> int:
 
 def saver_of(world: World, root: Path, background: bool = True) -> Saver:
     """Rank 0 sees ``root``, the others do not."""
-    folder = root / "checkpoints" if world.is_first else root.parent / f"other-{world.rank}" / "checkpoints"
+    folder = (
+        root / "checkpoints"
+        if world.is_first
+        else root.parent / f"other-{world.rank}" / "checkpoints"
+    )
     log = EventLog(root / "events.jsonl" if world.is_first else None)
-    return Saver(world, folder, None, log, background=background, side=SideGroup.open(world, world.is_first))
+    return Saver(
+        world, folder, None, log, background=background, side=SideGroup.open(world, world.is_first)
+    )
 
 
 def save(saver: Saver, step: int, must_succeed: bool = False) -> str | None:
@@ -72,7 +84,11 @@ def save(saver: Saver, step: int, must_succeed: bool = False) -> str | None:
 
 
 def outcomes(root: Path) -> dict[int, str | None]:
-    return {one["step"]: one.get("error") for one in read_events(root / "events.jsonl") if one["type"] == "checkpoint"}
+    return {
+        one["step"]: one.get("error")
+        for one in read_events(root / "events.jsonl")
+        if one["type"] == "checkpoint"
+    }
 
 
 def save_and_read(world: World, root: Path) -> dict[str, Any]:
@@ -132,7 +148,8 @@ def save_with_faults(world: World, root: Path) -> list[str | None]:
         stall_once(saver)
     found.append(save(saver, 3))
     side_group.STALL_TIMEOUT_S = 60.0
-    # Step 4: as if nothing had happened, over new connections. Step 5: a state that a checkpoint cannot hold.
+    # Step 4: as if nothing had happened, over new connections. Step 5: a state that a checkpoint
+    # cannot hold.
     found.append(save(saver, 4))
     kind = torch.float32 if world.is_first else torch.complex128
     bad = [Part.whole(f"model/{world.rank}", torch.ones(3, dtype=kind))]
@@ -182,7 +199,9 @@ def test_a_fault_of_a_transfer_fails_that_save_only(tmp_path: Path) -> None:
     assert "another SHA-256" in str(said[2])
     assert "did not arrive: nothing arrived for 1 s" in str(said[3])
     assert "complex128, which a checkpoint cannot hold" in str(said[5])
-    assert sorted(one.name for one in (root / "checkpoints").iterdir()) == [store.name_of(step) for step in (1, 4, 6)]
+    assert sorted(one.name for one in (root / "checkpoints").iterdir()) == [
+        store.name_of(step) for step in (1, 4, 6)
+    ]
     assert all(store.verify(one) is None for one in store.committed(root / "checkpoints"))
 
 
@@ -235,7 +254,9 @@ def test_a_part_that_cannot_be_written_whole(tmp_path: Path) -> None:
 
 
 def test_what_a_save_costs_is_reported() -> None:
-    assert transfer_text([0], 1e6, 600)[1].endswith("whose ranks own everything that goes into them")
+    assert transfer_text([0], 1e6, 600)[1].endswith(
+        "whose ranks own everything that goes into them"
+    )
     level, text = transfer_text([1_000_000, 1_000_000], 1e6, 600)
     assert level == "info"
     assert "about 1.9 MiB travel there, which takes about 2.0 s" in text
@@ -244,12 +265,17 @@ def test_what_a_save_costs_is_reported() -> None:
     assert "set it to 1784" in text
 
 
-# -- whole runs ---------------------------------------------------------------------------------------------------------------
+# -- whole runs
+# ---------------------------------------------------------------------------------------------------------------
 #: name → (ranks, overrides, whether ranks other than 0 send anything)
 MODES: dict[str, tuple[int, tuple[str, ...], bool]] = {
     "zero3": (2, ("parallel.mode=zero3",), True),
     "ddp": (2, ("parallel.mode=ddp",), False),
-    "ddp-topk": (2, ("parallel.mode=ddp", "compression.method=topk", "compression.ratio=0.1"), True),
+    "ddp-topk": (
+        2,
+        ("parallel.mode=ddp", "compression.method=topk", "compression.ratio=0.1"),
+        True,
+    ),
     "tensor": (2, ("parallel.mode=tensor",), True),
     "pipeline": (2, ("parallel.mode=pipeline",), True),
     "local_sgd": (2, ("parallel.mode=local_sgd", "local_sgd.steps=2"), True),
@@ -262,26 +288,56 @@ SHORT = [pytest.param(one, marks=() if one == "zero3" else pytest.mark.soak) for
 def planned(mode: str, folder: Path, *words: str) -> Job:
     """The job of a run in ``folder``, as rank 0 plans it."""
     num_ranks, overrides, _ = MODES[mode]
-    args = (*MICRO, *overrides, *words, f"output_dir={folder}", f"parallel.num_gpus={num_ranks}", "train_args.max_steps=8")
-    args = (*args, "train_args.save_steps=2", "train_args.logging_steps=1", "train_args.save_total_limit=null")
-    return job_of({key: yaml.safe_load(value) for key, value in (one.split("=", 1) for one in args)}, num_ranks)
+    args = (
+        *MICRO,
+        *overrides,
+        *words,
+        f"output_dir={folder}",
+        f"parallel.num_gpus={num_ranks}",
+        "train_args.max_steps=8",
+    )
+    args = (
+        *args,
+        "train_args.save_steps=2",
+        "train_args.logging_steps=1",
+        "train_args.save_total_limit=null",
+    )
+    return job_of(
+        {key: yaml.safe_load(value) for key, value in (one.split("=", 1) for one in args)},
+        num_ranks,
+    )
 
 
 def job_of(values: dict[str, Any], num_ranks: int) -> Job:
     loaded = load_config(None, values)
-    layout = choose_layout(loaded.config, num_ranks, "cpu", RankEnv(0, num_ranks, 0, num_ranks), lambda level, text: None)
+    layout = choose_layout(
+        loaded.config,
+        num_ranks,
+        "cpu",
+        RankEnv(0, num_ranks, 0, num_ranks),
+        lambda level, text: None,
+    )
     plan = plan_run(
-        loaded, started_at=time.time(), layout=layout, device_type="cpu", devices=None, say=lambda level, text: None
+        loaded,
+        started_at=time.time(),
+        layout=layout,
+        device_type="cpu",
+        devices=None,
+        say=lambda level, text: None,
     )
     return plan.job
 
 
 def run_job(env: RankEnv, job: Job, other: Path | None, kill_at: int | None = None) -> str:
-    """The second half of the ranks have ``other`` as their `output_dir`. With ``kill_at`` the last rank kills itself when the
-    log of the run has that step."""
+    """The second half of the ranks have ``other`` as their `output_dir`. With ``kill_at`` the last
+    rank kills itself when the log of the run has that step."""
     root = Path(job.config.output_dir)
     if other is not None and env.rank >= env.world_size // 2:
-        job = replace(job, config=job.config.model_copy(update={"output_dir": str(other)}), sees_run_folder=False)
+        job = replace(
+            job,
+            config=job.config.model_copy(update={"output_dir": str(other)}),
+            sees_run_folder=False,
+        )
         job.resume_from = None  # rank 0 says where the run resumes from
     os.environ["RANK"] = str(env.rank)
     if kill_at is not None and env.rank == env.world_size - 1:
@@ -290,7 +346,9 @@ def run_job(env: RankEnv, job: Job, other: Path | None, kill_at: int | None = No
 
 
 def kill_after(root: Path, step: int) -> None:
-    while not (root / "events.jsonl").exists() or not any(one["step"] >= step for one in events(root, "step")):
+    while not (root / "events.jsonl").exists() or not any(
+        one["step"] >= step for one in events(root, "step")
+    ):
         time.sleep(0.005)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -299,7 +357,10 @@ def kill_after(root: Path, step: int) -> None:
 def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> None:
     num_ranks, _, sends = MODES[mode]
     shared, split, other = tmp_path / "shared", tmp_path / "split", tmp_path / "other"
-    assert run_ranks(run_job, num_ranks, planned(mode, shared), None, joins=False) == ["done"] * num_ranks
+    assert (
+        run_ranks(run_job, num_ranks, planned(mode, shared), None, joins=False)
+        == ["done"] * num_ranks
+    )
     with pytest.raises(AssertionError, match=rf"rank {num_ranks - 1} died"):
         run_ranks(run_job, num_ranks, planned(mode, split), other, 5, joins=False)
     job = planned(mode, split)
@@ -309,11 +370,19 @@ def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> Non
     assert not other.exists()
     by_step = {one["step"]: one["loss"] for one in events(split, "step")}
     assert [by_step[step] for step in sorted(by_step)] == losses(shared)
-    notices = [one["text"] for one in events(split, "notice") if "do not share the run's folder" in one["text"]]
+    notices = [
+        one["text"]
+        for one in events(split, "notice")
+        if "do not share the run's folder" in one["text"]
+    ]
     assert notices
     assert all(("travel there" in one) == sends for one in notices)
-    # What travels for checkpoints is not counted. After a resume, modes that count by period have no figure at first.
-    counted = [{one["step"]: one["traffic"] for one in events(folder, "step") if one["traffic"]} for folder in (split, shared)]
+    # What travels for checkpoints is not counted. After a resume, modes that count by period have
+    # no figure at first.
+    counted = [
+        {one["step"]: one["traffic"] for one in events(folder, "step") if one["traffic"]}
+        for folder in (split, shared)
+    ]
     assert counted[0]
     assert counted[0].items() <= counted[1].items()
 
@@ -322,7 +391,8 @@ def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> Non
 def test_a_rollback_without_shared_folder(tmp_path: Path) -> None:
     """The loss jumps at step 11, on the rank that does not see the folder."""
     order = SampleOrder(faulty_task.SAMPLES, 16, 7)
-    bad = [int(order.micro_batches(10, 2)[1][0])]  # 15 steps are one epoch, in which each sample comes once
+    # 15 steps are one epoch, in which each sample comes once
+    bad = [int(order.micro_batches(10, 2)[1][0])]
     for name, other in (("shared", None), ("split", tmp_path / "other")):
         flags = tmp_path / f"{name}-flags"
         flags.mkdir()
@@ -334,11 +404,20 @@ def test_a_rollback_without_shared_folder(tmp_path: Path) -> None:
             "output_dir": str(tmp_path / name),
             "parallel": {"num_gpus": 2, "device": "cpu", "mode": "zero3"},
             "recovery": {"rewind_on_spike": True, "spike_factor": 30, "spike_window": 6},
-            "train_args": {"per_device_train_batch_size": 8, "max_steps": 15, "learning_rate": 3e-3, "seed": 7},
+            "train_args": {
+                "per_device_train_batch_size": 8,
+                "max_steps": 15,
+                "learning_rate": 3e-3,
+                "seed": 7,
+            },
         }
-        values["train_args"].update(lr_scheduler_type="constant", save_steps=4, save_total_limit=None, logging_steps=1)
+        values["train_args"].update(
+            lr_scheduler_type="constant", save_steps=4, save_total_limit=None, logging_steps=1
+        )
         assert run_ranks(run_job, 2, job_of(values, 2), other, joins=False) == ["done", "done"]
     for name in ("shared", "split"):
-        assert [(one["step"], one["to_step"]) for one in events(tmp_path / name, "rewind")] == [(11, 8)]
+        assert [(one["step"], one["to_step"]) for one in events(tmp_path / name, "rewind")] == [
+            (11, 8)
+        ]
     assert digest(tmp_path / "split") == digest(tmp_path / "shared")
     assert not (tmp_path / "other").exists()

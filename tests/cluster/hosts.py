@@ -1,5 +1,6 @@
-"""Hosts as network namespaces of this machine, and what befalls them: a rank or a whole host is killed, paused, or cut off; a
-host comes back, under another address, or under a name that resolves late."""
+"""Hosts as network namespaces of this machine, and what befalls them: a rank or a whole host is
+killed, paused, or cut off; a host comes back, under another address, or under a name that resolves
+late."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ _ETC = Path("/etc/netns")
 
 @dataclass
 class Host:
-    """One namespace. ``name``: what the host calls itself; ``disk``: what lies at the place of the cluster's folder there,
-    None where it is shared."""
+    """One namespace. ``name``: what the host calls itself; ``disk``: what lies at the place of the
+    cluster's folder there, None where it is shared."""
 
     number: int
     name: str
@@ -43,10 +44,13 @@ class Host:
     said_file: Path
     process: subprocess.Popen[bytes] | None = None
 
-    # -- processes --------------------------------------------------------------------------------------------------------
+    # -- processes
+    # --------------------------------------------------------------------------------------------------------
     def processes(self) -> list[psutil.Process]:
         """All that runs on this host, whoever started it."""
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
+        )
         found = []
         for pid in listed.stdout.split():
             with contextlib.suppress(psutil.Error):
@@ -54,7 +58,8 @@ class Host:
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks of this host in the order of their numbers: children of the command's fork server, or of torchrun."""
+        """The ranks of this host in the order of their numbers: children of the command's fork
+        server, or of torchrun."""
         found = []
         for one in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -68,14 +73,17 @@ class Host:
             return False
         if parent.pid == self.process.pid:  # torchrun starts its ranks itself
             return "paceline" in process.cmdline()
-        return parent.ppid() == self.process.pid and "multiprocessing.forkserver" in " ".join(parent.cmdline())
+        return parent.ppid() == self.process.pid and "multiprocessing.forkserver" in " ".join(
+            parent.cmdline()
+        )
 
     @property
     def said(self) -> str:
         return self.said_file.read_text(errors="replace")
 
     def kill(self) -> None:
-        """As a power cut: every process at once, none of them asked. The kernel of the host still closes their connections."""
+        """As a power cut: every process at once, none of them asked. The kernel of the host still
+        closes their connections."""
         while running := [one for one in self.processes() if one.status() != psutil.STATUS_ZOMBIE]:
             for one in running:
                 with contextlib.suppress(psutil.Error):
@@ -90,20 +98,25 @@ class Host:
             with contextlib.suppress(psutil.Error):
                 one.send_signal(number)
 
-    # -- waiting ----------------------------------------------------------------------------------------------------------
+    # -- waiting
+    # ----------------------------------------------------------------------------------------------------------
     def end(self, expect: int = 0, timeout_s: float = _TIMEOUT_S) -> str:
         """What the command has said, when it has ended by itself."""
         assert self.process is not None
         code = self.process.wait(timeout_s)
-        assert code == expect, f"host {self.name}: exit code {code}, expected {expect}\n{self.said[-4000:]}"
+        assert code == expect, (
+            f"host {self.name}: exit code {code}, expected {expect}\n{self.said[-4000:]}"
+        )
         return self.said
 
 
 class Cluster:
-    """Hosts on one network, and a run on them. ``folder``: where the run's files lie, as each host sees it.
+    """Hosts on one network, and a run on them. ``folder``: where the run's files lie, as each host
+    sees it.
 
     Args:
-        shared: the hosts have one disk; else each has its own, at the same path. The endpoint's is then ``folder`` itself.
+        shared: the hosts have one disk; else each has its own, at the same path. The endpoint's is
+            then ``folder`` itself.
         endpoint: the number of the host at which all meet.
     """
 
@@ -112,7 +125,9 @@ class Cluster:
         self.folder.mkdir()
         self.names: dict[str, str] = {}
         self.hosts = []
-        for number, (namespace, address) in enumerate(zip(network.hosts, network.addresses, strict=True)):
+        for number, (namespace, address) in enumerate(
+            zip(network.hosts, network.addresses, strict=True)
+        ):
             name = _NAMES[number]
             disk = None if shared or number == endpoint else folder / f"disk-{name}"
             if disk is not None:
@@ -124,7 +139,8 @@ class Cluster:
             (etc / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         self._write_names()
 
-    # -- starting ---------------------------------------------------------------------------------------------------------
+    # -- starting
+    # ---------------------------------------------------------------------------------------------------------
     @property
     def run(self) -> Path:
         return self.folder / "run"
@@ -133,10 +149,29 @@ class Cluster:
     def endpoint_address(self) -> str:
         return self.hosts[self.endpoint].address
 
-    def start(self, number: int, *words: str, nnodes: str = "2", endpoint: str | None = None, **environment: str) -> Host:
+    def start(
+        self,
+        number: int,
+        *words: str,
+        nnodes: str = "2",
+        endpoint: str | None = None,
+        **environment: str,
+    ) -> Host:
         """Give the command on a host. ``endpoint``: a name or an address, without a port."""
-        place = (f"parallel.nnodes={nnodes}", f"parallel.rdzv_endpoint={endpoint or self.endpoint_address}:{PORT}")
-        command = [sys.executable, "-m", "paceline", "sft", *MICRO, "parallel.num_gpus=1", f"output_dir={self.run}", *place]
+        place = (
+            f"parallel.nnodes={nnodes}",
+            f"parallel.rdzv_endpoint={endpoint or self.endpoint_address}:{PORT}",
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "paceline",
+            "sft",
+            *MICRO,
+            "parallel.num_gpus=1",
+            f"output_dir={self.run}",
+            *place,
+        ]
         return self.execute(number, [*command, *words], **environment)
 
     def execute(self, number: int, command: Sequence[str], **environment: str) -> Host:
@@ -156,16 +191,21 @@ class Cluster:
             )
         return host
 
-    # -- the network ------------------------------------------------------------------------------------------------------
+    # -- the network
+    # ------------------------------------------------------------------------------------------------------
     def set_name(self, name: str, address: str | None) -> None:
-        """What a name resolves to from now on, on every host, also for processes that run. None: it is unknown."""
+        """What a name resolves to from now on, on every host, also for processes that run. None: it
+        is unknown."""
         self.names.pop(name, None)
         if address is not None:
             self.names[name] = address
         self._write_names()
 
     def _write_names(self) -> None:
-        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self.names.items())]
+        lines = [
+            "127.0.0.1 localhost",
+            *(f"{address} {name}" for name, address in self.names.items()),
+        ]
         for host in self.hosts:
             # In place: what `ip netns exec` has bound over /etc/hosts is this very file.
             with open(_ETC / host.namespace / "hosts", "w") as file:
@@ -173,7 +213,15 @@ class Cluster:
 
     def set_link(self, number: int, up: bool) -> None:
         """Plug the cable of a host in or out; without a word to either end's connections."""
-        link = ("ip", "-n", self.network.switch, "link", "set", f"p{number}", "up" if up else "down")
+        link = (
+            "ip",
+            "-n",
+            self.network.switch,
+            "link",
+            "set",
+            f"p{number}",
+            "up" if up else "down",
+        )
         subprocess.run(link, check=True)
 
     def move(self, number: int, address: str) -> None:
@@ -183,7 +231,8 @@ class Cluster:
             subprocess.run(["ip", "-n", host.namespace, "addr", *words, "dev", "eth0"], check=True)
         host.address = address
 
-    # -- the run's events -------------------------------------------------------------------------------------------------
+    # -- the run's events
+    # -------------------------------------------------------------------------------------------------
     def events(self, *types: str) -> list[dict[str, Any]]:
         """Whole lines of the log on the endpoint's disk; all, or those of some types."""
         try:
@@ -208,14 +257,28 @@ class Cluster:
         found = {one["step"]: one["loss"] for one in self.events("step")}
         return [found[step] for step in sorted(found)]
 
-    def wait(self, condition: Callable[[], object], what: str, timeout_s: float = _TIMEOUT_S) -> None:
+    def wait(
+        self, condition: Callable[[], object], what: str, timeout_s: float = _TIMEOUT_S
+    ) -> None:
         """Until it holds. Fails where it does not come to that, with what the hosts have said."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            ended = [one for one in self.hosts if one.process is not None and one.process.poll() not in (None, 0, -9)]
+            ended = [
+                one
+                for one in self.hosts
+                if one.process is not None and one.process.poll() not in (None, 0, -9)
+            ]
             if ended or time.monotonic() > deadline:
-                said = "\n".join(f"--- host {one.name}\n{one.said[-3000:]}" for one in self.hosts if one.said_file.exists())
-                why = f"the command on host {ended[0].name} has ended" if ended else f"not within {timeout_s:.0f} s"
+                said = "\n".join(
+                    f"--- host {one.name}\n{one.said[-3000:]}"
+                    for one in self.hosts
+                    if one.said_file.exists()
+                )
+                why = (
+                    f"the command on host {ended[0].name} has ended"
+                    if ended
+                    else f"not within {timeout_s:.0f} s"
+                )
                 raise AssertionError(f"{what}: {why}\n{said}")
             time.sleep(0.05)
 
@@ -223,7 +286,9 @@ class Cluster:
         """Until the run has logged this step; in its life number so much (from 1), or in any."""
 
         def reached() -> bool:
-            return self.last_step >= step and (life is None or len(self.events("run_start")) >= life)
+            return self.last_step >= step and (
+                life is None or len(self.events("run_start")) >= life
+            )
 
         self.wait(reached, f"step {step}" + (f" of life {life}" if life else ""))
 
@@ -232,7 +297,9 @@ class Cluster:
 
         def started() -> bool:
             starts = self.events("run_start")
-            return len(starts) >= number and (world_size is None or starts[-1]["world_size"] == world_size)
+            return len(starts) >= number and (
+                world_size is None or starts[-1]["world_size"] == world_size
+            )
 
         self.wait(started, f"start {number}" + (f" with {world_size} ranks" if world_size else ""))
 
@@ -247,9 +314,16 @@ class Cluster:
 
 @contextmanager
 def cluster_of(
-    config: pytest.Config, folder: Path, num_hosts: int = 2, *, shared: bool = False, endpoint: int = 0, loss: float = 0.0
+    config: pytest.Config,
+    folder: Path,
+    num_hosts: int = 2,
+    *,
+    shared: bool = False,
+    endpoint: int = 0,
+    loss: float = 0.0,
 ) -> Iterator[Cluster]:
-    """Hosts that are gone, with all that runs on them, at the end. A test that cannot have them is skipped, loudly."""
+    """Hosts that are gone, with all that runs on them, at the end. A test that cannot have them is
+    skipped, loudly."""
     with ExitStack() as stack:
         network = stack.enter_context(network_of(config, num_hosts, loss=loss))
         found = Cluster(network, folder, shared, endpoint)

@@ -1,4 +1,5 @@
-"""A real Ray cluster of two nodes on this machine, in a process of its own: `with ray_nodes() as address`."""
+"""A real Ray cluster of two nodes on this machine, in a process of its own: `with ray_nodes() as
+address`."""
 
 from __future__ import annotations
 
@@ -19,11 +20,18 @@ ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "OMP_NU
 
 @contextlib.contextmanager
 def ray_nodes() -> Iterator[dict[str, str]]:
-    """Start the cluster, and yield the environment with which a command uses it. Nothing of it is left afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="pl-ray-", dir="/tmp"))  # Ray makes sockets in it, and their paths are short
+    """Start the cluster, and yield the environment with which a command uses it. Nothing of it is
+    left afterwards."""
+    # Ray makes sockets in it, and their paths are short
+    folder = Path(tempfile.mkdtemp(prefix="pl-ray-", dir="/tmp"))
     token = folder / "token"
     token.write_text("a0" * 32)
-    environment = {**os.environ, **ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": str(folder)}
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_TMPDIR": str(folder),
+    }
     process = subprocess.Popen(
         [sys.executable, __file__],
         stdin=subprocess.PIPE,
@@ -34,7 +42,9 @@ def ray_nodes() -> Iterator[dict[str, str]]:
     try:
         assert process.stdin is not None
         assert process.stdout is not None
-        address = next((line.split()[1] for line in process.stdout if line.startswith("address ")), None)
+        address = next(
+            (line.split()[1] for line in process.stdout if line.startswith("address ")), None
+        )
         assert address is not None, "the cluster did not start"
         yield {**environment, "RAY_ADDRESS": address, "CLUSTER_PID": str(process.pid)}
     finally:

@@ -1,9 +1,11 @@
-"""Manifests held against the schemas of the Kubernetes API: an unknown field fails at any depth, and so does a wrong type.
+"""Manifests held against the schemas of the Kubernetes API: an unknown field fails at any depth,
+and so does a wrong type.
 
-- TrainJob, ClusterTrainingRuntime and JobSet: the models of `kubeflow-trainer-api` (PyPI), which the Kubeflow Trainer project
-  generates from its own API and from the versions of JobSet and Kubernetes that it is built with.
-- ConfigMap, NetworkPolicy and the Jobs inside a JobSet: the OpenAPI schemas of Kubernetes in `kubernetes-validate` (PyPI), and
-  the models as well.
+- TrainJob, ClusterTrainingRuntime and JobSet: the models of `kubeflow-trainer-api` (PyPI), which
+  the Kubeflow Trainer project generates from its own API and from the versions of JobSet and
+  Kubernetes that it is built with.
+- ConfigMap, NetworkPolicy and the Jobs inside a JobSet: the OpenAPI schemas of Kubernetes in
+  `kubernetes-validate` (PyPI), and the models as well.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ Object = dict[str, Any]
 
 _MODELS: dict[tuple[str, str], type[BaseModel]] = {
     ("trainer.kubeflow.org/v1alpha1", "TrainJob"): models.TrainerV1alpha1TrainJob,
-    ("trainer.kubeflow.org/v1alpha1", "ClusterTrainingRuntime"): models.TrainerV1alpha1ClusterTrainingRuntime,
+    (
+        "trainer.kubeflow.org/v1alpha1",
+        "ClusterTrainingRuntime",
+    ): models.TrainerV1alpha1ClusterTrainingRuntime,
     ("jobset.x-k8s.io/v1alpha2", "JobSet"): models.JobsetV1alpha2JobSet,
     ("batch/v1", "Job"): models.IoK8sApiBatchV1Job,
     ("v1", "ConfigMap"): models.IoK8sApiCoreV1ConfigMap,
@@ -39,7 +44,9 @@ def validate(manifest: Object) -> None:
         model.from_dict(manifest)  # types and required fields
     for job in jobs_of(manifest):
         metadata = {"name": "job", **job.get("metadata", {})}
-        validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job["spec"]})
+        validate(
+            {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job["spec"]}
+        )
 
 
 def jobs_of(manifest: Object) -> list[Object]:
@@ -69,5 +76,9 @@ def _check_value(annotation: Any, value: Any, path: str) -> None:
     elif origin is dict:
         for key, item in value.items():
             _check_value(arguments[1], item, f"{path}.{key}")
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel) and isinstance(value, dict):
+    elif (
+        isinstance(annotation, type)
+        and issubclass(annotation, BaseModel)
+        and isinstance(value, dict)
+    ):
         _check_fields(annotation, value, path)

@@ -1,4 +1,5 @@
-"""Clocks of hosts, compared between real processes through a TCPStore. Each process names its host by ``PACELINE_HOST``."""
+"""Clocks of hosts, compared between real processes through a TCPStore. Each process names its host
+by ``PACELINE_HOST``."""
 
 from __future__ import annotations
 
@@ -35,7 +36,14 @@ for shift in sys.argv[2:]:
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
     """The store of host a, which has the endpoint."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store = TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        multi_tenant=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+    )
     with pytest.MonkeyPatch.context() as patch, ClockServer(store):
         patch.setenv("PACELINE_HOST", "a")
         yield store
@@ -53,12 +61,15 @@ def _on_host(name: str, store: TCPStore, *shifts: float, prefix: tuple[str, ...]
 def test_hosts_whose_clocks_differ_are_refused_by_name(store: TCPStore) -> None:
     equal, ahead, within, behind = _on_host("b", store, 0, 8, 3, -7.5)
     assert abs(float(equal)) < 1
-    assert ahead.startswith("2 the clock of host b is 8.0 s ahead of the clock of the rendezvous endpoint's host a. ")
+    assert ahead.startswith(
+        "2 the clock of host b is 8.0 s ahead of the clock of the rendezvous endpoint's host a. "
+    )
     assert "Allowed: at most 5 s" in ahead
     assert "chrony" in ahead
     assert float(within) == pytest.approx(3, abs=1)
     assert "host b is 7.5 s behind the clock of the rendezvous endpoint's host a" in behind
-    # Host b joined with +3 s; host c differs from the endpoint host by less than the limit, but not from host b.
+    # Host b joined with +3 s; host c differs from the endpoint host by less than the limit, but not
+    # from host b.
     (other,) = _on_host("c", store, -4)
     assert other.startswith("2 the clock of host c is 7.0 s behind the clock of host b. ")
 
@@ -66,7 +77,11 @@ def test_hosts_whose_clocks_differ_are_refused_by_name(store: TCPStore) -> None:
 @pytest.mark.slow
 def test_a_shifted_system_clock(store: TCPStore, pytestconfig: pytest.Config) -> None:
     if shutil.which("faketime") is None:
-        skip_loudly(pytestconfig, "faketime", "with a shifted system clock: faketime not found (apt install faketime)")
+        skip_loudly(
+            pytestconfig,
+            "faketime",
+            "with a shifted system clock: faketime not found (apt install faketime)",
+        )
     (refused,) = _on_host("b", store, 0, prefix=("faketime", "-f", "-20s"))
     assert "host b is 20.0 s behind the clock of the rendezvous endpoint's host a" in refused
 
@@ -79,7 +94,13 @@ def test_a_store_without_a_clock_server_is_an_error() -> None:
 def test_messages_of_others_do_not_stop_the_server() -> None:
     store = HashStore()
     with ClockServer(store, clock=lambda: 0.0):
-        for message in ("not JSON", "[]", '{"id": 3}', '{"stop": "guess"}', '{"id": "x", "host": "z", "skew_s": "nan"}'):
+        for message in (
+            "not JSON",
+            "[]",
+            '{"id": 3}',
+            '{"stop": "guess"}',
+            '{"id": "x", "host": "z", "skew_s": "nan"}',
+        ):
             store.queue_push("paceline/clock/requests", message)
         assert check_clock(store, clock=lambda: 1.0).skew_s == pytest.approx(1.0, abs=0.5)
         with pytest.raises(ConfigError):

@@ -23,9 +23,19 @@ DATA = {
 
 
 def live(folder: Path, kind: str, ranks: int, until: int, *words: str) -> str:
-    given = [one for one in MICRO if not any(word.startswith(one.partition("=")[0] + "=") for word in DATA[kind])]
+    given = [
+        one
+        for one in MICRO
+        if not any(word.startswith(one.partition("=")[0] + "=") for word in DATA[kind])
+    ]
     given += [f"output_dir={folder}", *DATA[kind], *WORDS, "split_dataset_ratio=0.1"]
-    given += [f"parallel.num_gpus={ranks}", f"train_args.max_steps={until}", "eval_steps=2", "--allow-config-change", *words]
+    given += [
+        f"parallel.num_gpus={ranks}",
+        f"train_args.max_steps={until}",
+        "eval_steps=2",
+        "--allow-config-change",
+        *words,
+    ]
     return run(*given).stderr
 
 
@@ -37,10 +47,15 @@ def eval_losses(folder: Path) -> list[float]:
     ("kind", "worlds"),
     [
         ("packed", (4, 3)),
-        *(pytest.param(kind, (4, 3, 1, 4), marks=pytest.mark.soak) for kind in ("packed", "images", "padded")),
+        *(
+            pytest.param(kind, (4, 3, 1, 4), marks=pytest.mark.soak)
+            for kind in ("packed", "images", "padded")
+        ),
     ],
 )
-def test_another_number_of_ranks_in_each_life(tmp_path: Path, kind: str, worlds: tuple[int, ...]) -> None:
+def test_another_number_of_ranks_in_each_life(
+    tmp_path: Path, kind: str, worlds: tuple[int, ...]
+) -> None:
     steps = 2 * len(worlds)
     live(tmp_path / "whole", kind, RANKS, steps, "parallel.mode=ddp")
     for number, ranks in enumerate(worlds, start=1):
@@ -48,8 +63,11 @@ def test_another_number_of_ranks_in_each_life(tmp_path: Path, kind: str, worlds:
         started = events(tmp_path / "elastic", "run_start")[-1]["derived"]
         assert started["global_batch_size"] == 16
         assert started["gradient_accumulation_steps"] == {4: 1, 3: 2, 1: 4}[ranks]
-        assert said.count("6+5+5") == (2 if ranks == 3 else 0)  # once as a sentence, once in the table
-    assert losses_by_step(tmp_path / "elastic") == pytest.approx(losses_by_step(tmp_path / "whole"), rel=1e-5)
+        # once as a sentence, once in the table
+        assert said.count("6+5+5") == (2 if ranks == 3 else 0)
+    assert losses_by_step(tmp_path / "elastic") == pytest.approx(
+        losses_by_step(tmp_path / "whole"), rel=1e-5
+    )
     found, expected = eval_losses(tmp_path / "elastic"), eval_losses(tmp_path / "whole")
     assert found[-1] == pytest.approx(expected[-1], rel=1e-5)
     assert len(expected) >= 2
@@ -73,7 +91,8 @@ def test_more_replicas_than_samples(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole_and_begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """kind → a run of six steps on four ranks, and one that four ranks have brought to step 3; made when first asked for."""
+    """kind → a run of six steps on four ranks, and one that four ranks have brought to step 3; made
+    when first asked for."""
 
     @functools.cache
     def make(kind: str) -> tuple[Path, Path]:
@@ -101,7 +120,11 @@ def whole_and_begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 )
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 def test_every_strategy_on_three_replicas(
-    tmp_path: Path, kind: str, mode: str, ranks: int, whole_and_begun: Callable[[str], tuple[Path, Path]]
+    tmp_path: Path,
+    kind: str,
+    mode: str,
+    ranks: int,
+    whole_and_begun: Callable[[str], tuple[Path, Path]],
 ) -> None:
     whole, begun = whole_and_begun(kind)
     shutil.copytree(begun, tmp_path / "run", symlinks=True)
@@ -113,8 +136,14 @@ def test_every_strategy_on_three_replicas(
 
 @pytest.mark.soak
 def test_a_save_whenever_it_is_due(tmp_path: Path) -> None:
-    """So short a time that each step is saved, each once, in the foreground; and with a long one none but the last."""
-    words = ("parallel.num_gpus=2", "max_steps=5", "save_steps=0", "train_args.save_total_limit=null")
+    """So short a time that each step is saved, each once, in the foreground; and with a long one
+    none but the last."""
+    words = (
+        "parallel.num_gpus=2",
+        "max_steps=5",
+        "save_steps=0",
+        "train_args.save_total_limit=null",
+    )
     train(tmp_path / "often", *words, "async_save=false", "recovery.save_every_s=0.000001")
     assert [event["step"] for event in events(tmp_path / "often", "checkpoint")] == [1, 2, 3, 4, 5]
     train(tmp_path / "seldom", *words, "recovery.save_every_s=3600")

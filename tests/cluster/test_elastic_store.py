@@ -1,4 +1,5 @@
-"""Why `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is set: two nodes of a rendezvous, of which one is replaced."""
+"""Why `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is set: two nodes of a rendezvous, of which one is
+replaced."""
 
 import contextlib
 import threading
@@ -9,7 +10,10 @@ from ranks import free_port
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    create_handler,
+)
 
 WAIT_S = 8.0
 
@@ -31,7 +35,9 @@ def rendezvous(nodes: list[DynamicRendezvousHandler]) -> list[Any]:
         with contextlib.suppress(DistError):  # it has waited in vain
             results[number] = nodes[number].next_rendezvous()
 
-    threads = [threading.Thread(target=enter, args=(number,), daemon=True) for number in range(len(nodes))]
+    threads = [
+        threading.Thread(target=enter, args=(number,), daemon=True) for number in range(len(nodes))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -53,7 +59,10 @@ def test_a_node_that_replaces_another_learns_the_address(monkeypatch: pytest.Mon
     assert [result.bootstrap_store_info.master_addr for result in results] == ["127.0.0.1"] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="torch 2.13: rank 0 does not publish its address again; see cluster/elastic.py")
+@pytest.mark.xfail(
+    strict=True,
+    reason="torch 2.13: rank 0 does not publish its address again; see cluster/elastic.py",
+)
 def test_it_learns_the_address_of_the_shared_store_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once this passes, cluster/elastic.py need not set the variable."""
     assert all(addresses_after_a_replacement(monkeypatch, "0"))

@@ -1,4 +1,5 @@
-"""A read that waits for a host that has vanished ends when the connection is closed from another thread."""
+"""A read that waits for a host that has vanished ends when the connection is closed from another
+thread."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from paceline.cluster.endpoint_watch import EndpointWatch, close_connections
 
 
 def test_a_waiting_reader_gets_the_end_and_other_connections_stay() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as lost, socket.create_server(("127.0.0.1", 0)) as kept:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as lost,
+        socket.create_server(("127.0.0.1", 0)) as kept,
+    ):
         waiting, other = (socket.create_connection(one.getsockname()) for one in (lost, kept))
         with waiting, other:
             received: list[bytes] = []

@@ -8,7 +8,9 @@ import pytest
 from paceline.cluster.exposure import is_public, public_address_warning, public_listener_warning
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "[2001:4860:4860::8888]"])
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "[2001:4860:4860::8888]"]
+)
 def test_public(address: str) -> None:
     assert is_public(address)
     warning = public_address_warning(address)
@@ -18,8 +20,8 @@ def test_public(address: str) -> None:
 
 
 _NOT_PUBLIC = (
-    "10.0.0.1 172.16.3.4 192.168.1.1 100.64.0.1 127.0.0.1 169.254.1.1 0.0.0.0 224.0.1.5 ::1 fd00::1 fe80::1%eth0 "
-    "::ffff:10.0.0.1 2001:db8::1 ff0e::1 node-0.trainer"
+    "10.0.0.1 172.16.3.4 192.168.1.1 100.64.0.1 127.0.0.1 169.254.1.1 0.0.0.0 224.0.1.5 ::1 fd00::1"
+    " fe80::1%eth0 ::ffff:10.0.0.1 2001:db8::1 ff0e::1 node-0.trainer"
 )
 
 
@@ -30,7 +32,9 @@ def test_not_public(address: str) -> None:
 
 
 def test_a_private_endpoint_on_a_host_with_a_public_address() -> None:
-    warning = public_listener_warning(29500, ["127.0.0.1", "10.0.0.1", "8.8.4.4", "00:16:3e:00:00:01"])
+    warning = public_listener_warning(
+        29500, ["127.0.0.1", "10.0.0.1", "8.8.4.4", "00:16:3e:00:00:01"]
+    )
     assert warning is not None
     assert "port 29500 of all addresses of this host, including the public 8.8.4.4." in warning
     assert public_listener_warning(29500, ["127.0.0.1", "10.0.0.1", "00:16:3e:00:00:01"]) is None
@@ -38,4 +42,6 @@ def test_a_private_endpoint_on_a_host_with_a_public_address() -> None:
 
 def test_the_interfaces_of_this_host_are_read() -> None:
     addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
-    assert (public_listener_warning(29500) is not None) == any(is_public(address) for address in addresses)
+    assert (public_listener_warning(29500) is not None) == any(
+        is_public(address) for address in addresses
+    )

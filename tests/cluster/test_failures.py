@@ -12,7 +12,10 @@ import pytest
 
 from paceline.cluster.failures import AgentFolder, first_failure, is_secondary
 
-PEER_GONE = "RuntimeError: [/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:58555: Connection reset by peer"
+PEER_GONE = (
+    "RuntimeError: [/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:58555: Connection reset"
+    " by peer"
+)
 
 
 def record(rank: int, host: str, **files: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +40,11 @@ def test_a_rank_without_a_record_was_killed_and_the_reports_of_its_peers_are_sec
 
 
 def test_without_an_agent_that_sees_exit_codes_the_killed_rank_is_named_too() -> None:
-    records = [record(0, "a", end=failed(5.0, PEER_GONE)), record(1, "b"), record(2, "b", terminated={"time": 5.1})]
+    records = [
+        record(0, "a", end=failed(5.0, PEER_GONE)),
+        record(1, "b"),
+        record(2, "b", terminated={"time": 5.1}),
+    ]
     failure = first_failure(records, ["a", "b", "b"], ["a", "b", "b"])
     assert failure is not None
     assert failure.ranks == [1]
@@ -56,7 +63,9 @@ def test_an_exception_that_came_before_the_others_died_is_the_first() -> None:
     assert failure.outcome["fault"] is False
 
 
-@pytest.mark.parametrize(("hosts", "ending"), [(["a"], "was lost"), (["a", "b"], "was lost and has come back")])
+@pytest.mark.parametrize(
+    ("hosts", "ending"), [(["a"], "was lost"), (["a", "b"], "was lost and has come back")]
+)
 def test_a_host_whose_records_are_missing_was_lost(hosts: list[str], ending: str) -> None:
     records = [record(0, "a", end=failed(5.0, PEER_GONE)), {}][: len(hosts)]
     failure = first_failure(records, hosts, ["a", "b", "b"])
@@ -79,21 +88,30 @@ def test_ranks_that_stopped_for_a_host_that_joins_have_not_failed() -> None:
 
 
 def test_where_all_reports_are_secondary_the_earliest_is_named() -> None:
-    records = [record(0, "a", end=failed(5.0, PEER_GONE)), record(1, "b", end=failed(4.0, PEER_GONE))]
+    records = [
+        record(0, "a", end=failed(5.0, PEER_GONE)),
+        record(1, "b", end=failed(4.0, PEER_GONE)),
+    ]
     failure = first_failure(records, ["a", "b"], ["a", "b"])
     assert failure is not None
     assert failure.ranks == [1]
 
 
 def test_an_exit_code_of_an_earlier_process_does_not_count() -> None:
-    failure = first_failure([record(0, "a", exit={"pid": 7, "time": 1.0, "code": -11})], ["a"], ["a"])
+    failure = first_failure(
+        [record(0, "a", exit={"pid": 7, "time": 1.0, "code": -11})], ["a"], ["a"]
+    )
     assert failure is not None
     assert "SIGSEGV" not in failure.outcome["reason"]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [(PEER_GONE, True), ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True), ("KeyError: 'x'", False)],
+    [
+        (PEER_GONE, True),
+        ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
+        ("KeyError: 'x'", False),
+    ],
 )
 def test_reports_that_a_peer_has_gone(text: str, expected: bool) -> None:
     assert is_secondary({"text": text}) is expected
@@ -113,14 +131,18 @@ def test_records_are_taken_once_and_state_is_kept(tmp_path: Path) -> None:
 
 def test_sigterm_is_recorded_while_the_main_thread_waits(tmp_path: Path) -> None:
     code = (
-        "import signal, sys, threading; from pathlib import Path; from torch.distributed import HashStore\n"
+        "import signal, sys, threading; from pathlib import Path; from torch.distributed import"
+        " HashStore\n"
         "from datetime import timedelta\n"
         "from paceline.cluster.failures import AgentFolder, watch_termination\n"
         "signal.signal(signal.SIGTERM, lambda *_: None)\n"
         "watch_termination(AgentFolder(Path(sys.argv[1])), 0); print('ready', flush=True)\n"
-        "store = HashStore(); store.wait(['never'], timedelta(seconds=60))\n"  # inside C++, where no Python handler runs
+        # inside C++, where no Python handler runs
+        "store = HashStore(); store.wait(['never'], timedelta(seconds=60))\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, env=os.environ.copy())
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, env=os.environ.copy()
+    )
     assert process.stdout is not None
     process.stdout.readline()
     time.sleep(0.2)

@@ -1,5 +1,6 @@
-"""Faults of hosts in network namespaces: each has its own disk, and the run lies on that of the endpoint. After each fault
-the run ends with the bits of an undisturbed run, and a `fault` event names the rank and the host that failed first."""
+"""Faults of hosts in network namespaces: each has its own disk, and the run lies on that of the
+endpoint. After each fault the run ends with the bits of an undisturbed run, and a `fault` event
+names the rank and the host that failed first."""
 
 from __future__ import annotations
 
@@ -17,8 +18,15 @@ from hosts import THREADS, Cluster, cluster_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-SETTINGS = ("max_steps=16", "save_steps=4", "warmup_steps=3", "logging_steps=1", "parallel.timeout_s=60")
-#: Of a run that is stopped when it has shown what it should: its schedule does not depend on its length.
+SETTINGS = (
+    "max_steps=16",
+    "save_steps=4",
+    "warmup_steps=3",
+    "logging_steps=1",
+    "parallel.timeout_s=60",
+)
+#: Of a run that is stopped when it has shown what it should: its schedule does not depend on its
+#: length.
 OPEN_END = (
     "max_steps=5000", "save_steps=4", "warmup_steps=3", "lr_scheduler_type=constant", "logging_steps=1",
     "parallel.timeout_s=60",
@@ -57,7 +65,8 @@ def check_numbering(cluster: Cluster) -> None:
 
 
 def check_result(cluster: Cluster, reference: Path) -> None:
-    """All hosts end by themselves, with the bits of the undisturbed run; only the endpoint has its files."""
+    """All hosts end by themselves, with the bits of the undisturbed run; only the endpoint has its
+    files."""
     for host in cluster.hosts:
         host.end()
     check_numbering(cluster)
@@ -76,7 +85,8 @@ def check_undisturbed(cluster: Cluster, reference: Path) -> None:
 
 
 def stop_and_compare(cluster: Cluster, tmp_path: Path) -> None:
-    """Stop the run from one host: all hosts stop at the same step, with the bits of an undisturbed run of as many steps."""
+    """Stop the run from one host: all hosts stop at the same step, with the bits of an undisturbed
+    run of as many steps."""
     stopped = cluster.hosts[1].process
     assert stopped is not None
     stopped.send_signal(signal.SIGTERM)
@@ -85,12 +95,20 @@ def stop_and_compare(cluster: Cluster, tmp_path: Path) -> None:
     steps = report(cluster.run)["steps"]
     reference = tmp_path / "reference"
     words = [one for one in OPEN_END if not one.startswith("max_steps")]
-    train(reference, "parallel.num_gpus=2", *words, f"max_steps={steps}", env={**os.environ, **THREADS})
-    assert cluster.losses() == pytest.approx(losses(reference), abs=1e-6)  # what is logged is summed up in another order
+    train(
+        reference,
+        "parallel.num_gpus=2",
+        *words,
+        f"max_steps={steps}",
+        env={**os.environ, **THREADS},
+    )
+    # what is logged is summed up in another order
+    assert cluster.losses() == pytest.approx(losses(reference), abs=1e-6)
     assert cluster.digest() == digest(reference)
 
 
-# -- ranks and hosts that are killed -----------------------------------------------------------------------------------------
+# -- ranks and hosts that are killed
+# -----------------------------------------------------------------------------------------
 def test_a_killed_rank_is_named_and_the_run_ends_with_the_same_bits(
     request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
@@ -122,7 +140,9 @@ def test_a_killed_host_is_named_and_takes_part_again_when_it_is_back(
 
 
 @pytest.mark.soak
-def test_the_endpoints_own_rank_is_killed(request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_the_endpoints_own_rank_is_killed(
+    request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     with cluster_of(request.config, tmp_path) as cluster:
         for number in range(2):
             cluster.start(number, *SETTINGS)
@@ -136,7 +156,8 @@ def test_the_endpoints_own_rank_is_killed(request: pytest.FixtureRequest, tmp_pa
 def test_a_killed_command_takes_its_ranks_with_it(
     request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    """The agent alone is killed: its rank must not go on with the others, who would then wait for the agent at the end."""
+    """The agent alone is killed: its rank must not go on with the others, who would then wait for
+    the agent at the end."""
     with cluster_of(request.config, tmp_path) as cluster:
         for number in range(2):
             cluster.start(number, *SETTINGS)
@@ -145,7 +166,9 @@ def test_a_killed_command_takes_its_ranks_with_it(
         assert host.process is not None
         host.process.kill()
         host.process.wait()
-        cluster.wait(lambda: not host.processes(), "every process of the killed command ends", timeout_s=20.0)
+        cluster.wait(
+            lambda: not host.processes(), "every process of the killed command ends", timeout_s=20.0
+        )
         cluster.start(1, *SETTINGS)
         check_result(cluster, undisturbed(*SETTINGS))
     assert faults_of(cluster) == [([1], ["b"])]
@@ -192,13 +215,15 @@ def test_three_hosts_shrink_to_two(request: pytest.FixtureRequest, tmp_path: Pat
     assert cluster.losses() == pytest.approx(losses(reference), abs=1e-6)
 
 
-# -- the endpoint ------------------------------------------------------------------------------------------------------------
+# -- the endpoint
+# ------------------------------------------------------------------------------------------------------------
 @pytest.mark.soak
 @pytest.mark.parametrize("endpoint", [0, 1])
 def test_a_killed_endpoint_that_is_started_again_is_entered_again(
     request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed, endpoint: int
 ) -> None:
-    """With ``endpoint`` 1 its address sorts last, and its new process has a higher number: elastic gives it the last rank."""
+    """With ``endpoint`` 1 its address sorts last, and its new process has a higher number: elastic
+    gives it the last rank."""
     with cluster_of(request.config, tmp_path, endpoint=endpoint) as cluster:
         for number in range(2):
             cluster.start(number, *SETTINGS)
@@ -230,7 +255,8 @@ def test_a_killed_rank_where_the_endpoint_sorts_first_and_last(
 def test_an_endpoint_that_comes_back_under_another_address(
     request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed, is_sudden: bool
 ) -> None:
-    """``is_sudden``: as by a power cut. Nobody tells the other host that its connections are closed."""
+    """``is_sudden``: as by a power cut. Nobody tells the other host that its connections are
+    closed."""
     name = "endpoint.cluster.test"
     with cluster_of(request.config, tmp_path) as cluster:
         cluster.set_name(name, cluster.endpoint_address)
@@ -250,7 +276,9 @@ def test_an_endpoint_that_comes_back_under_another_address(
 
 
 @pytest.mark.soak
-def test_a_name_that_resolves_late(request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_name_that_resolves_late(
+    request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     name = "endpoint.cluster.test"
     with cluster_of(request.config, tmp_path) as cluster:
         for number in range(2):
@@ -261,7 +289,8 @@ def test_a_name_that_resolves_late(request: pytest.FixtureRequest, tmp_path: Pat
         check_undisturbed(cluster, undisturbed(*SETTINGS))
 
 
-# -- what ends no process ----------------------------------------------------------------------------------------------------
+# -- what ends no process
+# ----------------------------------------------------------------------------------------------------
 @pytest.mark.soak
 def test_a_link_that_loses_packets_is_reported_and_nothing_is_restarted(
     request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed
@@ -281,9 +310,16 @@ def test_a_link_that_loses_packets_is_reported_and_nothing_is_restarted(
 @pytest.mark.parametrize("number", [0, 1], ids=["endpoint", "other host"])
 @pytest.mark.parametrize("whole_host", [False, True], ids=["rank", "host"])
 def test_a_pause_shorter_than_the_timeout_is_reported_and_nothing_is_restarted(
-    request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed, number: int, whole_host: bool
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    number: int,
+    whole_host: bool,
 ) -> None:
-    words = (*(one for one in SETTINGS if not one.startswith("parallel.timeout_s")), "parallel.timeout_s=120")
+    words = (
+        *(one for one in SETTINGS if not one.startswith("parallel.timeout_s")),
+        "parallel.timeout_s=120",
+    )
     with cluster_of(request.config, tmp_path) as cluster:
         for each in range(2):
             cluster.start(each, *words)
@@ -297,5 +333,6 @@ def test_a_pause_shorter_than_the_timeout_is_reported_and_nothing_is_restarted(
         check_undisturbed(cluster, undisturbed(*words))
     (pause,) = [one for one in cluster.events("straggler") if one["slower_by_s"] > 0.9 * PAUSE_S]
     assert (pause["rank"], pause["host"]) == (number, host.name)
-    # Named after a while by the others too, unless it was paused in a phase that may take long, such as a save.
+    # Named after a while by the others too, unless it was paused in a phase that may take long,
+    # such as a save.
     assert {(one["rank"], one["host"]) for one in cluster.events("hang")} <= {(number, host.name)}

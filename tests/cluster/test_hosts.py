@@ -1,5 +1,5 @@
-"""One run on several hosts: here two agents on one machine, each with one rank, as two machines would start them. In network
-namespaces: tests/cluster/test_faults_hosts.py."""
+"""One run on several hosts: here two agents on one machine, each with one rank, as two machines
+would start them. In network namespaces: tests/cluster/test_faults_hosts.py."""
 
 import os
 import signal
@@ -14,9 +14,16 @@ from paceline.cluster.endpoint import is_listening
 
 pytestmark = pytest.mark.slow
 
-# One rank a host has all cores to itself, two ranks share them; more threads add up in another order.
+# One rank a host has all cores to itself, two ranks share them; more threads add up in another
+# order.
 THREADS = {"OMP_NUM_THREADS": "1"}
-SETTINGS = {"max_steps": 16, "save_steps": 4, "parallel.num_gpus": 1, "warmup_steps": 3, "parallel.timeout_s": 60}
+SETTINGS = {
+    "max_steps": 16,
+    "save_steps": 4,
+    "parallel.num_gpus": 1,
+    "warmup_steps": 3,
+    "parallel.timeout_s": 60,
+}
 
 
 def words(**more):
@@ -28,19 +35,29 @@ def words(**more):
 def host(folder, port, number, **more):
     """The agent of one host."""
     environment = {**os.environ, **THREADS, "PACELINE_HOST": "abc"[number]}
-    place = {"parallel__nnodes": 2, "parallel__rdzv_endpoint": f"127.0.0.1:{port}", "parallel__node_rank": number}
+    place = {
+        "parallel__nnodes": 2,
+        "parallel__rdzv_endpoint": f"127.0.0.1:{port}",
+        "parallel__node_rank": number,
+    }
     return start(*MICRO, f"output_dir={folder}", *words(**{**place, **more}), env=environment)
 
 
 def end(process, expect=0):
     _out, err = process.communicate(timeout=150)
-    assert process.returncode == expect, f"exit code {process.returncode}, expected {expect}\n{err[-3000:]}"
+    assert process.returncode == expect, (
+        f"exit code {process.returncode}, expected {expect}\n{err[-3000:]}"
+    )
     return err
 
 
 def rank_of(process):
     """The one rank that this agent has started."""
-    server = next(one for one in psutil.Process(process.pid).children() if "forkserver" in " ".join(one.cmdline()))
+    server = next(
+        one
+        for one in psutil.Process(process.pid).children()
+        if "forkserver" in " ".join(one.cmdline())
+    )
     return server.children()[0]
 
 
@@ -51,7 +68,9 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
-def test_two_hosts_train_what_two_ranks_of_one_host_train_and_outlive_a_killed_rank(undisturbed, tmp_path):
+def test_two_hosts_train_what_two_ranks_of_one_host_train_and_outlive_a_killed_rank(
+    undisturbed, tmp_path
+):
     folder, port = tmp_path / "run", free_port()
     hosts = [host(folder, port, number) for number in range(2)]
     wait_for_step(folder, 9, hosts[0])
@@ -104,9 +123,15 @@ def test_the_hosts_that_are_left_go_on_and_take_in_who_comes(undisturbed, tmp_pa
     assert "host b with rank 1 was lost" in said[0]
     reference = tmp_path / "reference"
     steps = report(folder)["steps"]
-    train(reference, *words(parallel__num_gpus=2, max_steps=steps, lr_scheduler_type="constant"), env={**os.environ, **THREADS})
+    train(
+        reference,
+        *words(parallel__num_gpus=2, max_steps=steps, lr_scheduler_type="constant"),
+        env={**os.environ, **THREADS},
+    )
     ours = {one["step"]: one["loss"] for one in events(folder, "step")}
-    assert [ours[number + 1] for number in range(steps)] == pytest.approx(losses(reference), rel=1e-5)
+    assert [ours[number + 1] for number in range(steps)] == pytest.approx(
+        losses(reference), rel=1e-5
+    )
 
 
 def wait_for(condition, process, timeout_s=60.0):
@@ -142,7 +167,9 @@ def test_a_port_in_use_and_a_signal_before_the_rendezvous(tmp_path):
 @pytest.mark.soak
 def test_an_endpoint_that_does_not_answer_and_a_host_that_does_not_come(tmp_path):
     more = {"parallel__timeout_s": 10}
-    absent, alone = (host(tmp_path / name, free_port(), number, **more) for name, number in (("a", 1), ("b", 0)))
+    absent, alone = (
+        host(tmp_path / name, free_port(), number, **more) for name, number in (("a", 1), ("b", 0))
+    )
     assert "does not answer" in end(absent, expect=2)
     assert "did not bring 2 hosts together within 10 s" in end(alone, expect=2)
     assert not (tmp_path / "a").exists()
@@ -153,15 +180,35 @@ def test_an_endpoint_that_does_not_answer_and_a_host_that_does_not_come(tmp_path
     ("given", "said"),
     [
         (("parallel.nnodes=2",), "parallel.rdzv_endpoint"),
-        (("parallel.nnodes=1:2", f"parallel.rdzv_endpoint=127.0.0.1:{free_port()}", "parallel.mode=dp"), "in one process"),
-        (("parallel.nnodes=2", "parallel.rdzv_endpoint=192.0.2.1", "parallel.node_rank=0"), "the address of another host"),
-        (("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1", "parallel.node_rank=2"), "0 to 1"),
+        (
+            (
+                "parallel.nnodes=1:2",
+                f"parallel.rdzv_endpoint=127.0.0.1:{free_port()}",
+                "parallel.mode=dp",
+            ),
+            "in one process",
+        ),
+        (
+            ("parallel.nnodes=2", "parallel.rdzv_endpoint=192.0.2.1", "parallel.node_rank=0"),
+            "the address of another host",
+        ),
+        (
+            ("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1", "parallel.node_rank=2"),
+            "0 to 1",
+        ),
         (("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1:x"), "no valid port"),
         (
-            ("parallel.nnodes=2", "parallel.rdzv_endpoint=no-such-host.invalid", "parallel.timeout_s=10"),
+            (
+                "parallel.nnodes=2",
+                "parallel.rdzv_endpoint=no-such-host.invalid",
+                "parallel.timeout_s=10",
+            ),
             "did not bring 2 hosts together",
         ),
-        (("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1", "parallel.interface=eth99"), "eth99"),
+        (
+            ("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1", "parallel.interface=eth99"),
+            "eth99",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said_before_anything_starts(tmp_path, given, said):

@@ -1,5 +1,5 @@
-"""The manifests of `paceline kubernetes`, held against the schemas of Kubeflow Trainer, JobSet and Kubernetes; what their pods
-run; and what is refused. No cluster takes part."""
+"""The manifests of `paceline kubernetes`, held against the schemas of Kubeflow Trainer, JobSet and
+Kubernetes; what their pods run; and what is refused. No cluster takes part."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ Write = Callable[..., list[Object]]
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "My_run.yaml").write_text("model: builtin:qwen2-micro\ndataset: builtin:python-docs#64\n")
+    (tmp_path / "My_run.yaml").write_text(
+        "model: builtin:qwen2-micro\ndataset: builtin:python-docs#64\n"
+    )
     return tmp_path
 
 
@@ -74,7 +76,11 @@ def patched_pod(job: Object) -> tuple[Object, Object]:
 def mounts_of(pod: Object, container: Object) -> dict[str, Object]:
     """The volume at each path."""
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    return {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"] if mount["name"] in volumes}
+    return {
+        mount["mountPath"]: volumes[mount["name"]]
+        for mount in container["volumeMounts"]
+        if mount["name"] in volumes
+    }
 
 
 def variables(container: Object) -> dict[str, str]:
@@ -84,21 +90,43 @@ def variables(container: Object) -> dict[str, str]:
 @pytest.mark.parametrize("variant", ["kubeflow", "jobset"])
 def test_every_option_writes_a_valid_manifest(written: Write, variant: str) -> None:
     more = ("--ttl", "3600") if variant == "jobset" else ()
-    policy, config_map, job = written("My_run.yaml", *OPTIONS, *EVERY_OPTION, *more, "--variant", variant)
-    assert {manifest["metadata"]["namespace"] for manifest in (policy, config_map, job)} == {"team-a"}
+    policy, config_map, job = written(
+        "My_run.yaml", *OPTIONS, *EVERY_OPTION, *more, "--variant", variant
+    )
+    assert {manifest["metadata"]["namespace"] for manifest in (policy, config_map, job)} == {
+        "team-a"
+    }
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpu-queue"
     assert job["spec"]["suspend"] is True, "Kueue starts it"
     if variant == "jobset":
         pod, container = pod_of(jobs_of(job)[0])
-        resources, environment, seconds = container["resources"], container["env"], jobs_of(job)[0]["spec"]
+        resources, environment, seconds = (
+            container["resources"],
+            container["env"],
+            jobs_of(job)[0]["spec"],
+        )
     else:
         pod, container = patched_pod(job)
-        resources, environment, seconds = job["spec"]["trainer"]["resourcesPerNode"], job["spec"]["trainer"]["env"], job["spec"]
-    assert resources["requests"] == resources["limits"] == {"cpu": "32", "memory": "256Gi", "nvidia.com/gpu": "8"}
+        resources, environment, seconds = (
+            job["spec"]["trainer"]["resourcesPerNode"],
+            job["spec"]["trainer"]["env"],
+            job["spec"],
+        )
+    assert (
+        resources["requests"]
+        == resources["limits"]
+        == {"cpu": "32", "memory": "256Gi", "nvidia.com/gpu": "8"}
+    )
     assert seconds["activeDeadlineSeconds"] == 86_400
     assert pod["terminationGracePeriodSeconds"] == 900
-    assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsNonRoot"]) == (2000, True)
-    assert (pod["serviceAccountName"], pod["imagePullSecrets"]) == ("trainer", [{"name": "registry"}])
+    assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsNonRoot"]) == (
+        2000,
+        True,
+    )
+    assert (pod["serviceAccountName"], pod["imagePullSecrets"]) == (
+        "trainer",
+        [{"name": "registry"}],
+    )
     mounts = mounts_of(pod, container)
     assert mounts["/workspace"]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert mounts["/data"]["persistentVolumeClaim"] == {"claimName": "data", "readOnly": True}
@@ -114,21 +142,33 @@ def test_the_train_job(here: Path, written: Write) -> None:
     assert config_map["immutable"] is True
     (here / "again.yaml").write_text(config_map["data"]["config.yaml"])
     config = load_config(here / "again.yaml").config
-    assert (config.parallel.nnodes, config.parallel.num_gpus, config.parallel.mode) == (2, 8, "zero3")
+    assert (config.parallel.nnodes, config.parallel.num_gpus, config.parallel.mode) == (
+        2,
+        8,
+        "zero3",
+    )
     assert config.system == "line one\nline two: 'x'"
     spec = job["spec"]
     assert (spec["runtimeRef"]["name"], spec["trainer"]["numNodes"]) == ("paceline", 2)
     assert spec["trainer"]["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8"}
-    assert set(spec["trainer"]["resourcesPerNode"]["requests"]) == {"cpu", "memory", "nvidia.com/gpu"}
+    assert set(spec["trainer"]["resourcesPerNode"]["requests"]) == {
+        "cpu",
+        "memory",
+        "nvidia.com/gpu",
+    }
     assert "suspend" not in spec
     pod, container = patched_pod(job)
     assert pod["terminationGracePeriodSeconds"] == 1260, "covers `parallel.timeout_s`"
     mounts = mounts_of(pod, container)
     assert mounts["/etc/paceline"]["configMap"]["name"] == config_map["metadata"]["name"]
-    assert {"name": "paceline-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod["volumes"]
+    assert {"name": "paceline-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod[
+        "volumes"
+    ]
     (rule,) = policy["spec"]["ingress"]
     assert rule["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
-    assert policy["spec"]["podSelector"]["matchLabels"] == {"jobset.sigs.k8s.io/jobset-name": "my-run"}
+    assert policy["spec"]["podSelector"]["matchLabels"] == {
+        "jobset.sigs.k8s.io/jobset-name": "my-run"
+    }
     assert "ports" not in rule
 
 
@@ -139,22 +179,38 @@ def test_values_of_the_runtime_are_not_patched(written: Write) -> None:
 
 
 def check_policies(template: Object) -> None:
-    """What the API server demands of a Job with these fields, beyond the schema; and what the rules must say."""
+    """What the API server demands of a Job with these fields, beyond the schema; and what the rules
+    must say."""
     spec, (pod, container) = template["spec"], pod_of(template)
     assert spec["completionMode"] == "Indexed"  # demanded by backoffLimitPerIndex
     assert pod["restartPolicy"] == "Never"  # demanded by podFailurePolicy and backoffLimitPerIndex
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (3, 0)
     disrupted, stopped, wrong = spec["podFailurePolicy"]["rules"]
-    assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert disrupted == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
     codes = {"containerName": container["name"], "operator": "In"}
     assert stopped == {"action": "Ignore", "onExitCodes": {**codes, "values": [143]}}
     assert wrong == {"action": "FailJob", "onExitCodes": {**codes, "values": [2]}}
     context = pod["securityContext"]
-    assert (context["runAsNonRoot"], context["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert (context["runAsNonRoot"], context["seccompProfile"]) == (
+        True,
+        {"type": "RuntimeDefault"},
+    )
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
     assert pod["shareProcessNamespace"] is True
-    assert template["spec"]["template"]["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
-    assert mounts_of(pod, container)["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    assert (
+        template["spec"]["template"]["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"]
+        == "true"
+    )
+    assert mounts_of(pod, container)["/dev/shm"]["emptyDir"] == {
+        "medium": "Memory",
+        "sizeLimit": "8Gi",
+    }
 
 
 def test_the_runtime(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +221,9 @@ def test_the_runtime(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     validate(runtime)
     assert runtime["kind"] == "ClusterTrainingRuntime"
     (template,) = jobs_of(runtime)
-    assert template["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert template["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
     check_policies(template)
     assert pod_of(template)[0]["terminationGracePeriodSeconds"] == 660
     assert main(["kubernetes", "--runtime-manifest", "--coscheduling", "--scheduler", "gang"]) == 0
@@ -179,10 +237,16 @@ def test_the_runtime(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_runtime_that_a_job_refers_to(written: Write) -> None:
-    assert written("My_run.yaml", *OPTIONS, "--coscheduling")[-1]["spec"]["runtimeRef"]["name"] == "paceline-coscheduling"
+    assert (
+        written("My_run.yaml", *OPTIONS, "--coscheduling")[-1]["spec"]["runtimeRef"]["name"]
+        == "paceline-coscheduling"
+    )
     other = written("My_run.yaml", *OPTIONS, "--runtime", "torch-distributed")[-1]
     assert other["spec"]["runtimeRef"]["name"] == "torch-distributed"
-    assert other["spec"]["trainer"]["command"][:2] == ["/bin/sh", "-c"], "its pods start in another folder"
+    assert other["spec"]["trainer"]["command"][:2] == [
+        "/bin/sh",
+        "-c",
+    ], "its pods start in another folder"
     pod, container = patched_pod(other)
     assert "emptyDir" in mounts_of(pod, container)["/dev/shm"]
     assert pod["terminationGracePeriodSeconds"] == 660
@@ -210,33 +274,55 @@ def test_the_retries_of_a_jobset_are_those_of_the_config(written: Write) -> None
 
 
 def test_a_claim_for_the_first_pod_alone(written: Write) -> None:
-    job = written("My_run.yaml", *BASE, "--nodes", "3", "--variant", "jobset", "--endpoint-claim", "disk")[-1]
+    job = written(
+        "My_run.yaml", *BASE, "--nodes", "3", "--variant", "jobset", "--endpoint-claim", "disk"
+    )[-1]
     first, others = jobs_of(job)
     assert [first["spec"]["completions"], others["spec"]["completions"]] == [1, 2]
     assert mounts_of(*pod_of(first))["/workspace"]["persistentVolumeClaim"]["claimName"] == "disk"
     assert mounts_of(*pod_of(others))["/workspace"]["emptyDir"] == {}
     for template, node_rank in ((first, "0"), (others, None)):
         names = variables(pod_of(template)[1])
-        assert (names["PET_NNODES"], names["PET_MASTER_ADDR"]) == ("3", "my-run-endpoint-0-0.my-run")
+        assert (names["PET_NNODES"], names["PET_MASTER_ADDR"]) == (
+            "3",
+            "my-run-endpoint-0-0.my-run",
+        )
         assert names.get("PET_NODE_RANK") == node_rank
 
 
 def test_the_user_root(written: Write) -> None:
     pod, _ = pod_of(jobs_of(written("My_run.yaml", *JOBSET, "--user", "0")[-1])[0])
-    assert (pod["securityContext"]["runAsNonRoot"], pod["securityContext"]["runAsUser"]) == (False, 0)
+    assert (pod["securityContext"]["runAsNonRoot"], pod["securityContext"]["runAsUser"]) == (
+        False,
+        0,
+    )
 
 
 def test_ranks_on_the_cpu_of_one_host(written: Write) -> None:
-    words = ("--nodes", "1", "--gpus-per-node", "0", "--image", "paceline:1", "--name", "small", "dataloader_num_workers=1")
+    words = (
+        "--nodes",
+        "1",
+        "--gpus-per-node",
+        "0",
+        "--image",
+        "paceline:1",
+        "--name",
+        "small",
+        "dataloader_num_workers=1",
+    )
     _, config_map, job = written("My_run.yaml", *words)
     assert set(job["spec"]["trainer"]["resourcesPerNode"]["requests"]) == {"cpu", "memory"}
-    assert job["spec"]["trainer"]["resourcesPerNode"]["requests"]["cpu"] == "4", "two ranks, a loader process each"
+    assert job["spec"]["trainer"]["resourcesPerNode"]["requests"]["cpu"] == "4", (
+        "two ranks, a loader process each"
+    )
     assert "device: cpu" in config_map["data"]["config.yaml"]
     assert job["metadata"]["name"] == "small"
 
 
 def test_without_a_network_policy(written: Write) -> None:
-    assert [manifest["kind"] for manifest in written("My_run.yaml", *OPTIONS, "--no-network-policy")] == [
+    assert [
+        manifest["kind"] for manifest in written("My_run.yaml", *OPTIONS, "--no-network-policy")
+    ] == [
         "ConfigMap",
         "TrainJob",
     ]
@@ -244,19 +330,34 @@ def test_without_a_network_policy(written: Write) -> None:
 
 WRONG: list[tuple[str, Callable[[Object], Any]]] = [
     ("spec.retries", lambda job: job["spec"].update(retries=3)),
-    ("securityContext.runAsNobody", lambda job: pod_of(jobs_of(job)[0])[0]["securityContext"].update(runAsNobody=True)),
-    ("emptyDir.size", lambda job: pod_of(jobs_of(job)[0])[0]["volumes"][2]["emptyDir"].update(size="8Gi")),
-    ("rules.0..onPodCondition", lambda job: jobs_of(job)[0]["spec"]["podFailurePolicy"]["rules"][0].update(onPodCondition=[])),
+    (
+        "securityContext.runAsNobody",
+        lambda job: pod_of(jobs_of(job)[0])[0]["securityContext"].update(runAsNobody=True),
+    ),
+    (
+        "emptyDir.size",
+        lambda job: pod_of(jobs_of(job)[0])[0]["volumes"][2]["emptyDir"].update(size="8Gi"),
+    ),
+    (
+        "rules.0..onPodCondition",
+        lambda job: jobs_of(job)[0]["spec"]["podFailurePolicy"]["rules"][0].update(
+            onPodCondition=[]
+        ),
+    ),
     ("completions", lambda job: jobs_of(job)[0]["spec"].update(completions="2")),
     (
         "valueFrom.secretRef",
-        lambda job: pod_of(jobs_of(job)[0])[1]["env"].append({"name": "A", "valueFrom": {"secretRef": {}}}),
+        lambda job: pod_of(jobs_of(job)[0])[1]["env"].append(
+            {"name": "A", "valueFrom": {"secretRef": {}}}
+        ),
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "change"), WRONG, ids=[name for name, _ in WRONG])
-def test_the_validation_finds_what_is_wrong(written: Write, name: str, change: Callable[[Object], Any]) -> None:
+def test_the_validation_finds_what_is_wrong(
+    written: Write, name: str, change: Callable[[Object], Any]
+) -> None:
     job = written("My_run.yaml", *JOBSET)[-1]
     wrong = copy.deepcopy(job)
     change(wrong)
@@ -266,7 +367,8 @@ def test_the_validation_finds_what_is_wrong(written: Write, name: str, change: C
 
 
 def environment_of(container: Object, index: int, port: int) -> dict[str, str]:
-    """What the kubelet gives to the pod of this index. All pods are on this machine, so their names stand for 127.0.0.1."""
+    """What the kubelet gives to the pod of this index. All pods are on this machine, so their names
+    stand for 127.0.0.1."""
     names = variables(container)
     names.update({"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)})
     for entry in container["env"]:
@@ -279,8 +381,16 @@ def environment_of(container: Object, index: int, port: int) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_the_pods_train_what_the_manifest_says(here: Path, written: Write) -> None:
-    """Each pod's command, with the config and the environment of the manifest, in its working folder."""
-    words = (*SLOW, "max_steps=6", "parallel.num_gpus=1", "parallel.timeout_s=60", "--variant=jobset", "--claim=runs")
+    """Each pod's command, with the config and the environment of the manifest, in its working
+    folder."""
+    words = (
+        *SLOW,
+        "max_steps=6",
+        "parallel.num_gpus=1",
+        "parallel.timeout_s=60",
+        "--variant=jobset",
+        "--claim=runs",
+    )
     _, config_map, job = written(*words, "--nodes=2", "--gpus-per-node=0", "--image=paceline:1")
     (here / "config.yaml").write_text(config_map["data"]["config.yaml"])
     (template,) = jobs_of(job)
@@ -288,7 +398,8 @@ def test_the_pods_train_what_the_manifest_says(here: Path, written: Write) -> No
     assert container["command"] == ["paceline", "sft", "/etc/paceline/config.yaml"]
     port = free_port()
     environments = [
-        {**os.environ, **environment_of(container, index, port)} for index in range(template["spec"]["completions"])
+        {**os.environ, **environment_of(container, index, port)}
+        for index in range(template["spec"]["completions"])
     ]
     pods = [start("config.yaml", env=environment) for environment in environments]
     for process in pods:
@@ -297,8 +408,11 @@ def test_the_pods_train_what_the_manifest_says(here: Path, written: Write) -> No
     assert report(here / "output" / "run")["world_size"] == 2
 
 
-def test_the_command_becomes_the_first_process_of_its_container(written: Write, tmp_path: Path) -> None:
-    """Of a pod that starts in another folder: run here with a stand-in for `paceline` that says how it was called."""
+def test_the_command_becomes_the_first_process_of_its_container(
+    written: Write, tmp_path: Path
+) -> None:
+    """Of a pod that starts in another folder: run here with a stand-in for `paceline` that says how
+    it was called."""
     job = written("My_run.yaml", *OPTIONS, "--runtime", "torch-distributed")[-1]
     shell, flag, line = job["spec"]["trainer"]["command"]
     stand_in = tmp_path / "paceline"
@@ -306,13 +420,24 @@ def test_the_command_becomes_the_first_process_of_its_container(written: Write, 
     stand_in.chmod(0o755)
     line = line.replace("/workspace", str(tmp_path))
     process = subprocess.Popen(
-        [shell, flag, line], stdout=subprocess.PIPE, text=True, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        [shell, flag, line],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
     )
     assert process.communicate()[0] == f"{process.pid} {tmp_path} sft /etc/paceline/config.yaml\n"
 
 
 def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("kubernetes", "My_run.yaml", *BASE, "output_dir=/data/run", "--output", "job.yaml", "--json")
+    words = (
+        "kubernetes",
+        "My_run.yaml",
+        *BASE,
+        "output_dir=/data/run",
+        "--output",
+        "job.yaml",
+        "--json",
+    )
     assert main([*words[:3], "1", *words[4:]]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == {"manifest": (here / "job.yaml").read_text(), "path": "job.yaml"}
@@ -333,7 +458,10 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
         ((*OPTIONS, "--clam", "x"), ["`--clam`", "`--claim`"]),
         ((*OPTIONS, "--image", "two words"), ["`--image`"]),
         ((*OPTIONS, "--output", "no/folder.yaml"), ["no/folder.yaml"]),
-        ((*OPTIONS, "parallel.shard=3", "parallel.mode=zero3"), ["2 hosts × 8 ranks", "parallel.shard: 3"]),
+        (
+            (*OPTIONS, "parallel.shard=3", "parallel.mode=zero3"),
+            ["2 hosts × 8 ranks", "parallel.shard: 3"],
+        ),
         ((*OPTIONS, "max_steps=no"), ["max_steps"]),
         ((*OPTIONS, "--variant", "job"), ["`--variant job`", "kubeflow or jobset"]),
         ((*JOBSET, "--coscheduling"), ["`--coscheduling`", "--queue"]),
@@ -352,7 +480,9 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
         ((*OPTIONS, "--runtime-manifest"), ["`--runtime-manifest`", "`--claim`", "`My_run.yaml`"]),
     ],
 )
-def test_what_is_refused(here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], parts: list[str]) -> None:
+def test_what_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], parts: list[str]
+) -> None:
     before = sorted(here.iterdir())
     assert main(["kubernetes", "My_run.yaml", *words]) == 2
     out, err = capsys.readouterr()

@@ -1,5 +1,6 @@
-"""The pods of a JobSet as hosts in network namespaces, with the environment and the storage that the manifest gives them. The
-pods' names are in /etc/hosts, as the cluster's DNS would have them; kubelet and controllers do not take part."""
+"""The pods of a JobSet as hosts in network namespaces, with the environment and the storage that
+the manifest gives them. The pods' names are in /etc/hosts, as the cluster's DNS would have them;
+kubelet and controllers do not take part."""
 
 from __future__ import annotations
 
@@ -32,13 +33,20 @@ def start_pod(cluster: Cluster, number: int, template: Object, config: Path) -> 
     _, container = pod_of(template)
     paceline, verb, _ = container["command"]
     assert paceline == "paceline"
-    pod_environment = {name: value for name, value in variables(container).items() if name.startswith("PET_")}
-    cluster.execute(number, [sys.executable, "-m", "paceline", verb, str(config)], **pod_environment)
+    pod_environment = {
+        name: value for name, value in variables(container).items() if name.startswith("PET_")
+    }
+    cluster.execute(
+        number, [sys.executable, "-m", "paceline", verb, str(config)], **pod_environment
+    )
 
 
-def test_pods_are_replaced(pytestconfig: pytest.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second pod comes back with an empty disk. The first, which is the rendezvous endpoint and has the claim, comes back
-    under another address. Its name is known only after both have started."""
+def test_pods_are_replaced(
+    pytestconfig: pytest.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second pod comes back with an empty disk. The first, which is the rendezvous endpoint and
+    has the claim, comes back under another address. Its name is known only after both have started.
+    """
     words = (*TRAINING, f"output_dir={tmp_path}/hosts/disk/run")
     options = (
         "--nodes=2",
@@ -72,7 +80,10 @@ def test_pods_are_replaced(pytestconfig: pytest.Config, tmp_path: Path, capsys: 
         cluster.hosts[0].kill()
         cluster.move(0, cluster.hosts[0].address.rpartition(".")[0] + ".77")
         start_pod(cluster, 0, first, config)
-        cluster.wait(lambda: "which is not an address of this host" in cluster.hosts[0].said, "the name has the old address")
+        cluster.wait(
+            lambda: "which is not an address of this host" in cluster.hosts[0].said,
+            "the name has the old address",
+        )
         cluster.set_name(POD_NAME, cluster.hosts[0].address)
         for host in cluster.hosts:
             host.end()

@@ -19,9 +19,13 @@ from paceline.cli import main
 STEPS = ("max_steps=60", "save_steps=10", "learning_rate=1e-3")
 
 
-def wait_for_step(folder: Path, number: int, process: subprocess.Popen[str], timeout_s: float = 300.0) -> None:
+def wait_for_step(
+    folder: Path, number: int, process: subprocess.Popen[str], timeout_s: float = 300.0
+) -> None:
     deadline = time.monotonic() + timeout_s
-    while not (folder / "events.jsonl").exists() or not any(one["step"] >= number for one in events(folder, "step")):
+    while not (folder / "events.jsonl").exists() or not any(
+        one["step"] >= number for one in events(folder, "step")
+    ):
         assert process.poll() is None, process.communicate()[1][-3000:]
         assert time.monotonic() < deadline, f"step {number} was not reached"
         time.sleep(0.02)
@@ -34,7 +38,16 @@ def test_a_killed_worker_changes_nothing_but_the_time(tmp_path, monkeypatch):
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
     train(undisturbed, *STEPS, "parallel.num_gpus=2")
     with ray_nodes() as environment:
-        process = start(*MICRO, *STEPS, f"output_dir={folder}", "--num-workers", "2", "--json", verb="ray", env=environment)
+        process = start(
+            *MICRO,
+            *STEPS,
+            f"output_dir={folder}",
+            "--num-workers",
+            "2",
+            "--json",
+            verb="ray",
+            env=environment,
+        )
         wait_for_step(folder, 12, process)
         first_pid = events(folder, "run_start")[0]["pid"]
         (other,) = [one for one in workers(environment) if one.pid != first_pid]
@@ -81,7 +94,9 @@ def test_ctrl_c_writes_a_checkpoint_and_the_same_command_resumes(tmp_path):
         assert process.returncode == 130, err[-3000:]
         stopped_at = report(tmp_path / "run")["steps"]
         assert stopped_at < 400
-        assert f"step-{stopped_at:08d}" in {one.name for one in (tmp_path / "run" / "checkpoints").iterdir()}
+        assert f"step-{stopped_at:08d}" in {
+            one.name for one in (tmp_path / "run" / "checkpoints").iterdir()
+        }
         run(*words, verb="ray", env=environment, cwd=tmp_path)
     assert report(tmp_path / "run")["resumed_from_step"] == stopped_at
     assert report(tmp_path / "run")["steps"] == 400
@@ -117,7 +132,11 @@ def test_every_rank_returns_its_result_to_python(tmp_path):
             env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("[", "3", "refused")) or line == "3"]
+    lines = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith(("[", "3", "refused")) or line == "3"
+    ]
     first, second = json.loads(lines[0])
     assert first == second
     assert first[:2] == ["done", 3]

@@ -25,8 +25,14 @@ def test_a_host_that_must_come_back_has_a_limit_of_its_own(tmp_path: Path) -> No
         )
     )  # fmt: skip
     settings = handler.settings
-    assert (settings.timeout.join, settings.timeout.last_call) == (timedelta(seconds=600), timedelta(seconds=3))
-    assert (settings.keep_alive_interval, settings.keep_alive_max_attempt) == (timedelta(seconds=3), 4)
+    assert (settings.timeout.join, settings.timeout.last_call) == (
+        timedelta(seconds=600),
+        timedelta(seconds=3),
+    )
+    assert (settings.keep_alive_interval, settings.keep_alive_max_attempt) == (
+        timedelta(seconds=3),
+        4,
+    )
     folder.write_state(node_rank=0)  # as the ranks of the first round do
     with pytest.raises(RendezvousTimeoutError):
         handler.next_rendezvous()

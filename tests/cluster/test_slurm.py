@@ -30,7 +30,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    (folder / "mine.yaml").write_text("model: builtin:qwen2-micro\ndataset: builtin:python-docs#64\n")
+    (folder / "mine.yaml").write_text(
+        "model: builtin:qwen2-micro\ndataset: builtin:python-docs#64\n"
+    )
     return folder
 
 
@@ -60,8 +62,14 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Write:
 
 def options_of(script: str) -> dict[str, str]:
     """What sbatch reads: the lines before the first command."""
-    lines = [shlex.split(line.removeprefix("#SBATCH "))[0] for line in script.splitlines() if line.startswith("#SBATCH ")]
-    return {name.removeprefix("--"): value for name, _, value in (line.partition("=") for line in lines)}
+    lines = [
+        shlex.split(line.removeprefix("#SBATCH "))[0]
+        for line in script.splitlines()
+        if line.startswith("#SBATCH ")
+    ]
+    return {
+        name.removeprefix("--"): value for name, _, value in (line.partition("=") for line in lines)
+    }
 
 
 def command_of(script: str) -> list[str]:
@@ -83,12 +91,19 @@ def test_the_script(here: Path, written: Write) -> None:
     assert words[-1] == "parallel.rdzv_endpoint=$address:$port"
     config = load_config(*split_cli([*words[:-1], "parallel.rdzv_endpoint=10.0.0.1:20042"])).config
     assert config.system == "it's me; rm -rf $HOME"
-    assert (config.parallel.mode, config.parallel.nnodes, config.parallel.num_gpus) == ("zero3", 2, 8)
+    assert (config.parallel.mode, config.parallel.nnodes, config.parallel.num_gpus) == (
+        "zero3",
+        2,
+        8,
+    )
     assert f"{shlex.quote(sys.executable)} -m paceline sft" in script
 
 
-def test_the_hosts_meet_at_the_first_node_on_a_port_of_the_job(written: Write, tmp_path: Path) -> None:
-    """The script's own lines, run by bash with a stand-in for `scontrol` that prints what Slurm prints."""
+def test_the_hosts_meet_at_the_first_node_on_a_port_of_the_job(
+    written: Write, tmp_path: Path
+) -> None:
+    """The script's own lines, run by bash with a stand-in for `scontrol` that prints what Slurm
+    prints."""
     script = written("mine.yaml", *OPTIONS)
     lines = script[script.index("first=$(") : script.index("\nsrun ")]
     stand_in = """scontrol() { case "$2" in
@@ -104,34 +119,52 @@ def test_the_hosts_meet_at_the_first_node_on_a_port_of_the_job(written: Write, t
 
 @pytest.fixture
 def ended(here: Path, written: Write) -> Callable[[int], tuple[int, bool, str]]:
-    """The script, run by bash where srun ends with a code: (its exit code, whether it requeues the job, its output)."""
+    """The script, run by bash where srun ends with a code: (its exit code, whether it requeues the
+    job, its output)."""
     script = written("mine.yaml", *OPTIONS, "recovery.max_restarts=2")
-    for name, line in (("srun", "exit $SRUN_CODE"), ("scontrol", '[ "$1" = requeue ] && echo "$@" >> requeued; echo node1')):
+    for name, line in (
+        ("srun", "exit $SRUN_CODE"),
+        ("scontrol", '[ "$1" = requeue ] && echo "$@" >> requeued; echo node1'),
+    ):
         (here / name).write_text(f"#!/bin/bash\n{line}\n")
         (here / name).chmod(0o755)
 
     def end(code: int) -> tuple[int, bool, str]:
         (here / "requeued").unlink(missing_ok=True)
-        environment = {"PATH": f"{here}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "SRUN_CODE": str(code)}
-        done = subprocess.run(["bash", "-s"], input=script, env=environment, capture_output=True, text=True, cwd=here)
+        environment = {
+            "PATH": f"{here}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "mine",
+            "SRUN_CODE": str(code),
+        }
+        done = subprocess.run(
+            ["bash", "-s"], input=script, env=environment, capture_output=True, text=True, cwd=here
+        )
         assert done.stderr == ""
         return done.returncode, (here / "requeued").exists(), done.stdout
 
     return end
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (2, False), (253, False), (143, True), (137, True)])
+@pytest.mark.parametrize(
+    ("code", "requeued"),
+    [(0, False), (1, False), (2, False), (253, False), (143, True), (137, True)],
+)
 def test_which_exit_codes_put_the_job_back(ended: Callable, code: int, requeued: bool) -> None:
     assert ended(code)[:2] == (code, requeued)
 
 
 def test_a_job_that_is_killed_again_and_again(here: Path, ended: Callable) -> None:
-    """`recovery.max_restarts` times without a new checkpoint; a stop by a signal in between does not count."""
+    """`recovery.max_restarts` times without a new checkpoint; a stop by a signal in between does
+    not count."""
     assert [ended(code)[1] for code in (137, 143, 139, 137)] == [True, True, True, False]
     (here / "output/run/checkpoints/step-00000040").mkdir(parents=True)
     code, requeued, out = ended(137)
     assert (code, requeued) == (137, True)
-    assert "killed on a node by signal 9 (time 1 of 2 without a new checkpoint): job 7 goes back into the queue" in out
+    assert (
+        "killed on a node by signal 9 (time 1 of 2 without a new checkpoint): job 7 goes back into"
+        " the queue" in out
+    )
     assert [ended(137)[1], ended(137)[1]] == [True, False]
 
 
@@ -143,14 +176,23 @@ def test_how_long_the_other_nodes_wait(written: Write) -> None:
 
 def test_ranks_on_the_cpu_and_a_single_node(written: Write) -> None:
     script = written(
-        "mine.yaml", "--nodes=1", "--gpus-per-node=0", "--time=1-0", "parallel.num_gpus=3", "dataloader_num_workers=2"
+        "mine.yaml",
+        "--nodes=1",
+        "--gpus-per-node=0",
+        "--time=1-0",
+        "parallel.num_gpus=3",
+        "dataloader_num_workers=2",
     )
     assert "gpus-per-node" not in script
     assert "rdzv_endpoint" not in script
     assert "rejoin_s" not in script
     assert options_of(script)["cpus-per-task"] == "9"
     config = load_config(*split_cli(command_of(script))).config
-    assert (config.parallel.device, config.parallel.num_gpus, config.parallel.nnodes) == ("cpu", 3, 1)
+    assert (config.parallel.device, config.parallel.num_gpus, config.parallel.nnodes) == (
+        "cpu",
+        3,
+        1,
+    )
 
 
 def test_what_is_passed_on_to_slurm(written: Write) -> None:
@@ -167,8 +209,17 @@ def test_what_is_passed_on_to_slurm(written: Write) -> None:
         "--job-name",
         "run-7",
     )
-    found = options_of(written("mine.yaml", *OPTIONS, *more, "--cpus-per-node", "32", "--signal-lead", "300"))
-    wanted = {"partition": "long", "account": "ada", "qos": "high", "mem": "64G", "constraint": "a100&ib", "job-name": "run-7"}
+    found = options_of(
+        written("mine.yaml", *OPTIONS, *more, "--cpus-per-node", "32", "--signal-lead", "300")
+    )
+    wanted = {
+        "partition": "long",
+        "account": "ada",
+        "qos": "high",
+        "mem": "64G",
+        "constraint": "a100&ib",
+        "job-name": "run-7",
+    }
     assert wanted.items() <= found.items()
     assert found["cpus-per-task"] == "32"
     assert found["signal"] == "TERM@300"
@@ -211,7 +262,10 @@ def test_a_file_and_json(here: Path, written: Write) -> None:
         ([*OPTIONS, "--job-name", "x\n#SBATCH --evil"], ["--job-name"]),
         ([*OPTIONS, "--output", "no/such/folder.sh"], ["no/such/folder.sh"]),
         ([*OPTIONS, "modle=x"], ["`modle`", "`model`"]),
-        ([*OPTIONS, "parallel.mode=tensor", "parallel.tensor=3"], ["2 hosts × 8 ranks", "parallel.tensor: 3", "`--nodes`"]),
+        (
+            [*OPTIONS, "parallel.mode=tensor", "parallel.tensor=3"],
+            ["2 hosts × 8 ranks", "parallel.tensor: 3", "`--nodes`"],
+        ),
         ([*OPTIONS, "parallel.mode=single"], ["`parallel.mode: single`", "2 hosts"]),
         ([*OPTIONS, "parallel.nnodes=4"], ["`--nodes 2`", "parallel.nnodes` is 4"]),
         ([*OPTIONS, "parallel.num_gpus=4"], ["`--gpus-per-node 8`", "`parallel.num_gpus` is 4"]),
@@ -224,7 +278,9 @@ def test_what_is_refused(refused: Write, words: list[str], parts: list[str]) -> 
         assert part in text, text
 
 
-def test_submitting_without_slurm(here: Path, refused: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitting_without_slurm(
+    here: Path, refused: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(here))
     text = refused("mine.yaml", *OPTIONS, "--submit", "--output", "job.sh")
     assert "sbatch" in text
@@ -236,7 +292,13 @@ def test_submitting_without_slurm(here: Path, refused: Write, monkeypatch: pytes
 def test_a_signal_to_every_process_of_a_run_is_one_stop(tmp_path: Path) -> None:
     """As Slurm sends it: to launcher, fork server, ranks and their loader processes."""
     folder = tmp_path / "run"
-    words = (*SLOW, f"output_dir={folder}", "parallel.num_gpus=2", "save_steps=0", "dataloader_num_workers=2")
+    words = (
+        *SLOW,
+        f"output_dir={folder}",
+        "parallel.num_gpus=2",
+        "save_steps=0",
+        "dataloader_num_workers=2",
+    )
     process = start(*words, "max_steps=400", "task_args.step_s=0.05")
     wait_for_step(folder, 5, process)
     launcher = psutil.Process(process.pid)

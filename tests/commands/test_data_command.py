@@ -30,10 +30,24 @@ def test_count_over_ranks(tmp_path: Path) -> None:
     left = temporary / "paceline-count-killed"  # as a count that was killed leaves it
     left.mkdir()
     (left / "lock").touch()
-    given = [*map(str, files), "--ranks", "2", "--memory=1.1MiB", "--top", "7", "--json", "--output", str(output)]
+    given = [
+        *map(str, files),
+        "--ranks",
+        "2",
+        "--memory=1.1MiB",
+        "--top",
+        "7",
+        "--json",
+        "--output",
+        str(output),
+    ]
     done = run("count", *given, verb="data", env={**os.environ, "TMPDIR": str(temporary)})
     result = json.loads(done.stdout)
-    assert (result["total"], result["distinct"], result["top"]) == (words.total(), len(words), top(words, 7))
+    assert (result["total"], result["distinct"], result["top"]) == (
+        words.total(),
+        len(words),
+        top(words, 7),
+    )
     table = dict(line.split("\t") for line in output.read_text(encoding="utf-8").split("\n")[:-1])
     assert {word: int(number) for word, number in table.items()} == words
     assert list(temporary.iterdir()) == []
@@ -43,16 +57,33 @@ def test_count_over_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray, an optional extra, is not installed")
 def test_ray_counts_the_same(tmp_path: Path) -> None:
-    text = "a b\u2028b \x00c 😀 \ufeffd " * 50 + " ".join(str(number % 97) for number in range(3000))
+    text = "a b\u2028b \x00c 😀 \ufeffd " * 50 + " ".join(
+        str(number % 97) for number in range(3000)
+    )
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode() + b" x\xff")
     words = Counter([*text.split(), "x\ufffd"])
     before = set(Path("/tmp").glob("pl-ray-*"))
     done = run(
-        "count", str(path), "--engine", "ray", "--ranks", "1", "--errors", "replace", "--top", "1000", "--json", verb="data"
+        "count",
+        str(path),
+        "--engine",
+        "ray",
+        "--ranks",
+        "1",
+        "--errors",
+        "replace",
+        "--top",
+        "1000",
+        "--json",
+        verb="data",
     )
     result = json.loads(done.stdout)
-    assert (result["total"], result["distinct"], result["top"]) == (words.total(), len(words), top(words, 1000))
+    assert (result["total"], result["distinct"], result["top"]) == (
+        words.total(),
+        len(words),
+        top(words, 1000),
+    )
     assert result["replaced"] == 1
     assert result["engine"] == "ray"
     assert set(Path("/tmp").glob("pl-ray-*")) <= before
@@ -60,7 +91,9 @@ def test_ray_counts_the_same(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 2
 
 
-def test_without_ray_the_command_to_install_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_command_to_install_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("paceline.data.count.ray_engine.find_spec", lambda name: None)
     (tmp_path / "a.txt").touch()
     with pytest.raises(ConfigError, match="pip install"):
@@ -91,7 +124,11 @@ def test_without_ray_the_command_to_install_it_is_named(tmp_path: Path, monkeypa
     ],
 )
 def test_wrong_words(
-    files: list[str], values: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: list[str],
+    values: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a word")
@@ -116,7 +153,13 @@ def test_wrong_input_ends_with_2(tmp_path: Path) -> None:
 
 def test_stats_of_a_dataset_alone(tmp_path: Path) -> None:
     page = tmp_path / "stats.html"
-    words = ["dataset=builtin:python-docs#40", "model=builtin:qwen2-micro", "--json", "--output", str(page)]
+    words = [
+        "dataset=builtin:python-docs#40",
+        "model=builtin:qwen2-micro",
+        "--json",
+        "--output",
+        str(page),
+    ]
     result = json.loads(run("stats", *words, verb="data").stdout)
     assert result["samples"] == 40
     assert {"histogram", "duplicates", "vocabulary", "limits", "max_length"} <= set(result)

@@ -46,13 +46,33 @@ def get(loaded: Loaded, key: str) -> Any:
         ("lora_target: q,v", "lora.target_modules", ["q", "v"]),
         ("target_modules: [q, v]", "lora.target_modules", ["q", "v"]),
         ("target_modules: all-linear", "lora.target_modules", "all-linear"),
-        ("target_modules: [all-linear, embed_tokens, lm_head]", "lora.target_modules", "all-linear"),
-        ("target_modules: [all-linear, embed_tokens, lm_head]", "lora.modules_to_save", ["embed_tokens", "lm_head"]),
+        (
+            "target_modules: [all-linear, embed_tokens, lm_head]",
+            "lora.target_modules",
+            "all-linear",
+        ),
+        (
+            "target_modules: [all-linear, embed_tokens, lm_head]",
+            "lora.modules_to_save",
+            ["embed_tokens", "lm_head"],
+        ),
         ("target_modules: [all-linear, q_proj]", "lora.modules_to_save", []),
-        ("lora_target: all,lm_head\nadditional_target: embed_tokens", "lora.modules_to_save", ["embed_tokens", "lm_head"]),
-        ("lora_target_linear: true\nlora_target_modules: [q_proj, lm_head]", "lora.modules_to_save", ["lm_head"]),
+        (
+            "lora_target: all,lm_head\nadditional_target: embed_tokens",
+            "lora.modules_to_save",
+            ["embed_tokens", "lm_head"],
+        ),
+        (
+            "lora_target_linear: true\nlora_target_modules: [q_proj, lm_head]",
+            "lora.modules_to_save",
+            ["lm_head"],
+        ),
         ("lora_target_modules: '.*(q|v)_proj'", "lora.target_modules", ".*(q|v)_proj"),
-        ("lora_target_modules: 'layers.[\\d]+.q_{1,2}'", "lora.target_modules", "layers.[\\d]+.q_{1,2}"),
+        (
+            "lora_target_modules: 'layers.[\\d]+.q_{1,2}'",
+            "lora.target_modules",
+            "layers.[\\d]+.q_{1,2}",
+        ),
         ("target_regex: '^a$'\ntarget_modules: [q]", "lora.target_modules", "^a$"),
         ("lora: {target_modules: 'q,v'}", "lora.target_modules", ["q", "v"]),
         ("lora: {target_modules: q}", "lora.target_modules", ["q"]),
@@ -94,7 +114,11 @@ def get(loaded: Loaded, key: str) -> Any:
         ("val_set_size: 0", "split_dataset_ratio", 0),
         ("lr_scheduler: cosine", "train_args.lr_scheduler_type", "cosine"),
         ("lr_scheduler_type: LINEAR", "train_args.lr_scheduler_type", "linear"),
-        ("lr_scheduler_kwargs: '{\"min_lr\": 1e-6}'", "train_args.lr_scheduler_kwargs", {"min_lr": 1e-6}),
+        (
+            "lr_scheduler_kwargs: '{\"min_lr\": 1e-6}'",
+            "train_args.lr_scheduler_kwargs",
+            {"min_lr": 1e-6},
+        ),
         ("lr: 1e-4", "train_args.learning_rate", 1e-4),
         ("optim: adamw_torch", "train_args.optim", "adamw"),
         ("optim: adamw_torch_fused", "train_args.optim", "adamw"),
@@ -159,8 +183,16 @@ def get(loaded: Loaded, key: str) -> Any:
         ("template:", "chat_template", None),
         ("stage: sft\nchat_template: phi_3", "chat_template", "phi3"),
         ("stage: sft\nchat_template: tokenizer_default", "chat_template", "tokenizer_default"),
-        ("stage: sft\nchat_template: tokenizer_default_fallback_chatml", "chat_template", "tokenizer_default_fallback_chatml"),
-        ("chat_template: jinja\nchat_template_jinja: '{{ messages }}'", "chat_template", "{{ messages }}"),
+        (
+            "stage: sft\nchat_template: tokenizer_default_fallback_chatml",
+            "chat_template",
+            "tokenizer_default_fallback_chatml",
+        ),
+        (
+            "chat_template: jinja\nchat_template_jinja: '{{ messages }}'",
+            "chat_template",
+            "{{ messages }}",
+        ),
         ("chat_template_jinja: ./t.jinja", "chat_template", "./t.jinja"),
         (
             "stage: sft\nchat_template: '{% for m in messages %}{% endfor %}'",
@@ -196,7 +228,9 @@ def test_values(load: Load, text: str, key: str, value: Any) -> None:
         assert loaded.notices, "nothing is read under another name in silence"
 
 
-@pytest.mark.parametrize("spelling", ["model_name_or_path", "base_model", "model_id_or_path", "model_name"])
+@pytest.mark.parametrize(
+    "spelling", ["model_name_or_path", "base_model", "model_id_or_path", "model_name"]
+)
 def test_the_model(load: Load, spelling: str) -> None:
     loaded = load(f"{spelling}: x\ndataset: d")
     assert loaded.config.model == "x"

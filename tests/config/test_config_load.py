@@ -1,4 +1,5 @@
-"""Defaults < file < overrides; unknown keys, wrong values and disagreements, each with its line, its key and its way out."""
+"""Defaults < file < overrides; unknown keys, wrong values and disagreements, each with its line,
+its key and its way out."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ def test_the_config_of_the_readme_loads_as_it_stands(load: Load) -> None:
     config = loaded.config
     assert loaded.notices == []
     assert (config.model, config.task, config.dataset) == ("qwen/Qwen-7B", "sft", "alpaca-en")
-    assert (config.parallel.mode, config.parallel.num_gpus, config.lora.enable, config.lora.rank) == ("ddp", 4, True, 64)
+    assert (
+        config.parallel.mode,
+        config.parallel.num_gpus,
+        config.lora.enable,
+        config.lora.rank,
+    ) == ("ddp", 4, True, 64)
     assert config.train_args.gradient_accumulation_steps == 4
     config = load(ISSUE, ["model=./local", "dataset=./file.jsonl", "parallel.device=cpu"]).config
     assert (config.model, config.dataset) == ("./local", "./file.jsonl")
@@ -75,40 +81,65 @@ def test_precedence(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_forms_of_overrides(load: Load, overrides: Any) -> None:
     config = load(BASE + "lora: {dropout: 0.5}", overrides).config
-    assert (config.lora.rank, config.lora.dropout, config.lora.enable, config.train_args.learning_rate) == (16, 0.5, True, 1e-4)
+    assert (
+        config.lora.rank,
+        config.lora.dropout,
+        config.lora.enable,
+        config.train_args.learning_rate,
+    ) == (16, 0.5, True, 1e-4)
 
 
 def test_overrides_without_a_file() -> None:
     assert load_config(None, ["model=m", "dataset=[a, b#5]"]).config.dataset == ["a", "b#5"]
-    assert load_config(None, {"model": Path("m"), "dataset": ("a", "b")}).config.dataset == ["a", "b"]
+    assert load_config(None, {"model": Path("m"), "dataset": ("a", "b")}).config.dataset == [
+        "a",
+        "b",
+    ]
     assert load_config(None, ["model=m", "dataset=a,b"]).config.dataset == ["a", "b"]
     with pytest.raises(ConfigError, match="`model` is missing"):
         load_config(None, ["dataset=d"])
 
 
 def test_an_override_wins_over_another_spelling(load: Load) -> None:
-    loaded = load("base_model: x\ndataset: d\nsequence_len: 512\n", ["model=y", "train_args.max_length=64"])
+    loaded = load(
+        "base_model: x\ndataset: d\nsequence_len: 512\n", ["model=y", "train_args.max_length=64"]
+    )
     assert (loaded.config.model, loaded.config.train_args.max_length) == ("y", 64)
     assert any("base_model: x" in text and "command line" in text for _, text in loaded.notices)
-    assert load(BASE + "val_size: 100", ["split_dataset_ratio=0.1"]).config.split_dataset_ratio == 0.1
+    assert (
+        load(BASE + "val_size: 100", ["split_dataset_ratio=0.1"]).config.split_dataset_ratio == 0.1
+    )
 
 
 def test_an_override_ends_what_would_beat_it(load: Load) -> None:
-    args = load(BASE + "max_steps: 9\nwarmup_steps: 3\nfp16: true", ["num_train_epochs=2", "warmup_ratio=0.1", "bf16=true"])
+    args = load(
+        BASE + "max_steps: 9\nwarmup_steps: 3\nfp16: true",
+        ["num_train_epochs=2", "warmup_ratio=0.1", "bf16=true"],
+    )
     train = args.config.train_args
     assert (train.max_steps, train.warmup_steps, train.precision) == (None, None, "bf16-mixed")
     assert sum("gives way" in text for _, text in args.notices) == 3
-    assert load(BASE + "split_dataset_ratio: 0.1", ["val_dataset=v"]).config.split_dataset_ratio == 0
+    assert (
+        load(BASE + "split_dataset_ratio: 0.1", ["val_dataset=v"]).config.split_dataset_ratio == 0
+    )
 
 
 def test_free_mappings_and_sources_are_merged(load: Load) -> None:
-    text = BASE + "task_args: {a: 1, b: {c: 2}}\ntrain_args:\n  lr_scheduler_kwargs: {min_lr: 1e-6}\n"
-    config = load(text, ["task_args.b.c=3", "train_args.lr_scheduler_kwargs.num_cycles=2", "dataset.format=alpaca"]).config
+    text = (
+        BASE + "task_args: {a: 1, b: {c: 2}}\ntrain_args:\n  lr_scheduler_kwargs: {min_lr: 1e-6}\n"
+    )
+    config = load(
+        text,
+        ["task_args.b.c=3", "train_args.lr_scheduler_kwargs.num_cycles=2", "dataset.format=alpaca"],
+    ).config
     assert config.task_args == {"a": 1, "b": {"c": 3}}
     assert config.train_args.lr_scheduler_kwargs == {"min_lr": 1e-6, "num_cycles": 2}
     assert config.sources()[0].format == "alpaca"
     config = load("model: m\ndataset: [a, {path: b, name: n}]\n", ["dataset.format=text"]).config
-    assert [(one.path, one.format, one.name) for one in config.sources()] == [("a", "text", None), ("b", "text", "n")]
+    assert [(one.path, one.format, one.name) for one in config.sources()] == [
+        ("a", "text", None),
+        ("b", "text", "n"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,14 +150,23 @@ def test_free_mappings_and_sources_are_merged(load: Load) -> None:
         (BASE + "rank: 3\n", ["line 3", "`rank`", "`lora.rank`"]),
         (BASE + "num_gpus: 3\n", ["line 3", "`parallel.num_gpus`"]),
         (BASE + "lora: {max_length: 3}\n", ["line 3", "`train_args.max_length`"]),
-        (BASE + "per_device_train_batchsize: 3\n", ["line 3", "did you mean `per_device_train_batch_size`?"]),
-        (BASE + "train_args:\n  learning_rat: 3\n", ["line 4", "did you mean `train_args.learning_rate`?"]),
+        (
+            BASE + "per_device_train_batchsize: 3\n",
+            ["line 3", "did you mean `per_device_train_batch_size`?"],
+        ),
+        (
+            BASE + "train_args:\n  learning_rat: 3\n",
+            ["line 4", "did you mean `train_args.learning_rate`?"],
+        ),
         (BASE + "finetunning_type: lora\n", ["line 3", "did you mean `finetuning_type`?"]),
         (BASE + "xyzzy: 3\n", ["line 3", "docs/config.md"]),
         (BASE + "lora: true\n", ["line 3", "is a section", "lora: {enable: ...}"]),
         (BASE + "lora:\n  rank: 0\n", ["line 4", "`lora.rank: 0`", "out of range", "at least 1"]),
         (BASE + "lora:\n  rank: true\n", ["line 4", "true/false", "a whole number"]),
-        (BASE + "max_length: 1.5\n", ["line 3", "`max_length: 1.5`", "a whole number of at least 8"]),
+        (
+            BASE + "max_length: 1.5\n",
+            ["line 3", "`max_length: 1.5`", "a whole number of at least 8"],
+        ),
         (BASE + "seed: five\n", ["line 3", "`seed: five`", "a whole number"]),
         (BASE + "packing: 1\n", ["line 3", "true or false"]),
         (BASE + "learning_rate: .inf\n", ["line 3", "not a finite number"]),
@@ -147,8 +187,14 @@ def test_free_mappings_and_sources_are_merged(load: Load) -> None:
         ("model:\ndataset: d\n", ["`model` is missing"]),
         (BASE + "bf16: true\nfp16: true\n", ["line 4", "line 3", "choose one"]),
         (BASE + "val_dataset: v\nsplit_dataset_ratio: 0.1\n", ["line 3", "line 4", "keep one"]),
-        (BASE + "lora_r: 8\nlora: {rank: 16}\n", ["`lora_r: 8` (line 3)", "`lora.rank: 16` (line 4)", "disagree", "keep one"]),
-        (BASE + "cutoff_len: 64\nmax_seq_length: 65\n", ["line 3", "line 4", "disagree", "train_args.max_length"]),
+        (
+            BASE + "lora_r: 8\nlora: {rank: 16}\n",
+            ["`lora_r: 8` (line 3)", "`lora.rank: 16` (line 4)", "disagree", "keep one"],
+        ),
+        (
+            BASE + "cutoff_len: 64\nmax_seq_length: 65\n",
+            ["line 3", "line 4", "disagree", "train_args.max_length"],
+        ),
         (BASE + "torch_dtype: float16\nbf16: true\n", ["line 3", "line 4", "disagree"]),
         (BASE + "packing: true\nsample_packing: false\n", ["line 3", "line 4", "disagree"]),
         (BASE + "val_size: 100.5\n", ["line 3", "val_size: 100.5"]),
@@ -161,13 +207,22 @@ def test_free_mappings_and_sources_are_merged(load: Load) -> None:
         (BASE + "saves_per_epoch: 2\nsave_steps: 10\n", ["line 3", "keep one of"]),
         (BASE + "evals_per_epoch: -1\n", ["line 3", "per epoch"]),
         (BASE + "lora_target_modules: '(q_proj'\n", ["line 3", "regular expression"]),
-        (BASE + "target_modules: [all-linear, all-router]\n", ["line 3", "all-router", "modules_to_save"]),
+        (
+            BASE + "target_modules: [all-linear, all-router]\n",
+            ["line 3", "all-router", "modules_to_save"],
+        ),
         (BASE + "stage: sft\nchat_template: jinja\n", ["line 4", "chat_template_jinja"]),
         (
-            "model: m\ndatasets: [{path: a, chat_template: chatml}, {path: b, chat_template: llama3}]\n",
+            (
+                "model: m\ndatasets: [{path: a, chat_template: chatml}, {path: b, chat_template:"
+                " llama3}]\n"
+            ),
             ["line 2", "different chat templates"],
         ),
-        ("model: m\nchat_template: chatml\ndatasets: [{path: a, chat_template: llama3}]\n", ["disagree", "chat_template"]),
+        (
+            "model: m\nchat_template: chatml\ndatasets: [{path: a, chat_template: llama3}]\n",
+            ["disagree", "chat_template"],
+        ),
         (BASE + "optim: lion\n", ["line 3", "lion", "`adamw`"]),
         (BASE + "optimizer: muon\n", ["line 3", "muon", "`adamw`"]),
         (BASE + "adapters: [a, b]\n", ["line 3", "2 adapters"]),
@@ -185,7 +240,8 @@ def test_mistakes(load: Load, text: str, words: list[str]) -> None:
 
 def test_equal_spellings_agree(load: Load) -> None:
     config = load(
-        BASE + "cutoff_len: 512\nmax_length: 512.0\ntarget_modules: all\nlora_target: all-linear\nuse_peft: true\n"
+        BASE + "cutoff_len: 512\nmax_length: 512.0\ntarget_modules: all\nlora_target:"
+        " all-linear\nuse_peft: true\n"
     ).config
     assert config.train_args.max_length == 512
     assert config.lora.target_modules == "all-linear"
@@ -234,7 +290,10 @@ def test_split_cli(tmp_path: Path) -> None:
     assert split_cli(["model=m", "dataset=d"]) == (None, ["model=m", "dataset=d"])
     assert split_cli(["--bf16", file, "--max-steps", "-1"]) == (path, ["bf16=true", "max_steps=-1"])
     assert split_cli(["--train_args.bf16", "auto", file]) == (path, ["train_args.bf16=auto"])
-    assert split_cli(["--use_peft", "--dataset", "a", "b#5", file]) == (path, ["use_peft=true", 'dataset=["a", "b#5"]'])
+    assert split_cli(["--use_peft", "--dataset", "a", "b#5", file]) == (
+        path,
+        ["use_peft=true", 'dataset=["a", "b#5"]'],
+    )
     assert load_config(*split_cli([file, "--dataset", "a", "b#5"])).config.dataset == ["a", "b#5"]
 
 
@@ -255,13 +314,34 @@ def test_split_cli_refuses(tmp_path: Path) -> None:
 def _random_config(rng: random.Random) -> Config:
     def text() -> str:
         return rng.choice(
-            ["1e-4", "yes", "a: b", "x#5", "null", "é漢\n", "~", "010", "a,b", " x ", "{a}", "!!str", "1:30", "-"]
+            [
+                "1e-4",
+                "yes",
+                "a: b",
+                "x#5",
+                "null",
+                "é漢\n",
+                "~",
+                "010",
+                "a,b",
+                " x ",
+                "{a}",
+                "!!str",
+                "1:30",
+                "-",
+            ]
         )
 
     return Config.model_validate(
         {
             "model": text(),
-            "dataset": rng.choice([text(), [text(), {"path": text(), "columns": {"prompt": text()}}], {"path": text()}]),
+            "dataset": rng.choice(
+                [
+                    text(),
+                    [text(), {"path": text(), "columns": {"prompt": text()}}],
+                    {"path": text()},
+                ]
+            ),
             "system": rng.choice([None, text()]),
             "chat_template": rng.choice([None, text()]),
             "output_dir": text(),
@@ -271,7 +351,10 @@ def _random_config(rng: random.Random) -> Config:
                 "dropout": rng.random() * 0.9,
                 "target_modules": rng.choice([text(), ["q", "1e5"]]),
             },
-            "parallel": {"num_gpus": rng.choice(["auto", 3]), "device": rng.choice(["cpu", "auto"])},
+            "parallel": {
+                "num_gpus": rng.choice(["auto", 3]),
+                "device": rng.choice(["cpu", "auto"]),
+            },
             "train_args": {
                 "learning_rate": rng.choice([None, 1e-8, rng.random()]),
                 "adam_epsilon": 10 ** -rng.uniform(1, 300),
@@ -298,7 +381,12 @@ def test_to_yaml_loads_again_to_an_equal_config(tmp_path: Path, seed: int) -> No
 
 def test_diff_configs() -> None:
     old = Config(model="m", dataset="d")
-    new = Config.model_validate({"model": "n", "dataset": "d", "lora": {"rank": 16}, "task_args": {"x": 1}})
+    new = Config.model_validate(
+        {"model": "n", "dataset": "d", "lora": {"rank": 16}, "task_args": {"x": 1}}
+    )
     assert diff_configs(old, old) == []
-    assert sorted(diff_configs(old, new), key=str)[:2] == [("lora.rank", 8, 16), ("model", "m", "n")]
+    assert sorted(diff_configs(old, new), key=str)[:2] == [
+        ("lora.rank", 8, 16),
+        ("model", "m", "n"),
+    ]
     assert ("task_args.x", None, 1) in diff_configs(old, new)

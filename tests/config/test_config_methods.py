@@ -1,4 +1,5 @@
-"""Configs for training methods that Paceline does not have are refused, by name or by the keys of those methods."""
+"""Configs for training methods that Paceline does not have are refused, by name or by the keys of
+those methods."""
 
 from __future__ import annotations
 
@@ -38,14 +39,26 @@ Load = Callable[..., Loaded]
         ("stage: dpo\npref_beta: 0.1\npref_loss: orpo", "DPO"),
         ("pref_beta: 0.1\npref_loss: simpo", "SimPO"),
         ("task: dpo", "DPO"),
-        ("beta: 0.01\nmax_length: 1024\nmax_prompt_length: 512\noutput_dir: data/zephyr-7b-dpo-full", "for DPO"),
+        (
+            (
+                "beta: 0.01\nmax_length: 1024\nmax_prompt_length: 512\noutput_dir:"
+                " data/zephyr-7b-dpo-full"
+            ),
+            "for DPO",
+        ),
         ("beta: 0.05\nmax_prompt_length: 1792\nhub_model_id: zephyr-orpo-141b-A35b", "for ORPO"),
         ("beta: 0.05\nloss_type: apo_zero", "for DPO"),
         ("loss_type: [sigmoid, bco_pair, sft]", "for one of"),
         ("loss_type: dr_grpo", "for GRPO"),
         ("beta: 0.1\ndesirable_weight: 1.0\nundesirable_weight: 1.0", "for KTO"),
         ("precompute_ref_log_probs: false\nrpo_alpha: 1.0", "for DPO"),
-        ("reward_funcs: [accuracy]\nnum_generations: 8\nunknown_key_of_a_fork: 1\nmax_completion_length: 1024", "GRPO"),
+        (
+            (
+                "reward_funcs: [accuracy]\nnum_generations: 8\nunknown_key_of_a_fork:"
+                " 1\nmax_completion_length: 1024"
+            ),
+            "GRPO",
+        ),
         ("reward_model_path: r\nrloo_k: 2\nkl_coef: 0.03", "for RLOO"),
         ("reward_model_path: r\nnum_ppo_epochs: 4\nkl_coef: 0.05", "for PPO"),
         ("center_rewards_coefficient: 0.01", "reward modeling"),
@@ -61,14 +74,19 @@ def test_a_missing_method_is_refused_and_named(load: Load, text: str, words: str
     with pytest.raises(ConfigError) as caught:
         load(BASE + text)
     message = caught.value.paragraph()
-    assert words in message.replace("a training method that Paceline does not have, one of", "one of")
+    assert words in message.replace(
+        "a training method that Paceline does not have, one of", "one of"
+    )
     assert "things in the config are wrong" not in message
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        "dataset_mixture: {datasets: [{id: a, split: s, columns: [chosen, rejected], weight: 1.0}]}",
+        (
+            "dataset_mixture: {datasets: [{id: a, split: s, columns: [chosen, rejected], weight:"
+            " 1.0}]}"
+        ),
         "datasets: [{path: a, type: bradley_terry.chat_template}]",
         "datasets: [{path: a, type: stepwise_supervised}]",
         "dataset: [{path: a, columns: {chosen: good, rejected: bad}}]",
@@ -122,7 +140,11 @@ def test_a_named_task_keeps_the_settings_of_another_method_without_effect(load: 
 
 
 def test_a_logging_key_that_is_off_is_reported_as_ignored(load: Load) -> None:
-    (notice,) = [one for one in load(BASE + "log_completions: false\n").notices if "log_completions" in one[1]]
+    (notice,) = [
+        one
+        for one in load(BASE + "log_completions: false\n").notices
+        if "log_completions" in one[1]
+    ]
     assert notice[0] == "info"
     with pytest.raises(ConfigError, match="GRPO"):
         load(BASE + "log_completions: true\n")
@@ -148,10 +170,15 @@ def test_every_setting_of_such_a_method_is_refused_alone(load: Load) -> None:
 def test_the_command_ends_with_2_and_writes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "dpo.yaml"
     file.write_text(
-        "model_name_or_path: builtin:qwen2-micro\ndataset_name: builtin:python-docs#8\nbeta: 0.1\noutput_dir: out\n"
+        "model_name_or_path: builtin:qwen2-micro\ndataset_name: builtin:python-docs#8\nbeta:"
+        " 0.1\noutput_dir: out\n"
     )
     run = subprocess.run(
-        [sys.executable, "-m", "paceline", "sft", str(file)], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "paceline", "sft", str(file)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 2
     assert "`beta: 0.1`" in run.stderr

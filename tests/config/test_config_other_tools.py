@@ -16,7 +16,9 @@ from paceline.config.schema import TrainArgs
 from paceline.config.yaml_read import parse_yaml
 
 BASE = "model: m\ndataset: d\n"
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "configs-from-other-tools").glob("*.yaml"))
+EXAMPLES = sorted(
+    (Path(__file__).parents[2] / "examples" / "configs-from-other-tools").glob("*.yaml")
+)
 Load = Callable[..., Loaded]
 
 
@@ -26,12 +28,18 @@ def test_there_are_enough_keys_and_the_tables_agree() -> None:
     assert not set(ALIASES) & set(IGNORED)
     top_level = {key for key in KEYS if "." not in key} | set(TrainArgs.model_fields)
     assert not top_level & (set(ALIASES) | set(IGNORED)), "an alias may not shadow a native key"
-    for alias in [*ALIASES.values(), *SECTION_ALIASES.values(), *SHARED.values(), *SHARED_IF_FOREIGN.values()]:
+    for alias in [
+        *ALIASES.values(),
+        *SECTION_ALIASES.values(),
+        *SHARED.values(),
+        *SHARED_IF_FOREIGN.values(),
+    ]:
         assert alias.target in KEYS or not alias.target
         assert set(alias.tools) <= set("slatc")
 
 
-# The fields of transformers 5's TrainingArguments, and some that version 4 had. Written out: the import takes seconds.
+# The fields of transformers 5's TrainingArguments, and some that version 4 had. Written out: the
+# import takes seconds.
 TRAINING_ARGUMENTS = """
 accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
 auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16 bf16_full_eval data_seed
@@ -68,7 +76,10 @@ def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
         assert f"`{key}" in words or key in KEYS, f"{key} was dropped in silence"
     assert loaded.config.lora.enable
     assert loaded.config.train_args.max_length == 2048
-    assert load_config(path, ["model=/m", "dataset=/d.jsonl", "parallel.device=cpu"]).config.model == "/m"
+    assert (
+        load_config(path, ["model=/m", "dataset=/d.jsonl", "parallel.device=cpu"]).config.model
+        == "/m"
+    )
     names = {"axolotl": "axolotl", "llama": "LLaMA-Factory", "ms": "ms-swift", "trl": "TRL"}
     tool = names[path.stem.split("_")[0]]
     others = set(names.values()) - {tool}
@@ -109,7 +120,11 @@ def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
 )
 def test_what_means_nothing_here_is_named(load: Load, text: str, level: str, words: str) -> None:
     key = re.findall(r"\w+", text)[1 if text.startswith(("lora:", "parallel:")) else 0]
-    lines = [one for one in load(BASE + text).notices if f"{key}: " in one[1] and "is not true" not in one[1]]
+    lines = [
+        one
+        for one in load(BASE + text).notices
+        if f"{key}: " in one[1] and "is not true" not in one[1]
+    ]
     assert lines
     assert lines[0][0] == level
     assert words in lines[0][1]

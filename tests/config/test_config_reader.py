@@ -122,7 +122,22 @@ def test_command_line_values(text: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["1e-4", "1.5", "1:30", "010", "null", "yes", "2024-01-01", "a: b", " x", "x\ny", "~", "# c", "1_0"]
+    "text",
+    [
+        "1e-4",
+        "1.5",
+        "1:30",
+        "010",
+        "null",
+        "yes",
+        "2024-01-01",
+        "a: b",
+        " x",
+        "x\ny",
+        "~",
+        "# c",
+        "1_0",
+    ],
 )
 def test_dumped_text_stays_text(text: str) -> None:
     assert parse_yaml(yaml.dump({"a": text}, Dumper=Dumper), "c").value["a"] == text

@@ -19,12 +19,20 @@ Load = Callable[..., Loaded]
     ("text", "sources"),
     [
         (
-            "datasets: [{path: a, type: alpaca}, {path: b, type: chat_template, split: 's[:5%]', name: n}]",
-            [{"path": "a", "format": "alpaca"}, {"path": "b", "format": "messages", "split": "s[:5%]", "name": "n"}],
+            (
+                "datasets: [{path: a, type: alpaca}, {path: b, type: chat_template, split:"
+                " 's[:5%]', name: n}]"
+            ),
+            [
+                {"path": "a", "format": "alpaca"},
+                {"path": "b", "format": "messages", "split": "s[:5%]", "name": "n"},
+            ],
         ),
         (
-            "datasets: [{path: a, type: chat_template, field_messages: conv, "
-            "message_property_mappings: {role: from, content: value}}]",
+            (
+                "datasets: [{path: a, type: chat_template, field_messages: conv, "
+                "message_property_mappings: {role: from, content: value}}]"
+            ),
             [{"path": "a", "format": "sharegpt", "columns": {"conversations": "conv"}}],
         ),
         (
@@ -46,10 +54,19 @@ Load = Callable[..., Loaded]
             [{"path": "o/x#500"}, {"path": "o/y#5", "name": "sub"}, {"path": "z.jsonl"}],
         ),
         ("dataset: a#2,b\nstage: sft\nmax_samples: 7", [{"path": "a#2"}, {"path": "b#7"}]),
-        ("dataset_name: a\ndataset_config: c\ndataset_train_split: s", [{"path": "a", "name": "c", "split": "s"}]),
-        ("dataset_name: a\ndataset_text_field: body", [{"path": "a", "format": "text", "columns": {"text": "body"}}]),
         (
-            "dataset_mixture: {datasets: [{id: a, config: c, split: s, columns: [m], weight: 1.0}], test_split_size: 0.1}",
+            "dataset_name: a\ndataset_config: c\ndataset_train_split: s",
+            [{"path": "a", "name": "c", "split": "s"}],
+        ),
+        (
+            "dataset_name: a\ndataset_text_field: body",
+            [{"path": "a", "format": "text", "columns": {"text": "body"}}],
+        ),
+        (
+            (
+                "dataset_mixture: {datasets: [{id: a, config: c, split: s, columns: [m], weight:"
+                " 1.0}], test_split_size: 0.1}"
+            ),
             [{"path": "a", "name": "c", "split": "s"}],
         ),
         (
@@ -58,9 +75,13 @@ Load = Callable[..., Loaded]
         ),
         ("dataset_mixer: {a: 1.0, b: 0.5}", [{"path": "a"}, {"path": "b"}]),
         (
-            "datasets: [{path: a, type: chat_template, field_messages: conv, message_property_mappings: {role: from, "
-            "content: value, tool_calls: calls}, message_field_training: learn, message_field_training_detail: parts, "
-            "field_tools: functions, roles: {assistant: [gpt, bot9000]}, roles_to_train: [assistant], train_on_eos: turn}]",
+            (
+                "datasets: [{path: a, type: chat_template, field_messages: conv,"
+                " message_property_mappings: {role: from, content: value, tool_calls: calls},"
+                " message_field_training: learn, message_field_training_detail: parts, field_tools:"
+                " functions, roles: {assistant: [gpt, bot9000]}, roles_to_train: [assistant],"
+                " train_on_eos: turn}]"
+            ),
             [
                 {
                     "path": "a",
@@ -76,7 +97,10 @@ Load = Callable[..., Loaded]
                 }
             ],
         ),
-        ("pretraining_dataset: [{path: a, text_column: body}]", [{"path": "a", "format": "text", "columns": {"text": "body"}}]),
+        (
+            "pretraining_dataset: [{path: a, text_column: body}]",
+            [{"path": "a", "format": "text", "columns": {"text": "body"}}],
+        ),
     ],
 )
 def test_sources(load: Load, text: str, sources: list[dict[str, Any]]) -> None:
@@ -105,7 +129,12 @@ def test_masks_that_paceline_does_not_have_are_refused(load: Load, text: str) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["ignore_columns: [a, b]", "ignore_columns: a, b", "ignore_columns: b\ndataset.ignore_columns: a"]
+    "text",
+    [
+        "ignore_columns: [a, b]",
+        "ignore_columns: a, b",
+        "ignore_columns: b\ndataset.ignore_columns: a",
+    ],
 )
 def test_ignore_columns_is_a_list_or_text(load: Load, text: str) -> None:
     config = load(f"model: m\ndataset: {{path: d}}\n{text}\n").config
@@ -113,9 +142,17 @@ def test_ignore_columns_is_a_list_or_text(load: Load, text: str) -> None:
 
 
 def test_tools_and_roles_of_dataset_info(load: Load, tmp_path: Path) -> None:
-    tags = {"role_tag": "who", "content_tag": "said", "user_tag": "me", "assistant_tag": "gpt", "function_tag": "call"}
+    tags = {
+        "role_tag": "who",
+        "content_tag": "said",
+        "user_tag": "me",
+        "assistant_tag": "gpt",
+        "function_tag": "call",
+    }
     share = {"messages": "talk", "tools": "functions"}
-    table = {"share": {"file_name": "a.json", "formatting": "sharegpt", "columns": share, "tags": tags}}
+    table = {
+        "share": {"file_name": "a.json", "formatting": "sharegpt", "columns": share, "tags": tags}
+    }
     (tmp_path / "dataset_info.json").write_text(json.dumps(table))
     loaded = load(f"model: m\nstage: sft\ndataset: share\ndataset_dir: {tmp_path}\n")
     assert loaded.config.sources()[0].model_dump(exclude_defaults=True) == {
@@ -134,11 +171,16 @@ def test_dataset_dir(load: Load, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "mine.jsonl").write_text("")
     (folder / "dataset_info.json").write_text(
-        '{"talk": {"file_name": "t.json", "formatting": "sharegpt", "columns": {"messages": "conv"}}, '
-        '"hub": {"hf_hub_url": "o/h"}}'
+        '{"talk": {"file_name": "t.json", "formatting": "sharegpt", "columns": {"messages":'
+        ' "conv"}}, "hub": {"hf_hub_url": "o/h"}}'
     )
     loaded = load(f"model: m\ndataset: mine,talk#5,hub,other\ndataset_dir: {folder}\n")
-    assert [one.path for one in loaded.config.sources()] == [f"{folder}/mine.jsonl", f"{folder}/t.json#5", "o/h", "other"]
+    assert [one.path for one in loaded.config.sources()] == [
+        f"{folder}/mine.jsonl",
+        f"{folder}/t.json#5",
+        "o/h",
+        "other",
+    ]
     assert loaded.config.sources()[1].columns == {"conversations": "conv"}
 
 
@@ -155,7 +197,12 @@ def _info(folder: Path, **entries: Any) -> Path:
     return folder
 
 
-_MESSAGES = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+_MESSAGES = {
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+}
 
 
 @pytest.mark.parametrize(
@@ -165,44 +212,90 @@ _MESSAGES = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "
             {"hf_hub_url": "o/h", "subset": "en", "split": "validation"},
             {"path": "o/h", "format": "alpaca", "name": "en", "split": "validation"},
         ),
-        ({"hf_hub_url": "o/h", "file_name": "x.json", "num_samples": 10}, {"path": "o/h#10", "format": "alpaca"}),
-        ({"hf_hub_url": "o/h", "revision": "main", "ranking": False}, {"path": "o/h", "format": "alpaca"}),
         (
-            {"hf_hub_url": "o/h", "columns": {"prompt": "input", "response": "target"}},
-            {"path": "o/h", "format": "alpaca", "columns": {"instruction": "input", "output": "target", "input": ""}},
+            {"hf_hub_url": "o/h", "file_name": "x.json", "num_samples": 10},
+            {"path": "o/h#10", "format": "alpaca"},
         ),
         (
-            {"hf_hub_url": "o/h", "columns": {"prompt": "q", "query": "more", "response": "a", "system": "s", "history": "h"}},
+            {"hf_hub_url": "o/h", "revision": "main", "ranking": False},
+            {"path": "o/h", "format": "alpaca"},
+        ),
+        (
+            {"hf_hub_url": "o/h", "columns": {"prompt": "input", "response": "target"}},
             {
                 "path": "o/h",
                 "format": "alpaca",
-                "columns": {"instruction": "q", "input": "more", "output": "a", "system": "s", "history": "h"},
+                "columns": {"instruction": "input", "output": "target", "input": ""},
             },
         ),
         (
-            {"hf_hub_url": "o/h", "formatting": "sharegpt", "columns": {"messages": "chat"}, "tags": _MESSAGES},
+            {
+                "hf_hub_url": "o/h",
+                "columns": {
+                    "prompt": "q",
+                    "query": "more",
+                    "response": "a",
+                    "system": "s",
+                    "history": "h",
+                },
+            },
+            {
+                "path": "o/h",
+                "format": "alpaca",
+                "columns": {
+                    "instruction": "q",
+                    "input": "more",
+                    "output": "a",
+                    "system": "s",
+                    "history": "h",
+                },
+            },
+        ),
+        (
+            {
+                "hf_hub_url": "o/h",
+                "formatting": "sharegpt",
+                "columns": {"messages": "chat"},
+                "tags": _MESSAGES,
+            },
             {"path": "o/h", "format": "messages", "columns": {"messages": "chat"}},
         ),
         ({"hf_hub_url": "o/h", "formatting": "openai"}, {"path": "o/h", "format": "messages"}),
         (
-            {"hf_hub_url": "o/h", "formatting": "sharegpt", "tags": {"role_tag": "who", "content_tag": "says"}},
+            {
+                "hf_hub_url": "o/h",
+                "formatting": "sharegpt",
+                "tags": {"role_tag": "who", "content_tag": "says"},
+            },
             {"path": "o/h", "format": "sharegpt", "columns": {"from": "who", "value": "says"}},
         ),
     ],
 )
-def test_every_key_of_a_dataset_info_is_read(load: Load, tmp_path: Path, entry: dict[str, Any], source: dict[str, Any]) -> None:
+def test_every_key_of_a_dataset_info_is_read(
+    load: Load, tmp_path: Path, entry: dict[str, Any], source: dict[str, Any]
+) -> None:
     folder = _info(tmp_path / "data", mine=entry)
-    loaded = load(f"model: m\nstage: sft\ndataset: mine\neval_dataset: mine\ndataset_dir: {folder}\n")
+    loaded = load(
+        f"model: m\nstage: sft\ndataset: mine\neval_dataset: mine\ndataset_dir: {folder}\n"
+    )
     assert [one.model_dump(exclude_defaults=True) for one in loaded.config.sources()] == [source]
-    assert [one.model_dump(exclude_defaults=True) for one in loaded.config.sources(validation=True)] == [source]
+    assert [
+        one.model_dump(exclude_defaults=True) for one in loaded.config.sources(validation=True)
+    ] == [source]
 
 
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
         ({"file_name": "a.json", "ranking": True}, ["`ranking: true`", "preference data", "DPO"]),
-        ({"file_name": "a.json", "columns": {"chosen": "c", "rejected": "r"}}, ["`chosen`", "preference data"]),
-        ({"file_name": "a.json", "columns": {"messages": "m", "kto_tag": "label"}}, ["`kto_tag`", "KTO"]),
+        (
+            {"file_name": "a.json", "columns": {"chosen": "c", "rejected": "r"}},
+            ["`chosen`", "preference data"],
+        ),
+        (
+            {"file_name": "a.json", "columns": {"messages": "m", "kto_tag": "label"}},
+            ["`kto_tag`", "KTO"],
+        ),
         ({"file_name": "a.json", "columns": {"images": "images"}}, ["images", "text alone"]),
         ({"hf_hub_url": "o/h", "folder": "python"}, ["`folder: python`", "download"]),
         ({"hf_hub_url": "o/h", "revision": "v2"}, ["`revision: v2`"]),
@@ -226,35 +319,55 @@ def test_what_a_dataset_info_holds_and_is_not_read_is_refused(
 def test_dataset_info_of_a_stage_of_pretraining_and_of_the_default_folder(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _info(tmp_path / "data", wiki={"file_name": "wiki.jsonl", "columns": {"prompt": "body"}, "unknown": 1})
+    _info(
+        tmp_path / "data",
+        wiki={"file_name": "wiki.jsonl", "columns": {"prompt": "body"}, "unknown": 1},
+    )
     monkeypatch.chdir(tmp_path)
     loaded = load("model_name_or_path: m\nstage: pt\nfinetuning_type: full\ndataset: wiki\n")
     assert [one.model_dump(exclude_defaults=True) for one in loaded.config.sources()] == [
         {"path": "data/wiki.jsonl", "format": "text", "columns": {"text": "body"}}
     ]
-    assert any("LLaMA-Factory's default" in text and "`unknown`" in text for _, text in loaded.notices)
+    assert any(
+        "LLaMA-Factory's default" in text and "`unknown`" in text for _, text in loaded.notices
+    )
     assert load("model: m\ndataset: wiki\n").config.dataset == "wiki"
 
 
 def test_flags_with_several_values(load: Load) -> None:
-    path, overrides = split_cli(["--dataset", "a", "b", "--model_author", "x", "y", "--lr", "1e-4", "--strict", "true"])
+    path, overrides = split_cli(
+        ["--dataset", "a", "b", "--model_author", "x", "y", "--lr", "1e-4", "--strict", "true"]
+    )
     assert path is None
     config = load("model: m\n", overrides).config
     assert (config.dataset, config.train_args.learning_rate) == (["a", "b"], 1e-4)
 
 
 def test_the_chat_template_of_a_source(load: Load) -> None:
-    text = "model: m\ndatasets: [{path: a, type: chat_template, chat_template: chatml}, {path: b, type: chat_template}]\n"
+    text = (
+        "model: m\ndatasets: [{path: a, type: chat_template, chat_template: chatml}, {path: b,"
+        " type: chat_template}]\n"
+    )
     loaded = load(text)
     assert loaded.config.chat_template == "chatml"
     assert any("`chat_template: chatml`" in words for _, words in loaded.notices)
-    assert load("model: m\ndatasets: [{path: a, chat_template: jinja, chat_template_jinja: ./t.jinja}]\n").config.chat_template
+    assert load(
+        "model: m\ndatasets: [{path: a, chat_template: jinja, chat_template_jinja: ./t.jinja}]\n"
+    ).config.chat_template
 
 
 def test_listed_splits_also_give_the_validation_data(load: Load) -> None:
-    config = load("model: m\ndataset_mixer: {a: 1.0, b: 1.0}\ndataset_splits: [train_sft, test_sft]\n").config
-    assert [(one.path, one.split) for one in config.sources()] == [("a", "train_sft"), ("b", "train_sft")]
-    assert [(one.path, one.split) for one in config.sources(validation=True)] == [("a", "test_sft"), ("b", "test_sft")]
+    config = load(
+        "model: m\ndataset_mixer: {a: 1.0, b: 1.0}\ndataset_splits: [train_sft, test_sft]\n"
+    ).config
+    assert [(one.path, one.split) for one in config.sources()] == [
+        ("a", "train_sft"),
+        ("b", "train_sft"),
+    ]
+    assert [(one.path, one.split) for one in config.sources(validation=True)] == [
+        ("a", "test_sft"),
+        ("b", "test_sft"),
+    ]
     with pytest.raises(ConfigError, match="for training if its name has `train`"):
         load("model: m\ndataset_mixer: {a: 1.0}\ndataset_splits: [dev]\n")
     with pytest.raises(ConfigError, match="2 names for 1 sources"):

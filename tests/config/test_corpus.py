@@ -1,4 +1,5 @@
-"""Configs in the style of each tool, and what Paceline makes of them. Run as a script, it writes the expectations anew."""
+"""Configs in the style of each tool, and what Paceline makes of them. Run as a script, it writes
+the expectations anew."""
 
 from __future__ import annotations
 
@@ -25,17 +26,34 @@ def outcome(path: Path) -> dict[str, Any]:
             loaded = load_config(path.name)
         except ConfigError as error:
             lines = error.paragraph().splitlines()  # without what is allowed and how to fix it
-            return {"refused": "\n".join(re.sub(r" (Allowed|To fix): .*", "", line) for line in lines if line)}
+            return {
+                "refused": "\n".join(
+                    re.sub(r" (Allowed|To fix): .*", "", line) for line in lines if line
+                )
+            }
     defaults = Config(model=loaded.config.model, dataset=loaded.config.dataset)
     config: dict[str, Any] = {"model": loaded.config.model}
     for key in ("dataset", "val_dataset"):
         sources = loaded.config.sources(validation=key == "val_dataset")
         if sources:
-            config[key] = [source.model_dump(mode="json", exclude_defaults=True) for source in sources]
+            config[key] = [
+                source.model_dump(mode="json", exclude_defaults=True) for source in sources
+            ]
     changed = diff_configs(defaults, loaded.config)
-    config.update({key: value for key, _, value in changed if key.split(".")[0] not in ("dataset", "val_dataset")})
+    config.update(
+        {
+            key: value
+            for key, _, value in changed
+            if key.split(".")[0] not in ("dataset", "val_dataset")
+        }
+    )
     warnings = [text for level, text in loaded.notices if level == "warning"]
-    return {"config": config, "warnings": sorted({match[1] for text in warnings if (match := re.match(r"`([\w.]+)", text))})}
+    return {
+        "config": config,
+        "warnings": sorted(
+            {match[1] for text in warnings if (match := re.match(r"`([\w.]+)", text))}
+        ),
+    }
 
 
 def expectation(path: Path) -> Path:
@@ -44,7 +62,13 @@ def expectation(path: Path) -> Path:
 
 def test_the_corpus_covers_every_tool() -> None:
     assert len(FILES) >= 60
-    assert {path.parent.name for path in FILES} >= {"llama_factory", "ms_swift", "axolotl", "trl", "alignment_handbook"}
+    assert {path.parent.name for path in FILES} >= {
+        "llama_factory",
+        "ms_swift",
+        "axolotl",
+        "trl",
+        "alignment_handbook",
+    }
     assert {expectation(path) for path in FILES} == set(CORPUS.glob("*/*.expected.yaml"))
 
 

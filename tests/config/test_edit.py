@@ -53,7 +53,10 @@ def test_one_key_is_set_and_the_rest_stays(values, gone, new):
 
 
 def test_a_key_is_taken_out_with_its_line():
-    assert changed(TEXT, edit_yaml(TEXT, {}, ["train_args.max_steps"])[0]) == (["  max_steps: 9   # short"], [])
+    assert changed(TEXT, edit_yaml(TEXT, {}, ["train_args.max_steps"])[0]) == (
+        ["  max_steps: 9   # short"],
+        [],
+    )
     assert "lora: {enable: true}  # one line" in edit_yaml(TEXT, {}, ["lora.rank"])[0]
 
 
@@ -69,15 +72,29 @@ def test_a_number_stays_as_it_is_spelt():
 
 
 def test_another_tools_name_gives_way_to_the_key_itself():
-    text, kept = edit_yaml("model: a\ndataset: b\nlr: 1e-4\nnum_train_epochs: 2\n", {"train_args.learning_rate": 0.001})
+    text, kept = edit_yaml(
+        "model: a\ndataset: b\nlr: 1e-4\nnum_train_epochs: 2\n", {"train_args.learning_rate": 0.001}
+    )
     assert kept
     assert "lr: 1e-4" not in text
     assert load_text(text, "config").config.train_args.learning_rate == 0.001
 
 
-@pytest.mark.parametrize("text", ["", "model: a", "{model: a, dataset: b}", "model: a\nlora:\n", "model: a\ntrain_args: {}\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "model: a", "{model: a, dataset: b}", "model: a\nlora:\n", "model: a\ntrain_args: {}\n"],
+)
 def test_every_shape_of_text_takes_keys(text):
-    text, kept = edit_yaml(text, {"lora.rank": 4, "train_args.max_steps": 7, "system": "short", "dataset": "d", "model": "m"})
+    text, kept = edit_yaml(
+        text,
+        {
+            "lora.rank": 4,
+            "train_args.max_steps": 7,
+            "system": "short",
+            "dataset": "d",
+            "model": "m",
+        },
+    )
     config = load_text(text, "config").config
     assert kept
     assert (config.lora.rank, config.train_args.max_steps, config.system) == (4, 7, "short")
@@ -85,7 +102,9 @@ def test_every_shape_of_text_takes_keys(text):
 
 
 def test_an_anchor_is_not_edited_through_its_alias():
-    text, kept = edit_yaml("model: m\ndataset: d\ntask_args: &shared {rank: 3}\nlora: *shared\n", {"lora.rank": 4})
+    text, kept = edit_yaml(
+        "model: m\ndataset: d\ntask_args: &shared {rank: 3}\nlora: *shared\n", {"lora.rank": 4}
+    )
     config = load_text(text, "config").config
     assert not kept  # said, for comments are lost
     assert (config.lora.rank, config.task_args) == (4, {"rank": 3})
@@ -101,7 +120,21 @@ def test_text_that_is_no_config_is_refused():
 
 
 @pytest.mark.parametrize(
-    "value", ["9" * 5000, "\x85", "a\nb: c", "- x", "&a", "*a", "!!int 7", float("nan"), [[[1]]], "#", "'", '"']
+    "value",
+    [
+        "9" * 5000,
+        "\x85",
+        "a\nb: c",
+        "- x",
+        "&a",
+        "*a",
+        "!!int 7",
+        float("nan"),
+        [[[1]]],
+        "#",
+        "'",
+        '"',
+    ],
 )
 def test_any_value_can_be_written(value):
     for key in ("system", "train_args.max_steps", "task_args"):

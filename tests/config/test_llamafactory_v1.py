@@ -47,7 +47,13 @@ def test_a_whole_config_loads(load: Load, tmp_path: Path, monkeypatch: pytest.Mo
         {"path": "organization/name#1000", "split": "test"},
     ]
     lora = config.lora
-    assert (lora.enable, lora.rank, lora.alpha, lora.dropout, lora.target_modules) == (True, 16, 64, 0.1, "all-linear")
+    assert (lora.enable, lora.rank, lora.alpha, lora.dropout, lora.target_modules) == (
+        True,
+        16,
+        64,
+        0.1,
+        "all-linear",
+    )
     assert (config.parallel.mode, config.train_args.precision) == ("zero3", "bf16-mixed")
     assert config.train_args.per_device_train_batch_size == 1
     assert any(level == "warning" and "`weight` of demo" in text for level, text in loaded.notices)

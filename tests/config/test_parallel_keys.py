@@ -1,4 +1,5 @@
-"""Parallelism settings of other tools, and spellings of `parallel.mode`: read as the strategy, or refused."""
+"""Parallelism settings of other tools, and spellings of `parallel.mode`: read as the strategy, or
+refused."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "ds_z3_params.json": {"stage": 3, "offload_param": host},
     }
     for name, section in sections.items():
-        settings = {"zero_optimization": section, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}
+        settings = {
+            "zero_optimization": section,
+            "bf16": {"enabled": "auto"},
+            "gradient_clipping": "auto",
+        }
         (tmp_path / name).write_text(json.dumps(settings))
     (tmp_path / "fsdp2.json").write_text(
         json.dumps({
@@ -150,7 +155,9 @@ ND = "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_vers
         ("ddp: true", {"mode": "ddp"}),
     ],
 )  # fmt: skip
-def test_foreign_settings_select_the_strategy(load: Load, in_folder: Path, text: str, expected: dict[str, Any]) -> None:
+def test_foreign_settings_select_the_strategy(
+    load: Load, in_folder: Path, text: str, expected: dict[str, Any]
+) -> None:
     loaded = load(BASE + text)
     assert parallel_of(loaded) == expected
     assert loaded.notices, "nothing is read under another name in silence"
@@ -191,8 +198,15 @@ def test_spellings_of_the_mode(load: Load, spelling: str, expected: dict[str, An
 
 
 def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None:
-    assert parallel_of(load(BASE + "parallel: {mode: hsdp, nnodes: 2}")) == {"mode": "zero3", "nnodes": 2, "data": 2}
-    assert parallel_of(load(BASE + "parallel: {mode: hsdp, shard: 4}")) == {"mode": "zero3", "shard": 4}
+    assert parallel_of(load(BASE + "parallel: {mode: hsdp, nnodes: 2}")) == {
+        "mode": "zero3",
+        "nnodes": 2,
+        "data": 2,
+    }
+    assert parallel_of(load(BASE + "parallel: {mode: hsdp, shard: 4}")) == {
+        "mode": "zero3",
+        "shard": 4,
+    }
 
 
 @pytest.mark.parametrize(
@@ -224,7 +238,9 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
         ("num_processes: 5\nnum_machines: 2", "do not divide into 2 hosts"),
     ],
 )  # fmt: skip
-def test_what_paceline_does_not_have_is_refused(load: Load, in_folder: Path, text: str, words: str) -> None:
+def test_what_paceline_does_not_have_is_refused(
+    load: Load, in_folder: Path, text: str, words: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(BASE + text)
     assert words in caught.value.paragraph()
@@ -233,8 +249,12 @@ def test_what_paceline_does_not_have_is_refused(load: Load, in_folder: Path, tex
 def test_the_command_line_takes_the_strategy_from_the_file(load: Load, in_folder: Path) -> None:
     loaded = load(BASE + "deepspeed: ds_z3_offload.json", ["parallel.mode=zero2"])
     assert parallel_of(loaded) == {"mode": "zero2"}
-    assert any("gives way to the command line: `parallel.mode=zero2`" in text for _, text in loaded.notices)
-    assert parallel_of(load(BASE + "fsdp: full_shard", ["--deepspeed", "ds_z2.json"])) == deepspeed(2, "ds_z2.json")
+    assert any(
+        "gives way to the command line: `parallel.mode=zero2`" in text for _, text in loaded.notices
+    )
+    assert parallel_of(load(BASE + "fsdp: full_shard", ["--deepspeed", "ds_z2.json"])) == deepspeed(
+        2, "ds_z2.json"
+    )
     assert parallel_of(load(BASE + "deepspeed: zero3", ["deepspeed=zero1"])) == deepspeed(1)
 
 
@@ -246,22 +266,41 @@ def test_a_deepspeed_json_sets_what_the_config_leaves_out(load: Load, in_folder:
         "gradient_accumulation_steps": 3,
         "gradient_clipping": 0.3,
         "steps_per_print": 2000,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, "auto"], "torch_adam": True}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": "auto"}},
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 1e-3, "betas": [0.8, "auto"], "torch_adam": True},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 10, "total_num_steps": "auto"},
+        },
     }
     Path("ds.json").write_text(json.dumps(settings))
     args = load(BASE + "deepspeed: ds.json").config.train_args
-    assert (args.precision, args.per_device_train_batch_size, args.gradient_accumulation_steps) == ("bf16-mixed", 2, 3)
+    assert (args.precision, args.per_device_train_batch_size, args.gradient_accumulation_steps) == (
+        "bf16-mixed",
+        2,
+        3,
+    )
     assert (args.max_grad_norm, args.optim, args.learning_rate) == (0.3, "adamw", 1e-3)
     assert (args.adam_beta1, args.adam_beta2) == (0.8, 0.999)
     assert (args.lr_scheduler_type, args.warmup_steps) == ("linear", 10)
 
-    loaded = load(BASE + "deepspeed: ds.json\nmax_grad_norm: 2\nbf16: auto", ["gradient_accumulation_steps=1"])
+    loaded = load(
+        BASE + "deepspeed: ds.json\nmax_grad_norm: 2\nbf16: auto", ["gradient_accumulation_steps=1"]
+    )
     args = loaded.config.train_args
-    assert (args.max_grad_norm, args.gradient_accumulation_steps, args.precision) == (2, 1, "bf16-mixed")
+    assert (args.max_grad_norm, args.gradient_accumulation_steps, args.precision) == (
+        2,
+        1,
+        "bf16-mixed",
+    )
     warnings = [text for level, text in loaded.notices if level == "warning"]
     assert "`gradient_clipping: 0.3` (ds.json) gives way to `max_grad_norm: 2`" in warnings
-    assert "`gradient_accumulation_steps: 3` (ds.json) gives way to `gradient_accumulation_steps=1`" in warnings
+    assert (
+        "`gradient_accumulation_steps: 3` (ds.json) gives way to `gradient_accumulation_steps=1`"
+        in warnings
+    )
     words = "\n".join(text for _, text in loaded.notices)
     assert "`steps_per_print`" in words
 
@@ -279,12 +318,16 @@ def test_a_json_beside_the_config_is_found(tmp_path: Path) -> None:
 
 
 def test_activation_checkpointing_of_fsdp_is_gradient_checkpointing(load: Load) -> None:
-    text = BASE + "gradient_checkpointing: false\nfsdp: full_shard\nfsdp_config: {activation_checkpointing: true}"
+    text = (
+        BASE
+        + "gradient_checkpointing: false\nfsdp: full_shard\nfsdp_config: {activation_checkpointing: true}"
+    )
     assert load(text).config.train_args.gradient_checkpointing
     assert not load(text, ["gradient_checkpointing=false"]).config.train_args.gradient_checkpointing
 
 
-# -- whole files --------------------------------------------------------------------------------------------------------------
+# -- whole files
+# --------------------------------------------------------------------------------------------------------------
 
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE
@@ -315,7 +358,9 @@ use_cpu: false
 """
 
 
-def test_a_config_of_accelerate_is_named_as_one_and_works_with_a_model_and_data(tmp_path: Path) -> None:
+def test_a_config_of_accelerate_is_named_as_one_and_works_with_a_model_and_data(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "accelerate_config.yaml"
     path.write_text(ACCELERATE)
     with pytest.raises(ConfigError) as caught:

@@ -104,13 +104,17 @@ def test_what_is_refused(tmp_path: Path, text: str, parts: list[str]) -> None:
         assert part in error.value.paragraph()
 
 
-def test_each_spelling_is_reported_once_and_a_native_one_is_not_another_tool(tmp_path: Path) -> None:
+def test_each_spelling_is_reported_once_and_a_native_one_is_not_another_tool(
+    tmp_path: Path,
+) -> None:
     assert load(tmp_path, "bf16: true\nfp16: false").notices == [
         ("info", "`bf16: true` is read as `train_args.precision: bf16-mixed`")
     ]
     assert load(tmp_path, "precision: 32").notices == []
     lines = [text for _, text in load(tmp_path, "torch_dtype: float32\nbf16: true").notices]
-    assert any("`torch_dtype: float32`" in line and "gives way to `bf16: true`" in line for line in lines)
+    assert any(
+        "`torch_dtype: float32`" in line and "gives way to `bf16: true`" in line for line in lines
+    )
     changed = [text for _, text in load(tmp_path, "fp16: true", "fp16=false").notices]
     assert changed == ["`fp16: true` gives way to the command line: `fp16=false`"]
 
@@ -121,7 +125,9 @@ def test_a_written_config_loads_again(value: str) -> None:
     again = load_text(to_yaml(config), "b.yaml")
     assert again.config == config
     assert again.notices == []
-    assert config.train_args.mixed_dtype == {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}.get(value)
+    assert config.train_args.mixed_dtype == {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}.get(
+        value
+    )
 
 
 def test_a_number_in_python() -> None:

@@ -11,10 +11,21 @@ from paceline.config.derive import Derived, derive
 from paceline.config.schema import Config
 
 
-def resolve(num_train: int = 100, world_size: int = 2, num_eval: int = 0, tokens: int | None = None, **args: Any) -> Derived:
+def resolve(
+    num_train: int = 100,
+    world_size: int = 2,
+    num_eval: int = 0,
+    tokens: int | None = None,
+    **args: Any,
+) -> Derived:
     config = Config(model="m", dataset="d", train_args={"per_device_train_batch_size": 4, **args})
     return derive(
-        config, world_size=world_size, num_train=num_train, num_eval=num_eval, default_learning_rate=1e-4, train_tokens=tokens
+        config,
+        world_size=world_size,
+        num_train=num_train,
+        num_eval=num_eval,
+        default_learning_rate=1e-4,
+        train_tokens=tokens,
     )
 
 
@@ -22,7 +33,9 @@ def resolve(num_train: int = 100, world_size: int = 2, num_eval: int = 0, tokens
     ("samples", "world", "accumulation", "batch", "per_epoch"),
     [(100, 2, 1, 8, 13), (96, 2, 1, 8, 12), (97, 2, 4, 32, 4), (8, 2, 1, 8, 1), (9, 1, 2, 8, 2)],
 )
-def test_no_sample_is_left_out_of_an_epoch(samples: int, world: int, accumulation: int, batch: int, per_epoch: int) -> None:
+def test_no_sample_is_left_out_of_an_epoch(
+    samples: int, world: int, accumulation: int, batch: int, per_epoch: int
+) -> None:
     found = resolve(samples, world, gradient_accumulation_steps=accumulation)
     assert (found.global_batch_size, found.steps_per_epoch) == (batch, per_epoch)
     assert (per_epoch - 1) * batch < samples <= per_epoch * batch
@@ -57,12 +70,24 @@ def test_warm_up(args: dict[str, Any], warmup: int) -> None:
         (1, 8, 2, "8 samples = 4 a micro-batch × 2 accumulation × 1 rank"),
         (3, 32, 3, "32 samples = 11+11+10 on 3 ranks: at most 4 a micro-batch × 3 accumulation"),
         (8, 8, 1, "8 samples = 1 a micro-batch × 1 accumulation × 8 ranks"),
-        (9, 80, 3, "80 samples = 8 × 9 + 1 × 8 on 9 ranks: at most 3 a micro-batch × 3 accumulation"),
+        (
+            9,
+            80,
+            3,
+            "80 samples = 8 × 9 + 1 × 8 on 9 ranks: at most 3 a micro-batch × 3 accumulation",
+        ),
     ],
 )
 def test_a_global_batch_that_stays(replicas: int, batch: int, accumulation: int, text: str) -> None:
     config = Config(model="m", dataset="d", train_args={"per_device_train_batch_size": 4})
-    found = derive(config, world_size=replicas, num_train=100, num_eval=0, default_learning_rate=1e-4, global_batch_size=batch)
+    found = derive(
+        config,
+        world_size=replicas,
+        num_train=100,
+        num_eval=0,
+        default_learning_rate=1e-4,
+        global_batch_size=batch,
+    )
     assert found.global_batch_size == batch
     assert found.gradient_accumulation_steps == accumulation
     assert found.steps_per_epoch == math.ceil(100 / batch)
@@ -86,7 +111,9 @@ def test_tokens_a_step_is_the_mean_of_a_batch() -> None:
 
 
 def test_for_a_person() -> None:
-    text = "\n".join(resolve(tokens=5000, num_eval=3, warmup_ratio=0.1, gradient_accumulation_steps=2).lines())
+    text = "\n".join(
+        resolve(tokens=5000, num_eval=3, warmup_ratio=0.1, gradient_accumulation_steps=2).lines()
+    )
     for part in (
         "16 samples = 4 a micro-batch × 2 accumulation × 2 ranks, about 800 tokens a step", "21 (7 an epoch, 3 epochs)",
         "3 steps to learning rate 0.0001", "every 7 steps",
@@ -98,7 +125,14 @@ def test_for_a_person() -> None:
 
 
 def test_shares_of_all_steps() -> None:
-    found = resolve(num_train=80, num_eval=4, save_steps=0.25, eval_steps=0.1, logging_steps=0.5, num_train_epochs=3)
+    found = resolve(
+        num_train=80,
+        num_eval=4,
+        save_steps=0.25,
+        eval_steps=0.1,
+        logging_steps=0.5,
+        num_train_epochs=3,
+    )
     assert found.steps == 30
     assert (found.save_every_steps, found.eval_every_steps, found.log_every_steps) == (8, 3, 15)
     for epochs in range(2, 40):

@@ -6,13 +6,25 @@ import pickle
 
 import pytest
 
-from paceline.core.errors import ConfigError, FaultError, PacelineError, ReportedError, RunError, StoppedError, nearest
+from paceline.core.errors import (
+    ConfigError,
+    FaultError,
+    PacelineError,
+    ReportedError,
+    RunError,
+    StoppedError,
+    nearest,
+)
 from paceline.core.formatting import counted
 
 
 def test_the_paragraph() -> None:
     error = ConfigError("`rank: 0` is out of range ", allowed="1 or more", fix="write `rank: 8`")
-    assert error.paragraph() == str(error) == "`rank: 0` is out of range. Allowed: 1 or more. To fix: write `rank: 8`."
+    assert (
+        error.paragraph()
+        == str(error)
+        == "`rank: 0` is out of range. Allowed: 1 or more. To fix: write `rank: 8`."
+    )
     assert RunError("It ended").paragraph() == "It ended."
     assert RunError("Why?", fix="do this:").paragraph() == "Why? To fix: do this:"
 

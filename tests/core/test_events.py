@@ -24,9 +24,16 @@ def test_each_event_is_a_line_of_json(tmp_path: Path) -> None:
     log.notice("seen already", said=True)
     log.notice("careful", "warning")
     log.close()
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [one["type"] for one in lines] == ["step", "notice", "notice"]
-    assert (lines[0]["loss"], lines[0]["ranks"], lines[0]["text"]) == ("nan", [{"wait_s": "inf"}], "süß")
+    assert (lines[0]["loss"], lines[0]["ranks"], lines[0]["text"]) == (
+        "nan",
+        [{"wait_s": "inf"}],
+        "süß",
+    )
     assert lines[2]["level"] == "warning"
     assert all(abs(one["time"] - time.time()) < 600 for one in lines)
     assert [one.get("text") for one in heard] == ["süß", "careful"]
@@ -103,6 +110,16 @@ def test_steps_that_were_done_again_count_once() -> None:
         return {"type": "step", "step": number, "loss": loss}
 
     first = [{"type": "run_start"}, step(1, 3.0), step(2, 2.0), step(3, 1.0)]
-    resumed = [{"type": "run_start", "resumed_from_step": 2}, {"type": "resume", "step": 2}, step(3, 1.5)]
-    assert [(one["step"], one["loss"]) for one in effective_steps([*first, *resumed])] == [(1, 3.0), (2, 2.0), (3, 1.5)]
-    assert [one["step"] for one in effective_steps([*first, {"type": "run_start"}, step(1, 9.0)])] == [1]
+    resumed = [
+        {"type": "run_start", "resumed_from_step": 2},
+        {"type": "resume", "step": 2},
+        step(3, 1.5),
+    ]
+    assert [(one["step"], one["loss"]) for one in effective_steps([*first, *resumed])] == [
+        (1, 3.0),
+        (2, 2.0),
+        (3, 1.5),
+    ]
+    assert [
+        one["step"] for one in effective_steps([*first, {"type": "run_start"}, step(1, 9.0)])
+    ] == [1]

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from disks import disk
 
-from paceline.core.files import cache_dir, human_bytes, replace_dir, sha256_file, sync_tree, write_atomic, write_json_atomic
+from paceline.core.files import (
+    cache_dir,
+    human_bytes,
+    replace_dir,
+    sha256_file,
+    sync_tree,
+    write_atomic,
+    write_json_atomic,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -71,13 +79,22 @@ def test_sha256(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (3 << 30, "3.0 GiB"), (2 << 40, "2.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (3 << 30, "3.0 GiB"),
+        (2 << 40, "2.0 TiB"),
+    ],
 )
 def test_human_bytes(size: int, text: str) -> None:
     assert human_bytes(size) == text
 
 
-def test_the_cache_follows_the_desktop_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_follows_the_desktop_standard(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir() == tmp_path / "paceline"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -1,4 +1,5 @@
-"""Whether the hub can be reached is found out within seconds, and without a network one message says what to do."""
+"""Whether the hub can be reached is found out within seconds, and without a network one message
+says what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from paceline.core import hub
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("HF_ENDPOINT", *hub.OFFLINE_VARIABLES, *(f"{one}_proxy" for one in ("http", "https", "all", "no"))):
+    for name in (
+        "HF_ENDPOINT",
+        *hub.OFFLINE_VARIABLES,
+        *(f"{one}_proxy" for one in ("http", "https", "all", "no")),
+    ):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     hub.unreachable.cache_clear()
@@ -45,7 +50,10 @@ def test_a_mirror_that_answers(monkeypatch: pytest.MonkeyPatch, listening: int) 
 def test_a_mirror_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
-    assert hub.unreachable() == f"http://127.0.0.1:{port} cannot be reached from this machine (Connection refused)"
+    assert (
+        hub.unreachable()
+        == f"http://127.0.0.1:{port} cannot be reached from this machine (Connection refused)"
+    )
 
 
 def test_a_mirror_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +61,9 @@ def test_a_mirror_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is not an address" in str(hub.unreachable())
 
 
-def test_a_proxy_is_asked_in_the_hubs_place(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+def test_a_proxy_is_asked_in_the_hubs_place(
+    monkeypatch: pytest.MonkeyPatch, listening: int
+) -> None:
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{listening}")
     assert hub.unreachable() is None
     hub.unreachable.cache_clear()
@@ -72,17 +82,29 @@ def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "model").mkdir(parents=True)
     assert hub.is_hub_id("Qwen/Qwen2.5-0.5B")
-    assert not any(map(hub.is_hub_id, ("org/model", "./x", "/a/b", "~/x", "builtin:qwen2-tiny", "a/b/c")))
+    assert not any(
+        map(hub.is_hub_id, ("org/model", "./x", "/a/b", "~/x", "builtin:qwen2-tiny", "a/b/c"))
+    )
 
 
-@pytest.mark.parametrize("words", [("model=a/b", "dataset=d.jsonl"), ("model=builtin:qwen2-micro", "dataset=a/b#10")])
+@pytest.mark.parametrize(
+    "words", [("model=a/b", "dataset=d.jsonl"), ("model=builtin:qwen2-micro", "dataset=a/b#10")]
+)
 @pytest.mark.parametrize("mode", ["--dry-run", "report_to=none"])
-def test_without_a_network_a_hub_id_ends_with_one_message(tmp_path: Path, words: tuple[str, ...], mode: str) -> None:
+def test_without_a_network_a_hub_id_ends_with_one_message(
+    tmp_path: Path, words: tuple[str, ...], mode: str
+) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path / "hub")}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}",
+        "HF_HOME": str(tmp_path / "hub"),
+    }
     environment["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
     command = [sys.executable, "-m", "paceline", "sft", *words, "output_dir=run", mode]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2, done.stderr
     assert "Retry" not in done.stderr
     error = done.stderr[done.stderr.index("error: ") :]
@@ -100,9 +122,16 @@ def test_offline_a_model_that_was_downloaded_before_is_found(tmp_path: Path) -> 
     refs.mkdir()
     (refs / "main").write_text(snapshot.name)
     code = (
-        "from paceline.config.schema import Config\nfrom paceline.models.files import check_hub\n"
-        "check_hub(Config(model='a/b', dataset='d'))\nimport huggingface_hub\nprint(huggingface_hub.is_offline_mode())"
+        "from paceline.config.schema import Config\nfrom paceline.models.files import"
+        " check_hub\ncheck_hub(Config(model='a/b', dataset='d'))\nimport"
+        " huggingface_hub\nprint(huggingface_hub.is_offline_mode())"
     )
-    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}",
+        "HF_HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "True", done.stderr

@@ -18,9 +18,9 @@ from paceline.core.launch_lock import LaunchLock, is_launching
 from paceline.core.run_dir import RunDir
 
 HOLD = (
-    "import sys; from pathlib import Path\n"
-    "from paceline.core.launch_lock import LaunchLock; from paceline.core.run_dir import RunDir\n"
-    "with LaunchLock(RunDir(Path(sys.argv[1])), print):\n    print('held', flush=True); sys.stdin.read()"
+    "import sys; from pathlib import Path\nfrom paceline.core.launch_lock import LaunchLock; from"
+    " paceline.core.run_dir import RunDir\nwith LaunchLock(RunDir(Path(sys.argv[1])), print):\n   "
+    " print('held', flush=True); sys.stdin.read()"
 )
 
 
@@ -29,7 +29,9 @@ def silent(_level: str, _text: str) -> None:
 
 
 def holder(folder: Path) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
     return process
@@ -38,9 +40,13 @@ def holder(folder: Path) -> subprocess.Popen[bytes]:
 def test_the_second_launcher_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
     with LaunchLock(RunDir(tmp_path), silent):
         assert is_launching(RunDir(tmp_path))
-        with pytest.raises(ConfigError, match=rf"in use by another run: process {os.getpid()} on .*`output_dir`") as error:
+        with pytest.raises(
+            ConfigError, match=rf"in use by another run: process {os.getpid()} on .*`output_dir`"
+        ) as error:
             LaunchLock(RunDir(tmp_path), silent).__enter__()
-        assert Path(sys.argv[0]).name.removeprefix("__main__") in str(error.value) or "paceline" in str(error.value)
+        assert Path(sys.argv[0]).name.removeprefix("__main__") in str(
+            error.value
+        ) or "paceline" in str(error.value)
     assert not is_launching(RunDir(tmp_path))
 
 

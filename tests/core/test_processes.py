@@ -20,14 +20,21 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="this system does not say who sent a signal")
+@pytest.mark.skipif(
+    not hasattr(signal, "sigwaitinfo"), reason="this system does not say who sent a signal"
+)
 def test_a_signal_ends_a_process_where_its_parent_sent_it() -> None:
-    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert child.stdin is not None
     assert child.stdout is not None
     try:
         assert child.stdout.readline() == "ready\n"
-        subprocess.run([sys.executable, "-c", f"import os; os.kill({child.pid}, {int(signal.SIGTERM)})"], check=True)
+        subprocess.run(
+            [sys.executable, "-c", f"import os; os.kill({child.pid}, {int(signal.SIGTERM)})"],
+            check=True,
+        )
         time.sleep(0.2)
         child.stdin.write("are you there?\n")
         child.stdin.flush()

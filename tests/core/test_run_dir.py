@@ -15,20 +15,44 @@ from paceline.core.run_dir import RunDir, clear_debris, lock_run
 
 def test_naming_a_run_touches_nothing(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    found = {one.name for one in (run.config, run.events, run.report, run.report_html, run.checkpoints, run.model)}
-    assert found == {"config.yaml", "events.jsonl", "report.json", "report.html", "checkpoints", "model"}
+    found = {
+        one.name
+        for one in (run.config, run.events, run.report, run.report_html, run.checkpoints, run.model)
+    }
+    assert found == {
+        "config.yaml",
+        "events.jsonl",
+        "report.json",
+        "report.html",
+        "checkpoints",
+        "model",
+    }
     assert not run.is_run()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_process_left(tmp_path: Path) -> None:
-    for name in (".config.yaml.12.tmp", ".report.json.7.tmp", "report.json", ".lock", ".model.notes", ".env"):
+    for name in (
+        ".config.yaml.12.tmp",
+        ".report.json.7.tmp",
+        "report.json",
+        ".lock",
+        ".model.notes",
+        ".env",
+    ):
         (tmp_path / name).write_text("x")
     for name in (".model.12.tmp", ".model.12.old", "model", ".git"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text("x")
     clear_debris(RunDir(tmp_path))
-    assert sorted(one.name for one in tmp_path.iterdir()) == [".env", ".git", ".lock", ".model.notes", "model", "report.json"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        ".env",
+        ".git",
+        ".lock",
+        ".model.notes",
+        "model",
+        "report.json",
+    ]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "events.jsonl", "checkpoints"])
@@ -43,7 +67,9 @@ def test_a_run_has_begun(tmp_path: Path, name: str) -> None:
 def test_the_lock(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     held = lock_run(run, wait_s=0.0)
-    with pytest.raises(RunError, match=rf"another run is going on in .*process {os.getpid()} on .*`output_dir`"):
+    with pytest.raises(
+        RunError, match=rf"another run is going on in .*process {os.getpid()} on .*`output_dir`"
+    ):
         lock_run(run, wait_s=0.0)
     held.close()
     run.lock.write_text("who held it")
@@ -54,8 +80,9 @@ def test_the_lock(tmp_path: Path) -> None:
 
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     script = (
-        "import os, sys; from pathlib import Path; from paceline.core.run_dir import RunDir, lock_run\n"
-        "held = lock_run(RunDir(Path(sys.argv[1])), 0.0); print('held', flush=True); sys.stdin.read()"
+        "import os, sys; from pathlib import Path; from paceline.core.run_dir import RunDir,"
+        " lock_run\nheld = lock_run(RunDir(Path(sys.argv[1])), 0.0); print('held', flush=True);"
+        " sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -14,7 +14,9 @@ def test_shares_of_shares(total: int, parts: int, each: int) -> None:
     found = shares(total, parts * each)
     assert sum(found) == total
     assert max(found) - min(found) <= 1
-    assert [sum(found[one * each : (one + 1) * each]) for one in range(parts)] == shares(total, parts)
+    assert [sum(found[one * each : (one + 1) * each]) for one in range(parts)] == shares(
+        total, parts
+    )
     assert edges(total, parts)[0] == 0
     assert edges(total, parts)[-1] == total
 

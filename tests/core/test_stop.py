@@ -15,7 +15,9 @@ def test_a_thread_beside_the_main_one_changes_no_handler() -> None:
     thread.start()
     thread.join()
     assert installed == [False]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ] == before
 
 
 def test_the_main_thread_gets_its_handlers_back() -> None:
@@ -25,4 +27,6 @@ def test_the_main_thread_gets_its_handlers_back() -> None:
         assert stop.install(sigint=True)
         signal.raise_signal(signal.SIGTERM)
     assert stop.signal == signal.SIGTERM
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ] == before

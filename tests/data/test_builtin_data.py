@@ -11,11 +11,16 @@ from paceline.data.sources.builtin import builtin_dataset, python_source, stdlib
 
 
 def test_questions_and_answers() -> None:
-    rows = [json.loads(line) for line in builtin_dataset("python-docs").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in builtin_dataset("python-docs").read_text(encoding="utf-8").splitlines()
+    ]
     assert len(rows) > 2000
     pairs = [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
     answer = next(answer for question, answer in pairs if "json.dumps" in question)
-    assert answer.startswith("A function of the module `json`: `json.dumps(obj)`. Serialize ``obj``")
+    assert answer.startswith(
+        "A function of the module `json`: `json.dumps(obj)`. Serialize ``obj``"
+    )
     assert all(40 <= len(answer) <= 900 for _, answer in pairs)
     assert len({question for question, _ in pairs}) > 0.95 * len(pairs)
 

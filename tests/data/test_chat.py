@@ -1,4 +1,5 @@
-"""Where in a rendered chat the answers stand, under templates of many manners; transformers is the reference."""
+"""Where in a rendered chat the answers stand, under templates of many manners; transformers is the
+reference."""
 
 from __future__ import annotations
 
@@ -9,12 +10,16 @@ from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.models.builtin import CHAT_TEMPLATE
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' +"
+    " '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # A system message of its own where the chat has none.
-WITH_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHATML
-# The thoughts of earlier answers are taken out, and the last answer gets an empty thought where it has none.
+WITH_SYSTEM = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    + CHATML
+)
+# The thoughts of earlier answers are taken out, and the last answer gets an empty thought where it
+# has none.
 THINKING = """
 {%- set ns = namespace(last=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -41,11 +46,14 @@ INST = (
     "{{ ' ' + m['content'] | trim + eos_token }}{% endif %}{% endfor %}"
 )
 # No generation prompt though answers have a header.
-NO_PROMPT = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+NO_PROMPT = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+)
 # The generation prompt opens a thought, which the finished chat does not show.
 OPENS_THOUGHT = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] +"
+    " '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
 
 CHAT = [
@@ -61,10 +69,15 @@ def answers(source: str, chat: list[dict[str, str]]) -> list[str]:
     return [rendered.text[start:end] for start, end in rendered.spans]
 
 
-@pytest.mark.parametrize("source", [CHATML, WITH_SYSTEM, CHAT_TEMPLATE], ids=["chatml", "own system", "marked"])
+@pytest.mark.parametrize(
+    "source", [CHATML, WITH_SYSTEM, CHAT_TEMPLATE], ids=["chatml", "own system", "marked"]
+)
 def test_every_answer_with_its_end_of_turn(source: str) -> None:
     assert answers(source, CHAT) == ["First.<|im_end|>", "Second.<|im_end|>"]
-    assert answers(source, [{"role": "system", "content": "Be."}, *CHAT]) == ["First.<|im_end|>", "Second.<|im_end|>"]
+    assert answers(source, [{"role": "system", "content": "Be."}, *CHAT]) == [
+        "First.<|im_end|>",
+        "Second.<|im_end|>",
+    ]
 
 
 def test_template_without_generation_prompt() -> None:
@@ -73,14 +86,25 @@ def test_template_without_generation_prompt() -> None:
 
 
 def test_template_that_rewrites_history() -> None:
-    chat = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nFirst."}, CHAT[2], CHAT[3]]
-    assert answers(THINKING, chat) == ["First.<|im_end|>", "<think>\n\n</think>\n\nSecond.<|im_end|>"]
+    chat = [
+        CHAT[0],
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nFirst."},
+        CHAT[2],
+        CHAT[3],
+    ]
+    assert answers(THINKING, chat) == [
+        "First.<|im_end|>",
+        "<think>\n\n</think>\n\nSecond.<|im_end|>",
+    ]
     assert answers(THINKING, chat[:2]) == ["<think>\nhm\n</think>\n\nFirst.<|im_end|>"]
     assert answers(OPENS_THOUGHT, CHAT) == ["First.<|im_end|>", "Second.<|im_end|>"]
 
 
 def test_an_answer_that_the_template_changes_beyond_finding_carries_no_loss() -> None:
-    shouting = "{% for m in messages %}{{ m.content | upper if not loop.last else m.content }}</s>\n{% endfor %}"
+    shouting = (
+        "{% for m in messages %}{{ m.content | upper if not loop.last else m.content }}</s>\n{%"
+        " endfor %}"
+    )
     rendered = ChatTemplate(shouting, {}).answers(CHAT)
     assert rendered.text[slice(*rendered.spans[-1])] == "Second.</s>"
     assert (len(rendered.spans), rendered.unplaced) == (1, 1)
@@ -100,7 +124,9 @@ def test_answers_of_one_letter_equal_to_the_question() -> None:
 
 def test_a_chat_that_the_assistant_opens() -> None:
     for source in (CHATML, WITH_SYSTEM):
-        assert answers(source, [{"role": "assistant", "content": "Hello."}, *CHAT])[0].endswith("Hello.<|im_end|>")
+        assert answers(source, [{"role": "assistant", "content": "Hello."}, *CHAT])[0].endswith(
+            "Hello.<|im_end|>"
+        )
 
 
 def test_refusal_and_broken_template() -> None:
@@ -117,5 +143,7 @@ def test_renders_as_transformers_does(source: str, prompt: bool) -> None:
 
     chat = CHAT[:-1] if prompt else CHAT
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    expected, _ = render_jinja_template([chat], chat_template=source, add_generation_prompt=prompt, **special)
+    expected, _ = render_jinja_template(
+        [chat], chat_template=source, add_generation_prompt=prompt, **special
+    )
     assert ChatTemplate(source, special).render(chat, prompt) == expected[0]

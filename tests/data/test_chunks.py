@@ -1,4 +1,5 @@
-"""Tokenization in several processes: the same files and the same account as in one; errors and interruptions leave nothing."""
+"""Tokenization in several processes: the same files and the same account as in one; errors and
+interruptions leave nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +39,14 @@ def rows(count: int, first: int = 0) -> list[Any]:
     out: list[Any] = []
     for n in range(first, first + count):
         if n % 7 == 0:
-            out.append({"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n}."}]})
+            out.append(
+                {
+                    "messages": [
+                        {"role": "user", "content": f"What is {n}?"},
+                        {"role": "assistant", "content": f"{n}."},
+                    ]
+                }
+            )
         elif n % 11 == 0:
             out.append({"question": f"q{n}", "answer": ""})
         elif n % 13 == 0:
@@ -46,7 +54,13 @@ def rows(count: int, first: int = 0) -> list[Any]:
         elif n % 101 == 0:
             out.append({"foo": n})
         else:
-            out.append({"instruction": f"Double {n}", "output": f"It is {2 * n}. " * (n % 40 + 1), "note": n % 3 == 0})
+            out.append(
+                {
+                    "instruction": f"Double {n}",
+                    "output": f"It is {2 * n}. " * (n % 40 + 1),
+                    "note": n % 3 == 0,
+                }
+            )
     return out
 
 
@@ -59,10 +73,14 @@ def config_of(*datasets: str, **train_args: Any) -> Config:
     return Config(model=MODEL, dataset=list(datasets), train_args={"max_length": 96, **train_args})
 
 
-def built(folder: Path, config: Config, workers: int | None) -> tuple[dict[str, bytes], dict[str, Any]]:
+def built(
+    folder: Path, config: Config, workers: int | None
+) -> tuple[dict[str, bytes], dict[str, Any]]:
     folder.mkdir()
     sources = [open_source(one) for one in config.sources()]
-    meta = build.build_entry(folder, sources, config, "sft", Path(resolve_model(MODEL)), AskedTemplate(), workers=workers)
+    meta = build.build_entry(
+        folder, sources, config, "sft", Path(resolve_model(MODEL)), AskedTemplate(), workers=workers
+    )
     return {one.name: one.read_bytes() for one in folder.iterdir()}, meta
 
 
@@ -82,13 +100,17 @@ def test_two_workers_write_what_one_does(tmp_path: Path) -> None:
     assert meta["counts"]["truncated"] > 0
     assert len(meta["counts"]["dropped"]) >= 2
     assert not psutil.Process().children(recursive=True) or all(
-        "spawn_main" not in " ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)
+        "spawn_main" not in " ".join(one.cmdline())
+        for one in psutil.Process().children(recursive=True)
     )
 
 
 def files_of_lines(folder: Path) -> None:
     """Files of JSON lines of every kind that is read in its own way."""
-    lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in [*rows(700), {"text": "Grüße, 你好"}]]
+    lines = [
+        json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        for row in [*rows(700), {"text": "Grüße, 你好"}]
+    ]
     text = b"".join(lines)
     (folder / "plain.jsonl").write_bytes(text)
     (folder / "no-newline-at-the-end.jsonl").write_bytes(text[:-1])
@@ -96,8 +118,12 @@ def files_of_lines(folder: Path) -> None:
     (folder / "mark.jsonl").write_bytes(codecs.BOM_UTF8 + text)
     (folder / "mark-on-a-blank-line.jsonl").write_bytes(codecs.BOM_UTF8 + b" \n" + text)
     (folder / "wide.jsonl").write_bytes(text.decode().encode("utf-16"))
-    (folder / "blank.jsonl").write_bytes(b"\n \n" + b"\n\t\r\n\xc2\xa0\xe3\x80\x80\n".join(lines) + b"\n\n")
-    (folder / "long.jsonl").write_bytes(b"".join(json.dumps({"text": "word " * 90_000}).encode() + b"\n" for _ in range(9)))
+    (folder / "blank.jsonl").write_bytes(
+        b"\n \n" + b"\n\t\r\n\xc2\xa0\xe3\x80\x80\n".join(lines) + b"\n\n"
+    )
+    (folder / "long.jsonl").write_bytes(
+        b"".join(json.dumps({"text": "word " * 90_000}).encode() + b"\n" for _ in range(9))
+    )
     (folder / "list.jsonl").write_text(json.dumps(rows(300)))
     (folder / "packed.jsonl.gz").write_bytes(gzip.compress(text))
     (folder / "empty.jsonl").write_bytes(b"")
@@ -106,20 +132,34 @@ def files_of_lines(folder: Path) -> None:
 def test_chunks_hold_the_rows_of_the_files_with_their_places(tmp_path: Path) -> None:
     files_of_lines(tmp_path)
     (tmp_path / "rows.json").write_text(json.dumps(rows(300)))
-    names = [*(one.name for one in sorted(tmp_path.iterdir())), "", "*.jsonl", "plain.jsonl#301", "#1000"]
+    names = [
+        *(one.name for one in sorted(tmp_path.iterdir())),
+        "",
+        "*.jsonl",
+        "plain.jsonl#301",
+        "#1000",
+    ]
     for name in names:
-        source = open_source(config_of(str(tmp_path) + ("/" + name if name[:1] != "#" else name)).sources()[0])
+        source = open_source(
+            config_of(str(tmp_path) + ("/" + name if name[:1] != "#" else name)).sources()[0]
+        )
         chunks = list(chunks_of(0, source, 42))
         assert [row for chunk in chunks for row in chunk.rows()] == list(source.rows(42)), name
-        assert all(chunk.num_rows == 256 or chunk.num_chars >= 2 << 20 for chunk in chunks[:-1]), name
+        assert all(chunk.num_rows == 256 or chunk.num_chars >= 2 << 20 for chunk in chunks[:-1]), (
+            name
+        )
         assert all(chunk.num_rows <= 256 and chunk.num_chars < 3 << 20 for chunk in chunks), name
 
 
 def test_the_place_of_a_row_is_its_line_in_the_file(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'\n{"text": "x"}\r\n  \n\xc2\xa0\n{"text": "y"}\n\n{"text": "z"}')
+    (tmp_path / "a.jsonl").write_bytes(
+        codecs.BOM_UTF8 + b'\n{"text": "x"}\r\n  \n\xc2\xa0\n{"text": "y"}\n\n{"text": "z"}'
+    )
     source = open_source(config_of(str(tmp_path / "a.jsonl")).sources()[0])
     (chunk,) = chunks_of(0, source, 42)
-    assert [place for place, _ in chunk.rows()] == [f"line {number} of {tmp_path / 'a.jsonl'}" for number in (2, 5, 7)]
+    assert [place for place, _ in chunk.rows()] == [
+        f"line {number} of {tmp_path / 'a.jsonl'}" for number in (2, 5, 7)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +167,10 @@ def test_the_place_of_a_row_is_its_line_in_the_file(tmp_path: Path) -> None:
     [
         (b'{"text": "a\xff"}', "line 803 of `{}` is not UTF-8 text (byte 0xff at position 11)"),
         (b'{"text": ', "line 803 of `{}` is no valid JSON: Expecting value at column 10, near `"),
-        (b'{"prompt": "a", "chosen": "b", "rejected": "c"}', "line 803 of {}: the rows are preference pairs"),
+        (
+            b'{"prompt": "a", "chosen": "b", "rejected": "c"}',
+            "line 803 of {}: the rows are preference pairs",
+        ),
     ],
 )
 def test_an_error_names_the_line_in_the_file(tmp_path: Path, line: bytes, text: str) -> None:
@@ -159,7 +202,9 @@ def files_of_every_kind(folder: Path) -> None:
     (folder / "lines.jsonl").write_bytes(text)
     (folder / "wide.jsonl").write_bytes(text.decode().encode("utf-16"))
     (folder / "list.json").write_text(json.dumps(many))
-    (folder / "table.csv").write_text("prompt,completion\n" + "".join(f"{one['prompt']},{one['completion']}\n" for one in many))
+    (folder / "table.csv").write_text(
+        "prompt,completion\n" + "".join(f"{one['prompt']},{one['completion']}\n" for one in many)
+    )
     table = pa.Table.from_pylist(many)
     pq.write_table(table, folder / "table.parquet")
     for name, new in (("stream.arrow", pa.ipc.new_stream), ("file.arrow", pa.ipc.new_file)):
@@ -172,7 +217,9 @@ def files_of_every_kind(folder: Path) -> None:
         stream.write(text)
 
 
-def test_the_share_of_the_data_that_was_read_is_known_for_every_kind_of_file(tmp_path: Path) -> None:
+def test_the_share_of_the_data_that_was_read_is_known_for_every_kind_of_file(
+    tmp_path: Path,
+) -> None:
     files_of_every_kind(tmp_path)
     for name in [*(one.name for one in sorted(tmp_path.iterdir())), "*.*", "lines.jsonl#1500"]:
         source = open_source(config_of(str(tmp_path / name)).sources()[0])
@@ -180,7 +227,8 @@ def test_the_share_of_the_data_that_was_read_is_known_for_every_kind_of_file(tmp
         sizes = [chunk.size_bytes for chunk in chunks_of(0, source, 42)]
         assert sum(sizes) == total > 0, name
         assert min(sizes) >= 0, name
-        if not name.endswith((".gz", ".bz2", ".xz", ".zst")):  # compressed, these rows are smaller than what is read at once
+        # compressed, these rows are smaller than what is read at once
+        if not name.endswith((".gz", ".bz2", ".xz", ".zst")):
             assert 0 < sum(sizes[: len(sizes) // 2]) < total, name
 
 
@@ -215,23 +263,36 @@ def test_the_first_broken_row_is_reported_by_any_number_of_workers(tmp_path: Pat
     assert texts[0] == texts[1]
 
 
-def test_worker_processes_are_for_much_data_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = [open_source(one) for one in config_of(save(tmp_path / "a.jsonl", rows(50))).sources()]
+def test_worker_processes_are_for_much_data_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [
+        open_source(one) for one in config_of(save(tmp_path / "a.jsonl", rows(50))).sources()
+    ]
     assert build._workers(sources) == 1
     monkeypatch.setattr(build, "_PARALLEL_BYTES", 1000)
     assert build._workers(sources) == min(len(os.sched_getaffinity(0)), 32)
     (tmp_path / "d.txt").write_text("x" * 5000)
-    assert build._workers([open_source(one) for one in config_of(str(tmp_path / "d.txt")).sources()]) == 1
+    assert (
+        build._workers([open_source(one) for one in config_of(str(tmp_path / "d.txt")).sources()])
+        == 1
+    )
 
 
 def test_an_interrupted_tokenization_leaves_no_entry_and_no_process(tmp_path: Path) -> None:
-    data = save(tmp_path / "a.jsonl", [{"instruction": f"Say {n}", "output": "word " * 300} for n in range(40_000)])
+    data = save(
+        tmp_path / "a.jsonl",
+        [{"instruction": f"Say {n}", "output": "word " * 300} for n in range(40_000)],
+    )
     code = (
-        "import sys\nfrom paceline.config.schema import Config\nfrom paceline.data.text.prepare import prepare_tokens\n"
-        f"prepare_tokens(Config(model={MODEL!r}, dataset=sys.argv[1]), 'sft')\n"
+        "import sys\nfrom paceline.config.schema import Config\nfrom paceline.data.text.prepare"
+        f" import prepare_tokens\nprepare_tokens(Config(model={MODEL!r}, dataset=sys.argv[1]),"
+        " 'sft')\n"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    process = subprocess.Popen([sys.executable, "-c", code, data], env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, data], env=environment, stderr=subprocess.PIPE, text=True
+    )
     try:
         entries = tmp_path / "cache" / "paceline" / "tokens"
         deadline = time.monotonic() + 120
@@ -253,7 +314,10 @@ def test_an_interrupted_tokenization_leaves_no_entry_and_no_process(tmp_path: Pa
 def test_the_progress_line() -> None:
     progress = Progress(2000, io.StringIO())
     progress.add(100, 500)
-    assert progress.text(2.0) == "[#####...............] 25%  tokenizing: 100 rows  50 rows/s  ETA 0:06"
+    assert (
+        progress.text(2.0)
+        == "[#####...............] 25%  tokenizing: 100 rows  50 rows/s  ETA 0:06"
+    )
     unknown = Progress(None, io.StringIO())
     unknown.add(100, 0)
     assert unknown.text(2.0) == "tokenizing: 100 rows  50 rows/s"

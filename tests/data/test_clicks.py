@@ -1,4 +1,5 @@
-"""Click logs: the generative model, the exact AUC, and files of the user's with their accounting and refusals."""
+"""Click logs: the generative model, the exact AUC, and files of the user's with their accounting
+and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def test_auc_is_the_share_of_pairs_in_the_right_order() -> None:
     for size, values in ((7, 3), (50, 1000), (200, 5)):
         labels, scores = draw.integers(0, 2, size), draw.integers(0, values, size).astype(float)
         pairs = scores[labels == 1][:, None] - scores[labels == 0][None, :]
-        assert exact_auc(labels, scores) == pytest.approx(float((pairs > 0).mean() + 0.5 * (pairs == 0).mean()), abs=1e-12)
+        assert exact_auc(labels, scores) == pytest.approx(
+            float((pairs > 0).mean() + 0.5 * (pairs == 0).mean()), abs=1e-12
+        )
     assert np.isnan(exact_auc(np.ones(3), np.arange(3)))
 
 
@@ -49,7 +52,8 @@ def test_the_generative_model_is_what_it_says() -> None:
     assert all(np.array_equal(one, other) for one, other in zip(log.ids, again.ids, strict=True))
     assert np.array_equal(log.labels, again.labels)
     assert log.chance is not None
-    # Clicks are drawn with the stated chances: in every tenth of them the share of clicks lies within five standard errors.
+    # Clicks are drawn with the stated chances: in every tenth of them the share of clicks lies
+    # within five standard errors.
     order = np.argsort(log.chance)
     for tenth in np.array_split(order, 10):
         p = log.chance[tenth].astype(np.float64)
@@ -73,11 +77,25 @@ def test_builtin_clicks_are_cached_and_others_refused() -> None:
         builtin_clicks("builtin:click")
 
 
-LINES = ["click,age,user,tags", "1,30,ann,a|b|a", "0,,bob,", "2,1,ann,a", "1,old,ann,b", "0,50,cid,c|b", "1,20,,b"]
+LINES = [
+    "click,age,user,tags",
+    "1,30,ann,a|b|a",
+    "0,,bob,",
+    "2,1,ann,a",
+    "1,old,ann,b",
+    "0,50,cid,c|b",
+    "1,20,,b",
+]
 
 
 def settings(**keys: Any) -> Recommend:
-    given = {"label": "click", "dense": ["age"], "categorical": ["user", "tags"], "separator": "|", **keys}
+    given = {
+        "label": "click",
+        "dense": ["age"],
+        "categorical": ["user", "tags"],
+        "separator": "|",
+        **keys,
+    }
     return Recommend.model_validate(given)
 
 
@@ -88,12 +106,17 @@ def test_a_file_becomes_bags_numbers_and_counts(tmp_path: Path, kind: str) -> No
         import pandas as pd
 
         table, file = pd.read_csv(file, dtype=str, keep_default_na=False), tmp_path / f"log.{kind}"
-        table.to_parquet(file) if kind == "parquet" else table.to_json(file, orient="records", lines=True)
+        (
+            table.to_parquet(file)
+            if kind == "parquet"
+            else table.to_json(file, orient="records", lines=True)
+        )
     folder = read_clicks(str(file), settings(ids="vocabulary"))
     log, meta = open_stored(folder), stored_meta(folder)
     assert (meta["read"], len(log)) == (6, 4)
     assert meta["dropped"] == {"click is not 0 or 1": 1, "age is no number": 1}
-    # Rows by count, ties in order of coming: tags b 3, a 2, c 1; users ann, bob, cid once each; an empty cell is an empty bag.
+    # Rows by count, ties in order of coming: tags b 3, a 2, c 1; users ann, bob, cid once each; an
+    # empty cell is an empty bag.
     assert meta["vocabulary"] == [{"ann": 1, "bob": 2, "cid": 3}, {"b": 1, "a": 2, "c": 3}]
     assert log.tables == (4, 4)
     batch = log.batch(np.array([3, 0, 1]))
@@ -104,7 +127,9 @@ def test_a_file_becomes_bags_numbers_and_counts(tmp_path: Path, kind: str) -> No
 
 
 def test_validation_data_take_the_vocabulary_of_training(tmp_path: Path) -> None:
-    train = read_clicks(str(write(tmp_path / "train.csv", LINES)), settings(ids="vocabulary", min_count=2))
+    train = read_clicks(
+        str(write(tmp_path / "train.csv", LINES)), settings(ids="vocabulary", min_count=2)
+    )
     assert stored_meta(train)["vocabulary"] == [{}, {"b": 1, "a": 2}]
     other = write(tmp_path / "val.csv", ["click,age,user,tags", "1,3,dan,a|z|b"])
     log = open_stored(read_clicks(str(other), settings(ids="vocabulary", min_count=2), train))
@@ -115,26 +140,42 @@ def test_validation_data_take_the_vocabulary_of_training(tmp_path: Path) -> None
 def test_hashed_values_fall_on_the_same_rows_in_every_file(tmp_path: Path) -> None:
     said = settings(table_size={"user": 7, "tags": 1000})
     first = open_stored(read_clicks(str(write(tmp_path / "one.csv", LINES)), said))
-    second = open_stored(read_clicks(str(write(tmp_path / "two.csv", [LINES[0], *reversed(LINES[1:])])), said))
+    second = open_stored(
+        read_clicks(str(write(tmp_path / "two.csv", [LINES[0], *reversed(LINES[1:])])), said)
+    )
     assert first.tables == (7, 1000)
     mine, theirs = first.batch(np.array([0])), second.batch(np.array([3]))
-    assert all(np.array_equal(one, other) for one, other in zip(mine["ids"], theirs["ids"], strict=True))
+    assert all(
+        np.array_equal(one, other) for one, other in zip(mine["ids"], theirs["ids"], strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("lines", "keys", "words"),
     [
-        (["click,item", "1,4", "0,5"], {"ids": "given", "table_size": 5}, ["row 3", "`item`", "id 5", "5 rows"]),
+        (
+            ["click,item", "1,4", "0,5"],
+            {"ids": "given", "table_size": 5},
+            ["row 3", "`item`", "id 5", "5 rows"],
+        ),
         (["click,item", "1,-1"], {"ids": "given"}, ["`item`", "id -1"]),
-        (["click,item", "1,a", "0,b"], {"ids": "vocabulary", "table_size": 2}, ["`item`", "2 values", "2 rows", "at least 3"]),
+        (
+            ["click,item", "1,a", "0,b"],
+            {"ids": "vocabulary", "table_size": 2},
+            ["`item`", "2 values", "2 rows", "at least 3"],
+        ),
         (["klick,item", "1,a"], {}, ["no column `click`", "did you mean `klick`"]),
         (["click,item", "yes,a"], {}, ["no usable row", "click is not 0 or 1: 1"]),
     ],
 )
-def test_what_cannot_be_right_is_refused(tmp_path: Path, lines: list[str], keys: dict[str, Any], words: list[str]) -> None:
+def test_what_cannot_be_right_is_refused(
+    tmp_path: Path, lines: list[str], keys: dict[str, Any], words: list[str]
+) -> None:
     file = write(tmp_path / "log.csv", lines)
     with pytest.raises(ConfigError) as caught:
-        read_clicks(str(file), Recommend.model_validate({"label": "click", "categorical": ["item"], **keys}))
+        read_clicks(
+            str(file), Recommend.model_validate({"label": "click", "categorical": ["item"], **keys})
+        )
     for word in words:
         assert word in str(caught.value)
     assert not any((tmp_path / "cache").rglob("meta.json"))  # nothing half stays behind

@@ -36,7 +36,9 @@ def test_padded_names_the_same_targets():
     assert batch["num_labels"] == 5
     assert batch["num_tokens"] == 16
     for row, one in enumerate(SAMPLES):
-        for column, target in zip(batch["keep"].tolist(), batch["targets"][row].tolist(), strict=True):
+        for column, target in zip(
+            batch["keep"].tolist(), batch["targets"][row].tolist(), strict=True
+        ):
             if target != -100:
                 assert one["input_ids"][column + 1] == target
 

@@ -21,12 +21,29 @@ from paceline.distributed.communicator import World
 from paceline.models.builtin import builtin_tokenizer
 
 SPACES = [chr(code) for code in range(0x110000) if chr(code).isspace()]
-LETTERS = ["a", "b", "é", "中", "😀", "\u200b", "\ufeff", "\x00", "\x01", "\x08", "\ufffd", "\u0301", '"', "\\"]
+LETTERS = [
+    "a",
+    "b",
+    "é",
+    "中",
+    "😀",
+    "\u200b",
+    "\ufeff",
+    "\x00",
+    "\x01",
+    "\x08",
+    "\ufffd",
+    "\u0301",
+    '"',
+    "\\",
+]
 
 
 def nasty(seed: int, length: int, spaces: float = 0.3) -> str:
     chance = random.Random(seed)
-    return "".join(chance.choice(SPACES if chance.random() < spaces else LETTERS) for _ in range(length))
+    return "".join(
+        chance.choice(SPACES if chance.random() < spaces else LETTERS) for _ in range(length)
+    )
 
 
 def save(path: Path, text: str | bytes) -> tuple[Path, int]:
@@ -48,12 +65,16 @@ def corpus(folder: Path) -> tuple[list[tuple[Path, int]], Counter[str]]:
 def test_white_space_is_found_in_bytes_where_python_splits() -> None:
     for code in range(0x20000):
         if not 0xD800 <= code < 0xE000:
-            assert bool(white_space().fullmatch(chr(code).encode())) == chr(code).isspace(), hex(code)
+            assert bool(white_space().fullmatch(chr(code).encode())) == chr(code).isspace(), hex(
+                code
+            )
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 7, 61])
 @pytest.mark.parametrize("chunk_bytes", [3, 64, 1 << 20])
-def test_shards_together_hold_every_word_once(tmp_path: Path, num_shards: int, chunk_bytes: int) -> None:
+def test_shards_together_hold_every_word_once(
+    tmp_path: Path, num_shards: int, chunk_bytes: int
+) -> None:
     files, expected = corpus(tmp_path)
     reading = Reading(chunk_bytes=chunk_bytes)
     seen = Seen()
@@ -71,7 +92,11 @@ def test_shards_of_lines_hold_whole_lines(tmp_path: Path) -> None:
     files = [save(tmp_path / "a.txt", "\n".join(lines))]
     for num_shards in (1, 3, 8, 100):
         shards = [shard for share in plan_shards(files, num_shards) for shard in share]
-        found = [text for shard in shards for text in texts(shard, Reading(lines=True, chunk_bytes=32), Seen())]
+        found = [
+            text
+            for shard in shards
+            for text in texts(shard, Reading(lines=True, chunk_bytes=32), Seen())
+        ]
         assert all(text.endswith("\n") for text in found[:-1])
         assert "".join(found).split("\n") == lines
 
@@ -82,8 +107,14 @@ def test_compressed_files_and_fields(tmp_path: Path) -> None:
     plain = save(tmp_path / "a.jsonl", raw)
     packed = save(tmp_path / "b.jsonl.gz", gzip.compress(raw))
     for num_shards in (1, 4):
-        shards = [shard for share in plan_shards([plain, packed, packed], num_shards) for shard in share]
-        found = [text for shard in shards for text in texts(shard, Reading(field="text", chunk_bytes=50), Seen())]
+        shards = [
+            shard for share in plan_shards([plain, packed, packed], num_shards) for shard in share
+        ]
+        found = [
+            text
+            for shard in shards
+            for text in texts(shard, Reading(field="text", chunk_bytes=50), Seen())
+        ]
         assert Counter(found) == Counter(given * 3)
 
 
@@ -99,7 +130,9 @@ def test_compressed_files_and_fields(tmp_path: Path) -> None:
         ("a.txt.gz", b"some words", Reading(), "no whole gzip file"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, raw: bytes, reading: Reading, said: str) -> None:
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, name: str, raw: bytes, reading: Reading, said: str
+) -> None:
     files = [save(tmp_path / name, raw)]
     with pytest.raises(ConfigError, match=name) as caught:
         [*texts(plan_shards(files, 1)[0][0], reading, Seen())]
@@ -128,7 +161,13 @@ def test_a_word_too_long_for_the_memory_is_refused(tmp_path: Path) -> None:
     for num_shards in (1, 3):
         shards = [shard for share in plan_shards(files, num_shards) for shard in share]
         with pytest.raises(RunError, match="--memory"):
-            [*(one for shard in shards for one in texts(shard, Reading(chunk_bytes=64, longest_bytes=1000), Seen()))]
+            [
+                *(
+                    one
+                    for shard in shards
+                    for one in texts(shard, Reading(chunk_bytes=64, longest_bytes=1000), Seen())
+                )
+            ]
 
 
 def test_runs_merge_to_the_sum_in_the_order_of_words(tmp_path: Path) -> None:
@@ -144,7 +183,9 @@ def test_runs_merge_to_the_sum_in_the_order_of_words(tmp_path: Path) -> None:
     parts = [list(run.part(rank, 512)) for rank in range(3)]
     for part in parts:
         assert part == sorted(part)
-    assert Counter(dict(row for part in parts for row in part)) == Counter({encoded(word): n for word, n in total.items()})
+    assert Counter(dict(row for part in parts for row in part)) == Counter(
+        {encoded(word): n for word, n in total.items()}
+    )
 
 
 def test_memory_bounds_the_tables(tmp_path: Path) -> None:
@@ -154,7 +195,9 @@ def test_memory_bounds_the_tables(tmp_path: Path) -> None:
     found = list(tables(plan_shards(files, 1)[0], job, seen))
     assert seen.full >= 10
     assert max(map(len, found)) < 5000
-    assert Counter(word for table in found for word in table) == Counter(f"word-{number}" for number in range(40_000))
+    assert Counter(word for table in found for word in table) == Counter(
+        f"word-{number}" for number in range(40_000)
+    )
 
 
 def test_tokens_do_not_depend_on_the_shards(tmp_path: Path) -> None:
@@ -164,7 +207,9 @@ def test_tokens_do_not_depend_on_the_shards(tmp_path: Path) -> None:
     backend = load_tokenizer(folder).backend
     lines = text.split("\n")
     units = [f"{one}\n" for one in lines[:-1]] + lines[-1:]
-    expected = Counter(token for one in units for token in backend.encode(one, add_special_tokens=False).tokens)
+    expected = Counter(
+        token for one in units for token in backend.encode(one, add_special_tokens=False).tokens
+    )
     for num_shards in (1, 3):
         job = Job(tuple(files), by="tokens", tokenizer=folder)
         found: Counter[str] = Counter()
@@ -175,7 +220,10 @@ def test_tokens_do_not_depend_on_the_shards(tmp_path: Path) -> None:
 
 
 def _count(world: World, job: Job) -> tuple[list[Found], list[tuple[bytes, int]]]:
-    jobs = [job, replace(job, folder=job.folder / "spilling", memory_bytes=1 << 18, keep_table=False)]
+    jobs = [
+        job,
+        replace(job, folder=job.folder / "spilling", memory_bytes=1 << 18, keep_table=False),
+    ]
     found, table = [], []
     for one in jobs:
         one.folder.mkdir(exist_ok=True)

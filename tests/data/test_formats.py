@@ -24,21 +24,36 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
 def test_alpaca() -> None:
-    assert turns(convert({"instruction": "do", "input": "", "output": "done"})) == [("user", "do"), ("assistant", "done")]
+    assert turns(convert({"instruction": "do", "input": "", "output": "done"})) == [
+        ("user", "do"),
+        ("assistant", "done"),
+    ]
     with_input = convert({"instruction": "do", "input": "this", "output": "done"})
     assert turns(with_input) == [("user", "do\nthis"), ("assistant", "done")]
     dolly = convert({"instruction": "do", "context": "this", "response": "done", "category": "x"})
     assert turns(dolly) == turns(with_input)
     full = convert({"instruction": "do", "output": "done", "system": "be", "history": [["q", "a"]]})
-    assert turns(full) == [("system", "be"), ("user", "q"), ("assistant", "a"), ("user", "do"), ("assistant", "done")]
+    assert turns(full) == [
+        ("system", "be"),
+        ("user", "q"),
+        ("assistant", "a"),
+        ("user", "do"),
+        ("assistant", "done"),
+    ]
 
 
 def test_messages_and_sharegpt() -> None:
     assert turns(convert({"messages": CHAT})) == [("user", "q"), ("assistant", "a")]
-    share = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "be"}
+    share = {
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+        "system": "be",
+    }
     assert turns(convert(share)) == [("system", "be"), ("user", "q"), ("assistant", "a")]
     assert turns(convert({"conversations": CHAT})) == [("user", "q"), ("assistant", "a")]
-    as_text = {"messages": '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]'}  # from a CSV
+    # from a CSV
+    as_text = {
+        "messages": '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]'
+    }
     assert turns(convert(as_text)) == [("user", "q"), ("assistant", "a")]
     parts = [{"role": "user", "content": [{"type": "text", "text": "q"}]}, CHAT[1]]
     assert turns(convert({"messages": parts})) == [("user", "q"), ("assistant", "a")]
@@ -52,21 +67,33 @@ def test_turns_after_the_last_answer_are_left_off_and_counted() -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [("prompt", "completion"), ("question", "answer"), ("query", "response"), ("prompt", "response"), ("input", "output")],
+    [
+        ("prompt", "completion"),
+        ("question", "answer"),
+        ("query", "response"),
+        ("prompt", "response"),
+        ("input", "output"),
+    ],
 )
 def test_prompt_and_completion(names: tuple[str, str]) -> None:
     assert convert({names[0]: "q", names[1]: "a"}).pair == ("q", "a")
 
 
 def test_prompt_and_completion_as_chats_or_with_a_system_message() -> None:
-    assert turns(convert({"prompt": CHAT[:1], "completion": CHAT[1:]})) == [("user", "q"), ("assistant", "a")]
+    assert turns(convert({"prompt": CHAT[:1], "completion": CHAT[1:]})) == [
+        ("user", "q"),
+        ("assistant", "a"),
+    ]
     orca = {"system_prompt": "be", "question": "q", "response": "a"}
     assert turns(convert(orca)) == [("system", "be"), ("user", "q"), ("assistant", "a")]
 
 
 def test_numbers_are_text_and_gaps_of_tables_are_empty() -> None:
     assert convert({"question": "6 × 7?", "answer": 42}).pair == ("6 × 7?", "42")
-    assert turns(convert({"instruction": "do", "input": float("nan"), "output": "done"}))[0] == ("user", "do")
+    assert turns(convert({"instruction": "do", "input": float("nan"), "output": "done"}))[0] == (
+        "user",
+        "do",
+    )
 
 
 def test_text_and_what_comes_first() -> None:
@@ -77,9 +104,13 @@ def test_text_and_what_comes_first() -> None:
 
 
 def test_column_names_can_be_given() -> None:
-    assert convert({"frage": "q", "antwort": "a"}, columns={"prompt": "frage", "completion": "antwort"}).pair == ("q", "a")
+    assert convert(
+        {"frage": "q", "antwort": "a"}, columns={"prompt": "frage", "completion": "antwort"}
+    ).pair == ("q", "a")
     rows = {"talk": [{"who": "human", "said": "q"}, {"who": "bot", "said": "a"}]}
-    named = convert(rows, columns={"messages": "talk", "role": "who", "content": "said"}, named="messages")
+    named = convert(
+        rows, columns={"messages": "talk", "role": "who", "content": "said"}, named="messages"
+    )
     assert turns(named) == [("user", "q"), ("assistant", "a")]
     with pytest.raises(ConfigError, match="write `prompt`"):
         Converter("here", columns={"promt": "x"})
@@ -124,11 +155,26 @@ def test_a_named_format_must_fit(named: str) -> None:
         ({"messages": [{"role": "user", "content": ""}, CHAT[1]]}, "empty prompt"),
         ({"messages": [{"role": "wizard", "content": "q"}, CHAT[1]]}, "unknown role"),
         ({"messages": [{"content": "q"}, CHAT[1]]}, "unknown role"),
-        ({"messages": [CHAT[0], {"role": "assistant", "content": 3.5}]}, "a message that is not text"),
-        ({"messages": [{"role": "user", "content": {"text": "q"}}, CHAT[1]]}, "a message that is not text"),
-        ({"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [{}]}]}, "empty answer"),
-        ({"messages": [CHAT[0], {"role": "function_call", "content": "call f"}]}, "a tool call that is not valid JSON"),
-        ({"query": "q", "response": "a", "history": "earlier"}, r"history is no list of \(question, answer\)"),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "content": 3.5}]},
+            "a message that is not text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": {"text": "q"}}, CHAT[1]]},
+            "a message that is not text",
+        ),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "empty answer",
+        ),
+        (
+            {"messages": [CHAT[0], {"role": "function_call", "content": "call f"}]},
+            "a tool call that is not valid JSON",
+        ),
+        (
+            {"query": "q", "response": "a", "history": "earlier"},
+            r"history is no list of \(question, answer\)",
+        ),
     ],
 )
 def test_malformed_rows_say_why(row: Any, reason: str) -> None:
@@ -142,12 +188,17 @@ def test_what_is_not_used_is_counted() -> None:
     converter({"messages": CHAT, "source": "", "note": None})
     assert converter.unused == {"source": 1, "id (of messages)": 1}
     converter = Converter("here")
-    converter({"instruction": "do", "output": "done", "response": "other", "context": "c", "input": ""})
-    assert converter.unused == {"response": 1}  # the first answer that is not empty is used, and so is the context
+    converter(
+        {"instruction": "do", "output": "done", "response": "other", "context": "c", "input": ""}
+    )
+    # the first answer that is not empty is used, and so is the context
+    assert converter.unused == {"response": 1}
 
 
 def test_well_known_names() -> None:
-    assert {find_hub_name(name) for name in ("alpaca-en", "ALPACA_EN", "alpaca en", "alpacaEn")} == {HUB_NAMES["alpaca-en"]}
+    assert {
+        find_hub_name(name) for name in ("alpaca-en", "ALPACA_EN", "alpaca en", "alpacaEn")
+    } == {HUB_NAMES["alpaca-en"]}
     assert HUB_NAMES["alpaca-en"].repo == "tatsu-lab/alpaca"
     assert find_hub_name("alpaca-klingon") is None
     plain = [name.replace("-", "").replace("_", "").lower() for name in HUB_NAMES]
@@ -155,7 +206,9 @@ def test_well_known_names() -> None:
 
 
 def test_a_renamed_column_counts_as_used() -> None:
-    converter = Converter("here", named="alpaca", columns={"instruction": "question", "output": "answer"})
+    converter = Converter(
+        "here", named="alpaca", columns={"instruction": "question", "output": "answer"}
+    )
     converter({"question": "q", "answer": "a", "other": "x"})
     assert set(converter.unused) == {"other"}
 
@@ -165,4 +218,7 @@ def test_a_column_is_read_under_one_name_and_an_empty_name_leaves_it_out() -> No
     used = convert(row, columns={"instruction": "input", "output": "target"}, named="alpaca")
     assert turns(used) == [("user", "question"), ("assistant", "answer")]
     row = {"instruction": "question", "input": "unused", "output": "answer"}
-    assert turns(convert(row, columns={"input": ""}, named="alpaca")) == [("user", "question"), ("assistant", "answer")]
+    assert turns(convert(row, columns={"input": ""}, named="alpaca")) == [
+        ("user", "question"),
+        ("assistant", "answer"),
+    ]

@@ -66,20 +66,28 @@ def hub() -> Iterator[ThreadingHTTPServer]:
 
 def prepare(dataset: str, hub: ThreadingHTTPServer, cache: Path) -> str:
     code = (
-        "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare import prepare_tokens; "
-        "from paceline.core.errors import ConfigError\n"
-        f"config = Config(model='builtin:qwen2-micro', dataset={dataset!r})\n"
-        "try: t = prepare_tokens(config, 'sft'); print(t.num_train, t.notices)\n"
-        "except ConfigError as error: print(error)\n"
-        "print('datasets' in sys.modules)"
+        "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare"
+        " import prepare_tokens; from paceline.core.errors import ConfigError\nconfig ="
+        f" Config(model='builtin:qwen2-micro', dataset={dataset!r})\ntry: t ="
+        " prepare_tokens(config, 'sft'); print(t.num_train, t.notices)\nexcept ConfigError as"
+        " error: print(error)\nprint('datasets' in sys.modules)"
     )
     endpoint = f"http://127.0.0.1:{hub.server_port}"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(cache)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "0",
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(cache),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    ).stdout
 
 
 @pytest.mark.slow
-def test_download_once_then_from_the_cache_with_and_without_the_hub(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_download_once_then_from_the_cache_with_and_without_the_hub(
+    hub: ThreadingHTTPServer, tmp_path: Path
+) -> None:
     first = prepare("me/mine#7", hub, tmp_path)
     assert first.startswith("7 ")
     assert "tokenised in" in first

@@ -61,7 +61,15 @@ def test_a_short_last_batch_is_filled_with_weight_zero():
     found = []
     for rank in range(4):
         steps = train_steps(
-            data, order, stack, rank=rank, world_size=4, accumulation=1, first_step=1, last_step=2, options=LoaderOptions()
+            data,
+            order,
+            stack,
+            rank=rank,
+            world_size=4,
+            accumulation=1,
+            first_step=1,
+            last_step=2,
+            options=LoaderOptions(),
         )
         found += [(batch.weight, batch.samples) for step in steps for batch in step]
     assert sorted(found) == [(0.0, 0), (0.0, 0), (0.0, 0), (1.0, 1)]
@@ -72,17 +80,33 @@ def test_evaluation_sees_every_row_once(world):
     seen = []
     counts = set()
     for rank in range(world):
-        batches = list(eval_batches(Noisy(), stack, batch_size=4, rank=rank, world_size=world, seed=1, options=LoaderOptions()))
+        batches = list(
+            eval_batches(
+                Noisy(),
+                stack,
+                batch_size=4,
+                rank=rank,
+                world_size=world,
+                seed=1,
+                options=LoaderOptions(),
+            )
+        )
         counts.add(len(batches))
         seen += [int(row[0]) for batch in batches if batch.weight for row in batch.data]
     assert sorted(seen) == list(range(21))
-    assert len(counts) == 1  # the same number on every rank: no rank waits for one that has none left
+    # the same number on every rank: no rank waits for one that has none left
+    assert len(counts) == 1
 
 
 @pytest.mark.parametrize("shares", [(3, 1), (1, 3), (2, 1, 1)])
 def test_unequal_shares_are_the_same_micro_batches(shares):
     reference = [batch for step in run(world=1, accumulation=4) for batch in step]
-    found = [run(rank=rank, world=len(shares), accumulation=4, shares=shares) for rank in range(len(shares))]
+    found = [
+        run(rank=rank, world=len(shares), accumulation=4, shares=shares)
+        for rank in range(len(shares))
+    ]
     assert [len(steps[0]) for steps in found] == list(shares)
-    flat = [batch for step in range(6) for rank in range(len(shares)) for batch in found[rank][step]]
+    flat = [
+        batch for step in range(6) for rank in range(len(shares)) for batch in found[rank][step]
+    ]
     assert same([reference], [flat])

@@ -19,7 +19,8 @@ def test_epochs_and_seeds_differ():
 
 
 def test_known_order_stays():
-    # A resumed run of a later version must see the same samples: this is a promise, not an accident.
+    # A resumed run of a later version must see the same samples: this is a promise, not an
+    # accident.
     assert epoch_permutation(8, seed=42, epoch=0).tolist() == [6, 5, 3, 7, 1, 0, 4, 2]
 
 
@@ -28,7 +29,9 @@ def test_known_order_stays():
 def test_an_epoch_holds_every_sample_once_however_it_is_cut(lengths, parts):
     order = SampleOrder(23, 8, seed=5, lengths=lengths)
     assert order.steps_per_epoch == 3
-    seen = [index for step in range(3) for part in order.micro_batches(step, parts) for index in part]
+    seen = [
+        index for step in range(3) for part in order.micro_batches(step, parts) for index in part
+    ]
     assert sorted(seen) == list(range(23))
     assert len(order.global_batch(2)) == 7
 
@@ -38,7 +41,8 @@ def test_an_epoch_holds_every_sample_once_however_it_is_cut(lengths, parts):
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_a_global_batch_on_any_number_of_replicas(replicas, batch, micro_batch, lengths):
-    """The accumulation that a run goes on with: no micro-batch is larger than it was, and no replica has much more to do."""
+    """The accumulation that a run goes on with: no micro-batch is larger than it was, and no
+    replica has much more to do."""
     accumulation = -(-batch // (micro_batch * replicas))
     order = SampleOrder(100, batch, seed=5, lengths=lengths)
     for step in (0, 3, order.steps_per_epoch - 1):  # the last one is short
@@ -46,18 +50,25 @@ def test_a_global_batch_on_any_number_of_replicas(replicas, batch, micro_batch, 
         assert sorted(np.concatenate(parts)) == sorted(order.global_batch(step))
         if lengths is None:
             assert max(map(len, parts)) <= micro_batch
-            shares = [sum(map(len, parts[r * accumulation : (r + 1) * accumulation])) for r in range(replicas)]
+            shares = [
+                sum(map(len, parts[r * accumulation : (r + 1) * accumulation]))
+                for r in range(replicas)
+            ]
             assert max(shares) - min(shares) <= 1
         else:
             tokens = [int(lengths[part].sum()) for part in parts]
-            assert max(tokens) <= 4 / 3 * max(sum(tokens) / len(tokens), lengths[order.global_batch(step)].max())
+            assert max(tokens) <= 4 / 3 * max(
+                sum(tokens) / len(tokens), lengths[order.global_batch(step)].max()
+            )
 
 
 def test_micro_batches_depend_on_the_number_of_parts_alone():
     order = SampleOrder(64, 8, seed=5, lengths=np.random.default_rng(0).integers(1, 100, 64))
     again = SampleOrder(64, 8, seed=5, lengths=order.lengths)
     for step in (0, 3, 9):
-        for mine, other in zip(order.micro_batches(step, 4), again.micro_batches(step, 4), strict=True):
+        for mine, other in zip(
+            order.micro_batches(step, 4), again.micro_batches(step, 4), strict=True
+        ):
             assert np.array_equal(mine, other)
 
 

@@ -22,7 +22,9 @@ from paceline.tasks.preview import MOST_TOKENS, preview
 
 
 def config_of(dataset: object, **more: object):
-    return load_config(None, {"model": "builtin:qwen2-micro", "dataset": str(dataset), **more}).config
+    return load_config(
+        None, {"model": "builtin:qwen2-micro", "dataset": str(dataset), **more}
+    ).config
 
 
 def written(folder, *rows: dict) -> str:
@@ -49,7 +51,9 @@ def test_label_tokens_are_the_answer_and_its_end(tmp_path):
     assert row["format"] == "messages"
     labels = [one["text"] for one in row["segments"] if one["label"]]
     assert labels == ["Riders in a row.<|im_end|>"]
-    assert "What is a pace line?" in "".join(one["text"] for one in row["segments"] if not one["label"])
+    assert "What is a pace line?" in "".join(
+        one["text"] for one in row["segments"] if not one["label"]
+    )
     assert "".join(one["text"] for one in row["segments"]).startswith("<|im_start|>user")
 
 
@@ -58,12 +62,23 @@ def test_what_is_too_long_is_marked(tmp_path):
     (row,) = preview(config_of(path, **{"train_args.max_length": 32}))["rows"]
     assert row["cut_tokens"] == row["num_tokens"] - 32 > 0
     assert row["segments"][-1]["cut"]
-    (row,) = preview(config_of(path, **{"train_args.max_length": 32, "train_args.overlong": "drop"}))["rows"]
-    assert (row["reason"], row["label_tokens"], row["cut_tokens"]) == ("longer than max_length", 0, row["num_tokens"])
+    (row,) = preview(
+        config_of(path, **{"train_args.max_length": 32, "train_args.overlong": "drop"})
+    )["rows"]
+    assert (row["reason"], row["label_tokens"], row["cut_tokens"]) == (
+        "longer than max_length",
+        0,
+        row["num_tokens"],
+    )
 
 
 def test_a_row_that_is_left_out_says_why(tmp_path):
-    path = written(tmp_path, {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}, {"other": 1})
+    path = written(
+        tmp_path,
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "completion": ""},
+        {"other": 1},
+    )
     rows = preview(config_of(path))["rows"]
     assert [row["reason"] for row in rows] == [None, "empty answer", "columns fit no format"]
     assert [row["place"].split(" of ")[0] for row in rows] == ["line 1", "line 2", "line 3"]
@@ -87,12 +102,18 @@ def test_a_task_of_ones_own_is_refused():
 
 def test_the_verb_prints_one_json_value():
     command = [sys.executable, "-m", "paceline", "data", "preview", "model=builtin:qwen2-micro"]
-    told = subprocess.run([*command, "dataset=builtin:python-docs", "--rows", "2", "--json"], capture_output=True, text=True)
+    told = subprocess.run(
+        [*command, "dataset=builtin:python-docs", "--rows", "2", "--json"],
+        capture_output=True,
+        text=True,
+    )
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout)
     assert len(found["rows"]) == 2
     assert np.all([row["num_tokens"] > 0 for row in found["rows"]])
-    told = subprocess.run([*command, "dataset=nothing.jsonl", "--rows", "2"], capture_output=True, text=True)
+    told = subprocess.run(
+        [*command, "dataset=nothing.jsonl", "--rows", "2"], capture_output=True, text=True
+    )
     assert (told.returncode, told.stdout) == (2, "")
 
 
@@ -111,7 +132,11 @@ def test_images_are_shown_as_the_model_takes_them(tmp_path):
     for name, colour in (("cat", (200, 0, 0)), ("dog", (0, 0, 200))):
         (tmp_path / name).mkdir()
         Image.new("RGB", (40, 20), colour).save(tmp_path / name / "one.png")
-    rows = preview(config_of(tmp_path, model="builtin:small-cnn", task="classify", **{"classify.image_size": 16}))["rows"]
+    rows = preview(
+        config_of(
+            tmp_path, model="builtin:small-cnn", task="classify", **{"classify.image_size": 16}
+        )
+    )["rows"]
     assert [(row["place"], row["label"], row["shape"]) for row in rows] == [
         ("cat/one.png", "cat", [3, 16, 16]),
         ("dog/one.png", "dog", [3, 16, 16]),
@@ -128,4 +153,6 @@ def test_rows_of_a_click_log_are_those_that_are_trained_on():
     assert [float(row["label"]) for row in found] == batch["label"].tolist()
     first = {one["name"]: one["value"] for one in found[0]["fields"]}
     assert first[log.names[0]] == f"{int(batch['ids'][0][0])} of {log.tables[0]:,}"
-    assert [float(one["value"]) for one in found[0]["fields"][:4]] == pytest.approx(batch["dense"][0].tolist(), rel=1e-3)
+    assert [float(one["value"]) for one in found[0]["fields"][:4]] == pytest.approx(
+        batch["dense"][0].tolist(), rel=1e-3
+    )

@@ -43,7 +43,12 @@ def lines(some: list[Any]) -> str:
 
 def compress(path: Path, raw: bytes) -> Path:
     """Write ``raw`` as the file's last suffix says."""
-    packed = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": pa.Codec("zstd").compress}
+    packed = {
+        ".gz": gzip.compress,
+        ".bz2": bz2.compress,
+        ".xz": lzma.compress,
+        ".zst": pa.Codec("zstd").compress,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(bytes(packed[path.suffix](raw)))
     return path
@@ -53,8 +58,12 @@ CONTENTS = {
     ".jsonl": lines(ROWS),
     ".ndjson": lines(ROWS),
     ".json": json.dumps(ROWS, indent=1),
-    ".csv": "prompt,completion\n" + "".join(f"{one['prompt']},{one['completion']}\n" for one in ROWS),
-    ".tsv": "prompt\tcompletion\n" + "".join(f"{one['prompt']}\t{one['completion']}\n" for one in ROWS),
+    ".csv": (
+        "prompt,completion\n" + "".join(f"{one['prompt']},{one['completion']}\n" for one in ROWS)
+    ),
+    ".tsv": (
+        "prompt\tcompletion\n" + "".join(f"{one['prompt']}\t{one['completion']}\n" for one in ROWS)
+    ),
 }
 
 
@@ -79,7 +88,10 @@ def test_compressed_text_utf16_and_a_misleading_name(tmp_path: Path) -> None:
 def test_large_compressed_files_and_several_members(tmp_path: Path) -> None:
     many = [{"prompt": f"{n} " * 20, "completion": str(n)} for n in range(20_000)]
     halves = [lines(many[:7000]).encode(), lines(many[7000:]).encode()]
-    for name, pack in ((".gz", gzip.compress), (".zst", lambda raw: bytes(pa.Codec("zstd").compress(raw)))):
+    for name, pack in (
+        (".gz", gzip.compress),
+        (".zst", lambda raw: bytes(pa.Codec("zstd").compress(raw))),
+    ):
         path = tmp_path / f"a.jsonl{name}"
         path.write_bytes(b"".join(map(pack, halves)))
         assert rows(path) == many
@@ -124,7 +136,9 @@ def test_compressed_files_that_are_refused(tmp_path: Path) -> None:
     assert "rows.jsonl.gz" in fails(compress(tmp_path / "rows.gz", b"x"))
     assert "unpack it" in fails(write(tmp_path / "rows.zip", "x"))
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    assert "decompress it first" in fails(compress(tmp_path / "b.parquet.gz", (tmp_path / "a.parquet").read_bytes()))
+    assert "decompress it first" in fails(
+        compress(tmp_path / "b.parquet.gz", (tmp_path / "a.parquet").read_bytes())
+    )
 
 
 def test_patterns_and_folders_with_compressed_files(tmp_path: Path) -> None:
@@ -151,13 +165,40 @@ def test_patterns_and_folders_with_compressed_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "split", "expected", "level", "texts"),
     [
-        ({"train": ROWS[:3], "test": ROWS[3:]}, "train", ROWS[:3], "info", ("split `train` is used", "test (2 rows)")),
-        ({"test": ROWS[3:], "training": ROWS[:3]}, "train", ROWS[:3], "info", ("split `training` is used", "test (2 rows)")),
-        ({"train": ROWS[:3], "dev": ROWS[3:]}, "validation", ROWS[3:], "info", ("split `dev` is used", "train (3 rows)")),
-        ({"train": ROWS[:3], "extra": ROWS[3:]}, "extra", ROWS[3:], "info", ("split `extra` is used", "train (3 rows)")),
+        (
+            {"train": ROWS[:3], "test": ROWS[3:]},
+            "train",
+            ROWS[:3],
+            "info",
+            ("split `train` is used", "test (2 rows)"),
+        ),
+        (
+            {"test": ROWS[3:], "training": ROWS[:3]},
+            "train",
+            ROWS[:3],
+            "info",
+            ("split `training` is used", "test (2 rows)"),
+        ),
+        (
+            {"train": ROWS[:3], "dev": ROWS[3:]},
+            "validation",
+            ROWS[3:],
+            "info",
+            ("split `dev` is used", "train (3 rows)"),
+        ),
+        (
+            {"train": ROWS[:3], "extra": ROWS[3:]},
+            "extra",
+            ROWS[3:],
+            "info",
+            ("split `extra` is used", "train (3 rows)"),
+        ),
         ({"test": ROWS}, "train", ROWS, "warning", ("split `test` is used",)),
         (
-            {"train": {"prompt": ["a", "b"], "completion": ["c", "d"]}, "test": {"prompt": ["e"], "completion": ["f"]}},
+            {
+                "train": {"prompt": ["a", "b"], "completion": ["c", "d"]},
+                "test": {"prompt": ["e"], "completion": ["f"]},
+            },
             "train",
             [{"prompt": "a", "completion": "c"}, {"prompt": "b", "completion": "d"}],
             "info",
@@ -168,7 +209,9 @@ def test_patterns_and_folders_with_compressed_files(tmp_path: Path) -> None:
 def test_an_object_of_splits(
     tmp_path: Path, value: Any, split: str, expected: list[Any], level: str, texts: tuple[str, ...]
 ) -> None:
-    source = open_source(DatasetSource(path=str(write(tmp_path / "a.json", json.dumps(value))), split=split))
+    source = open_source(
+        DatasetSource(path=str(write(tmp_path / "a.json", json.dumps(value))), split=split)
+    )
     assert [row for _, row in source.rows(0)] == expected
     ((found, text),) = source.notices
     assert found == level
@@ -194,7 +237,10 @@ def test_json_lines(tmp_path: Path) -> None:
     [
         ROWS,
         {"version": 1, "data": ROWS},
-        {"prompt": [row["prompt"] for row in ROWS], "completion": [row["completion"] for row in ROWS]},
+        {
+            "prompt": [row["prompt"] for row in ROWS],
+            "completion": [row["completion"] for row in ROWS],
+        },
     ],
     ids=["array", "object with a list", "object of columns"],
 )
@@ -208,12 +254,20 @@ def test_json_that_is_json_lines_strings_or_one_row(tmp_path: Path) -> None:
     assert rows(write(tmp_path / "b.json", '["one", "two"]')) == [{"text": "one"}, {"text": "two"}]
     one = {"messages": [{"role": "user", "content": "hi"}]}
     assert rows(write(tmp_path / "c.json", json.dumps(one))) == [one]
-    assert rows(write(tmp_path / "d.json", json.dumps({"train": ROWS, "test": ROWS[:1]})), split="test") == ROWS[:1]
+    assert (
+        rows(
+            write(tmp_path / "d.json", json.dumps({"train": ROWS, "test": ROWS[:1]})), split="test"
+        )
+        == ROWS[:1]
+    )
 
 
 def test_csv_and_tsv(tmp_path: Path) -> None:
     text = 'prompt,completion\n"a, ""b""","two\nlines"\nc,d\n'
-    expected = [{"prompt": 'a, "b"', "completion": "two\nlines"}, {"prompt": "c", "completion": "d"}]
+    expected = [
+        {"prompt": 'a, "b"', "completion": "two\nlines"},
+        {"prompt": "c", "completion": "d"},
+    ]
     assert rows(write(tmp_path / "a.csv", text)) == expected
     assert rows(write(tmp_path / "a.tsv", "prompt\tcompletion\nc\td\n")) == expected[1:]
     assert rows(write(tmp_path / "b.csv", "prompt;completion\nc;d\n")) == expected[1:]
@@ -237,7 +291,9 @@ def test_parquet_and_arrow(tmp_path: Path) -> None:
 def test_folder_saved_by_the_datasets_library(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 
-    DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}).save_to_disk(tmp_path / "saved")
+    DatasetDict(
+        {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}
+    ).save_to_disk(tmp_path / "saved")
     assert rows(tmp_path / "saved") == ROWS
     assert rows(tmp_path / "saved", split="test") == ROWS[:1]
 
@@ -297,7 +353,10 @@ def test_builtin_source_with_a_number() -> None:
 
 
 def test_broken_json_line_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", lines(ROWS[:2]) + '{"prompt": "x", "completion" "y"}\n' + lines(ROWS[2:]))
+    path = write(
+        tmp_path / "a.jsonl",
+        lines(ROWS[:2]) + '{"prompt": "x", "completion" "y"}\n' + lines(ROWS[2:]),
+    )
     said = fails(path)
     assert f"line 3 of `{path}`" in said
     assert '"completion" "y"' in said
@@ -329,10 +388,14 @@ def test_folder_without_data_and_unknown_kinds(tmp_path: Path) -> None:
     assert "holds no data files (found: weights.bin)" in fails(tmp_path / "d")
     assert "is not a known kind of data file" in fails(tmp_path / "d/weights.bin")
     assert "single int" in fails(write(tmp_path / "a.json", "3"))
-    assert "several lists: a, b" in fails(write(tmp_path / "b.json", json.dumps({"a": ROWS, "b": ROWS})))
+    assert "several lists: a, b" in fails(
+        write(tmp_path / "b.json", json.dumps({"a": ROWS, "b": ROWS}))
+    )
 
 
-@pytest.mark.parametrize("name", ["alpaca-en", "Alpaca_EN", "tatsu-lab/alpaca", "tatsu-lab/alpaca#100", "gsm8k"])
+@pytest.mark.parametrize(
+    "name", ["alpaca-en", "Alpaca_EN", "tatsu-lab/alpaca", "tatsu-lab/alpaca#100", "gsm8k"]
+)
 def test_hub_without_a_network_fails_with_a_way_out(name: str) -> None:
     said = fails(name)  # the whole test session runs with the hub switched off
     assert "cannot be downloaded" in said

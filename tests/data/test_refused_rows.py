@@ -1,4 +1,5 @@
-"""Rows that ask for another kind of training are refused: preference data, images, columns that must not be left out."""
+"""Rows that ask for another kind of training are refused: preference data, images, columns that
+must not be left out."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def fails(path: Path, rows: list[Any], **more: Any) -> str:
     return str(caught.value)
 
 
-# -- preference data ------------------------------------------------------------------------------------------------------
+# -- preference data
+# ------------------------------------------------------------------------------------------------------
 PAIRS = {
     "trl": {"prompt": "q", "chosen": "a", "rejected": "b"},
     "trl, chats": {"prompt": [ASK], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]},
@@ -48,12 +50,25 @@ PAIRS = {
     "llamafactory, alpaca": {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
     "llamafactory, old": {"instruction": "q", "input": "", "output": ["a", "b"]},
     "ms-swift": {"messages": CHAT, "rejected_response": "b"},
-    "ms-swift, messages": {"messages": CHAT, "rejected_messages": [ASK, {**ANSWER, "content": "b"}]},
+    "ms-swift, messages": {
+        "messages": CHAT,
+        "rejected_messages": [ASK, {**ANSWER, "content": "b"}],
+    },
     "ms-swift, query": {"query": "q", "response": "a", "rejected_response": "b", "history": []},
     "reward model": {"chosen": CHAT, "rejected": CHAT, "margin": 0.5},
     "orca": {"system": "s", "question": "q", "chosen": "a", "rejected": "b"},
-    "ultrafeedback": {"prompt": "q", "messages": CHAT, "chosen": CHAT, "rejected": CHAT, "score_chosen": 9.0},
-    "openai": {"input": {"messages": [ASK]}, "preferred_output": [ANSWER], "non_preferred_output": [ANSWER]},
+    "ultrafeedback": {
+        "prompt": "q",
+        "messages": CHAT,
+        "chosen": CHAT,
+        "rejected": CHAT,
+        "score_chosen": 9.0,
+    },
+    "openai": {
+        "input": {"messages": [ASK]},
+        "preferred_output": [ANSWER],
+        "non_preferred_output": [ANSWER],
+    },
     "stack exchange": {"question": "q", "response_j": "a", "response_k": "b"},
 }
 
@@ -89,8 +104,23 @@ def test_step_labels_are_refused() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": CHAT, "chosen": None, "rejected": None, "label": None, "images": None, "tools": None, "history": None},
-        {"messages": CHAT, "rejected": "", "images": [], "tools": "[]", "history": [], "image": {"bytes": None, "path": None}},
+        {
+            "messages": CHAT,
+            "chosen": None,
+            "rejected": None,
+            "label": None,
+            "images": None,
+            "tools": None,
+            "history": None,
+        },
+        {
+            "messages": CHAT,
+            "rejected": "",
+            "images": [],
+            "tools": "[]",
+            "history": [],
+            "image": {"bytes": None, "path": None},
+        },
         {"text": "spam", "label": True},
         {"text": "spam", "label": 1},
         {"prompt": "q", "completion": "a", "label": 3},
@@ -104,48 +134,91 @@ def test_empty_columns_and_class_labels_are_no_preference_data(row: dict[str, An
 
 
 def test_the_message_names_the_row_the_method_and_a_way_that_works(tmp_path: Path) -> None:
-    rows = [{"prompt": "q", "completion": "a"}, {"prompt": "q", "chosen": "good", "rejected": "bad"}]
+    rows = [
+        {"prompt": "q", "completion": "a"},
+        {"prompt": "q", "chosen": "good", "rejected": "bad"},
+    ]
     message = fails(tmp_path / "a.jsonl", rows)
-    assert message.startswith(f"line 2 of {tmp_path / 'a.jsonl'}: the rows are preference pairs (`chosen`, `rejected`)")
+    assert message.startswith(
+        f"line 2 of {tmp_path / 'a.jsonl'}: the rows are preference pairs (`chosen`, `rejected`)"
+    )
     assert "`columns: {completion: chosen}` and `ignore_columns: [rejected]`" in message
-    source = {"path": str(tmp_path / "b.jsonl"), "columns": {"completion": "chosen"}, "ignore_columns": ["rejected"]}
+    source = {
+        "path": str(tmp_path / "b.jsonl"),
+        "columns": {"completion": "chosen"},
+        "ignore_columns": ["rejected"],
+    }
     (tmp_path / "b.jsonl").write_text(json.dumps(rows[1]))
     tokens = prepare_tokens(Config(model="builtin:qwen2-micro", dataset=source), "sft")
     assert tokens.counts.kept == 1
-    assert prepare(tmp_path / "c.jsonl", [{"messages": CHAT, "label": True}], ignore_columns=["label"]).counts.kept == 1
+    assert (
+        prepare(
+            tmp_path / "c.jsonl", [{"messages": CHAT, "label": True}], ignore_columns=["label"]
+        ).counts.kept
+        == 1
+    )
 
 
 def test_labels_of_zero_and_one_are_named(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "completion": "a", "label": number} for number in (0, 1)]
     notices = prepare(tmp_path / "a.jsonl", rows).notices
-    assert any(level == "warning" and "`label` holds only 0 and 1" in text for level, text in notices)
+    assert any(
+        level == "warning" and "`label` holds only 0 and 1" in text for level, text in notices
+    )
     notices = prepare(tmp_path / "b.jsonl", [*rows, {**rows[0], "label": 2}]).notices
     assert not any("holds only 0 and 1" in text for _, text in notices)
 
 
-def test_the_command_ends_with_code_2_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_code_2_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(KTO["trl"]))
-    code = main(["sft", "model=builtin:qwen2-micro", f"dataset={tmp_path / 'a.jsonl'}", f"output_dir={tmp_path / 'out'}"])
+    code = main(
+        [
+            "sft",
+            "model=builtin:qwen2-micro",
+            f"dataset={tmp_path / 'a.jsonl'}",
+            f"output_dir={tmp_path / 'out'}",
+        ]
+    )
     assert code == 2
     assert "ask for KTO" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-# -- images, video, audio -------------------------------------------------------------------------------------------------
+# -- images, video, audio
+# -------------------------------------------------------------------------------------------------
 MEDIA = {
     "images": {"messages": CHAT, "images": ["a.png"]},
     "image": {"prompt": "q", "completion": "a", "image": {"bytes": "x", "path": "a.png"}},
     "videos": {"messages": CHAT, "videos": ["a.mp4"]},
     "audios": {"messages": CHAT, "audios": ["a.wav"]},
     "placeholder": {"messages": [{"role": "user", "content": "<image>\nWho is it?"}, ANSWER]},
-    "placeholder at the end": {"messages": [{"role": "user", "content": "Who is it? <image>"}, ANSWER]},
-    "sharegpt": {"conversations": [{"from": "human", "value": "<image>Who is it?"}, {"from": "gpt", "value": "a"}]},
+    "placeholder at the end": {
+        "messages": [{"role": "user", "content": "Who is it? <image>"}, ANSWER]
+    },
+    "sharegpt": {
+        "conversations": [
+            {"from": "human", "value": "<image>Who is it?"},
+            {"from": "gpt", "value": "a"},
+        ]
+    },
     "alpaca": {"instruction": "<image>\nWho is it?", "input": "", "output": "a"},
     "query": {"query": "<video>What happens?", "response": "a"},
     "audio": {"messages": [{"role": "user", "content": "<audio>Write it down."}, ANSWER]},
     "path": {"query": "<img>https://x.org/a.jpg</img>What is it?", "response": "a"},
-    "image_url": {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image_url"}]}, ANSWER]},
-    "input_audio": {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, ANSWER]},
+    "image_url": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image_url"}]},
+            ANSWER,
+        ]
+    },
+    "input_audio": {
+        "messages": [
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
+            ANSWER,
+        ]
+    },
     "in a message": {"messages": [{**ASK, "images": ["a.png"]}, ANSWER]},
     "text": {"text": "hello", "images": ["a.png"]},
 }
@@ -176,7 +249,8 @@ def test_placeholders_of_answers_and_of_ignored_images_are_text() -> None:
     assert Converter("here", ignore_columns=["images"])(row).messages is not None
 
 
-# -- columns that must be used --------------------------------------------------------------------------------------------
+# -- columns that must be used
+# --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("row", "name"),
     [
@@ -188,7 +262,9 @@ def test_placeholders_of_answers_and_of_ignored_images_are_text() -> None:
         ({"messages": [{**ASK, "tools": [{"name": "f"}]}, ANSWER]}, "tools"),
     ],
 )
-def test_a_column_that_must_not_be_left_out_is_an_error_unless_ignored(row: dict[str, Any], name: str) -> None:
+def test_a_column_that_must_not_be_left_out_is_an_error_unless_ignored(
+    row: dict[str, Any], name: str
+) -> None:
     with pytest.raises(Unsupported, match=f"`{name}`") as caught:
         Converter("here")(row)
     assert f"`ignore_columns: [{name}]`" in str(caught.value.fix)
@@ -196,15 +272,24 @@ def test_a_column_that_must_not_be_left_out_is_an_error_unless_ignored(row: dict
 
 
 def test_other_columns_are_named_in_one_notice(tmp_path: Path) -> None:
-    rows = [{"messages": CHAT, "id": 1, "source": None}, {"messages": CHAT, "id": 2, "source": "web"}]
-    notices = [text for _, text in prepare(tmp_path / "a.jsonl", rows).notices if "not used" in text]
+    rows = [
+        {"messages": CHAT, "id": 1, "source": None},
+        {"messages": CHAT, "id": 2, "source": "web"},
+    ]
+    notices = [
+        text for _, text in prepare(tmp_path / "a.jsonl", rows).notices if "not used" in text
+    ]
     assert notices == [f"{tmp_path / 'a.jsonl'}: columns that are not used: `id`, `source`"]
 
 
 def test_ignore_columns_of_the_top_level_and_of_a_source_add_up(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT, "images": ["a"], "rejected": "b"}))
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"messages": CHAT, "images": ["a"], "rejected": "b"})
+    )
     source = {"path": str(tmp_path / "a.jsonl"), "ignore_columns": ["images"]}
-    config = Config(model="builtin:qwen2-micro", dataset=source, ignore_columns=["rejected", "nothing"])
+    config = Config(
+        model="builtin:qwen2-micro", dataset=source, ignore_columns=["rejected", "nothing"]
+    )
     tokens = prepare_tokens(config, "sft")
     assert tokens.counts.kept == 1
     said = [text.partition(": ")[2] for _, text in tokens.notices]
@@ -218,9 +303,16 @@ def test_ignore_columns_of_the_top_level_and_of_a_source_add_up(tmp_path: Path) 
 
 def test_nulls_of_arrow_are_no_columns(tmp_path: Path) -> None:
     rows = [
-        {"messages": [{**ASK, "weight": None}, {**ANSWER, "weight": 1}], "prompt": None, "completion": None, "rejected": None},
+        {
+            "messages": [{**ASK, "weight": None}, {**ANSWER, "weight": 1}],
+            "prompt": None,
+            "completion": None,
+            "rejected": None,
+        },
         {"messages": None, "prompt": "q", "completion": "a", "rejected": None},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    tokens = prepare_tokens(Config(model="builtin:qwen2-micro", dataset=str(tmp_path / "a.parquet")), "sft")
+    tokens = prepare_tokens(
+        Config(model="builtin:qwen2-micro", dataset=str(tmp_path / "a.parquet")), "sft"
+    )
     assert (tokens.counts.kept, tokens.counts.excluded_turns) == (2, 0)

@@ -49,7 +49,11 @@ def test_each_limit_is_what_training_then_does(chats: Path, overlong: str) -> No
     assert sorted(told) == [40, 128, 256, 512, 1024, 2048, 4096, 8192]
     for limit in (40, 128):
         prepared = prepare_tokens(config(chats, max_length=limit, overlong=overlong), "sft")
-        assert 0 < told[limit]["samples_cut"] == prepared.counts.truncated + sum(prepared.counts.dropped.values())
+        assert (
+            0
+            < told[limit]["samples_cut"]
+            == prepared.counts.truncated + sum(prepared.counts.dropped.values())
+        )
         assert told[limit]["samples_left_out"] == sum(prepared.counts.dropped.values())
         assert figures["tokens"] - told[limit]["tokens_lost"] == prepared.train_tokens
     assert told[8192]["samples_cut"] == told[8192]["tokens_lost"] == 0
@@ -71,7 +75,10 @@ def test_documents_are_cut_and_lose_lone_tokens_alone(tmp_path: Path) -> None:
 def test_duplicates_vocabulary_and_lengths(chats: Path) -> None:
     given = config(chats, max_length=4096)
     figures, prepared = dataset_stats(given)
-    samples = [tuple(one["input_ids"].tolist()) for one in map(TokenDataset(prepared.train_folder).__getitem__, range(63))]
+    samples = [
+        tuple(one["input_ids"].tolist())
+        for one in map(TokenDataset(prepared.train_folder).__getitem__, range(63))
+    ]
     distinct = len(set(samples))
     assert figures["duplicates"]["distinct"] == distinct
     assert figures["duplicates"]["samples"] == 63 - distinct

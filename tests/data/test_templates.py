@@ -1,4 +1,5 @@
-"""Named chat templates: their text, their marks, and the choice between them and the tokenizer's own."""
+"""Named chat templates: their text, their marks, and the choice between them and the tokenizer's
+own."""
 
 from __future__ import annotations
 
@@ -43,14 +44,20 @@ def test_the_names_and_the_templates_agree() -> None:
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_every_template_marks_each_answer_with_its_end(name: str) -> None:
     template = ChatTemplate(template_source(name), TOKENS)
-    for chat, answers in ((CHAT, ["Two.", "Four."]), (CHAT[1:], ["Two.", "Four."]), (CHAT[1:3], ["Two."])):
+    for chat, answers in (
+        (CHAT, ["Two.", "Four."]),
+        (CHAT[1:], ["Two.", "Four."]),
+        (CHAT[1:3], ["Two."]),
+    ):
         rendered = template.answers(chat)
         assert rendered.unplaced == 0
         spans = [rendered.text[start:end] for start, end in rendered.spans]
         assert len(spans) == len(answers)
         for span, answer in zip(spans, answers, strict=True):
             assert span.strip().startswith(answer)
-            assert len(span.strip()) > len(answer), "an answer ends with an end-of-turn token that carries loss"
+            assert len(span.strip()) > len(answer), (
+                "an answer ends with an end-of-turn token that carries loss"
+            )
         for message in chat:
             assert message["content"] in rendered.text
     prompt = template.render(CHAT[:2], add_generation_prompt=True)
@@ -63,12 +70,17 @@ def test_every_template_marks_each_answer_with_its_end(name: str) -> None:
         ("chatml", "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n"),
         (
             "llama3",
-            "<s><|start_header_id|>user<|end_header_id|>\n\nOne?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\nTwo.<|eot_id|>",
+            (
+                "<s><|start_header_id|>user<|end_header_id|>\n\nOne?<|eot_id|>"
+                "<|start_header_id|>assistant<|end_header_id|>\n\nTwo.<|eot_id|>"
+            ),
         ),
         ("llama2", "<s>[INST] One? [/INST] Two. </s>"),
         ("mistral", "<s>[INST] One?[/INST] Two.</s>"),
-        ("gemma", "<s><start_of_turn>user\nOne?<end_of_turn>\n<start_of_turn>model\nTwo.<end_of_turn>\n"),
+        (
+            "gemma",
+            "<s><start_of_turn>user\nOne?<end_of_turn>\n<start_of_turn>model\nTwo.<end_of_turn>\n",
+        ),
         ("phi3", "<|user|>\nOne?<|end|>\n<|assistant|>\nTwo.<|end|>\n"),
         ("zephyr", "<|user|>\nOne?</s>\n<|assistant|>\nTwo.</s>\n"),
         ("deepseek3", "<s><｜User｜>One?<｜Assistant｜>Two.<｜end▁of▁sentence｜>"),
@@ -82,7 +94,9 @@ def test_a_system_message_goes_where_the_family_has_it() -> None:
     def text(name: str, chat: list[dict[str, str]] = CHAT) -> str:
         return ChatTemplate(template_source(name), TOKENS).render(chat)
 
-    assert text("llama2").startswith("<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nOne? [/INST] Two. </s><s>[INST] Three?")
+    assert text("llama2").startswith(
+        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nOne? [/INST] Two. </s><s>[INST] Three?"
+    )
     assert text("gemma").startswith("<s><start_of_turn>user\nBe brief.\n\nOne?<end_of_turn>")
     assert text("gemma").count("Be brief.") == 1
     assert text("qwen", CHAT[1:]).startswith("<|im_start|>system\nYou are Qwen")
@@ -95,7 +109,9 @@ def asked(value: str | None) -> tuple[str | None, list[str]]:
     return source, [f"{level}: {text}" for level, text in notices]
 
 
-def test_the_tokenizers_own_template_is_used_where_it_writes_the_same(tokenizer: LoadedTokenizer) -> None:
+def test_the_tokenizers_own_template_is_used_where_it_writes_the_same(
+    tokenizer: LoadedTokenizer,
+) -> None:
     own = tokenizer.chat_template
     assert asked(None) == (own, [])
     assert asked("tokenizer_default") == (own, [])
@@ -103,19 +119,26 @@ def test_the_tokenizers_own_template_is_used_where_it_writes_the_same(tokenizer:
     source, notices = asked("chatml")
     assert source == own
     assert "the tokenizer's own, which writes the same text" in notices[0]
-    source, notices = asked("qwen")  # it begins with a system message, and the tokenizer's own does not
+    # it begins with a system message, and the tokenizer's own does not
+    source, notices = asked("qwen")
     assert source == template_source("qwen")
-    assert notices[0].startswith("warning: chat template: `qwen`; the tokenizer's own writes other text")
+    assert notices[0].startswith(
+        "warning: chat template: `qwen`; the tokenizer's own writes other text"
+    )
     assert asked("qwen3")[0] == own
 
 
 def test_tokens_that_a_tokenizer_lacks_are_reported(tokenizer: LoadedTokenizer) -> None:
     bare = replace(tokenizer, chat_template=None, special_tokens={})
-    fallback = asked_template(Config(model=MODEL, dataset="d", chat_template="tokenizer_default_fallback_llama3"))
+    fallback = asked_template(
+        Config(model=MODEL, dataset="d", chat_template="tokenizer_default_fallback_llama3")
+    )
     source, notices = fallback.choose(bare)
     assert source == template_source("llama3")
     assert any(level == "warning" and "`<|eot_id|>`" in text for level, text in notices)
-    _, notices = asked_template(Config(model=MODEL, dataset="d", chat_template="zephyr")).choose(bare)
+    _, notices = asked_template(Config(model=MODEL, dataset="d", chat_template="zephyr")).choose(
+        bare
+    )
     assert any(level == "warning" and "end-of-text token" in text for level, text in notices)
 
 

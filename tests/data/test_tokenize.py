@@ -1,4 +1,5 @@
-"""From config to tokens on disk: masks, accounting, cache, split, and what is said where it cannot be done."""
+"""From config to tokens on disk: masks, accounting, cache, split, and what is said where it cannot
+be done."""
 
 from __future__ import annotations
 
@@ -39,8 +40,12 @@ def save(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def prepare(dataset: Any, task: Any = "sft", train_args: dict[str, Any] | None = None, **more: Any) -> PreparedTokens:
-    return prepare_tokens(Config(**{"model": MODEL, "dataset": dataset, "train_args": train_args or {}, **more}), task)
+def prepare(
+    dataset: Any, task: Any = "sft", train_args: dict[str, Any] | None = None, **more: Any
+) -> PreparedTokens:
+    return prepare_tokens(
+        Config(**{"model": MODEL, "dataset": dataset, "train_args": train_args or {}, **more}), task
+    )
 
 
 def train_set(tokens: PreparedTokens) -> TokenDataset:
@@ -53,7 +58,10 @@ def parts(tokens: PreparedTokens, index: int = 0) -> list[tuple[bool, str]]:
     sample = train_set(tokens)[index]
     edges = [0, *(np.flatnonzero(np.diff(sample["labels_mask"])) + 1), len(sample["input_ids"])]
     return [
-        (bool(sample["labels_mask"][start]), tokenizer.decode(sample["input_ids"][start:end].tolist()))
+        (
+            bool(sample["labels_mask"][start]),
+            tokenizer.decode(sample["input_ids"][start:end].tolist()),
+        )
         for start, end in pairwise(edges)
     ]
 
@@ -82,7 +90,8 @@ def bare_tokenizer(tmp_path: Path) -> str:
     return str(folder)
 
 
-# -- the mask -------------------------------------------------------------------------------------------------------------
+# -- the mask
+# -------------------------------------------------------------------------------------------------------------
 def test_loss_on_every_answer_and_its_end_of_turn_alone(tmp_path: Path) -> None:
     tokens = prepare(save(tmp_path / "a.jsonl", CHATS))
     assert parts(tokens, 3) == [
@@ -97,14 +106,17 @@ def test_loss_on_every_answer_and_its_end_of_turn_alone(tmp_path: Path) -> None:
 def test_system_message_and_template_file(tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant: ' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}{%"
+        " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant: ' }}{% endif %}"
     )
     tokens = prepare(save(tmp_path / "a.jsonl", PAIRS), system="Be.", chat_template=str(template))
-    # No mark in this template: found from prefixes. The blank before the answer belongs to the word after it.
+    # No mark in this template: found from prefixes. The blank before the answer belongs to the word
+    # after it.
     loss = "".join(text for labelled, text in parts(tokens) if labelled)
     assert loss.strip() == "answer number 0<|im_end|>"
-    assert parts(tokens)[0][1].startswith("<|im_start|>system: Be.<|im_end|><|im_start|>user: Q0: <|im_end|>")
+    assert parts(tokens)[0][1].startswith(
+        "<|im_start|>system: Be.<|im_end|><|im_start|>user: Q0: <|im_end|>"
+    )
 
 
 def test_prompt_and_completion_without_a_template(tmp_path: Path, bare_tokenizer: str) -> None:
@@ -118,7 +130,8 @@ def test_train_on_inputs(tmp_path: Path, bare_tokenizer: str) -> None:
     for more in ({}, {"tokenizer": bare_tokenizer}):
         tokens = prepare(data, train_args={"train_on_inputs": True}, **more)
         assert [labelled for labelled, _ in parts(tokens)] == [True]
-        assert tokens.label_tokens == tokens.train_tokens - tokens.num_train  # the first token is never predicted
+        # the first token is never predicted
+        assert tokens.label_tokens == tokens.train_tokens - tokens.num_train
 
 
 def test_plain_text_in_sft_carries_loss_everywhere(tmp_path: Path) -> None:
@@ -128,16 +141,28 @@ def test_plain_text_in_sft_carries_loss_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answer", ["plain", "ünï — 漢字", "  spaced", "\n\nlines", "🙂🙃"])
 def test_the_mask_is_exact_for_any_script(tmp_path: Path, answer: str) -> None:
-    rows = [{"messages": [{"role": "user", "content": "漢🙂"}, {"role": "assistant", "content": answer}]}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "漢🙂"},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+    ]
     chatml = tmp_path / "t.jinja"
     chatml.write_text(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%"
+        " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     for more in ({}, {"chat_template": str(chatml)}):
-        loss = [text for labelled, text in parts(prepare(save(tmp_path / "a.jsonl", rows), **more)) if labelled]
+        loss = [
+            text
+            for labelled, text in parts(prepare(save(tmp_path / "a.jsonl", rows), **more))
+            if labelled
+        ]
         assert len(loss) == 1
-        assert loss[0].strip("\n") == f"{answer}<|im_end|>".strip("\n")  # line ends may merge with the header's
+        # line ends may merge with the header's
+        assert loss[0].strip("\n") == f"{answer}<|im_end|>".strip("\n")
 
 
 def test_same_tokens_and_mask_as_transformers(tmp_path: Path) -> None:
@@ -155,7 +180,8 @@ def test_same_tokens_and_mask_as_transformers(tmp_path: Path) -> None:
     assert tokens.pad_token_id == reference.pad_token_id
 
 
-# -- pretraining ----------------------------------------------------------------------------------------------------------
+# -- pretraining
+# ----------------------------------------------------------------------------------------------------------
 def test_documents_are_cut_and_nothing_is_lost(tmp_path: Path) -> None:
     text = "\n".join(f"Line {n} of a long text." for n in range(200))
     (tmp_path / "a.txt").write_text(text)
@@ -173,17 +199,22 @@ def test_a_document_of_several_pieces_is_tokenised_whole(tmp_path: Path) -> None
     text = "A sentence that goes on.\n" * 30_000  # 750,000 characters
     (tmp_path / "a.txt").write_text(text)
     tokens = prepare(str(tmp_path / "a.txt"), "pretrain", {"max_length": 4096})
-    ids = np.concatenate([train_set(tokens)[index]["input_ids"] for index in range(tokens.num_train)])
+    ids = np.concatenate(
+        [train_set(tokens)[index]["input_ids"] for index in range(tokens.num_train)]
+    )
     assert load_tokenizer(Path(tokens.tokenizer_path)).decode(ids.tolist()) == text + "<|im_end|>"
 
 
 def test_pretraining_on_chats_and_pairs(tmp_path: Path) -> None:
-    tokens = prepare([save(tmp_path / "a.jsonl", CHATS[:1]), save(tmp_path / "b.jsonl", PAIRS[:1])], "pretrain")
+    tokens = prepare(
+        [save(tmp_path / "a.jsonl", CHATS[:1]), save(tmp_path / "b.jsonl", PAIRS[:1])], "pretrain"
+    )
     assert parts(tokens, 0)[0][1].startswith("<|im_start|>user\nWhat is 0 + 0?")
     assert parts(tokens, 1) == [(True, "Q0: \n\nanswer number 0<|im_end|>")]
 
 
-# -- accounting -----------------------------------------------------------------------------------------------------------
+# -- accounting
+# -----------------------------------------------------------------------------------------------------------
 def test_read_is_kept_plus_dropped(tmp_path: Path) -> None:
     rows = [
         *PAIRS, {"prompt": "q", "completion": ""}, {"prompt": "q", "completion": None}, {"foo": 1}, "text", 7,
@@ -210,7 +241,11 @@ def test_counts_of_several_sources_add_up(tmp_path: Path) -> None:
 
 
 def test_truncation_keeps_the_head(tmp_path: Path, bare_tokenizer: str) -> None:
-    rows = [{"prompt": "Q: ", "completion": "word " * 50}, {"prompt": "long " * 50, "completion": "gone"}, *PAIRS]
+    rows = [
+        {"prompt": "Q: ", "completion": "word " * 50},
+        {"prompt": "long " * 50, "completion": "gone"},
+        *PAIRS,
+    ]
     data = save(tmp_path / "a.jsonl", rows)
     tokens = prepare(data, train_args={"max_length": 16}, tokenizer=bare_tokenizer)
     assert tokens.counts.as_dict() == {
@@ -219,7 +254,9 @@ def test_truncation_keeps_the_head(tmp_path: Path, bare_tokenizer: str) -> None:
     sample = train_set(tokens)[0]
     whole = train_set(prepare(data, tokenizer=bare_tokenizer))[0]
     assert sample["input_ids"].tolist() == whole["input_ids"][:16].tolist()
-    dropped = prepare(data, train_args={"max_length": 16, "overlong": "drop"}, tokenizer=bare_tokenizer)
+    dropped = prepare(
+        data, train_args={"max_length": 16, "overlong": "drop"}, tokenizer=bare_tokenizer
+    )
     assert dropped.counts.dropped == {"longer than max_length": 2}
     assert dropped.counts.kept == 12
 
@@ -233,7 +270,8 @@ def test_label_counts_leave_the_first_position_out(tmp_path: Path) -> None:
         assert (sample["input_ids"].dtype, sample["labels_mask"].dtype) == (np.int32, np.bool_)
 
 
-# -- bad input ------------------------------------------------------------------------------------------------------------
+# -- bad input
+# ------------------------------------------------------------------------------------------------------------
 def test_columns_that_fit_no_format(tmp_path: Path) -> None:
     message = fails(save(tmp_path / "a.jsonl", [{"headline": "x", "body": "y"}]))
     assert "found: headline, body" in message
@@ -254,7 +292,12 @@ def test_no_row_that_can_be_used(tmp_path: Path) -> None:
 
 
 def test_empty_dataset(tmp_path: Path) -> None:
-    for name, text in (("a.jsonl", ""), ("b.json", "[]"), ("c.csv", "prompt,completion\n"), ("d.txt", "")):
+    for name, text in (
+        ("a.jsonl", ""),
+        ("b.json", "[]"),
+        ("c.csv", "prompt,completion\n"),
+        ("d.txt", ""),
+    ):
         (tmp_path / name).write_text(text)
         assert "has no rows" in fails(str(tmp_path / name))
 
@@ -265,12 +308,14 @@ def test_no_chat_template(tmp_path: Path, bare_tokenizer: str) -> None:
         assert message.startswith("no chat template")
         assert "chat_template: chatml" in message
         assert "task: pretrain" in message
-    prepare(save(tmp_path / "b.jsonl", CHATS), "pretrain", tokenizer=bare_tokenizer)  # as that fix says
+    # as that fix says
+    prepare(save(tmp_path / "b.jsonl", CHATS), "pretrain", tokenizer=bare_tokenizer)
 
 
 def test_every_sample_too_long(tmp_path: Path) -> None:
     data = save(
-        tmp_path / "a.jsonl", [{"prompt": "word " * 100, "completion": "a"}, {"prompt": "word " * 40, "completion": "a"}]
+        tmp_path / "a.jsonl",
+        [{"prompt": "word " * 100, "completion": "a"}, {"prompt": "word " * 40, "completion": "a"}],
     )
     for overlong in ("drop", "truncate"):
         message = fails(data, train_args={"max_length": 8, "overlong": overlong})
@@ -281,14 +326,19 @@ def test_every_sample_too_long(tmp_path: Path) -> None:
 def test_a_template_that_refuses(tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text(
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{{ messages[-1].content }}"
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{{"
+        " messages[-1].content }}"
     )
     rows = [*PAIRS, {"messages": [{"role": "system", "content": "be"}, *CHATS[0]["messages"]]}]
     tokens = prepare(save(tmp_path / "a.jsonl", rows), chat_template=str(template))
     assert tokens.counts.dropped == {"refused by the chat template": 1}
     assert "no end-of-turn token" in said(tokens)
-    assert "The template says: no system here" in fails(save(tmp_path / "b.jsonl", rows[-1:]), chat_template=str(template))
-    assert "cannot be read" in fails(save(tmp_path / "b.jsonl", rows), chat_template=str(tmp_path / "none.jinja"))
+    assert "The template says: no system here" in fails(
+        save(tmp_path / "b.jsonl", rows[-1:]), chat_template=str(template)
+    )
+    assert "cannot be read" in fails(
+        save(tmp_path / "b.jsonl", rows), chat_template=str(tmp_path / "none.jinja")
+    )
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
@@ -308,13 +358,19 @@ def test_a_broken_line_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
     assert sorted((cache_dir() / "tokens").glob("*")) == before
 
 
-# -- validation -----------------------------------------------------------------------------------------------------------
+# -- validation
+# -----------------------------------------------------------------------------------------------------------
 def test_split_is_fixed_by_the_seed_alone(tmp_path: Path) -> None:
     data = save(tmp_path / "a.jsonl", CHATS)
     first = prepare(data, split_dataset_ratio=0.25)
     assert (first.num_train, first.num_eval) == (9, 3)
     assert sorted([*first.train_indices.tolist(), *first.eval_indices.tolist()]) == list(range(12))
-    again = prepare(data, split_dataset_ratio=0.25, train_args={"per_device_train_batch_size": 1}, lora={"enable": True})
+    again = prepare(
+        data,
+        split_dataset_ratio=0.25,
+        train_args={"per_device_train_batch_size": 1},
+        lora={"enable": True},
+    )
     assert again.eval_indices.tolist() == first.eval_indices.tolist()
     other = prepare(data, split_dataset_ratio=0.25, train_args={"seed": 1})
     assert other.eval_indices.tolist() != first.eval_indices.tolist()
@@ -352,7 +408,10 @@ def test_a_split_that_is_not_its_ratio_is_reported(
 
 
 def test_validation_file(tmp_path: Path) -> None:
-    tokens = prepare(save(tmp_path / "a.jsonl", CHATS), val_dataset=save(tmp_path / "b.jsonl", [*PAIRS[:4], {"foo": 1}]))
+    tokens = prepare(
+        save(tmp_path / "a.jsonl", CHATS),
+        val_dataset=save(tmp_path / "b.jsonl", [*PAIRS[:4], {"foo": 1}]),
+    )
     assert (tokens.num_train, tokens.num_eval) == (12, 4)
     assert tokens.eval_counts is not None
     assert tokens.eval_counts.dropped == {"columns fit no format": 1}
@@ -360,7 +419,8 @@ def test_validation_file(tmp_path: Path) -> None:
     assert len(TokenDataset(tokens.eval_folder, tokens.eval_indices)) == 4
 
 
-# -- the cache ------------------------------------------------------------------------------------------------------------
+# -- the cache
+# ------------------------------------------------------------------------------------------------------------
 def test_a_hit_is_the_same_and_imports_nothing_heavy(tmp_path: Path) -> None:
     data = save(tmp_path / "a.jsonl", [*CHATS, {"foo": 1}])
     first = prepare(data)
@@ -371,11 +431,17 @@ def test_a_hit_is_the_same_and_imports_nothing_heavy(tmp_path: Path) -> None:
     assert "tokenised data from the cache" in second.notices[-1][1]
     assert first.notices[:-1] == second.notices[:-1]
     code = (
-        "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare import prepare_tokens; "
-        f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft'); assert 'from the cache' in t.notices[-1][1]; "
-        "print({'torch', 'transformers', 'datasets', 'tokenizers', 'jinja2', 'pyarrow'} & set(sys.modules))"
+        "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare"
+        f" import prepare_tokens; t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}),"
+        " 'sft'); assert 'from the cache' in t.notices[-1][1]; print({'torch', 'transformers',"
+        " 'datasets', 'tokenizers', 'jinja2', 'pyarrow'} & set(sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "set()"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        == "set()"
+    )
 
 
 def test_the_key_follows_all_that_changes_the_tokens(tmp_path: Path, bare_tokenizer: str) -> None:
@@ -394,12 +460,19 @@ def test_the_key_follows_all_that_changes_the_tokens(tmp_path: Path, bare_tokeni
 
 
 def test_processes_that_come_at_once_build_it_once(tmp_path: Path) -> None:
-    data = save(tmp_path / "a.jsonl", [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(300) for row in PAIRS])
-    code = (
-        "from paceline.config.schema import Config; from paceline.data.text.prepare import prepare_tokens; "
-        f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft'); print(t.train_folder, t.notices[-1][1])"
+    data = save(
+        tmp_path / "a.jsonl",
+        [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(300) for row in PAIRS],
     )
-    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    code = (
+        "from paceline.config.schema import Config; from paceline.data.text.prepare import"
+        f" prepare_tokens; t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft');"
+        " print(t.train_folder, t.notices[-1][1])"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     found = [process.communicate(timeout=50)[0] for process in started]
     assert all(process.returncode == 0 for process in started)
     assert len({one.split()[0] for one in found}) == 1
@@ -407,10 +480,13 @@ def test_processes_that_come_at_once_build_it_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_build_leaves_nothing_broken(tmp_path: Path) -> None:
-    data = save(tmp_path / "a.jsonl", [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(600) for row in PAIRS])
+    data = save(
+        tmp_path / "a.jsonl",
+        [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(600) for row in PAIRS],
+    )
     code = (
-        "from paceline.config.schema import Config; from paceline.data.text.prepare import prepare_tokens; "
-        f"prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft')"
+        "from paceline.config.schema import Config; from paceline.data.text.prepare import"
+        f" prepare_tokens; prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft')"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
     tokens = cache_dir() / "tokens"
@@ -426,7 +502,8 @@ def test_a_killed_build_leaves_nothing_broken(tmp_path: Path) -> None:
     assert not list(tokens.glob(".*.tmp"))
 
 
-# -- the dataset ----------------------------------------------------------------------------------------------------------
+# -- the dataset
+# ----------------------------------------------------------------------------------------------------------
 def test_dataset_pickles_as_a_path_and_has_subsets(tmp_path: Path) -> None:
     tokens = prepare(save(tmp_path / "a.jsonl", CHATS), split_dataset_ratio=0.25)
     data = train_set(tokens)

@@ -1,4 +1,5 @@
-"""Tokenizers of other kinds than the built-in: with a first token of their own, without offsets, in an adapter's folder."""
+"""Tokenizers of other kinds than the built-in: with a first token of their own, without offsets, in
+an adapter's folder."""
 
 from __future__ import annotations
 
@@ -17,13 +18,24 @@ TEMPLATE = (
     "{% for m in messages %}{{ '[' + m.role + '] ' + m.content + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
-ROWS = [{"messages": [{"role": "user", "content": "hello world"}, {"role": "assistant", "content": "good day"}]}]
+ROWS = [
+    {
+        "messages": [
+            {"role": "user", "content": "hello world"},
+            {"role": "assistant", "content": "good day"},
+        ]
+    }
+]
 
 
-def loss_text(folder: Path, tmp_path: Path, rows: list[dict[str, object]] = ROWS, task: str = "sft") -> tuple[str, str]:
+def loss_text(
+    folder: Path, tmp_path: Path, rows: list[dict[str, object]] = ROWS, task: str = "sft"
+) -> tuple[str, str]:
     """(whole text, text that carries loss) of the first sample."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = Config(model="builtin:qwen2-micro", tokenizer=str(folder), dataset=str(tmp_path / "rows.jsonl"))
+    config = Config(
+        model="builtin:qwen2-micro", tokenizer=str(folder), dataset=str(tmp_path / "rows.jsonl")
+    )
     tokens = prepare_tokens(config, task)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(folder)
     sample = TokenDataset(tokens.train_folder)[0]
@@ -33,18 +45,25 @@ def loss_text(folder: Path, tmp_path: Path, rows: list[dict[str, object]] = ROWS
 
 @pytest.fixture(scope="module")
 def first_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that puts <s> first, cuts at blanks (and leaves them out), as sentence-piece models are turned into."""
+    """A tokenizer that puts <s> first, cuts at blanks (and leaves them out), as sentence-piece
+    models are turned into."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     rust = Tokenizer(models.BPE(unk_token="<unk>"))
     rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
     rust.train_from_iterator(["hello world good day [user] [assistant]"] * 20, trainer)
-    rust.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    rust.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     rust.enable_truncation(3)  # some files carry one: it must not cut the data
     folder = tmp_path_factory.mktemp("first-token")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=rust, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
@@ -52,7 +71,8 @@ def first_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_chats_pairs_and_text_with_a_first_token(first_token: Path, tmp_path: Path) -> None:
     whole, loss = loss_text(first_token, tmp_path)
-    assert whole.replace(" ", "") == "[user]helloworld</s>[assistant]goodday</s>"  # the template alone says where <s> stands
+    # the template alone says where <s> stands
+    assert whole.replace(" ", "") == "[user]helloworld</s>[assistant]goodday</s>"
     assert loss.replace(" ", "") == "goodday</s>"
     whole, _ = loss_text(first_token, tmp_path, [{"text": "hello world"}], "pretrain")
     assert whole.replace(" ", "") == "<s>helloworld</s>"
@@ -94,7 +114,14 @@ def test_loaded_directly_it_is_what_transformers_loads() -> None:
             direct.backend.encode(text, add_special_tokens=special).ids
             == reference.backend.encode(text, add_special_tokens=special).ids
         )
-    fields = ("special_tokens", "chat_template", "eos_token_id", "pad_token_id", "vocab_size", "special_ids")
+    fields = (
+        "special_tokens",
+        "chat_template",
+        "eos_token_id",
+        "pad_token_id",
+        "vocab_size",
+        "special_ids",
+    )
     assert all(getattr(direct, one) == getattr(reference, one) for one in fields)
     assert isinstance(direct, LoadedTokenizer)
 

@@ -22,8 +22,8 @@ from paceline.data.text.tokenizer import load_tokenizer
 
 MODEL = "builtin:qwen2-micro"
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' +"
+    " '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
@@ -44,7 +44,10 @@ def runs(tokens: PreparedTokens, index: int = 0) -> list[tuple[bool, str]]:
     sample = TokenDataset(tokens.train_folder)[index]
     edges = [0, *(np.flatnonzero(np.diff(sample["labels_mask"])) + 1), len(sample["input_ids"])]
     return [
-        (bool(sample["labels_mask"][start]), tokenizer.decode(sample["input_ids"][start:end].tolist()))
+        (
+            bool(sample["labels_mask"][start]),
+            tokenizer.decode(sample["input_ids"][start:end].tolist()),
+        )
         for start, end in pairwise(edges)
     ]
 
@@ -65,10 +68,15 @@ def chat(**flags: Any) -> dict[str, Any]:
     ]}  # fmt: skip
 
 
-# -- the loss of turns ----------------------------------------------------------------------------------------------------
+# -- the loss of turns
+# ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("marked", [True, False], ids=["generation marks", "prefixes"])
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"train": False}, {"training": 0}])
-def test_a_turn_that_the_data_switches_off_carries_no_loss(tmp_path: Path, flag: dict[str, Any], marked: bool) -> None:
+@pytest.mark.parametrize(
+    "flag", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"train": False}, {"training": 0}]
+)
+def test_a_turn_that_the_data_switches_off_carries_no_loss(
+    tmp_path: Path, flag: dict[str, Any], marked: bool
+) -> None:
     more = {} if marked else {"chat_template": template(tmp_path, CHATML)}
     tokens = prepare(tmp_path / "a.jsonl", [chat(**flag), chat()], **more)
     assert labelled(tokens) == ["Second.<|im_end|>"]
@@ -76,7 +84,10 @@ def test_a_turn_that_the_data_switches_off_carries_no_loss(tmp_path: Path, flag:
     assert tokens.counts.excluded_turns == 1
     assert tokens.counts.as_dict()["excluded_turns"] == 1
     assert "1 turns without loss" in data_line(tokens.counts.as_dict())
-    assert any("1 turns of the assistant carry no loss (switched off in the data)" in text for _, text in tokens.notices)
+    assert any(
+        "1 turns of the assistant carry no loss (switched off in the data)" in text
+        for _, text in tokens.notices
+    )
 
 
 def test_flags_that_leave_the_loss_on(tmp_path: Path) -> None:
@@ -94,7 +105,10 @@ def test_flags_that_leave_the_loss_on(tmp_path: Path) -> None:
     [
         ({"weight": 0.5}, "no weights between turns"),
         ({"loss_scale": 2}, "no weights between turns"),
-        ({"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]}, "which parts of a turn"),
+        (
+            {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]},
+            "which parts of a turn",
+        ),
     ],
 )
 def test_finer_flags_are_refused(flag: dict[str, Any], words: str) -> None:
@@ -119,12 +133,19 @@ def test_a_flag_by_another_name(tmp_path: Path) -> None:
 def test_the_last_turn_alone(tmp_path: Path) -> None:
     everything = prepare(tmp_path / "a.jsonl", [chat(), chat(weight=0)])
     for more in ({}, {"chat_template": template(tmp_path, CHATML)}):
-        tokens = prepare(tmp_path / "a.jsonl", [chat(), chat(weight=0)], train_args={"train_on_turns": "last"}, **more)
+        tokens = prepare(
+            tmp_path / "a.jsonl",
+            [chat(), chat(weight=0)],
+            train_args={"train_on_turns": "last"},
+            **more,
+        )
         assert labelled(tokens) == labelled(tokens, 1) == ["Second.<|im_end|>"]
         assert tokens.counts.excluded_turns == 2
         assert tokens.train_folder != everything.train_folder
     with pytest.raises(ValidationError, match="keep one of them"):
-        Config(model=MODEL, dataset="x", train_args={"train_on_turns": "last", "train_on_inputs": True})
+        Config(
+            model=MODEL, dataset="x", train_args={"train_on_turns": "last", "train_on_inputs": True}
+        )
     with pytest.raises(ValidationError, match="task: pretrain"):
         Config(model=MODEL, dataset="x", task="pretrain", train_args={"train_on_turns": "last"})
 
@@ -135,23 +156,34 @@ def test_train_on_inputs_leaves_switched_off_turns_out(tmp_path: Path) -> None:
 
 
 def test_a_chat_without_any_loss_is_dropped_and_pretraining_refuses_flags(tmp_path: Path) -> None:
-    off = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]}
-    assert prepare(tmp_path / "a.jsonl", [chat(), off]).counts.dropped == {"the loss is switched off for every turn": 1}
+    off = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "a", "weight": 0},
+        ]
+    }
+    assert prepare(tmp_path / "a.jsonl", [chat(), off]).counts.dropped == {
+        "the loss is switched off for every turn": 1
+    }
     assert "trains on every token" in fails(tmp_path / "b.jsonl", [off], task="pretrain")
 
 
 def test_marks_that_come_twice_in_a_turn_keep_to_their_turn() -> None:
     source = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{% endgeneration %}|{% generation %}"
-        "{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{% endgeneration"
+        " %}|{% generation %}{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}{%"
+        " endif %}{% endfor %}"
     )
     rendered = ChatTemplate(source, {"eos_token": "</s>"}).answers(chat()["messages"], off={1})
     assert [rendered.text[start:end] for start, end in rendered.spans] == ["A:", "Second.</s>"]
     assert [rendered.text[start:end] for start, end in rendered.excluded] == ["A:", "First.</s>"]
 
 
-# -- history --------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("names", [("query", "response"), ("prompt", "completion"), ("instruction", "output")])
+# -- history
+# --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "names", [("query", "response"), ("prompt", "completion"), ("instruction", "output")]
+)
 @pytest.mark.parametrize(
     "history",
     [
@@ -160,7 +192,9 @@ def test_marks_that_come_twice_in_a_turn_keep_to_their_turn() -> None:
     ],
 )  # fmt: skip
 def test_history_becomes_turns(names: tuple[str, str], history: Any) -> None:
-    sample = Converter("here")({names[0]: "now", names[1]: "then", "history": history, "system": "be"})
+    sample = Converter("here")(
+        {names[0]: "now", names[1]: "then", "history": history, "system": "be"}
+    )
     assert [(one["role"], one["content"]) for one in sample.messages or []] == [
         ("system", "be"), ("user", "q"), ("assistant", "a"), ("user", "now"), ("assistant", "then"),
     ]  # fmt: skip
@@ -168,17 +202,28 @@ def test_history_becomes_turns(names: tuple[str, str], history: Any) -> None:
 
 def test_chats_of_questions_with_answers_and_odd_keys() -> None:
     share = {"conversation": [{"human": "q", "assistant": "a"}, {"human": "r", "assistant": "b"}]}
-    assert [one["content"] for one in Converter("here")(share).messages or []] == ["q", "a", "r", "b"]
-    mixed = {"messages": None, "conversations": [{"from": "Human", "content": "q"}, {"role": "GPT", "value": "a"}]}
+    assert [one["content"] for one in Converter("here")(share).messages or []] == [
+        "q",
+        "a",
+        "r",
+        "b",
+    ]
+    mixed = {
+        "messages": None,
+        "conversations": [{"from": "Human", "content": "q"}, {"role": "GPT", "value": "a"}],
+    }
     assert [one["role"] for one in Converter("here")(mixed).messages or []] == ["user", "assistant"]
     named = Converter("here", roles={"assistant": ["bot9000"], "user": "visitor"})
-    sample = named({"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot9000", "value": "a"}]})
+    sample = named(
+        {"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot9000", "value": "a"}]}
+    )
     assert [one["role"] for one in sample.messages or []] == ["user", "assistant"]
     with pytest.raises(ConfigError, match="unknown role"):
         Converter("here", roles={"robot": "x"})
 
 
-# -- tools ----------------------------------------------------------------------------------------------------------------
+# -- tools
+# ----------------------------------------------------------------------------------------------------------------
 TOOL = {"name": "news", "description": "Get the news.", "parameters": {"type": "object"}}
 GLAIVE = {
     "conversations": [
@@ -212,7 +257,11 @@ SWIFT = {
 LEGACY = {
     "messages": [
         {"role": "user", "content": "News?"},
-        {"role": "assistant", "content": None, "function_call": {"name": "news", "arguments": '{"country": "US"}'}},
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "news", "arguments": '{"country": "US"}'},
+        },
         {"role": "function", "name": "news", "content": '{"headline": "Rain"}'},
         {"role": "assistant", "content": "It rains."},
     ],
@@ -220,7 +269,9 @@ LEGACY = {
 }
 
 
-@pytest.mark.parametrize("row", [GLAIVE, OPENAI, SWIFT, LEGACY], ids=["LLaMA-Factory", "OpenAI", "ms-swift", "functions"])
+@pytest.mark.parametrize(
+    "row", [GLAIVE, OPENAI, SWIFT, LEGACY], ids=["LLaMA-Factory", "OpenAI", "ms-swift", "functions"]
+)
 def test_tools_and_calls_go_through_the_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
     tokens = prepare(tmp_path / "a.jsonl", [row])
     assert tokens.counts.dropped == {}
@@ -246,27 +297,45 @@ CALLS = (
         ("[{{ c.function.name }}] {{ c.function.arguments | tojson }}", '[news] {"country": "US"}'),
         ("{{ c.function.arguments }}", '{"country": "US"}'),
         ("{{ 'a: ' + c.function.arguments }}", 'a: {"country": "US"}'),
-        ("{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ c.function.name }}", "news"),
+        (
+            (
+                "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{"
+                " c.function.name }}"
+            ),
+            "news",
+        ),
     ],
     ids=["mapping", "printed", "concatenated", "short ids"],
 )
-def test_templates_of_every_manner_get_calls_as_they_need_them(tmp_path: Path, call: str, expected: str) -> None:
+def test_templates_of_every_manner_get_calls_as_they_need_them(
+    tmp_path: Path, call: str, expected: str
+) -> None:
     source = CALLS.replace("CALL", call)
     tokens = prepare(tmp_path / "a.jsonl", [OPENAI], chat_template=template(tmp_path, source))
     assert labelled(tokens) == [f"{expected}<|im_end|>", "It rains.<|im_end|>"]
 
 
 def test_a_call_ends_with_its_end_of_turn_token() -> None:
-    """Also where tools change the text before the call (Mistral's way), and without the white space after the token."""
+    """Also where tools change the text before the call (Mistral's way), and without the white space
+    after the token."""
     source = (
-        "{% set last = messages | selectattr('role', 'equalto', 'user') | list | last %}{% for m in messages %}"
-        "{% if m.role == 'user' %}{% if tools and m == last %}TOOLS{% endif %}[{{ m.content }}]{% else %}{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}</s>\n{% endif %}{% endfor %}"
+        "{% set last = messages | selectattr('role', 'equalto', 'user') | list | last %}{% for m in"
+        " messages %}{% if m.role == 'user' %}{% if tools and m == last %}TOOLS{% endif %}[{{"
+        " m.content }}]{% else %}{{ m.content }}{% for c in m.tool_calls or [] %}CALL {{"
+        " c.function.name }}{% endfor %}</s>\n{% endif %}{% endfor %}"
     )
-    messages = [*OPENAI["messages"], {"role": "user", "content": "Ok?"}, {"role": "assistant", "content": "Yes."}]
+    messages = [
+        *OPENAI["messages"],
+        {"role": "user", "content": "Ok?"},
+        {"role": "assistant", "content": "Yes."},
+    ]
     sample = Converter("here", template=ChatTemplate(source, {}))({**OPENAI, "messages": messages})
     rendered = ChatTemplate(source, {}).answers(sample.messages or [], sample.tools)
-    assert [rendered.text[start:end] for start, end in rendered.spans] == ["CALL news</s>", "It rains.</s>", "Yes.</s>"]
+    assert [rendered.text[start:end] for start, end in rendered.spans] == [
+        "CALL news</s>",
+        "It rains.</s>",
+        "Yes.</s>",
+    ]
 
 
 def test_parallel_calls_and_an_answer_with_its_call_are_one_turn() -> None:
@@ -277,12 +346,19 @@ def test_parallel_calls_and_an_answer_with_its_call_are_one_turn() -> None:
     messages = Converter("here")(row).messages or []
     assert [one["role"] for one in messages] == ["user", "assistant", "tool", "tool", "assistant"]
     assert (messages[1]["content"], len(messages[1]["tool_calls"])) == ("Wait.", 2)
-    assert [one["id"] for one in messages[1]["tool_calls"]] == [one["tool_call_id"] for one in messages[2:4]]
+    assert [one["id"] for one in messages[1]["tool_calls"]] == [
+        one["tool_call_id"] for one in messages[2:4]
+    ]
 
 
 def test_calls_in_many_spellings() -> None:
     def read(value: Any) -> Any:
-        row = {"messages": [{"role": "user", "content": "q"}, {"role": "function_call", "content": value}]}
+        row = {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "function_call", "content": value},
+            ]
+        }
         return [one["function"] for one in (Converter("here")(row).messages or [])[1]["tool_calls"]]
 
     one = {"name": "f", "arguments": {"a": 1}}
@@ -302,41 +378,68 @@ def test_a_template_without_tools_is_reported(tmp_path: Path) -> None:
     message = fails(tmp_path / "a.jsonl", [only_tools], chat_template=plain)
     assert "the chat template does not use `tools`" in message
     assert "`ignore_columns: [tools]`" in message
-    assert prepare(tmp_path / "a.jsonl", [only_tools], chat_template=plain, ignore_columns=["tools"]).counts.kept == 1
+    assert (
+        prepare(
+            tmp_path / "a.jsonl", [only_tools], chat_template=plain, ignore_columns=["tools"]
+        ).counts.kept
+        == 1
+    )
 
 
-def test_chats_with_tools_use_the_tokenizers_own_template_beside_a_named_one(tmp_path: Path) -> None:
+def test_chats_with_tools_use_the_tokenizers_own_template_beside_a_named_one(
+    tmp_path: Path,
+) -> None:
     tokens = prepare(tmp_path / "a.jsonl", [GLAIVE, chat()], chat_template="qwen")
     assert labelled(tokens)[0].startswith('<tool_call>{"name": "news"')
     assert "You are Qwen" not in runs(tokens)[0][1]
     assert "You are Qwen" in runs(tokens, 1)[0][1]
     assert any(
-        text.startswith("1 chats with tools or reasoning are written with the tokenizer's own") for _, text in tokens.notices
+        text.startswith("1 chats with tools or reasoning are written with the tokenizer's own")
+        for _, text in tokens.notices
     )
-    assert "does not use `tool_calls`" in fails(tmp_path / "a.jsonl", [GLAIVE], chat_template="gemma")
+    assert "does not use `tool_calls`" in fails(
+        tmp_path / "a.jsonl", [GLAIVE], chat_template="gemma"
+    )
 
 
-# -- reasoning ------------------------------------------------------------------------------------------------------------
+# -- reasoning
+# ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "hm"}]},
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "thinking": "hm"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "a", "reasoning_content": "hm"},
+            ]
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "a", "thinking": "hm"},
+            ]
+        },
         {"query": "q", "response": "a", "reasoning_content": "hm"},
         {"instruction": "q", "output": "a", "reasoning_content": "hm"},
     ],
 )
 def test_reasoning_is_given_to_the_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert labelled(prepare(tmp_path / "a.jsonl", [row])) == ["<think>\nhm\n</think>\n\na<|im_end|>"]
+    assert labelled(prepare(tmp_path / "a.jsonl", [row])) == [
+        "<think>\nhm\n</think>\n\na<|im_end|>"
+    ]
     plain = template(tmp_path, CHATML)
-    assert "does not use `reasoning_content`" in fails(tmp_path / "a.jsonl", [row], chat_template=plain)
+    assert "does not use `reasoning_content`" in fails(
+        tmp_path / "a.jsonl", [row], chat_template=plain
+    )
 
 
-# -- the end of a turn ----------------------------------------------------------------------------------------------------
+# -- the end of a turn
+# ----------------------------------------------------------------------------------------------------
 def test_white_space_after_the_end_of_turn_is_no_missing_end(tmp_path: Path) -> None:
     source = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content }}END\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{%"
+        " generation %}{{ m.content }}END\n{% endgeneration %}{% else %}{{ m.content"
+        " }}<|im_end|>\n{% endif %}{% endfor %}"
     )
     for end, is_told in (("<|im_end|>", False), ("", True), (" Over.", True)):
         path = template(tmp_path, source.replace("END\n", f"{end}" + "{{ '\n' }}"))

@@ -9,7 +9,8 @@ pytestmark = pytest.mark.slow
 
 
 def adopt(world):
-    """``world``'s group is the default process group of these two processes: whoever made it was not `open_world`."""
+    """``world``'s group is the default process group of these two processes: whoever made it was
+    not `open_world`."""
     import torch
     import torch.distributed as dist
 

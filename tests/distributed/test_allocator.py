@@ -25,9 +25,18 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, gc.get_freeze
 
 
 def faults_and_frozen(how: str, **env: str) -> tuple[int, int]:
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+    }
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, how], env={**plain, **env}, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", _PROGRAM, how],
+        env={**plain, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     faults, frozen = map(int, done.stdout.split())
     return faults, frozen

@@ -1,4 +1,5 @@
-"""Collectives of our own: the same values as the backend's, the bytes that the formulas say, on real ranks."""
+"""Collectives of our own: the same values as the backend's, the bytes that the formulas say, on
+real ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def _check_values(world: World) -> None:
                 tensor = _values(world.rank, numel, dtype)
                 done = all_reduce(world, tensor, algorithm)
                 _same(tensor, _expected(world.size, numel, dtype), (algorithm, numel, dtype))
-                assert done.bytes == sent_bytes(algorithm, world.size, world.rank, numel, tensor.element_size())
+                assert done.bytes == sent_bytes(
+                    algorithm, world.size, world.rank, numel, tensor.element_size()
+                )
     for algorithm in ALGORITHMS["broadcast"]:
         for root in range(world.size):
             for numel in SIZES:
@@ -147,7 +150,8 @@ def _check_counts(world: World) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [2, 4, 5, 8])
 def test_bytes_sent_are_those_of_the_formulas(size: int) -> None:
     ranks = run_ranks(_check_counts, size)
-    # The ring: the same for every rank, 2(N-1)/N of the tensor whatever N. The naive one: rank 0's grow with N.
+    # The ring: the same for every rank, 2(N-1)/N of the tensor whatever N. The naive one: rank 0's
+    # grow with N.
     assert {rank["ring"] for rank in ranks} == {all_reduce_bytes(4000, size)}
     assert ranks[0]["naive"] == (size - 1) * 4000
     assert {rank["naive"] for rank in ranks[1:]} == {4000}
@@ -177,10 +181,14 @@ def test_a_trace_tells_each_step() -> None:
 
 
 def _check_lanes(world: World) -> None:
-    """Two threads with a group each reduce at the same time, over persistent buckets of several dtypes."""
+    """Two threads with a group each reduce at the same time, over persistent buckets of several
+    dtypes."""
     collectives.PIECE_BYTES = 4096
     lanes = [World(world.env, world.device, group=dist.new_group()) for _ in range(2)]
-    buckets = [[torch.empty(5000 + 77 * lane, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)] for lane in range(2)]
+    buckets = [
+        [torch.empty(5000 + 77 * lane, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+        for lane in range(2)
+    ]
     wrong: list[BaseException] = []
 
     def work(lane: int) -> None:

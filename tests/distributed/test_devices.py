@@ -30,10 +30,13 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which torch would report four."""
-    monkeypatch.setattr(devices, "accelerators", lambda: ("cuda", [f"Card {one}" for one in range(4)]))
+    monkeypatch.setattr(
+        devices, "accelerators", lambda: ("cuda", [f"Card {one}" for one in range(4)])
+    )
 
 
-# -- the CPU --------------------------------------------------------------------------------------------------------------
+# -- the CPU
+# --------------------------------------------------------------------------------------------------------------
 def test_the_cpu_when_asked_for() -> None:
     found = choose_devices(Parallel(device="cpu"))
     assert (found.type, found.count) == ("cpu", min(2, cpu_cores()))
@@ -70,16 +73,21 @@ def test_gpus_asked_for_that_are_not_there() -> None:
 
 def test_single_is_one_device() -> None:
     assert choose_devices(Parallel(device="cpu", mode="single")).count == 1
-    assert "`parallel.mode: single` trains on one device" in refused(Parallel(device="cpu", mode="single", num_gpus=2))
+    assert "`parallel.mode: single` trains on one device" in refused(
+        Parallel(device="cpu", mode="single", num_gpus=2)
+    )
 
 
-# -- accelerators ---------------------------------------------------------------------------------------------------------
+# -- accelerators
+# ---------------------------------------------------------------------------------------------------------
 @pytest.mark.usefixtures("four_gpus")
 def test_all_visible_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     found = choose_devices(Parallel())
     assert (found.type, found.count) == ("cuda", 4)
-    assert "4 of 4 visible (CUDA_VISIBLE_DEVICES='0,1,2,3'): cuda:0 Card 0, cuda:1 Card 1" in said(found)
+    assert "4 of 4 visible (CUDA_VISIBLE_DEVICES='0,1,2,3'): cuda:0 Card 0, cuda:1 Card 1" in said(
+        found
+    )
     assert choose_devices(Parallel(mode="single")).count == 1
     some = choose_devices(Parallel(device="cuda", num_gpus=3))
     assert (some.count, some.names) == (3, ["Card 0", "Card 1", "Card 2"])
@@ -90,12 +98,19 @@ def test_all_visible_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     text = refused(Parallel(num_gpus=8))
-    for part in ("`parallel.num_gpus: 8`", "4 × cuda are visible", "'4,5,6,7'", "Allowed: 1 to 4", "`parallel.num_gpus=4`"):
+    for part in (
+        "`parallel.num_gpus: 8`",
+        "4 × cuda are visible",
+        "'4,5,6,7'",
+        "Allowed: 1 to 4",
+        "`parallel.num_gpus=4`",
+    ):
         assert part in text
     assert "this machine has 4 × cuda" in refused(Parallel(device="xpu"))
 
 
-# -- an outer launcher ----------------------------------------------------------------------------------------------------
+# -- an outer launcher
+# ----------------------------------------------------------------------------------------------------
 def test_the_ranks_an_outer_launcher_gave() -> None:
     assert choose_devices(Parallel(device="cpu"), ranks_given=3).count == 3
     assert choose_devices(Parallel(device="cpu", num_gpus=3), ranks_given=3).count == 3

@@ -26,7 +26,9 @@ TORCHRUN = {
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name in (*TORCHRUN, "TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST") or name.startswith(("SLURM_", "PET_")):
+        if name in (*TORCHRUN, "TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST") or name.startswith(
+            ("SLURM_", "PET_")
+        ):
             monkeypatch.delenv(name)
 
 
@@ -35,8 +37,11 @@ def test_alone() -> None:
     assert from_environment() == RankEnv(0, 1, 0, 1)
 
 
-def test_a_world_size_left_in_the_environment_alone_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # as notebooks and clusters leave them
+def test_a_world_size_left_in_the_environment_alone_means_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # as notebooks and clusters leave them
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, TORCHRUN[name])
     assert outer_launcher() is None
 
@@ -95,13 +100,27 @@ PYTORCH_JOB = {
         ({**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, None),
         (TRAINER, HostEnv("Kubeflow", (4, 4), 2, "mine-node-0-0.mine:29500")),
         ({**TRAINER, "PET_NNODES": "1"}, None),
-        ({"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "head:7000"}, HostEnv("PET_NNODES", (1, 4), None, "head:7000")),
+        (
+            {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "head:7000"},
+            HostEnv("PET_NNODES", (1, 4), None, "head:7000"),
+        ),
         (PYTORCH_JOB, HostEnv("PyTorchJob", (3, 3), 1, "mine-master-0:23456")),
         ({**PYTORCH_JOB, **TRAINER}, HostEnv("Kubeflow", (4, 4), 2, "mine-node-0-0.mine:29500")),
     ],
-    ids=["none", "Slurm", "Slurm, one node", "Trainer", "Trainer, one node", "elastic", "PyTorchJob", "PyTorchJob, later"],
+    ids=[
+        "none",
+        "Slurm",
+        "Slurm, one node",
+        "Trainer",
+        "Trainer, one node",
+        "elastic",
+        "PyTorchJob",
+        "PyTorchJob, later",
+    ],
 )
-def test_which_host_this_is(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], host: HostEnv | None) -> None:
+def test_which_host_this_is(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], host: HostEnv | None
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert outer_launcher() is None
@@ -110,7 +129,13 @@ def test_which_host_this_is(monkeypatch: pytest.MonkeyPatch, variables: dict[str
 
 @pytest.mark.parametrize(
     ("names", "first"),
-    [("n1", "n1"), ("n[1-2]", "n1"), ("a[08,10]-x,b", "a08-x"), ("r[0-3]n[5,7-9],z[1-2]", "r0n5"), ("login,a[1-2]", "login")],
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("a[08,10]-x,b", "a08-x"),
+        ("r[0-3]n[5,7-9],z[1-2]", "r0n5"),
+        ("login,a[1-2]", "login"),
+    ],
 )
 def test_the_first_of_a_list_of_hosts(names: str, first: str) -> None:
     assert first_host(names) == first
@@ -139,7 +164,9 @@ HOST = HostEnv("Slurm", (2, 2), 1, "gpu003:23456")
 
 def test_what_the_config_leaves_open_is_the_schedulers_to_say() -> None:
     assert with_scheduler(Parallel(), None) == Parallel()
-    assert with_scheduler(Parallel(), HOST) == Parallel(nnodes=2, node_rank=1, rdzv_endpoint="gpu003:23456")
+    assert with_scheduler(Parallel(), HOST) == Parallel(
+        nnodes=2, node_rank=1, rdzv_endpoint="gpu003:23456"
+    )
     assert with_scheduler(Parallel(nnodes="1:4", rdzv_endpoint="10.0.0.1"), HOST) == Parallel(
         nnodes="1:4", node_rank=1, rdzv_endpoint="10.0.0.1"
     )

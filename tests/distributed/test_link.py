@@ -1,4 +1,5 @@
-"""The link between ranks: what is measured is what was set, nothing of it counts as training, and the model's arithmetic."""
+"""The link between ranks: what is measured is what was set, nothing of it counts as training, and
+the model's arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from paceline.distributed.mesh import Axes
 
 
 def test_the_model_is_found_again() -> None:
-    points = [(messages, size, 40e-6 * messages + 2e-9 * size) for messages in (2, 8) for size in (1e3, 1e5, 1e7)]
+    points = [
+        (messages, size, 40e-6 * messages + 2e-9 * size)
+        for messages in (2, 8)
+        for size in (1e3, 1e5, 1e7)
+    ]
     model = fit(points)
     assert model is not None
     assert model["alpha_s"] == pytest.approx(40e-6)
@@ -47,18 +52,33 @@ def test_a_shaped_link_is_seen_and_counts_for_nothing(world_size):
     ranks = run_ranks(measure, world_size, rate, latency)
     for number in range(2):
         seen = [one[number] for one in ranks]
-        assert len({(one.latency_s, one.bandwidth_bytes_s, one.residual, one.sent_bytes) for one in seen}) == 1
+        assert (
+            len(
+                {
+                    (one.latency_s, one.bandwidth_bytes_s, one.residual, one.sent_bytes)
+                    for one in seen
+                }
+            )
+            == 1
+        )
     own, shaped = ranks[0]
     assert own.num_ranks == shaped.num_ranks == world_size
-    # What is shaped takes at least so long; a busy machine adds to it, more to one size than to another.
-    assert shaped.all_reduce_s(1 << 20) > 0.7 * (2 * (world_size - 1)) * (latency + (1 << 20) / world_size / rate)
+    # What is shaped takes at least so long; a busy machine adds to it, more to one size than to
+    # another.
+    assert shaped.all_reduce_s(1 << 20) > 0.7 * (2 * (world_size - 1)) * (
+        latency + (1 << 20) / world_size / rate
+    )
     assert shaped.bandwidth_bytes_s < 1.5 * rate < own.bandwidth_bytes_s
     assert 0 < shaped.sent_bytes < own.sent_bytes  # a slow link is not filled for long
 
 
 def of_lines(world):
     lines = type(world)(world.env, world.device, Axes(data=2, shard=2))
-    return [measure_link(lines.line("data")), measure_link(lines.line("shard")), measure_link(world)]
+    return [
+        measure_link(lines.line("data")),
+        measure_link(lines.line("shard")),
+        measure_link(world),
+    ]
 
 
 def test_lines_are_measured_at_the_same_time():
@@ -92,7 +112,8 @@ def test_seconds_of_an_all_reduce():
         ([1000, 1000], 0.0, 2.0),  # nothing to hide behind
         ([1000], 100.0, 1.0),  # full when backward is over
         ([1000, 1000], 100.0, 1.0),  # all but the last
-        ([1000, 1000], 1.0, 1.5),  # the first begins at half of backward, and the second when that is done
+        # the first begins at half of backward, and the second when that is done
+        ([1000, 1000], 1.0, 1.5),
         ([3000, 1000], 1.0, 3.75),
         ([], 1.0, 0.0),
     ],
@@ -106,4 +127,9 @@ def test_the_module_does_without_torch():
     import sys
 
     code = "import sys, paceline.distributed.link; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent, check=False
+        ).returncode
+        == 0
+    )

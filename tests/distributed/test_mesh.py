@@ -1,4 +1,5 @@
-"""The mesh: every rank on exactly one line along each set of axes, and sums along a line are those of its ranks."""
+"""The mesh: every rank on exactly one line along each set of axes, and sums along a line are those
+of its ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from paceline.distributed.communicator import World
 from paceline.distributed.mesh import AXES, Axes
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2, 1), (1, 2, 2, 2), (3, 1, 1, 2), (1, 1, 1, 1), (2, 2, 2, 2)])
+@pytest.mark.parametrize(
+    "sizes", [(2, 1, 2, 1), (1, 2, 2, 2), (3, 1, 1, 2), (1, 1, 1, 1), (2, 2, 2, 2)]
+)
 def test_lines_part_the_ranks(sizes: tuple[int, int, int, int]) -> None:
     axes = Axes(*sizes)
     for count in range(len(AXES) + 1):
@@ -22,7 +25,9 @@ def test_lines_part_the_ranks(sizes: tuple[int, int, int, int]) -> None:
             for line in lines:
                 places = [axes.coordinates(rank) for rank in line]
                 for axis in AXES:
-                    assert len({place[axis] for place in places}) == (getattr(axes, axis) if axis in names else 1)
+                    assert len({place[axis] for place in places}) == (
+                        getattr(axes, axis) if axis in names else 1
+                    )
     assert all(axes.rank_at(**axes.coordinates(rank)) == rank for rank in range(axes.size))
     assert sorted({axes.replica(rank) for rank in range(axes.size)}) == list(range(axes.replicas))
 
@@ -39,7 +44,10 @@ def test_tensor_ranks_are_neighbours_and_replicas_share_their_batch() -> None:
 def sums(world: World) -> dict[str, object]:
     mesh = World(world.env, world.device, Axes(data=2, tensor=2))
     before = world.traffic.total
-    found: dict[str, object] = {"tensor": mesh.line("tensor").sum(world.rank)[0], "data": mesh.line("data").sum(world.rank)[0]}
+    found: dict[str, object] = {
+        "tensor": mesh.line("tensor").sum(world.rank)[0],
+        "data": mesh.line("data").sum(world.rank)[0],
+    }
     found["one"] = mesh.line("pipeline").sum(world.rank)[0]
     found["bytes"] = world.traffic.total - before  # two all-reduces of one float64 among two ranks
     found["same"] = mesh.line("data", "tensor") is mesh

@@ -1,4 +1,5 @@
-"""What a process knows of where it stands: phases, step times, collectives with their numbers and places, waits."""
+"""What a process knows of where it stands: phases, step times, collectives with their numbers and
+places, waits."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ FILE = __file__
 
 
 def issued(only: str | None = None) -> list[dict[str, Any]]:
-    return [one for one in (call.as_dict() for call in PULSE.ring) if only is None or one["function"] == only]
+    return [
+        one
+        for one in (call.as_dict() for call in PULSE.ring)
+        if only is None or one["function"] == only
+    ]
 
 
 def test_time_of_the_data_is_without_the_waits() -> None:
@@ -56,7 +61,9 @@ def test_phases_and_waits_add_up_to_the_step() -> None:
     assert pulse.spent_s["forward"] >= 0.01
     assert pulse.spent_s["backward"] >= 0.01
     assert pulse.step_wait_s >= 0.04  # of the second step alone: it does not add up over steps
-    assert sum(pulse.spent_s.values()) + pulse.step_wait_s == pytest.approx(pulse.steps[-1].wall_s, abs=1e-9)
+    assert sum(pulse.spent_s.values()) + pulse.step_wait_s == pytest.approx(
+        pulse.steps[-1].wall_s, abs=1e-9
+    )
 
 
 def test_phases_add_up_where_threads_enter_them() -> None:
@@ -68,7 +75,10 @@ def test_phases_add_up_where_threads_enter_them() -> None:
         for _ in range(2000):
             pulse.enter(phase)
 
-    threads = [threading.Thread(target=micro_batches, args=(phase,)) for phase in ("forward", "backward", "forward")]
+    threads = [
+        threading.Thread(target=micro_batches, args=(phase,))
+        for phase in ("forward", "backward", "forward")
+    ]
     for one in threads:
         one.start()
     for one in threads:
@@ -109,7 +119,10 @@ def test_waits_of_other_threads_do_not_count() -> None:
 
 
 def test_the_stack_names_this_place() -> None:
-    assert any("test_the_stack_names_this_place" in line and FILE in line for line in stack_of(threading.get_ident()))
+    assert any(
+        "test_the_stack_names_this_place" in line and FILE in line
+        for line in stack_of(threading.get_ident())
+    )
 
 
 def _collectives(world: World) -> dict[str, Any]:
@@ -129,7 +142,11 @@ def _collectives(world: World) -> dict[str, Any]:
 def test_collectives_are_numbered_in_their_group_and_placed() -> None:
     told = run_ranks(_collectives, 4)
     kinds = [
-        [(one["number"], one["function"], one["dtype"], one["numel"]) for one in rank["calls"] if one["number"] is not None]
+        [
+            (one["number"], one["function"], one["dtype"], one["numel"])
+            for one in rank["calls"]
+            if one["number"] is not None
+        ]
         for rank in told
     ]
     assert kinds[0] == [
@@ -143,7 +160,11 @@ def test_collectives_are_numbered_in_their_group_and_placed() -> None:
     group = told[0]["calls"][0]["group"]
     assert told[2]["issued"][group] == 4
     assert sorted(told[3]["groups"].values()) == [[0, 1, 2, 3], [2, 3]]
-    assert all("_collectives" in one["site"][0] and FILE in one["site"][0] for rank in told for one in rank["calls"])
+    assert all(
+        "_collectives" in one["site"][0] and FILE in one["site"][0]
+        for rank in told
+        for one in rank["calls"]
+    )
     assert [one["function"] for one in told[1]["calls"] if one["number"] is None] == ["recv"]
 
 

@@ -21,7 +21,9 @@ def config(**train_args: str) -> Config:
 def capabilities(monkeypatch: pytest.MonkeyPatch, *majors: int) -> None:
     """CUDA devices as the driver would report them."""
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(major=majors[index]))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(major=majors[index])
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,12 +31,21 @@ def capabilities(monkeypatch: pytest.MonkeyPatch, *majors: int) -> None:
     [
         ((8, 8), ["NVIDIA A10", "NVIDIA A10"], "bf16-mixed", "bfloat16 is supported by NVIDIA A10"),
         ((7, 7), ["Tesla T4", "Tesla T4"], "fp16-mixed", "bfloat16 is not supported by Tesla T4"),
-        ((8, 7), ["NVIDIA A10", "Tesla V100"], "fp16-mixed", "bfloat16 is not supported by Tesla V100"),
+        (
+            (8, 7),
+            ["NVIDIA A10", "Tesla V100"],
+            "fp16-mixed",
+            "bfloat16 is not supported by Tesla V100",
+        ),
         ((9,), [], "bf16-mixed", "bfloat16 is supported by cuda"),
     ],
 )
 def test_cuda_by_compute_capability(
-    monkeypatch: pytest.MonkeyPatch, majors: tuple[int, ...], names: list[str], precision: str, reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    majors: tuple[int, ...],
+    names: list[str],
+    precision: str,
+    reason: str,
 ) -> None:
     capabilities(monkeypatch, *majors)
     resolved, line = with_precision(config(), "cuda", names)

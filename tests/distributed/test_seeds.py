@@ -25,7 +25,8 @@ def test_the_same_arguments_give_the_same_draws_whatever_came_before() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [(43, "step", 3, 1), (42, "eval", 3, 1), (42, "step", 1, 3), (42, "step", 31), (42, "step", 3)]
+    "other",
+    [(43, "step", 3, 1), (42, "eval", 3, 1), (42, "step", 1, 3), (42, "step", 31), (42, "step", 3)],
 )
 def test_other_arguments_give_other_draws(other: tuple[int, str, int]) -> None:
     seed_everything(42, "step", 3, 1)
@@ -36,6 +37,11 @@ def test_other_arguments_give_other_draws(other: tuple[int, str, int]) -> None:
 
 def test_seeds_are_fixed_for_all_time_and_spread_out() -> None:
     assert derive_seed(42, "order", 0) == derive_seed(42, "order", np.int64(0))
-    seeds = {derive_seed(seed, purpose, one) for seed in range(20) for purpose in ("a", "b") for one in range(50)}
+    seeds = {
+        derive_seed(seed, purpose, one)
+        for seed in range(20)
+        for purpose in ("a", "b")
+        for one in range(50)
+    }
     assert len(seeds) == 2000
     assert all(0 <= one < 1 << 63 for one in seeds)

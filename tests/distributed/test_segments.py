@@ -37,10 +37,14 @@ with socket.create_server((sys.argv[1], 7000)) as server:
 
 
 @pytest.mark.alone
-def test_what_a_lossy_link_makes_a_process_send_again_is_counted(request: pytest.FixtureRequest) -> None:
+def test_what_a_lossy_link_makes_a_process_send_again_is_counted(
+    request: pytest.FixtureRequest,
+) -> None:
     with network_of(request.config, 2, loss=0.05) as network:
         address = network.addresses[0]
-        receiver = subprocess.Popen(network.on(0, [sys.executable, "-c", _RECEIVE, address]), stdout=subprocess.PIPE)
+        receiver = subprocess.Popen(
+            network.on(0, [sys.executable, "-c", _RECEIVE, address]), stdout=subprocess.PIPE
+        )
         assert receiver.stdout is not None
         receiver.stdout.readline()
         sender = network.on(1, [sys.executable, "-c", _SEND, address])
@@ -56,6 +60,9 @@ def test_what_a_lossy_link_makes_a_process_send_again_is_counted(request: pytest
 def test_connections_within_a_host_do_not_count() -> None:
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+    ):
         one.sendall(bytes(10_000))
         assert SegmentCounter().read().sent == 0

@@ -1,4 +1,5 @@
-"""The documentation: its links lead somewhere, its commands parse, its configs load, its two languages show the same."""
+"""The documentation: its links lead somewhere, its commands parse, its configs load, its two
+languages show the same."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert words, f"a bare `paceline` in {page.name}"
         assert words[0] in _VERBS, f"paceline {' '.join(words)}"
         if words[0] in ("sft", "train"):
-            own = [one for one in words[1:] if one.endswith(".yaml") and not (ROOT / one).exists()]  # the reader's file
+            # the reader's file
+            own = [one for one in words[1:] if one.endswith(".yaml") and not (ROOT / one).exists()]
             given = [one for one in words[1:] if one not in FLAGS and one not in own]
             for key in ("model", "dataset"):
                 if own and not any(one.startswith(f"{key}=") for one in given):
@@ -66,7 +68,12 @@ def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_readme_shows_commands() -> None:
-    assert {words[0] for words in commands(ROOT / "README.md")} >= {"sft", "watch", "generate", "inspect"}
+    assert {words[0] for words in commands(ROOT / "README.md")} >= {
+        "sft",
+        "watch",
+        "generate",
+        "inspect",
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -95,19 +102,34 @@ def test_both_readmes_show_the_same_blocks() -> None:
 
 
 def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    lines = [line.split() for page in PAGES for text in blocks(page, "bash") for line in text.splitlines()]
-    named = {line[1] for line in lines if line[:1] == ["make"] and len(line) > 1 and "=" not in line[1]}
+    targets = set(
+        re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    lines = [
+        line.split()
+        for page in PAGES
+        for text in blocks(page, "bash")
+        for line in text.splitlines()
+    ]
+    named = {
+        line[1] for line in lines if line[:1] == ["make"] and len(line) > 1 and "=" not in line[1]
+    }
     assert named <= targets
 
 
 def test_every_how_to_page_is_linked_from_the_readme() -> None:
     for readme in ("README.md", "README.zh-CN.md"):
         text = (ROOT / readme).read_text(encoding="utf-8")
-        missing = [page.name for page in (ROOT / "docs" / "how-to").glob("*.md") if f"docs/how-to/{page.name}" not in text]
+        missing = [
+            page.name
+            for page in (ROOT / "docs" / "how-to").glob("*.md")
+            if f"docs/how-to/{page.name}" not in text
+        ]
         assert missing == []
 
 
 def test_pictures_are_small() -> None:
-    large = [one.name for one in (ROOT / "docs" / "images").iterdir() if one.stat().st_size > 300_000]
+    large = [
+        one.name for one in (ROOT / "docs" / "images").iterdir() if one.stat().st_size > 300_000
+    ]
     assert large == []

@@ -32,7 +32,11 @@ print(*[try_port("192.0.2.1", int(port), timeout_s=0.5) for port in sys.argv[1:]
 @pytest.fixture
 def network(pytestconfig: pytest.Config) -> Iterator[Any]:
     if shutil.which("nft") is None:
-        skip_loudly(pytestconfig, "nft", "with a firewall between namespaces: nft not found (apt install nftables)")
+        skip_loudly(
+            pytestconfig,
+            "nft",
+            "with a firewall between namespaces: nft not found (apt install nftables)",
+        )
     with network_of(pytestconfig, 3) as network:
         yield network
 
@@ -40,7 +44,9 @@ def network(pytestconfig: pytest.Config) -> Iterator[Any]:
 @contextmanager
 def _listening(network: Any, *ports: int) -> Iterator[None]:
     command = network.on(0, [sys.executable, "-c", _LISTEN, *map(str, ports)])
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield
@@ -49,17 +55,25 @@ def _listening(network: Any, *ports: int) -> Iterator[None]:
 
 def _reached_from(network: Any, host: int, *ports: int) -> list[str]:
     command = network.on(host, [sys.executable, "-c", _TRY, *map(str, ports)])
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().split(",")
+    return (
+        subprocess.run(command, capture_output=True, text=True, check=True)
+        .stdout.strip()
+        .split(",")
+    )
 
 
 def _load(network: Any, rules: str) -> None:
-    subprocess.run(network.on(0, ["nft", "-f", "-"]), input=f"flush ruleset\n{rules}", text=True, check=True)
+    subprocess.run(
+        network.on(0, ["nft", "-f", "-"]), input=f"flush ruleset\n{rules}", text=True, check=True
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_rules_admit_the_hosts_of_the_run_only(network: Any) -> None:
-    by_address, by_interface = re.findall(r"^```nft\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    by_address, by_interface = re.findall(
+        r"^```nft\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
     ports = (29500, 40000, 8080)
     with _listening(network, *ports):
         _load(network, by_address.replace("10.0.0.1", "192.0.2.1").replace("10.0.0.2", "192.0.2.2"))

@@ -1,7 +1,8 @@
 """Every shell block of the README and of the first guide runs as printed.
 
-A block that needs a network, a GPU or a cluster starts with a comment that says so (``# Needs a network: …``). It runs here
-on a stand-in: a Hugging Face cache that holds a tiny model under the name of the real one.
+A block that needs a network, a GPU or a cluster starts with a comment that says so (``# Needs a
+network: …``). It runs here on a stand-in: a Hugging Face cache that holds a tiny model under the
+name of the real one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ import pytest
 from paceline.models.builtin import resolve_model
 
 ROOT = Path(__file__).parents[2]
-README, README_ZH, GUIDE = ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "docs" / "how-to" / "fine-tune.md"
+README, README_ZH, GUIDE = (
+    ROOT / "README.md",
+    ROOT / "README.zh-CN.md",
+    ROOT / "docs" / "how-to" / "fine-tune.md",
+)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"^# Needs a (network|GPU|cluster)\b.*:", re.MULTILINE)
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -56,7 +61,9 @@ class ShellBlock:
 
 def shell_blocks(page: Path) -> list[ShellBlock]:
     texts = [
-        text for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind in ("bash", "sh", "shell", "console")
+        text
+        for kind, text in BLOCK.findall(page.read_text(encoding="utf-8"))
+        if kind in ("bash", "sh", "shell", "console")
     ]
     return [ShellBlock(page, number, text) for number, text in enumerate(texts, 1)]
 
@@ -68,12 +75,15 @@ RUN = [block for page in (README, GUIDE) for block in shell_blocks(page) if bloc
 def _parameter(block: ShellBlock) -> object:
     is_long = any(command in block.text for command in LONG)
     name = f"{block.page.stem}-{block.number}"
-    return pytest.param(block, id=name, marks=[pytest.mark.slow, *([pytest.mark.soak] if is_long else [])])
+    return pytest.param(
+        block, id=name, marks=[pytest.mark.slow, *([pytest.mark.soak] if is_long else [])]
+    )
 
 
 @pytest.fixture(scope="module")
 def workspaces(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
-    """A folder for each page: the examples, the files that the page prints, and what its earlier commands have written."""
+    """A folder for each page: the examples, the files that the page prints, and what its earlier
+    commands have written."""
     folders = {page: tmp_path_factory.mktemp(page.stem) for page in (README, GUIDE)}
     hub = tmp_path_factory.mktemp("hub")
     _fill_cache(hub / "hub" / f"models--{MODEL.replace('/', '--')}")
@@ -81,12 +91,21 @@ def workspaces(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
         shutil.copytree(ROOT / "examples", folder / "examples")
         (folder / ".venv").symlink_to(sys.prefix)
         (folder / "hf").symlink_to(hub)
-        config = next(text for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == "yaml")
+        config = next(
+            text for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == "yaml"
+        )
         (folder / "mine.yaml").write_text(config)
-        rows = next(text for kind, text in BLOCK.findall(GUIDE.read_text(encoding="utf-8")) if kind == "json")
+        rows = next(
+            text
+            for kind, text in BLOCK.findall(GUIDE.read_text(encoding="utf-8"))
+            if kind == "json"
+        )
         (folder / "questions.jsonl").write_text(rows)
     # What `make demo` has left, after fewer steps.
-    _run("paceline sft --config examples/demo.yaml max_steps=2 dataset=builtin:python-docs#64", folders[README])
+    _run(
+        "paceline sft --config examples/demo.yaml max_steps=2 dataset=builtin:python-docs#64",
+        folders[README],
+    )
     return folders
 
 
@@ -99,12 +118,24 @@ def _fill_cache(model: Path) -> None:
 
 def _environment(folder: Path) -> dict[str, str]:
     path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "BROWSER": "true"}
+    return {
+        **os.environ,
+        "PATH": path,
+        "HF_HOME": str(folder / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "BROWSER": "true",
+    }
 
 
 def _run(line: str, folder: Path) -> None:
     done = subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=1800, check=False
+        ["bash", "-c", line],
+        cwd=folder,
+        env=_environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
     )
     assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
 
@@ -112,7 +143,13 @@ def _run(line: str, folder: Path) -> None:
 def _serve(line: str, folder: Path) -> None:
     """Run a command that serves until Ctrl-C: it must answer, and end by SIGINT."""
     with (folder / "server.log").open("w") as log:
-        server = subprocess.Popen(["bash", "-c", f"exec {line}"], cwd=folder, env=_environment(folder), stdout=log, stderr=log)
+        server = subprocess.Popen(
+            ["bash", "-c", f"exec {line}"],
+            cwd=folder,
+            env=_environment(folder),
+            stdout=log,
+            stderr=log,
+        )
     try:
         assert b"<html" in _first_answer(server, folder / "server.log")
     finally:
@@ -143,7 +180,9 @@ def test_the_block_runs_as_printed(block: ShellBlock, workspaces: dict[Path, Pat
 def test_every_shell_block_is_counted() -> None:
     counts = {page.name: len(shell_blocks(page)) for page in (README, README_ZH, GUIDE)}
     assert counts == {"README.md": 11, "README.zh-CN.md": 11, "fine-tune.md": 3}
-    not_run = [block.lines for page in (README, GUIDE) for block in shell_blocks(page) if not block.is_run]
+    not_run = [
+        block.lines for page in (README, GUIDE) for block in shell_blocks(page) if not block.is_run
+    ]
     assert not_run == [["make demo", "make test"]]
     assert len(RUN) == counts["README.md"] + counts["fine-tune.md"] - len(not_run)
 
@@ -151,6 +190,10 @@ def test_every_shell_block_is_counted() -> None:
 def test_blocks_that_need_a_network_say_so() -> None:
     """A block that reads a config with a hub id carries the marker, and no other does."""
     marked = {(block.page.name, block.number) for block in RUN if block.needs == "network"}
-    reads_hub_model = {(block.page.name, block.number) for block in RUN if "sft mine.yaml" in block.text}
-    assert MODEL in json.dumps([README.read_text(encoding="utf-8"), GUIDE.read_text(encoding="utf-8")])
+    reads_hub_model = {
+        (block.page.name, block.number) for block in RUN if "sft mine.yaml" in block.text
+    }
+    assert MODEL in json.dumps(
+        [README.read_text(encoding="utf-8"), GUIDE.read_text(encoding="utf-8")]
+    )
     assert marked == reads_hub_model

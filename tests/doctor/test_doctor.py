@@ -17,13 +17,29 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 
 def test_the_command_measures_and_keeps(tmp_path: Path, env: dict[str, str]) -> None:
-    words = ("model=builtin:qwen2-micro", "dataset=builtin:python-docs#50", f"output_dir={tmp_path / 'run'}")
-    done = run(*words, "parallel.device=cpu", "parallel.num_gpus=2", "--json", verb="doctor", env=env)
+    words = (
+        "model=builtin:qwen2-micro",
+        "dataset=builtin:python-docs#50",
+        f"output_dir={tmp_path / 'run'}",
+    )
+    done = run(
+        *words, "parallel.device=cpu", "parallel.num_gpus=2", "--json", verb="doctor", env=env
+    )
     found = json.loads(done.stdout)
     assert found["ok"]
     names = [one["name"] for one in found["checks"]]
     assert len(names) == len(set(names))
-    assert {"packages", "memory", "threads", "shared_memory", "open_files", "disk", "port", "links", "all_reduce"} <= set(names)
+    assert {
+        "packages",
+        "memory",
+        "threads",
+        "shared_memory",
+        "open_files",
+        "disk",
+        "port",
+        "links",
+        "all_reduce",
+    } <= set(names)
     for one in found["checks"]:
         assert {"name", "ok", "value", "advice"} <= one.keys()
         assert one["ok"] == (one["advice"] is None)
@@ -37,7 +53,9 @@ def test_the_command_measures_and_keeps(tmp_path: Path, env: dict[str, str]) -> 
 
 
 def test_what_would_fail_is_exit_code_1(env: dict[str, str]) -> None:
-    done = run("--ranks", "1", verb="doctor", expect=1, env={**env, "GLOO_SOCKET_IFNAME": "nosuch7"})
+    done = run(
+        "--ranks", "1", verb="doctor", expect=1, env={**env, "GLOO_SOCKET_IFNAME": "nosuch7"}
+    )
     assert "FAIL  interface" in done.stdout
     assert "a run would fail: interface" in done.stdout
 

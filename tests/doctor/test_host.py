@@ -1,4 +1,5 @@
-"""What can be seen of this host without a second rank: each check on conditions that are really there."""
+"""What can be seen of this host without a second rank: each check on conditions that are really
+there."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ import pytest
 
 from paceline.config.load import load_config
 from paceline.distributed.devices import cpu_cores
-from paceline.doctor.machine import check_clock, check_open_files, check_shared_memory, check_threads
+from paceline.doctor.machine import (
+    check_clock,
+    check_open_files,
+    check_shared_memory,
+    check_threads,
+)
 from paceline.doctor.network import check_interface, check_port, interfaces
 from paceline.doctor.quick import quick_checks
 from paceline.doctor.software import check_driver, check_packages, nvidia_driver
@@ -47,11 +53,13 @@ def test_a_low_limit_of_open_files_is_named() -> None:
 def test_shared_memory_matters_to_loader_processes_alone(tmp_path: Path) -> None:
     assert check_shared_memory(2, 0, accelerator=False).ok
     script = (
-        "from paceline.doctor import machine; import pathlib; machine._SHARED = pathlib.Path('/')\n"
-        "machine._SHARED_BYTES = 1 << 60\n"
-        "print(machine.check_shared_memory(2, 2, False).ok, machine.check_shared_memory(2, 0, False).ok)"
+        "from paceline.doctor import machine; import pathlib; machine._SHARED ="
+        " pathlib.Path('/')\nmachine._SHARED_BYTES = 1 << 60\nprint(machine.check_shared_memory(2,"
+        " 2, False).ok, machine.check_shared_memory(2, 0, False).ok)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "True"]
 
 
@@ -81,9 +89,14 @@ def test_packages_in_a_wrong_version_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "rich-1.0.dist-info"  # found before the real one
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 1.0\n")
-    script = "from paceline.doctor.software import check_packages as c; f = c(); print(f.fatal, f.value, '|', f.advice)"
+    script = (
+        "from paceline.doctor.software import check_packages as c; f = c(); print(f.fatal, f.value,"
+        " '|', f.advice)"
+    )
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env
+    )
     assert done.stdout.startswith("True rich 1.0 is installed, rich>=13.7 is needed")
     assert "pip install --upgrade 'paceline'" in done.stdout
 
@@ -91,7 +104,10 @@ def test_packages_in_a_wrong_version_are_named(tmp_path: Path) -> None:
 def test_the_drivers_version_is_read(tmp_path: Path) -> None:
     file = tmp_path / "version"
     assert nvidia_driver(file) is None
-    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue Jan 14 2026\nGCC version: 12\n")
+    file.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue Jan 14 2026\nGCC version:"
+        " 12\n"
+    )
     assert nvidia_driver(file) == "570.86.15"
 
 
@@ -152,14 +168,21 @@ def test_the_planner_reads_the_profile(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_extras_are_asked_for_by_the_config() -> None:
     config = load_config(
-        None, {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs", "report_to": ["tensorboard"]}
+        None,
+        {
+            "model": "builtin:qwen2-micro",
+            "dataset": "builtin:python-docs",
+            "report_to": ["tensorboard"],
+        },
     ).config
     assert "tensorboard" in check_packages(config).value
     assert "tensorboard" not in check_packages().value
 
 
 def test_what_every_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(None, {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs"}).config
+    config = load_config(
+        None, {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs"}
+    ).config
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", str(4 * cpu_cores()))
     assert [one.name for one in quick_checks(config, "cpu", 2)] == ["threads"]

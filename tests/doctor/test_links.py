@@ -62,21 +62,31 @@ def test_damage_on_the_way_is_seen() -> None:
 
 PAIR = Pair(0, 1, 1e-4, 1e9, True, 0.0)
 GOOD = Network(
-    ["a", "a", "b"], [PAIR, replace(PAIR, receiver=2), replace(PAIR, sender=1, receiver=2)], Link(1e-4, 1e9, 3), True
+    ["a", "a", "b"],
+    [PAIR, replace(PAIR, receiver=2), replace(PAIR, sender=1, receiver=2)],
+    Link(1e-4, 1e9, 3),
+    True,
 )
 
 
 def test_the_judgement() -> None:
-    assert [(one.name, one.ok) for one in judge_network(GOOD)] == [("links", True), ("all_reduce", True)]
+    assert [(one.name, one.ok) for one in judge_network(GOOD)] == [
+        ("links", True),
+        ("all_reduce", True),
+    ]
     assert "of each step" in judge_network(GOOD, 10**9)[1].value
     damaged = judge_network(replace(GOOD, pairs=[replace(PAIR, intact=False), *GOOD.pairs[1:]]))
     assert damaged[0].fatal
     assert "rank 0 on a ↔ rank 1 on a" in damaged[0].value
     assert judge_network(replace(GOOD, sum_intact=False))[0].fatal
-    slow = judge_network(replace(GOOD, pairs=[*GOOD.pairs[:2], replace(GOOD.pairs[2], bandwidth_bytes_s=1e8)]))
+    slow = judge_network(
+        replace(GOOD, pairs=[*GOOD.pairs[:2], replace(GOOD.pairs[2], bandwidth_bytes_s=1e8)])
+    )
     assert not slow[0].ok
     assert "rank 1 on a ↔ rank 2 on b" in slow[0].value
-    apart = judge_network(replace(GOOD, pairs=[replace(PAIR, clock_offset_s=-30.0), *GOOD.pairs[1:]]))
+    apart = judge_network(
+        replace(GOOD, pairs=[replace(PAIR, clock_offset_s=-30.0), *GOOD.pairs[1:]])
+    )
     assert (apart[-1].name, apart[-1].ok) == ("clocks_apart", False)
     assert "30.0 s" in apart[-1].value
 

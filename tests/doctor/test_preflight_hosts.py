@@ -1,4 +1,5 @@
-"""The preflight between hosts that are network namespaces of this machine, with what goes wrong between real ones."""
+"""The preflight between hosts that are network namespaces of this machine, with what goes wrong
+between real ones."""
 
 from __future__ import annotations
 
@@ -47,14 +48,20 @@ def network(pytestconfig: pytest.Config) -> Iterator[Any]:
         yield network
 
 
-def _run_hosts(network: Any, blocked_port: int = 0, prefix: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def _run_hosts(
+    network: Any, blocked_port: int = 0, prefix: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """The result of each host. ``prefix``: a command that starts the second host's."""
     processes = []
     for number, address in enumerate(network.addresses):
         arguments = [sys.executable, "-c", _HOST, address, str(number), str(blocked_port)]
         command = network.on(number, [*(prefix if number else ()), *arguments])
         environment = {**os.environ, "PACELINE_HOST": f"host{number}"}
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
     results = []
     try:
         for process in processes:
@@ -77,30 +84,66 @@ def _in(network: Any, number: int, *command: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(network: Any, pytestconfig: pytest.Config) -> None:
+def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
+    network: Any, pytestconfig: pytest.Config
+) -> None:
     if shutil.which("nft") is None:
-        skip_loudly(pytestconfig, "nft", "with a firewall between namespaces: nft not found (apt install nftables)")
+        skip_loudly(
+            pytestconfig,
+            "nft",
+            "with a firewall between namespaces: nft not found (apt install nftables)",
+        )
     for number in (0, 1):
         _in(network, number, "nft", "add table inet t")
         _in(network, number, "nft", "add chain inet t input { type filter hook input priority 0; }")
-    # Host 0 drops the packets to one port; host 1 drops new connections to all ports of the ephemeral range.
+    # Host 0 drops the packets to one port; host 1 drops new connections to all ports of the
+    # ephemeral range.
     _in(network, 0, "nft", "add rule inet t input tcp dport 29511 drop")
-    _in(network, 1, "nft", "add rule inet t input tcp dport 32768-60999 tcp flags & (syn|ack) == syn drop")
-    # The switch passes smaller packets than the interfaces promise, and sends no ICMP message about it.
+    _in(
+        network,
+        1,
+        "nft",
+        "add rule inet t input tcp dport 32768-60999 tcp flags & (syn|ack) == syn drop",
+    )
+    # The switch passes smaller packets than the interfaces promise, and sends no ICMP message about
+    # it.
     subprocess.run(["ip", "-n", network.switch, "link", "set", "p1", "mtu", "1400"], check=True)
     _in(network, 1, "ip", "addr", "flush", "dev", "eth0")
-    _in(network, 1, "ip", "addr", "add", "192.0.2.2/24", "dev", "eth0", "valid_lft", "3600", "preferred_lft", "3600")
+    _in(
+        network,
+        1,
+        "ip",
+        "addr",
+        "add",
+        "192.0.2.2/24",
+        "dev",
+        "eth0",
+        "valid_lft",
+        "3600",
+        "preferred_lft",
+        "3600",
+    )
     has_faketime = shutil.which("faketime") is not None
     if not has_faketime:
-        note(pytestconfig, "faketime", "NOT RUN: the doctor with a shifted clock: faketime not found (apt install faketime).")
+        note(
+            pytestconfig,
+            "faketime",
+            "NOT RUN: the doctor with a shifted clock: faketime not found (apt install faketime).",
+        )
     first, second = _run_hosts(network, 29511, ("faketime", "-f", "+8s") if has_faketime else ())
 
     dropped, refused = (Check(**one) for one in second["endpoint"])
     assert dropped.fatal
-    assert "port 29511 of 192.0.2.1 does not answer (no answer), but port 22 of the same host does: a firewall" in dropped.value
+    assert (
+        "port 29511 of 192.0.2.1 does not answer (no answer), but port 22 of the same host does: a"
+        " firewall" in dropped.value
+    )
     assert "ip saddr 192.0.2.2 tcp dport 29511 accept" in str(dropped.advice)
     assert "port 29512 of 192.0.2.1 refuses connections" in refused.value
-    assert "cannot connect to its own port 29511 of 192.0.2.1 (no answer): a firewall on this host" in first["own"]["value"]
+    assert (
+        "cannot connect to its own port 29511 of 192.0.2.1 (no answer): a firewall on this host"
+        in first["own"]["value"]
+    )
 
     assert first["blocks"]
     assert second["blocks"]
@@ -110,7 +153,10 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(network: Any
     assert "host1 → host0" not in checks["ports"].value
     assert "tcp dport 32768-60999 accept" in str(checks["ports"].advice)
     assert not checks["mtu"].ok
-    assert "host0 → host1: eth0 of host0 has MTU 1500, but only packets of up to 1400 bytes arrive" in checks["mtu"].value
+    assert (
+        "host0 → host1: eth0 of host0 has MTU 1500, but only packets of up to 1400 bytes arrive"
+        in checks["mtu"].value
+    )
     assert not checks["address"].ok
     assert checks["address"].value.startswith("192.0.2.2 of host1 expires in ")
     if has_faketime:
@@ -119,9 +165,13 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(network: Any
         assert "the clock of host0 is 8.0 s behind that of host1" in checks["clock_skew"].value
     assert checks["versions"].ok
     assert checks["packet_loss"].ok
-    assert {(link["from"], link["to"]) for link in first["links"]} == {("host0", "host1"), ("host1", "host0")}
+    assert {(link["from"], link["to"]) for link in first["links"]} == {
+        ("host0", "host1"),
+        ("host1", "host0"),
+    }
     for link in first["links"]:
-        assert link["path_mtu_bytes"] in range(1400, 1405)  # the kernel's bridge allows for a VLAN header
+        # the kernel's bridge allows for a VLAN header
+        assert link["path_mtu_bytes"] in range(1400, 1405)
 
 
 @pytest.mark.slow
@@ -140,9 +190,24 @@ def test_packet_loss_and_distance_are_named(pytestconfig: pytest.Config) -> None
         assert 0.02 <= link["round_trip_s"] < 0.2
 
 
-# -- the evaluation alone ----------------------------------------------------------------------------------------------------
-A = HostFacts("a", "10.0.0.1", "eth0", 1500, None, (32768, 60999), {"Python": "3.11.7", "torch": "2.13.0", "NCCL": "2.29"}, [])
-B = replace(A, name="b", address="10.0.0.2", versions={"Python": "3.11.9", "torch": "2.13.0", "NCCL": "2.29"})
+# -- the evaluation alone
+# ----------------------------------------------------------------------------------------------------
+A = HostFacts(
+    "a",
+    "10.0.0.1",
+    "eth0",
+    1500,
+    None,
+    (32768, 60999),
+    {"Python": "3.11.7", "torch": "2.13.0", "NCCL": "2.29"},
+    [],
+)
+B = replace(
+    A,
+    name="b",
+    address="10.0.0.2",
+    versions={"Python": "3.11.9", "torch": "2.13.0", "NCCL": "2.29"},
+)
 GOOD = Findings(
     [A, B],
     2,
@@ -159,7 +224,17 @@ def test_healthy_hosts_pass() -> None:
     checks = _judged(GOOD)
     assert all(one.ok for one in checks.values()), checks
     assert set(checks) == {
-        *("hosts", "versions", "address", "ports", "clock_skew", "round_trip", "bandwidth", "packet_loss", "mtu"),
+        *(
+            "hosts",
+            "versions",
+            "address",
+            "ports",
+            "clock_skew",
+            "round_trip",
+            "bandwidth",
+            "packet_loss",
+            "mtu",
+        ),
     }
 
 
@@ -172,7 +247,9 @@ def test_healthy_hosts_pass() -> None:
     ],
 )
 def test_different_versions_are_named(versions: dict[str, str], fatal: bool, text: str) -> None:
-    found = _judged(replace(GOOD, facts=[A, replace(B, versions={**B.versions, **versions})]))["versions"]
+    found = _judged(replace(GOOD, facts=[A, replace(B, versions={**B.versions, **versions})]))[
+        "versions"
+    ]
     assert (found.ok, found.fatal) == (False, fatal)
     assert found.value == text
 
@@ -187,10 +264,15 @@ def test_what_each_measurement_means() -> None:
     assert judged(clock_offset_s=-5.5)["clock_skew"].fatal
     assert "b is 5.5 s behind that of a" in judged(clock_offset_s=-5.5)["clock_skew"].value
     assert not judged(clock_offset_s=2.0)["clock_skew"].ok
-    assert judged(clock_offset_s=2.0, round_trip_s=4.0)["clock_skew"].ok  # within the error of the measurement
+    # within the error of the measurement
+    assert judged(clock_offset_s=2.0, round_trip_s=4.0)["clock_skew"].ok
     assert judged(loss_to=None, loss_from=None, mtu_to_bytes=None, mtu_from_bytes=None)["mtu"].ok
     assert judged(mtu_from_bytes=1400)["mtu"].advice is not None
-    jumbo = replace(GOOD, facts=[replace(A, mtu_bytes=9000), B], probes={(0, 1): replace(GOOD.probes[0, 1], mtu_to_bytes=9000)})  # type: ignore[type-var]
+    jumbo = replace(
+        GOOD,
+        facts=[replace(A, mtu_bytes=9000), B],
+        probes={(0, 1): replace(GOOD.probes[0, 1], mtu_to_bytes=9000)},
+    )  # type: ignore[type-var]
     assert "interfaces differ: 1500, 9000" in _judged(jumbo)["mtu"].value
     missing = _judged(replace(GOOD, facts=[A]))
     assert missing["hosts"].fatal
@@ -200,7 +282,9 @@ def test_what_each_measurement_means() -> None:
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 9, 16])
 def test_every_pair_is_measured_once_and_no_host_twice_in_a_round(count: int) -> None:
     rounds = schedule(count)
-    assert sorted(pair for pairs in rounds for pair in pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    assert sorted(pair for pairs in rounds for pair in pairs) == [
+        (a, b) for a in range(count) for b in range(a + 1, count)
+    ]
     for pairs in rounds:
         hosts = [host for pair in pairs for host in pair]
         assert len(hosts) == len(set(hosts))

@@ -1,4 +1,5 @@
-"""`paceline explain`: what is told is what happened on real ranks; wrong words are refused; no process is left."""
+"""`paceline explain`: what is told is what happened on real ranks; wrong words are refused; no
+process is left."""
 
 from __future__ import annotations
 
@@ -29,26 +30,46 @@ def _replay(story: dict[str, Any]) -> None:
             for at, (start_, stop) in enumerate(story["segments"]):
                 if send["start"] <= start_ and stop <= send["stop"]:
                     value = before[send["from"]][at]
-                    after[send["to"]][at] = value + after[send["to"]][at] if step["phase"] in adds else value
+                    after[send["to"]][at] = (
+                        value + after[send["to"]][at] if step["phase"] in adds else value
+                    )
         assert after == story["held"][number + 1], (story["algorithm"], number)
 
 
 def test_the_command_tells_the_ring_as_json_and_as_a_page(tmp_path: Path) -> None:
     page = tmp_path / "ring.html"
-    out = run("all-reduce", "--ranks", "5", "--elements", "10", "--json", f"--output={page}", verb="explain").stdout
+    out = run(
+        "all-reduce",
+        "--ranks",
+        "5",
+        "--elements",
+        "10",
+        "--json",
+        f"--output={page}",
+        verb="explain",
+    ).stdout
     story = json.loads(out)
     assert set(story) == FIXED
-    assert (story["algorithm"], story["ranks"], story["elements"], story["result_ok"]) == ("ring", 5, 10, True)
+    assert (story["algorithm"], story["ranks"], story["elements"], story["result_ok"]) == (
+        "ring",
+        5,
+        10,
+        True,
+    )
     assert [step["phase"] for step in story["steps"]] == ["scatter-reduce"] * 4 + ["all-gather"] * 4
     assert [step["step"] for step in story["steps"]] == [0, 1, 2, 3] * 2
     for step in story["steps"]:
         assert set(step) == {"phase", "step", "sends"}
         assert all(set(send) == {"from", "to", "chunk", "bytes"} for send in step["sends"])
-        assert all(send["to"] == (send["from"] + 1) % 5 and send["bytes"] == 8 for send in step["sends"])
+        assert all(
+            send["to"] == (send["from"] + 1) % 5 and send["bytes"] == 8 for send in step["sends"]
+        )
     assert story["bytes_sent"] == [64] * 5  # 2 · 4/5 · 40 bytes
     assert story["messages_sent"] == [8] * 5
     text = page.read_text(encoding="utf-8")
-    data = json.loads(text.split('<script type="application/json" id="data">')[1].split("</script>")[0])
+    data = json.loads(
+        text.split('<script type="application/json" id="data">')[1].split("</script>")[0]
+    )
     assert data["kind"] == "chunks"
     _replay({**story, **data})
     assert {value for row in data["held"][-1] for value in row} == {31}
@@ -66,7 +87,9 @@ def test_the_command_tells_the_ring_as_json_and_as_a_page(tmp_path: Path) -> Non
     [("all-reduce", "halving", 3, 5), ("all-reduce", "tree", 4, 3), ("all-reduce", "naive", 3, 1), ("broadcast", "ring", 3, 2),
      ("broadcast", "tree", 3, 4), ("all-reduce", "ring", 1, 4)],
 )  # fmt: skip
-def test_every_state_follows_from_the_messages(collective: str, algorithm: str, ranks: int, elements: int) -> None:
+def test_every_state_follows_from_the_messages(
+    collective: str, algorithm: str, ranks: int, elements: int
+) -> None:
     story = told.tell(Request(collective, ranks, elements, algorithm))
     assert story["result_ok"]
     _replay(story)
@@ -79,7 +102,13 @@ def test_every_state_follows_from_the_messages(collective: str, algorithm: str, 
 
 
 def test_what_is_told_cannot_end_the_script() -> None:
-    page = render("</script><b>", "a < b", [("x", "<i>")], {"kind": "chunks", "captions": ["</script>"]}, "<pre>")
+    page = render(
+        "</script><b>",
+        "a < b",
+        [("x", "<i>")],
+        {"kind": "chunks", "captions": ["</script>"]},
+        "<pre>",
+    )
     assert page.count("</script>") == 2
     assert "<i>" not in page
     assert "<b>" not in page

@@ -14,11 +14,15 @@ from paceline.explain.topics import ddp, dp, zero
 
 def _page(topic: ModuleType, story: dict, folder: Path) -> str:
     player = topic.player(story)
-    page = render(topic.title(story), topic.about(story), topic.facts(story), player, topic.text(story))
+    page = render(
+        topic.title(story), topic.about(story), topic.facts(story), player, topic.text(story)
+    )
     (folder / "page.html").write_text(page, encoding="utf-8")
     if player["kind"] == "timeline":
         assert player["times"] == sorted(player["times"])
-        assert all(0 <= bar["start"] <= bar["end"] <= player["end"] + 1e-9 for bar in player["bars"])
+        assert all(
+            0 <= bar["start"] <= bar["end"] <= player["end"] + 1e-9 for bar in player["bars"]
+        )
         assert len(player["times"]) == len(player["captions"])
         assert {bar["kind"] for bar in player["bars"]} <= set(player["colours"])
     return page
@@ -30,14 +34,23 @@ def test_ddp_tells_buckets_in_the_order_of_backward(tmp_path: Path) -> None:
     assert story["result_ok"]
     assert sum(story["buckets"]) == 8 * (512 * 512 + 512) * 4
     for rank in range(2):
-        reduces = [span for span in story["spans"] if span["rank"] == rank and span["kind"] == "all-reduce"]
+        reduces = [
+            span for span in story["spans"] if span["rank"] == rank and span["kind"] == "all-reduce"
+        ]
         assert [span["bucket"] for span in reduces] == list(range(len(story["buckets"])))
         for span in reduces:
-            fills = [one for one in story["fills"] if one["rank"] == rank and one["bucket"] == span["bucket"]]
+            fills = [
+                one
+                for one in story["fills"]
+                if one["rank"] == rank and one["bucket"] == span["bucket"]
+            ]
             assert sum(one["bytes"] for one in fills) == story["buckets"][span["bucket"]]
-            # A bucket goes off when it is full, not before; backward is not over then, but for the last.
+            # A bucket goes off when it is full, not before; backward is not over then, but for the
+            # last.
             assert max(one["time"] for one in fills) <= span["start"]
-        backward = next(span for span in story["spans"] if span["rank"] == rank and span["kind"] == "backward")
+        backward = next(
+            span for span in story["spans"] if span["rank"] == rank and span["kind"] == "backward"
+        )
         assert all(span["start"] < backward["end"] for span in reduces[:-1])
     assert 0 <= story["overlap"] <= 1
     assert "bucket 0 is full" in _page(ddp, story, tmp_path)
@@ -47,9 +60,14 @@ def test_ddp_tells_buckets_in_the_order_of_backward(tmp_path: Path) -> None:
 def test_dp_runs_the_replicas_at_the_same_time_between_copies(tmp_path: Path) -> None:
     story = dp.tell(Request("dp", 3, 0, ""))
     assert story["result_ok"]
-    assert story["copied_bytes"] == 2 * 2 * 8 * (512 * 512 + 512) * 4  # weights to two devices, gradients back
+    # weights to two devices, gradients back
+    assert story["copied_bytes"] == 2 * 2 * 8 * (512 * 512 + 512) * 4
     spans = {kind: [one for one in story["spans"] if one["kind"] == kind] for kind in dp._COLOURS}
-    assert {one["rank"] for one in spans["forward"]} == {one["rank"] for one in spans["backward"]} == {0, 1, 2}
+    assert (
+        {one["rank"] for one in spans["forward"]}
+        == {one["rank"] for one in spans["backward"]}
+        == {0, 1, 2}
+    )
     assert all(spans["copy weights"][0]["end"] <= one["start"] for one in spans["forward"])
     assert all(one["end"] <= spans["sum gradients"][0]["start"] for one in spans["backward"])
     assert "through device 0" in _page(dp, story, tmp_path)
@@ -66,6 +84,8 @@ def test_zero_measures_what_the_strategies_declare(tmp_path: Path) -> None:
         assert held[mode][kind] == pytest.approx(whole[kind] / 2, rel=0.02)
     for stage in story["stages"]:
         for kind in zero.KINDS:
-            assert max(rank[kind] for rank in stage["ranks"]) == pytest.approx(stage["declared"][kind], rel=0.02)
+            assert max(rank[kind] for rank in stage["ranks"]) == pytest.approx(
+                stage["declared"][kind], rel=0.02
+            )
         assert stage["traffic"] == pytest.approx(stage["declared"]["traffic"], rel=0.02)
     assert "ZeRO-3" in _page(zero, story, tmp_path)

@@ -1,7 +1,7 @@
 """Faults by name, each done to a real run from outside: to its processes, its files, its disk.
 
-A fault is a moment and a deed. What a run itself must do wrong (a bit that flips, a rank that is slow) is in
-:mod:`lab_task` and ``tests/faulty_task.py``.
+A fault is a moment and a deed. What a run itself must do wrong (a bit that flips, a rank that is
+slow) is in :mod:`lab_task` and ``tests/faulty_task.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from live import LiveRun
 EVERY = 4  # steps between two saves, and between two evaluations, of the runs of the lab
 
 
-# -- moments: each True when it has come, False where the run has ended first ------------------------------------------------
+# -- moments: each True when it has come, False where the run has ended first
+# ------------------------------------------------
 
 Moment = Callable[[LiveRun, Random], bool]
 
@@ -46,7 +47,9 @@ def in_training(run: LiveRun, random: Random) -> bool:
 
 
 def with_two_checkpoints(run: LiveRun, _random: Random) -> bool:
-    return run.wait(lambda: run.steps() > 0 and len(list((run.folder / "checkpoints").glob("step-*"))) > 1)
+    return run.wait(
+        lambda: run.steps() > 0 and len(list((run.folder / "checkpoints").glob("step-*"))) > 1
+    )
 
 
 def at_its_end(run: LiveRun, _random: Random) -> bool:
@@ -70,7 +73,8 @@ def in_saving(run: LiveRun, _random: Random) -> bool:
     return run.wait(lambda: run.steps() > 0 and any(checkpoints.glob(".step-*.tmp")))
 
 
-# -- deeds ------------------------------------------------------------------------------------------------------------------
+# -- deeds
+# ------------------------------------------------------------------------------------------------------------------
 
 Deed = Callable[[LiveRun, Random], None]
 Choice = Callable[[LiveRun, Random], list[psutil.Process]]
@@ -137,7 +141,8 @@ def stop_for(seconds: float, whom: Choice) -> Deed:
     return deed
 
 
-# -- harm to the newest checkpoint between two lives -------------------------------------------------------------------------
+# -- harm to the newest checkpoint between two lives
+# -------------------------------------------------------------------------
 
 
 def truncated(shard: Path) -> None:
@@ -170,16 +175,16 @@ def harm(how: Callable[[Path], None]) -> Harm:
     return do
 
 
-# -- the faults ---------------------------------------------------------------------------------------------------------------
+# -- the faults
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Args:
-    ends: exit code of the command when the fault has had its way; None: the command goes on by itself.
-    lives: so many new lives follow in the same command.
-    harm: to the folder, before the command is given again; may return a word that must be said then.
-    then: words that the command is given again with, in the place of those that it had.
+    """Args: ends: exit code of the command when the fault has had its way; None: the command goes
+    on by itself. lives: so many new lives follow in the same command. harm: to the folder, before
+    the command is given again; may return a word that must be said then. then: words that the
+    command is given again with, in the place of those that it had.
     """
 
     name: str
@@ -207,7 +212,11 @@ TARGETS: Mapping[str, Choice] = {
     "its process group": group,
     "every process": every_process,
 }
-MOMENTS: Mapping[str, Moment] = {"training": in_training, "evaluation": in_evaluation, "saving": in_saving}
+MOMENTS: Mapping[str, Moment] = {
+    "training": in_training,
+    "evaluation": in_evaluation,
+    "saving": in_saving,
+}
 
 _KILLS: Mapping[str, Choice] = {
     "a rank": any_rank,
@@ -216,12 +225,22 @@ _KILLS: Mapping[str, Choice] = {
     "the fork server": fork_server,
 }
 _ALL = [
-    *(Fault(f"kill -9 of {name}", at_any_time, send(signal.SIGKILL, whom), lives=1) for name, whom in _KILLS.items()),
-    Fault("kill -9 of the launcher", at_any_time, send(signal.SIGKILL, launcher), ends=-signal.SIGKILL),
+    *(
+        Fault(f"kill -9 of {name}", at_any_time, send(signal.SIGKILL, whom), lives=1)
+        for name, whom in _KILLS.items()
+    ),
+    Fault(
+        "kill -9 of the launcher", at_any_time, send(signal.SIGKILL, launcher), ends=-signal.SIGKILL
+    ),
     Fault("SIGSTOP of a rank, 2 s", in_training, stop_for(2.0, any_rank)),
     Fault("SIGSTOP of a rank, for good", in_training, send(signal.SIGSTOP, any_rank), lives=1),
     *(
-        Fault(f"SIGTERM to {target}, in {moment}", when, send(signal.SIGTERM, whom), ends=128 + signal.SIGTERM)
+        Fault(
+            f"SIGTERM to {target}, in {moment}",
+            when,
+            send(signal.SIGTERM, whom),
+            ends=128 + signal.SIGTERM,
+        )
         for target, whom in TARGETS.items()
         for moment, when in MOMENTS.items()
     ),

@@ -1,5 +1,5 @@
-"""Drives real runs into faults until they end by themselves, and looks at what is left: the digest, the steps that were lost,
-processes, ports, files. What came of it is a table."""
+"""Drives real runs into faults until they end by themselves, and looks at what is left: the digest,
+the steps that were lost, processes, ports, files. What came of it is a table."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ MODES = {
 }
 
 
-def task_words(folder: Path, file: str, num_ranks: int, mode: str = "ddp", **task_args: Any) -> list[str]:
-    """Of a run of the task in ``file``, beside this one, whose ranks do wrong by themselves. What they do once is kept in
-    ``folder/flags``."""
+def task_words(
+    folder: Path, file: str, num_ranks: int, mode: str = "ddp", **task_args: Any
+) -> list[str]:
+    """Of a run of the task in ``file``, beside this one, whose ranks do wrong by themselves. What
+    they do once is kept in ``folder/flags``."""
     (folder / "flags").mkdir(exist_ok=True)
     config = {
         "model": "small",
@@ -72,7 +74,8 @@ class Driven:
 
     Args:
         tried: fault → how often it was done.
-        lost: fault → steps made again, at most: from the step that the next life began from to the last one logged.
+        lost: fault → steps made again, at most: from the step that the next life began from to the
+            last one logged.
         starts: lives that came as far as to train.
         digest: of the last checkpoint.
         left: processes, ports and files that were left, in words.
@@ -88,9 +91,9 @@ class Driven:
 
 
 def drive(folder: Path, words: Sequence[str], faults: Sequence[str | Fault], seed: int) -> Driven:
-    """Run, and do the faults one after the other, until the run has ended by itself with exit code 0. The command is given
-    again only where a fault ends it: by a signal, or with the launcher. Fails where the run ends otherwise than the fault says,
-    or loses more steps than it may."""
+    """Run, and do the faults one after the other, until the run has ended by itself with exit code
+    0. The command is given again only where a fault ends it: by a signal, or with the launcher.
+    Fails where the run ends otherwise than the fault says, or loses more steps than it may."""
     random, found = Random(seed), Driven()
     pending = [FAULTS[one] if isinstance(one, str) else one for one in faults]
     scratch, token = Path(tempfile.mkdtemp(prefix="lab-")), new_token()
@@ -126,7 +129,11 @@ def replaced(words: Sequence[str], by: Sequence[str]) -> list[str]:
 
 
 def _strike(
-    run: LiveRun, pending: list[Fault], random: Random, struck: list[tuple[float, Fault]], ports: set[int]
+    run: LiveRun,
+    pending: list[Fault],
+    random: Random,
+    struck: list[tuple[float, Fault]],
+    ports: set[int],
 ) -> Fault | None:
     """One command's faults, up to the one that ends it. None where it shall end by itself."""
     while pending and pending[0].strike(run, random):
@@ -139,8 +146,9 @@ def _strike(
 
 
 def steps_lost(folder: Path, struck: Sequence[tuple[float, Fault]]) -> dict[str, int]:
-    """fault → steps made again at most after a life that it has cut. Fails where more were lost than lie between two saves, and
-    those made while the last save was being written: it is written beside the training, and counts when it is whole."""
+    """fault → steps made again at most after a life that it has cut. Fails where more were lost
+    than lie between two saves, and those made while the last save was being written: it is written
+    beside the training, and counts when it is whole."""
     lost: dict[str, int] = {}
     last, life = 0, 0
     for one in read_events(folder / "events.jsonl"):
@@ -150,9 +158,12 @@ def steps_lost(folder: Path, struck: Sequence[tuple[float, Fault]]) -> dict[str,
             begins, life = one["resumed_from_step"] or 0, life + 1
             by = [fault for at, fault in struck if at < one["time"]]
             if life > 1 and by:
-                begun = (last - 1) // EVERY * EVERY  # the newest save that has surely begun; the one before it is whole
+                # the newest save that has surely begun; the one before it is whole
+                begun = (last - 1) // EVERY * EVERY
                 harmed = EVERY if by[-1].harm is not None else 0
-                assert begins >= begun - EVERY - harmed, f"after {by[-1].name}: from step {last} back to step {begins}"
+                assert begins >= begun - EVERY - harmed, (
+                    f"after {by[-1].name}: from step {last} back to step {begins}"
+                )
                 lost[by[-1].name] = max(lost.get(by[-1].name, 0), last - begins)
             last = begins
     return lost
@@ -162,7 +173,11 @@ def listening(run: LiveRun) -> set[int]:
     found = set()
     for process in [run.launcher, *run.rank_processes()]:
         try:
-            found |= {one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+            found |= {
+                one.laddr.port
+                for one in process.net_connections("tcp")
+                if one.status == psutil.CONN_LISTEN
+            }
         except psutil.Error:
             continue
     return found
@@ -172,22 +187,31 @@ def left_behind(run: LiveRun, scratch: Path, ports: set[int]) -> list[str]:
     """Processes, ports and temporary files of a run that has ended, in words."""
     _, alive = psutil.wait_procs(run.everyone(), timeout=5.0)
     found = [f"process {one.pid}" for one in alive if one.status() != psutil.STATUS_ZOMBIE]
-    open_ports = {one.laddr.port for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr}
+    open_ports = {
+        one.laddr.port
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr
+    }
     found += [f"port {one}" for one in sorted(ports & open_ports)]
-    # torch keeps an empty folder for what it has compiled, on purpose and one for all of a user's programs.
+    # torch keeps an empty folder for what it has compiled, on purpose and one for all of a user's
+    # programs.
     files = [one for name in ("tmp", "shm") for one in sorted((scratch / name).iterdir())]
-    found += [str(one.relative_to(scratch)) for one in files if not one.name.startswith("torchinductor_")]
+    found += [
+        str(one.relative_to(scratch)) for one in files if not one.name.startswith("torchinductor_")
+    ]
     hidden = [one for one in run.folder.rglob(".*") if one.name not in (".lock", ".launch.lock")]
     return found + [str(one.relative_to(run.folder)) for one in hidden]
 
 
-# -- the table ----------------------------------------------------------------------------------------------------------------
+# -- the table
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Row:
-    """A line of the table. ``lost``: the most steps that had to be made again; None where that is no question. ``equal``:
-    whether all runs ended with the bits of the undisturbed one; in words where they may not."""
+    """A line of the table. ``lost``: the most steps that had to be made again; None where that is
+    no question. ``equal``: whether all runs ended with the bits of the undisturbed one; in words
+    where they may not."""
 
     tried: int = 0
     recovered: int = 0
@@ -215,14 +239,21 @@ def note_driven(mode: str, found: Driven, equal: bool) -> None:
 
 def table(rows: dict[tuple[str, str], list[str]]) -> str:
     lines = ["| " + " | ".join(_HEAD) + " |", "| --- | --- | ---: | ---: | ---: | --- |"]
-    return "\n".join(lines + ["| " + " | ".join([*key, *cells]) + " |" for key, cells in sorted(rows.items())])
+    return "\n".join(
+        lines + ["| " + " | ".join([*key, *cells]) + " |" for key, cells in sorted(rows.items())]
+    )
 
 
 def cells() -> dict[tuple[str, str], list[str]]:
     found = {}
     for key, row in ROWS.items():
         equal = row.equal if isinstance(row.equal, str) else "yes" if row.equal else "NO"
-        found[key] = [str(row.tried), str(row.recovered), "–" if row.lost is None else str(row.lost), equal]
+        found[key] = [
+            str(row.tried),
+            str(row.recovered),
+            "–" if row.lost is None else str(row.lost),
+            equal,
+        ]
     return found
 
 
@@ -234,7 +265,9 @@ def write() -> None:
     for line in text[begin:end].strip().splitlines()[2:]:
         fault, mode, *rest = [cell.strip() for cell in line.strip("|").split("|")]
         known[fault, mode] = rest
-    PAGE.write_text(text[:begin] + table({**known, **cells()}) + "\n" + text[end:], encoding="utf-8")
+    PAGE.write_text(
+        text[:begin] + table({**known, **cells()}) + "\n" + text[end:], encoding="utf-8"
+    )
 
 
 def wants_writing() -> bool:

@@ -1,10 +1,10 @@
 """A task of a few numbers whose ranks do wrong where they are told: see ``task_args``.
 
-- ``rank``, ``fault``, ``from_step``: from that step on that rank is ``slow`` (by 200 ms), or in it leaves out a collective that
-  the others call (``skip``).
-- ``cut``: ``rank`` kills itself in the first save of a life, but not in the run's very first, so that one is there to be
-  pruned: at the first thing that it does to the disk, in the next life at the second, and so on, until a life has come through.
-  In ``flags`` it is written what each was.
+- ``rank``, ``fault``, ``from_step``: from that step on that rank is ``slow`` (by 200 ms), or in it
+  leaves out a collective that the others call (``skip``).
+- ``cut``: ``rank`` kills itself in the first save of a life, but not in the run's very first, so
+  that one is there to be pruned: at the first thing that it does to the disk, in the next life at
+  the second, and so on, until a life has come through. In ``flags`` it is written what each was.
 - ``base_s``: how long a loss takes at least.
 """
 
@@ -65,8 +65,8 @@ class Faulty(paceline.Task):
 
 
 class Cutter:
-    """Counts what this process does to the disk below ``folder`` up to the end of the first save that finds another there, and
-    kills it in place of number so many."""
+    """Counts what this process does to the disk below ``folder`` up to the end of the first save
+    that finds another there, and kills it in place of number so many."""
 
     def __init__(self, folder, flags):
         self.folder, self.log = f"{folder}/", flags / "cuts"
@@ -104,10 +104,18 @@ class Cutter:
 
     @staticmethod
     def _writes(mode="r", **_more):
-        return bool(mode & (os.O_WRONLY | os.O_RDWR)) if isinstance(mode, int) else mode[0] in "wax" or "+" in mode
+        return (
+            bool(mode & (os.O_WRONLY | os.O_RDWR))
+            if isinstance(mode, int)
+            else mode[0] in "wax" or "+" in mode
+        )
 
     @staticmethod
     def _path(path, dir_fd):
         if isinstance(path, int):
             return os.readlink(f"/proc/self/fd/{path}")
-        return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path) if dir_fd is not None else os.fspath(path)
+        return (
+            os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
+            if dir_fd is not None
+            else os.fspath(path)
+        )

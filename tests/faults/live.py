@@ -23,11 +23,12 @@ _TIMEOUT_S, _LONG_S = 240.0, 1800.0
 
 
 class LiveRun:
-    """A command under way, started as a user does: its processes, its events, and the files it makes outside its folder.
+    """A command under way, started as a user does: its processes, its events, and the files it
+    makes outside its folder.
 
     Args:
-        scratch: gets the run's temporary files (``tmp``), its shared memory (``shm``, where this machine lets tests mount) and
-            what it says.
+        scratch: gets the run's temporary files (``tmp``), its shared memory (``shm``, where this
+            machine lets tests mount) and what it says.
     """
 
     def __init__(self, words: Sequence[str], folder: Path, scratch: Path, token: str) -> None:
@@ -36,10 +37,22 @@ class LiveRun:
             one.mkdir(parents=True, exist_ok=True)
         self._said = scratch / "said"
         environment = {**os.environ, "TMPDIR": str(self.tmp), TOKEN: token}
-        command = [*own_shared_memory(scratch / "shm"), sys.executable, "-m", "paceline", "sft", *words, f"output_dir={folder}"]
+        command = [
+            *own_shared_memory(scratch / "shm"),
+            sys.executable,
+            "-m",
+            "paceline",
+            "sft",
+            *words,
+            f"output_dir={folder}",
+        ]
         with open(self._said, "wb") as said:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+                command,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,
             )
         self._read, self._offset = [], self._size()
         self._server: psutil.Process | None = None
@@ -49,7 +62,8 @@ class LiveRun:
     def said(self) -> str:
         return self._said.read_text(errors="replace")
 
-    # -- its processes --------------------------------------------------------------------------------------------------------
+    # -- its processes
+    # --------------------------------------------------------------------------------------------------------
     @property
     def launcher(self) -> psutil.Process:
         return psutil.Process(self.process.pid)
@@ -59,7 +73,11 @@ class LiveRun:
         if self._server is None or not self._server.is_running():
             self._server = None
             with contextlib.suppress(psutil.Error):
-                found = [one for one in self.launcher.children() if "forkserver" in " ".join(one.cmdline())]
+                found = [
+                    one
+                    for one in self.launcher.children()
+                    if "forkserver" in " ".join(one.cmdline())
+                ]
                 self._server = found[0] if found else None
         return self._server
 
@@ -82,19 +100,24 @@ class LiveRun:
         server = self.server()
         with contextlib.suppress(psutil.Error):
             return (
-                sorted((one for one in server.children() if one.pid not in self._old), key=lambda one: one.pid)
+                sorted(
+                    (one for one in server.children() if one.pid not in self._old),
+                    key=lambda one: one.pid,
+                )
                 if server
                 else []
             )
         return []
 
     def begin_life_after(self, ending: set[int]) -> None:
-        """These ranks are of a life that a fault has just ended; what they have logged is no more looked at."""
+        """These ranks are of a life that a fault has just ended; what they have logged is no more
+        looked at."""
         self.events()
         self._old |= ending
         self._read = []
 
-    # -- its events -----------------------------------------------------------------------------------------------------------
+    # -- its events
+    # -----------------------------------------------------------------------------------------------------------
     def _size(self) -> int:
         with contextlib.suppress(OSError):
             return (self.folder / "events.jsonl").stat().st_size
@@ -117,8 +140,11 @@ class LiveRun:
         """Steps logged in the life under way."""
         return sum(one["type"] == "step" for one in self.events())
 
-    # -- time -----------------------------------------------------------------------------------------------------------------
-    def wait(self, condition: Callable[[], object], timeout_s: float = _TIMEOUT_S, each_s: float = 0.005) -> bool:
+    # -- time
+    # -----------------------------------------------------------------------------------------------------------------
+    def wait(
+        self, condition: Callable[[], object], timeout_s: float = _TIMEOUT_S, each_s: float = 0.005
+    ) -> bool:
         """True as soon as it holds; False where the run has ended first."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -158,13 +184,26 @@ def new_token() -> str:
 def _can_mount() -> bool:
     if shutil.which("unshare") is None:
         return False
-    done = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True)
+    done = subprocess.run(
+        ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True
+    )
     return done.returncode == 0
 
 
 def own_shared_memory(folder: Path) -> list[str]:
     """A command in front of which /dev/shm is ``folder`` for what follows it."""
     if not _can_mount():
-        warnings.warn("NOT CHECKED for files left in /dev/shm: this machine does not let tests mount", stacklevel=2)
+        warnings.warn(
+            "NOT CHECKED for files left in /dev/shm: this machine does not let tests mount",
+            stacklevel=2,
+        )
         return []
-    return ["unshare", "-m", "sh", "-c", 'mount --bind "$1" /dev/shm && shift && exec "$@"', "sh", str(folder)]
+    return [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        'mount --bind "$1" /dev/shm && shift && exec "$@"',
+        "sh",
+        str(folder),
+    ]

@@ -1,5 +1,5 @@
-"""A chosen few of the laboratory's faults; all of them, many times over: test_soak.py. Kills of single ranks, of the launcher,
-and signals: tests/launch/test_restart.py; hosts: tests/cluster."""
+"""A chosen few of the laboratory's faults; all of them, many times over: test_soak.py. Kills of
+single ranks, of the launcher, and signals: tests/launch/test_restart.py; hosts: tests/cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_a_rank_that_stands_still_for_good_is_replaced(tmp_path: Path) -> None:
     words = task_words(tmp_path, "lab_task.py", num_ranks=2, base_s=0.02)
     words += ["recovery.hang_after_s=2", "recovery.hang_timeout_s=4"]
     undisturbed = drive(tmp_path / "undisturbed", words, [], seed=0)
-    found = drive(tmp_path / "run", words, ["SIGSTOP of a rank, 2 s", "SIGSTOP of a rank, for good"], seed=1)
+    found = drive(
+        tmp_path / "run", words, ["SIGSTOP of a rank, 2 s", "SIGSTOP of a rank, for good"], seed=1
+    )
     (fault,) = events(tmp_path / "run", "fault")
     assert "SIGSTOP" in fault["reason"]
     assert (found.digest, found.left, found.starts) == (undisturbed.digest, [], 2)

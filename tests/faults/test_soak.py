@@ -1,4 +1,5 @@
-"""Every fault of the laboratory, done to real runs; what came of it is the table in docs/how-to/faults.md.
+"""Every fault of the laboratory, done to real runs; what came of it is the table in
+docs/how-to/faults.md.
 
 To write the table anew: PACELINE_WRITE_TABLE=1 make soak.
 """
@@ -22,7 +23,8 @@ from paceline.core.events import effective_steps, read_events
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.soak]
 
-KILLS = {"kill -9 of a rank": 50, "kill -9 of the launcher": 2, "kill -9 of the fork server": 2}  # for each mode
+# for each mode
+KILLS = {"kill -9 of a rank": 50, "kill -9 of the launcher": 2, "kill -9 of the fork server": 2}
 EVALUATING = (
     *SMALL, *MODES["ddp"], "max_steps=120", "split_dataset_ratio=0.2", "per_device_eval_batch_size=1", f"eval_steps={EVERY}",
     "async_save=false",
@@ -55,7 +57,9 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_sigterm_at_any_place(workers: int, spoken: str, tmp_path: Path) -> None:
     faults = [one for one in FAULTS if one.startswith("SIGTERM")]
     words = (*EVALUATING, f"dataloader_num_workers={workers}")
-    found = drive(tmp_path / "run", words, random.Random(workers).sample(faults, len(faults)), seed=workers)
+    found = drive(
+        tmp_path / "run", words, random.Random(workers).sample(faults, len(faults)), seed=workers
+    )
     note_driven(f"ddp, {workers} loader workers", found, found.digest == spoken)
     assert sorted(found.tried) == sorted(faults)
     assert (found.digest, found.left) == (spoken, [])
@@ -81,13 +85,17 @@ def test_shards_that_are_harmed_and_a_config_that_is_edited(spoken: str, tmp_pat
 
     def edited(folder: Path) -> None:
         before = contents(folder)
-        said = run(*replaced(EVALUATING, ["learning_rate=0.5"]), f"output_dir={folder}", expect=2).stderr
+        said = run(
+            *replaced(EVALUATING, ["learning_rate=0.5"]), f"output_dir={folder}", expect=2
+        ).stderr
         assert "train_args.learning_rate" in said
         assert contents(folder) == before
 
     kill = FAULTS["kill -9 of the launcher"]
     edit = replace(kill, name="a config edited before a resume", moment=in_training, harm=edited)
-    found = drive(folder, EVALUATING, [*(one for one in FAULTS if one.startswith("a shard")), edit], seed=3)
+    found = drive(
+        folder, EVALUATING, [*(one for one in FAULTS if one.startswith("a shard")), edit], seed=3
+    )
     note_driven("ddp", found, found.digest == spoken)
     assert len(found.tried) == 4
     assert (found.digest, found.left) == (spoken, [])
@@ -100,7 +108,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_four_two_four_ranks(tmp_path: Path) -> None:
     words = replaced(EVALUATING, ["parallel.num_gpus=4"])
     drive(tmp_path / "whole", words, [], seed=0)
-    stop = replace(FAULTS["SIGTERM to the launcher, in training"], name="a world of 4 → 2 → 4 ranks")
+    stop = replace(
+        FAULTS["SIGTERM to the launcher, in training"], name="a world of 4 → 2 → 4 ranks"
+    )
     lives = [replace(stop, then=(f"parallel.num_gpus={number}",)) for number in (2, 4)]
     found = drive(tmp_path / "run", words, lives, seed=4)
     assert found.left == []
@@ -117,7 +127,10 @@ def losses_of(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_at_each_place_of_a_save(victim: int, tmp_path: Path) -> None:
-    words = [*task_words(tmp_path, "lab_task.py", num_ranks=2, mode="zero3", cut=True, rank=victim), "save_total_limit=1"]
+    words = [
+        *task_words(tmp_path, "lab_task.py", num_ranks=2, mode="zero3", cut=True, rank=victim),
+        "save_total_limit=1",
+    ]
     name = f"kill -9 of rank {victim} at each place of a save"
     found = drive(tmp_path / "run", words, [], seed=0)
     cuts = (tmp_path / "flags" / "cuts").read_text().splitlines()
@@ -137,7 +150,12 @@ def test_numbers_that_go_wrong_on_one_rank(tmp_path: Path) -> None:
     words = task_words(tmp_path, "../faulty_task.py", num_ranks=3)
     whole = drive(tmp_path / "whole", words, [], seed=0)
     flip = {"rank": 1, "call": 18, "name": "2.weight"}
-    found = drive(tmp_path / "flipped", task_words(tmp_path, "../faulty_task.py", num_ranks=3, flip=flip), [], seed=0)
+    found = drive(
+        tmp_path / "flipped",
+        task_words(tmp_path, "../faulty_task.py", num_ranks=3, flip=flip),
+        [],
+        seed=0,
+    )
     name = "a parameter's bit flipped on one rank"
     lost = steps_lost(tmp_path / "flipped", [(0.0, Fault(name, in_training, send_nothing))])
     note(name, "ddp", 1, lost=lost[name], equal=found.digest == whole.digest)
@@ -157,7 +175,9 @@ def test_numbers_that_go_wrong_on_one_rank(tmp_path: Path) -> None:
 def test_a_slow_rank_and_a_collective_that_is_left_out(tmp_path: Path) -> None:
     words = task_words(tmp_path, "lab_task.py", num_ranks=3, base_s=0.05)
     whole = drive(tmp_path / "whole", words, [], seed=0)
-    slow = task_words(tmp_path, "lab_task.py", num_ranks=3, base_s=0.05, fault="slow", rank=2, from_step=20)
+    slow = task_words(
+        tmp_path, "lab_task.py", num_ranks=3, base_s=0.05, fault="slow", rank=2, from_step=20
+    )
     found = drive(tmp_path / "slow", slow, [], seed=0)
     named = events(tmp_path / "slow", "straggler")
     assert [one["rank"] for one in named] == [2]
@@ -165,7 +185,9 @@ def test_a_slow_rank_and_a_collective_that_is_left_out(tmp_path: Path) -> None:
     assert (found.digest, found.left, found.starts) == (whole.digest, [], 1)
     note("a rank slower by 200 ms (named)", "ddp", 1, lost=None, equal=True)
 
-    skip = task_words(tmp_path, "lab_task.py", num_ranks=3, base_s=0.05, fault="skip", rank=1, from_step=20)
+    skip = task_words(
+        tmp_path, "lab_task.py", num_ranks=3, base_s=0.05, fault="skip", rank=1, from_step=20
+    )
     told = Fault("a collective that one rank leaves out", at_its_end, send_nothing, ends=1)
     found = drive(tmp_path / "skipped", skip, [told], seed=0)
     note_driven("ddp", found, found.digest == whole.digest)
@@ -183,13 +205,16 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
 
         def fill(run: LiveRun, _random: random.Random) -> None:
             def failed() -> bool:
-                fill_up(ballast, leave_bytes=300_000)  # a checkpoint that is pruned makes room again
+                # a checkpoint that is pruned makes room again
+                fill_up(ballast, leave_bytes=300_000)
                 return any(one.get("error") for one in run.events() if one["type"] == "checkpoint")
 
             run.wait(failed)
             ballast.unlink()
 
-        found = drive(tmp_path / "small" / "run", words, [Fault(name, with_two_saves, fill)] * 3, seed=6)
+        found = drive(
+            tmp_path / "small" / "run", words, [Fault(name, with_two_saves, fill)] * 3, seed=6
+        )
         note(name, "ddp", found.tried[name], lost=None, equal=found.digest == whole.digest)
         assert (found.digest, found.left, found.tried[name]) == (whole.digest, [], 3)
 
@@ -211,14 +236,23 @@ TINY = (
 )  # fmt: skip
 
 
-def test_fifty_pairs_of_runs_started_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two of a pair start at the same moment, with a cache in which there is nothing yet; five pairs at a time."""
+def test_fifty_pairs_of_runs_started_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two of a pair start at the same moment, with a cache in which there is nothing yet; five
+    pairs at a time."""
     digests: set[str] = set()
     for first in range(0, PAIRS, AT_ONCE):
         begun = []
         for number in range(first, first + AT_ONCE):
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{number}"))
-            begun += [(tmp_path / f"{number}-{one}", start(*TINY, f"output_dir={tmp_path}/{number}-{one}")) for one in "ab"]
+            begun += [
+                (
+                    tmp_path / f"{number}-{one}",
+                    start(*TINY, f"output_dir={tmp_path}/{number}-{one}"),
+                )
+                for one in "ab"
+            ]
         for folder, process in begun:
             _, said = process.communicate(timeout=300)
             assert process.returncode == 0, said

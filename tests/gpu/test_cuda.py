@@ -50,7 +50,9 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return found
 
 
-def test_one_gpu_in_float32_gives_the_losses_of_the_cpu(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
+def test_one_gpu_in_float32_gives_the_losses_of_the_cpu(
+    on_cpu: dict[str, list[float]], tmp_path: Path
+) -> None:
     said = train(tmp_path / "run", 1, "precision=32", env=visible(0))
     found = report(tmp_path / "run")
     assert (found["status"], found["device"], found["world_size"]) == ("done", "cuda", 1)
@@ -61,7 +63,9 @@ def test_one_gpu_in_float32_gives_the_losses_of_the_cpu(on_cpu: dict[str, list[f
 
 def test_adapters_in_the_default_precision(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
     said = train(tmp_path / "run", 1, "lora.enable=true", "lora.dropout=0", env=visible(0))
-    precision = "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16-mixed"
+    precision = (
+        "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16-mixed"
+    )
     assert f"precision: {precision}, chosen by `precision: auto`" in said
     assert report(tmp_path / "run")["precision"] == precision
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["lora"], rel=2e-2)
@@ -75,8 +79,15 @@ def test_float16_with_loss_scaling(on_cpu: dict[str, list[float]], tmp_path: Pat
     assert found[-1] < found[0]
 
 
-def test_recomputed_activations_and_padding_and_loader_processes(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
-    words = ("gradient_checkpointing=true", "packing=false", "dataloader_num_workers=1", "precision=32")
+def test_recomputed_activations_and_padding_and_loader_processes(
+    on_cpu: dict[str, list[float]], tmp_path: Path
+) -> None:
+    words = (
+        "gradient_checkpointing=true",
+        "packing=false",
+        "dataloader_num_workers=1",
+        "precision=32",
+    )
     train(tmp_path / "run", 1, *words, env=visible(0))
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["full"], rel=1e-3)
 
@@ -87,8 +98,15 @@ def test_all_visible_gpus_by_default(on_cpu: dict[str, list[float]], tmp_path: P
     env = visible(*range(ranks))
     said = train(tmp_path / "run", ranks, "precision=32", env=env)
     found = report(tmp_path / "run")
-    assert (found["device"], found["world_size"], len(found["peak_memory_bytes"])) == ("cuda", ranks, ranks)
-    assert f"devices: {ranks} of {ranks} visible (CUDA_VISIBLE_DEVICES='{env['CUDA_VISIBLE_DEVICES']}')" in said
+    assert (found["device"], found["world_size"], len(found["peak_memory_bytes"])) == (
+        "cuda",
+        ranks,
+        ranks,
+    )
+    assert (
+        f"devices: {ranks} of {ranks} visible"
+        f" (CUDA_VISIBLE_DEVICES='{env['CUDA_VISIBLE_DEVICES']}')" in said
+    )
     for rank in range(ranks):
         assert f"cuda:{rank} {torch.cuda.get_device_name(rank)}" in said
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["full"], rel=1e-3)
@@ -96,17 +114,27 @@ def test_all_visible_gpus_by_default(on_cpu: dict[str, list[float]], tmp_path: P
 
 
 def test_more_than_are_visible_is_an_error(tmp_path: Path) -> None:
-    done = run(*WORDS, f"output_dir={tmp_path / 'run'}", "parallel.num_gpus=2", expect=2, env=visible(0))
+    done = run(
+        *WORDS, f"output_dir={tmp_path / 'run'}", "parallel.num_gpus=2", expect=2, env=visible(0)
+    )
     assert "`parallel.num_gpus: 2` was asked for, and 1 × cuda are visible" in done.stderr
     assert "parallel.device=cpu" in done.stderr
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = run(*WORDS, f"output_dir={tmp_path / 'run'}", "parallel.device=cuda", expect=2, env=hidden)
+    done = run(
+        *WORDS, f"output_dir={tmp_path / 'run'}", "parallel.device=cuda", expect=2, env=hidden
+    )
     assert "no accelerator was found (CUDA_VISIBLE_DEVICES='')" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    words = ("lora.enable=true", "lora.dropout=0.1", "bf16=true", "save_steps=3", "lr_scheduler_type=constant")
+    words = (
+        "lora.enable=true",
+        "lora.dropout=0.1",
+        "bf16=true",
+        "save_steps=3",
+        "lr_scheduler_type=constant",
+    )
     train(tmp_path / "whole", 1, *words, env=visible(0))
     train(tmp_path / "parts", 1, *words, "max_steps=3", env=visible(0))
     train(tmp_path / "parts", 1, *words, "--allow-config-change", env=visible(0))

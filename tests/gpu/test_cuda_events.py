@@ -1,4 +1,5 @@
-"""What a run on CUDA devices says of its memory and of the devices. Deselected on a machine without one."""
+"""What a run on CUDA devices says of its memory and of the devices. Deselected on a machine without
+one."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from commands import events, report, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-WORDS = ("model=builtin:qwen2-tiny", "dataset=builtin:python-docs#240", "max_length=128", "max_steps=4", "parallel.num_gpus=1")
+WORDS = (
+    "model=builtin:qwen2-tiny",
+    "dataset=builtin:python-docs#240",
+    "max_length=128",
+    "max_steps=4",
+    "parallel.num_gpus=1",
+)
 
 
 def test_activations_are_the_peak_of_a_step_less_the_state(tmp_path: Path) -> None:
@@ -17,8 +24,11 @@ def test_activations_are_the_peak_of_a_step_less_the_state(tmp_path: Path) -> No
     (memory,) = events(tmp_path / "run", "memory")
     (rank,) = memory["ranks"]
     assert rank["activations"] > 0
-    assert rank["total"] == sum(rank[kind] for kind in ("parameters", "gradients", "optimizer", "activations"))
-    assert rank["total"] <= report(tmp_path / "run")["peak_memory_bytes"][0]  # set back for a step, and yet not lost
+    assert rank["total"] == sum(
+        rank[kind] for kind in ("parameters", "gradients", "optimizer", "activations")
+    )
+    # set back for a step, and yet not lost
+    assert rank["total"] <= report(tmp_path / "run")["peak_memory_bytes"][0]
 
 
 def test_a_step_line_tells_of_the_device(tmp_path: Path) -> None:

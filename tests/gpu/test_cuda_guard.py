@@ -1,4 +1,5 @@
-"""On a CUDA device the optimizer itself leaves out an update without a finite gradient; the host hears of it a step later."""
+"""On a CUDA device the optimizer itself leaves out an update without a finite gradient; the host
+hears of it a step later."""
 
 from __future__ import annotations
 
@@ -21,14 +22,30 @@ ORDER = SampleOrder(faulty_task.SAMPLES, 16, 7)
 
 def train(folder: Path, bad: list[int], *words: str, expect: int = 0) -> str:
     arguments = {"bad": bad, "flags": str(folder.parent)}
-    settings = ("max_steps=14", "seed=7", "per_device_train_batch_size=16", "save_steps=1", "save_total_limit=null")
-    task = (f"task={faulty_task.__file__}:Faulty", f"task_args={json.dumps(arguments)}", "model=small", "dataset=none")
-    return run(*task, *settings, "parallel.num_gpus=1", f"output_dir={folder}", *words, expect=expect).stderr
+    settings = (
+        "max_steps=14",
+        "seed=7",
+        "per_device_train_batch_size=16",
+        "save_steps=1",
+        "save_total_limit=null",
+    )
+    task = (
+        f"task={faulty_task.__file__}:Faulty",
+        f"task_args={json.dumps(arguments)}",
+        "model=small",
+        "dataset=none",
+    )
+    return run(
+        *task, *settings, "parallel.num_gpus=1", f"output_dir={folder}", *words, expect=expect
+    ).stderr
 
 
 def tensors(folder: Path, step: int) -> dict[str, Any]:
     with store.CheckpointReader(folder / "checkpoints" / store.name_of(step)) as reader:
-        return {name: reader.read(name, (0,) * len(shape), shape) for name, (_, shape) in reader.tensors().items()}
+        return {
+            name: reader.read(name, (0,) * len(shape), shape)
+            for name, (_, shape) in reader.tensors().items()
+        }
 
 
 @pytest.mark.parametrize("optim", ["adamw", "sgd"])
@@ -41,7 +58,11 @@ def test_a_step_is_left_out(tmp_path: Path, optim: str) -> None:
     before, after, later = (tensors(tmp_path / "run", step) for step in (10, 11, 12))
     moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
     assert moved == {"schedule/step", "data/position"}
-    assert any(not torch.equal(one, after[name]) for name, one in later.items() if name.startswith("model/"))
+    assert any(
+        not torch.equal(one, after[name])
+        for name, one in later.items()
+        if name.startswith("model/")
+    )
 
 
 def test_too_many_end_the_run(tmp_path: Path) -> None:

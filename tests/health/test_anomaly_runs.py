@@ -21,7 +21,16 @@ ORDER = SampleOrder(SAMPLES, EACH * RANKS, SEED)
 FILE = Path(faulty_task.__file__)
 
 
-def train(folder, expect=0, recovery=None, more=(), ranks=RANKS, parallel=None, train_args=None, **task_args):
+def train(
+    folder,
+    expect=0,
+    recovery=None,
+    more=(),
+    ranks=RANKS,
+    parallel=None,
+    train_args=None,
+    **task_args,
+):
     flags = folder.parent / f"{folder.name}-flags"
     flags.mkdir(exist_ok=True)
     config = {
@@ -58,7 +67,9 @@ def only_in(steps, rank=0, until=24):
     """A sample of each of the steps, of this rank's share, that no other step until then has."""
     found = []
     for step in steps:
-        elsewhere = np.concatenate([ORDER.global_batch(other) for other in range(until) if other != step])
+        elsewhere = np.concatenate(
+            [ORDER.global_batch(other) for other in range(until) if other != step]
+        )
         found.append(next(one for one in samples_of(step)[rank] if one not in elsewhere))
     return found
 
@@ -66,7 +77,10 @@ def only_in(steps, rank=0, until=24):
 def tensors(folder, step=None):
     path = store.find(folder) if step is None else folder / "checkpoints" / store.name_of(step)
     with store.CheckpointReader(path) as reader:
-        return {name: reader.read(name, (0,) * len(shape), shape) for name, (_, shape) in reader.tensors().items()}
+        return {
+            name: reader.read(name, (0,) * len(shape), shape)
+            for name, (_, shape) in reader.tensors().items()
+        }
 
 
 SKIPPING = [
@@ -79,9 +93,15 @@ SKIPPING = [
 @pytest.mark.parametrize("parallel", SKIPPING, ids=["ddp", "zero3", "unclipped"])
 def test_a_step_is_skipped_and_its_rank_named(tmp_path, parallel):
     clip = parallel.get("max_grad_norm", 1.0)
-    settings = {"parallel": {"mode": parallel["mode"]}, "train_args": {"save_steps": 1, "max_grad_norm": clip}}
+    settings = {
+        "parallel": {"mode": parallel["mode"]},
+        "train_args": {"save_steps": 1, "max_grad_norm": clip},
+    }
     said = train(tmp_path / "run", bad=only_in([10], rank=1), **settings)
-    assert "step 11: the gradient is not finite: the loss of rank 1 was not; the update was skipped" in said.stderr
+    assert (
+        "step 11: the gradient is not finite: the loss of rank 1 was not; the update was skipped"
+        in said.stderr
+    )
     (event,) = events(tmp_path / "run", "skipped")
     assert (event["step"], event["ranks"], event["cause"], event["updates"]) == (11, [1], "loss", 1)
     assert report(tmp_path / "run")["skipped_steps"] == 1
@@ -89,7 +109,11 @@ def test_a_step_is_skipped_and_its_rank_named(tmp_path, parallel):
     before, after, later = (tensors(tmp_path / "run", step) for step in (10, 11, 12))
     moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
     assert moved == {"schedule/step", "data/position"}
-    assert all(not torch.equal(one, after[name]) for name, one in later.items() if name.startswith("model/"))
+    assert all(
+        not torch.equal(one, after[name])
+        for name, one in later.items()
+        if name.startswith("model/")
+    )
 
 
 @pytest.mark.soak
@@ -97,12 +121,20 @@ def test_too_many_in_a_row_end_the_run_at_its_last_good_weights(tmp_path):
     folder = tmp_path / "run"
     bad = only_in(range(6, 10))
     said = train(folder, expect=1, recovery={"max_skipped_steps": 3, "max_restarts": 3}, bad=bad)
-    assert "3 steps in a row, up to step 9, had no finite gradient: the loss of rank 0 was not" in said.stderr
+    assert (
+        "3 steps in a row, up to step 9, had no finite gradient: the loss of rank 0 was not"
+        in said.stderr
+    )
     assert "recovery.max_skipped_steps" in said.stderr
     assert len(events(folder, "run_start")) == 1  # to go back would bring it again
-    good = {name: one for name, one in tensors(folder, 9).items() if name.startswith(("model/", "optimizer/"))}
+    good = {
+        name: one
+        for name, one in tensors(folder, 9).items()
+        if name.startswith(("model/", "optimizer/"))
+    }
     assert all(bool(one.isfinite().all()) for one in good.values())
-    train(folder, recovery={"max_skipped_steps": 3, "max_restarts": 3}, bad=bad)  # counts anew, and comes through
+    # counts anew, and comes through
+    train(folder, recovery={"max_skipped_steps": 3, "max_restarts": 3}, bad=bad)
     assert report(folder)["resumed_from_step"] == 9
     assert report(folder)["skipped_steps"] == 4
 
@@ -123,14 +155,22 @@ def test_workers_that_train_on_their_own_are_told_of_too(tmp_path):
     (event,) = events(folder, "skipped")
     assert (event["step"], event["ranks"], event["updates"]) == (12, [1], 2)
     assert report(folder)["skipped_steps"] == 2
-    ended = train(tmp_path / "ended", expect=1, recovery={"max_skipped_steps": 2}, bad=only_in([10, 11], rank=1), **local)
+    ended = train(
+        tmp_path / "ended",
+        expect=1,
+        recovery={"max_skipped_steps": 2},
+        bad=only_in([10, 11], rank=1),
+        **local,
+    )
     assert "2 steps in a row, up to step 12, had no finite gradient, on rank 1" in ended.stderr
 
 
 def test_a_drifted_replica_is_named_and_never_saved(tmp_path):
     folder = tmp_path / "run"
     flip = {"rank": 1, "call": 6, "name": "2.weight"}
-    said = train(folder, expect=1, ranks=3, train_args={"per_device_train_batch_size": 5}, flip=flip)
+    said = train(
+        folder, expect=1, ranks=3, train_args={"per_device_train_batch_size": 5}, flip=flip
+    )
     assert "rank 1 (host " in said.stderr
     assert "has drifted from the replicas on ranks 0, 2" in said.stderr
     assert "`2.weight`" in said.stderr
@@ -181,9 +221,15 @@ def test_a_jump_is_gone_back_before_and_its_batch_left_out(rewound):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("parallel", [{"mode": "zero1"}, {"mode": "zero3"}, {"mode": "deepspeed"}], ids=lambda one: one["mode"])
+@pytest.mark.parametrize(
+    "parallel",
+    [{"mode": "zero1"}, {"mode": "zero3"}, {"mode": "deepspeed"}],
+    ids=lambda one: one["mode"],
+)
 def test_every_strategy_goes_back(rewound, tmp_path, parallel):
-    train(tmp_path / "run", recovery=REWIND, bad=only_in([10], rank=1), times=1e6, parallel=parallel)
+    train(
+        tmp_path / "run", recovery=REWIND, bad=only_in([10], rank=1), times=1e6, parallel=parallel
+    )
     assert report(tmp_path / "run")["data"]["skipped_batches"]["steps"] == [11]
     ours, theirs = (tensors(one) for one in (tmp_path / "run", rewound[0]))
     for name, one in theirs.items():
@@ -196,19 +242,31 @@ def test_two_runs_with_the_same_jump_end_alike_cut_or_not(rewound, tmp_path):
     bad = {"bad": only_in([10], rank=1), "times": 1e6}
     train(tmp_path / "again", recovery=REWIND, **bad)
     assert digest(tmp_path / "again") == digest(rewound[0])
-    # a rank is killed between the rewind and the next checkpoint: it comes again; behind the checkpoint: it is known from there
+    # a rank is killed between the rewind and the next checkpoint: it comes again; behind the
+    # checkpoint: it is known from there
     for step, rewinds in ((11, 2), (14, 1)):
         folder = tmp_path / f"killed-{step}"
-        train(folder, recovery=REWIND, **bad, die=only_in([step], rank=0)[0], train_args={"async_save": False})
+        train(
+            folder,
+            recovery=REWIND,
+            **bad,
+            die=only_in([step], rank=0)[0],
+            train_args={"async_save": False},
+        )
         assert digest(folder) == digest(rewound[0])
         assert report(folder)["data"]["skipped_batches"] == {"steps": [11], "samples": 16}
         assert (len(events(folder, "rewind")), report(folder)["restarts"]) == (rewinds, 1)
 
 
 @pytest.mark.soak
-def test_a_loss_that_is_not_finite_is_a_jump_and_with_no_checkpoint_its_batch_alone_is_left_out(tmp_path):
+def test_a_loss_that_is_not_finite_is_a_jump_and_with_no_checkpoint_its_batch_alone_is_left_out(
+    tmp_path,
+):
     said = train(tmp_path / "run", recovery=REWIND, bad=only_in([2]), times="nan")
-    assert "step 3: the loss jumped to nan; there is no checkpoint before it, and the batch of this step" in said.stderr
+    assert (
+        "step 3: the loss jumped to nan; there is no checkpoint before it, and the batch of this"
+        " step" in said.stderr
+    )
     assert report(tmp_path / "run")["data"]["skipped_batches"] == {"steps": [3], "samples": 16}
     assert report(tmp_path / "run")["skipped_steps"] == 0
     assert events(tmp_path / "run", "rewind")[0]["to_step"] == 2
@@ -217,13 +275,17 @@ def test_a_loss_that_is_not_finite_is_a_jump_and_with_no_checkpoint_its_batch_al
 @pytest.mark.soak
 def test_it_does_not_go_back_for_ever(tmp_path):
     folder = tmp_path / "run"
-    said = train(folder, recovery={**REWIND, "max_restarts": 1}, bad=only_in([9, 10], rank=1), times=1e6)
+    said = train(
+        folder, recovery={**REWIND, "max_restarts": 1}, bad=only_in([9, 10], rank=1), times=1e6
+    )
     assert [one["step"] for one in events(folder, "rewind")] == [10]
     assert "that the run goes on with this one" in said.stderr
     assert report(folder)["data"]["skipped_batches"]["steps"] == [10]
 
 
-@pytest.mark.parametrize("parallel", [{"mode": "local_sgd"}, {"mode": "diloco"}], ids=lambda one: one["mode"])
+@pytest.mark.parametrize(
+    "parallel", [{"mode": "local_sgd"}, {"mode": "diloco"}], ids=lambda one: one["mode"]
+)
 def test_workers_that_do_not_meet_cannot_go_back(tmp_path, parallel):
     said = train(tmp_path / "run", expect=2, recovery=REWIND, parallel=parallel)
     assert "rewind_on_spike" in said.stderr

@@ -12,7 +12,15 @@ AFTER_S = 5.0
 
 
 def rank(number: int, **changes: Any) -> Seen:
-    fields = {"rank": number, "host": "a", "pid": 100 + number, "phase": "backward", "step": 9, "usual_s": 0.1, "still_s": 0.01}
+    fields = {
+        "rank": number,
+        "host": "a",
+        "pid": 100 + number,
+        "phase": "backward",
+        "step": 9,
+        "usual_s": 0.1,
+        "still_s": 0.01,
+    }
     return Seen(**{**fields, **changes})
 
 
@@ -35,7 +43,9 @@ def test_the_one_that_waits_for_nobody() -> None:
 
 
 def test_the_one_whose_process_is_stopped_also_in_a_collective() -> None:
-    (hang,) = find_hangs([waiting(0), waiting(1, 8.0, silent_s=7.9, state="T"), waiting(2)], AFTER_S)
+    (hang,) = find_hangs(
+        [waiting(0), waiting(1, 8.0, silent_s=7.9, state="T"), waiting(2)], AFTER_S
+    )
     assert hang.rank == 1
     assert "its process is stopped" in hang.why
 
@@ -62,20 +72,29 @@ def test_while_others_train_on_by_themselves() -> None:
         {"phase": "loading"},
     ],
 )
-def test_what_may_take_long_has_its_time_unless_the_process_is_stopped(changes: dict[str, Any]) -> None:
+def test_what_may_take_long_has_its_time_unless_the_process_is_stopped(
+    changes: dict[str, Any],
+) -> None:
     assert named(waiting(0, 12.0), rank(1, still_s=12.0, **changes)) == []
-    assert named(waiting(0, 12.0), rank(1, still_s=12.0, silent_s=12.0, state="T", **changes)) == [1]
+    assert named(waiting(0, 12.0), rank(1, still_s=12.0, silent_s=12.0, state="T", **changes)) == [
+        1
+    ]
     assert named(waiting(0, 200.0), rank(1, still_s=200.0, **changes)) == [1]
 
 
 def test_the_one_that_is_a_collective_behind() -> None:
-    hangs = find_hangs([waiting(0, issued={"0": 8}), waiting(1, issued={"0": 7}), waiting(2, issued={"0": 8})], AFTER_S)
+    hangs = find_hangs(
+        [waiting(0, issued={"0": 8}), waiting(1, issued={"0": 7}), waiting(2, issued={"0": 8})],
+        AFTER_S,
+    )
     assert [one.rank for one in hangs] == [1]
     assert "it is 1 collective behind" in hangs[0].text()
 
 
 def test_the_one_that_has_ended_with_fewer_collectives() -> None:
-    hangs = find_hangs([waiting(0, issued={"0": 8}), rank(1, phase="ended", still_s=9.0, issued={"0": 7})], AFTER_S)
+    hangs = find_hangs(
+        [waiting(0, issued={"0": 8}), rank(1, phase="ended", still_s=9.0, issued={"0": 7})], AFTER_S
+    )
     assert [one.rank for one in hangs] == [1]
     assert "it has ended" in hangs[0].text()
 
@@ -97,5 +116,9 @@ def test_nobody_is_blamed_while_one_makes_progress() -> None:
 
 def test_a_rank_that_only_waits_beside_the_slow_one_is_not_blamed() -> None:
     """On an accelerator a host may stand still without a mark: the one that is behind is meant."""
-    stuck = [waiting(0, issued={"0": 8}), rank(1, still_s=8, issued={"0": 8}), rank(2, still_s=8, issued={"0": 7})]
+    stuck = [
+        waiting(0, issued={"0": 8}),
+        rank(1, still_s=8, issued={"0": 8}),
+        rank(2, still_s=8, issued={"0": 7}),
+    ]
     assert named(*stuck) == [2]

@@ -20,11 +20,22 @@ from paceline.health.heartbeat_file import Heartbeats
 
 def seen(rank: int, **more: object) -> Seen:
     return Seen(
-        **{"rank": rank, "host": "one", "pid": 7, "phase": "backward", "step": 3, "still_s": 2.0, "silent_s": 0.5} | more
+        **{
+            "rank": rank,
+            "host": "one",
+            "pid": 7,
+            "phase": "backward",
+            "step": 3,
+            "still_s": 2.0,
+            "silent_s": 0.5,
+        }
+        | more
     )
 
 
-def test_what_was_told_last_is_in_the_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_told_last_is_in_the_file_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(heartbeat_file, "_EVERY_S", 0.0)
     file = Heartbeats(tmp_path / "heartbeats.json")
     assert not file.path.exists()
@@ -61,16 +72,20 @@ def test_a_folder_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_tells_while_it_goes_on_and_takes_the_file_away(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(*MICRO, f"output_dir={run}", "parallel.num_gpus=2", "max_steps=2000", "warmup_steps=1")
+    process = start(
+        *MICRO, f"output_dir={run}", "parallel.num_gpus=2", "max_steps=2000", "warmup_steps=1"
+    )
     wait_for_step(run, 5, process)
     deadline = time.monotonic() + 60
     told: dict[str, Any] = {"ranks": []}
-    while len(told["ranks"]) < 2 and time.monotonic() < deadline:  # the file may be written before rank 1 has sent a heartbeat
+    # the file may be written before rank 1 has sent a heartbeat
+    while len(told["ranks"]) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
         with contextlib.suppress(FileNotFoundError):
             told = json.loads((run / "heartbeats.json").read_text())
     assert [one["rank"] for one in told["ranks"]] == [0, 1]
-    assert {os.readlink(f"/proc/{one['pid']}/exe") for one in told["ranks"]}  # they are processes of this machine
+    # they are processes of this machine
+    assert {os.readlink(f"/proc/{one['pid']}/exe") for one in told["ranks"]}
     assert abs(told["time"] - time.time()) < 60
     end_by(process, signal.SIGTERM, 2)
     assert events(run, "run_end")[-1]["status"] == "stopped"

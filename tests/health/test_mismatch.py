@@ -8,10 +8,22 @@ from paceline.health.mismatch import describe, find_mismatch
 
 
 def call(
-    number: int | None, function: str = "all_reduce", numel: int | None = 10, site: str = "a.py:1 in f", **changes: Any
+    number: int | None,
+    function: str = "all_reduce",
+    numel: int | None = 10,
+    site: str = "a.py:1 in f",
+    **changes: Any,
 ) -> Any:
     dtype = "float32" if numel is not None else None
-    return {"number": number, "function": function, "dtype": dtype, "numel": numel, "group": "0", "site": [site], **changes}
+    return {
+        "number": number,
+        "function": function,
+        "dtype": dtype,
+        "numel": numel,
+        "group": "0",
+        "site": [site],
+        **changes,
+    }
 
 
 def test_equal_calls_are_no_mismatch() -> None:
@@ -24,7 +36,9 @@ def test_messages_between_two_ranks_are_not_compared() -> None:
 
 
 def test_different_functions_show_both_places() -> None:
-    found = find_mismatch({0: [call(4), call(5)], 1: [call(4), call(5, "broadcast", 3, "b.py:9 in g")]})
+    found = find_mismatch(
+        {0: [call(4), call(5)], 1: [call(4), call(5, "broadcast", 3, "b.py:9 in g")]}
+    )
     assert found is not None
     odd, text = found
     assert odd == [0, 1]  # of two ranks nobody knows who is right
@@ -43,7 +57,12 @@ def test_the_one_that_differs_from_most_is_the_odd_one() -> None:
 
 
 def test_groups_are_compared_each_by_itself() -> None:
-    assert find_mismatch({0: [call(5, group="0"), call(5, numel=7, group="1")], 1: [call(5, group="0")]}) is None
+    assert (
+        find_mismatch(
+            {0: [call(5, group="0"), call(5, numel=7, group="1")], 1: [call(5, group="0")]}
+        )
+        is None
+    )
 
 
 SITES = ("a.py:1 in f", "a.py:2 in f", "a.py:3 in f")
@@ -53,32 +72,47 @@ NUMELS = (10, 20, 30)
 def steps(count: int, without: int | None = None) -> list[Any]:
     """Three calls a step; ``without``: one of all of them is left out."""
     wanted = [number for number in range(3 * count) if number != without]
-    return [call(place, numel=NUMELS[number % 3], site=SITES[number % 3]) for place, number in enumerate(wanted)]
+    return [
+        call(place, numel=NUMELS[number % 3], site=SITES[number % 3])
+        for place, number in enumerate(wanted)
+    ]
 
 
 def test_a_rank_that_left_one_out_is_named_with_what_it_left_out() -> None:
     found = find_mismatch({0: steps(3)[:8], 1: steps(3, without=6)[:8]})
     assert found is not None
-    assert "Rank 1 is 1 collective behind: it did not call all_reduce of 10 float32 at a.py:1 in f" in found[1]
+    assert (
+        "Rank 1 is 1 collective behind: it did not call all_reduce of 10 float32 at a.py:1 in f"
+        in found[1]
+    )
 
 
 def test_also_where_the_other_has_not_come_further() -> None:
     """It waits in the very call that was left out; what follows is known from the step before."""
     found = find_mismatch({0: steps(3)[:7], 1: steps(3, without=6)[:7]})
     assert found is not None
-    assert "Rank 1 is 1 collective behind: it did not call all_reduce of 10 float32 at a.py:1 in f" in found[1]
+    assert (
+        "Rank 1 is 1 collective behind: it did not call all_reduce of 10 float32 at a.py:1 in f"
+        in found[1]
+    )
 
 
 def test_the_one_left_out_is_found_where_alike_calls_went_together_first() -> None:
-    """Two calls of one size one after the other: without the first, the second takes its place, and no size differs yet."""
+    """Two calls of one size one after the other: without the first, the second takes its place, and
+    no size differs yet."""
     sites = ("a.py:1 in mean", "a.py:2 in other", "b.py:3 in send")
-    whole = [call(number, numel=(3, 3, 32)[number % 3], site=sites[number % 3]) for number in range(9)]
+    whole = [
+        call(number, numel=(3, 3, 32)[number % 3], site=sites[number % 3]) for number in range(9)
+    ]
     left = [one for one in whole if one["number"] != 6]
     short = [{**one, "number": place} for place, one in enumerate(left)]
     found = find_mismatch({0: whole[:8], 1: short[:8], 2: whole[:8]})
     assert found is not None
     assert found[0] == [1]
-    assert "Rank 1 is 1 collective behind: it did not call all_reduce of 3 float32 at a.py:1 in mean" in found[1]
+    assert (
+        "Rank 1 is 1 collective behind: it did not call all_reduce of 3 float32 at a.py:1 in mean"
+        in found[1]
+    )
 
 
 def test_alike_but_from_another_place_only_where_asked() -> None:

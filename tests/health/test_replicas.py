@@ -12,7 +12,9 @@ from paceline.health.replicas import bit_sum, compare, judge
 from paceline.parallel.registry import make_strategy
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8]
+)
 def test_one_bit_changes_the_sum(dtype):
     values = torch.randint(0, 2, (13,), generator=torch.Generator().manual_seed(0)).to(dtype)
     usual = int(bit_sum(values))
@@ -28,7 +30,8 @@ def test_one_bit_changes_the_sum(dtype):
 def test_the_sum_is_of_the_values_however_they_lie():
     whole = torch.randn(40, 7, generator=torch.Generator().manual_seed(1))
     copied = torch.empty(7, 40).t().copy_(whole)  # of other strides
-    behind = torch.cat([torch.zeros(1), whole.reshape(-1)])[1:].view(40, 7)  # not at a multiple of eight bytes
+    # not at a multiple of eight bytes
+    behind = torch.cat([torch.zeros(1), whole.reshape(-1)])[1:].view(40, 7)
     assert int(bit_sum(whole)) == int(bit_sum(copied)) == int(bit_sum(behind))
     assert int(bit_sum(torch.zeros(0))) == 0
     assert int(bit_sum(torch.tensor(1.5))) != int(bit_sum(torch.tensor(-1.5)))
@@ -64,7 +67,8 @@ class Net(nn.Module):
 
 
 def drift_of(world, mode, axes, flip, settings):
-    """(before, after): what is found when replicas are even, and when rank 1 has one bit flipped in what ``flip`` names."""
+    """(before, after): what is found when replicas are even, and when rank 1 has one bit flipped in
+    what ``flip`` names."""
     world = World(world.env, world.device, axes)
     config = Config(model="m", dataset="d", parallel={"mode": mode}, **settings)
     strategy = make_strategy(mode, config, world)
@@ -82,7 +86,8 @@ def drift_of(world, mode, axes, flip, settings):
         with torch.no_grad():
             one = named[flip].detach()
             local = getattr(one, "_local_tensor", one)
-            local.view(-1)[:1].view(torch.int32).bitwise_xor_(1)  # the last bit of the first element
+            # the last bit of the first element
+            local.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
     found = compare(strategy)
     world.barrier()
     del model
@@ -98,7 +103,13 @@ LINES = {
     "compressed": (3, "ddp", None, "first.bias", {"compression": {"method": "topk", "ratio": 0.2}}),
     "deepspeed": (2, "deepspeed", None, "last.weight", {}),
     "a worker": (4, "local_sgd", None, "last.weight", {"local_sgd": {"steps": 2, "workers": 2}}),
-    "workers, brought together": (4, "diloco", None, "last.weight", {"local_sgd": {"steps": 3, "workers": 4}}),
+    "workers, brought together": (
+        4,
+        "diloco",
+        None,
+        "last.weight",
+        {"local_sgd": {"steps": 3, "workers": 4}},
+    ),
 }
 
 
@@ -126,6 +137,8 @@ def nothing_to_compare(world, mode, settings):
     return compare(strategy)
 
 
-@pytest.mark.parametrize(("mode", "settings"), [("zero3", {}), ("zero2", {}), ("deepspeed", {"deepspeed_stage": 3})])
+@pytest.mark.parametrize(
+    ("mode", "settings"), [("zero3", {}), ("zero2", {}), ("deepspeed", {"deepspeed_stage": 3})]
+)
 def test_shards_that_nobody_repeats_are_left_alone(mode, settings):
     assert run_ranks(nothing_to_compare, 2, mode, settings) == [None, None]

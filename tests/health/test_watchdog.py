@@ -1,4 +1,5 @@
-"""Who hangs, who issues other collectives and who is slow is named, by real ranks; nobody on an even world."""
+"""Who hangs, who issues other collectives and who is slow is named, by real ranks; nobody on an
+even world."""
 
 from __future__ import annotations
 
@@ -28,11 +29,13 @@ from paceline.health.watchdog import Watchdog
 
 pytestmark = pytest.mark.alone
 
-# -- a small loop of steps on real ranks -----------------------------------------------------------------------------------
+# -- a small loop of steps on real ranks
+# -----------------------------------------------------------------------------------
 
 
 class Told:
-    """What a rank's watchdog has said: to the event log on rank 0, else on standard error; and whether it ended its rank."""
+    """What a rank's watchdog has said: to the event log on rank 0, else on standard error; and
+    whether it ended its rank."""
 
     def __init__(self) -> None:
         self.error = ""
@@ -43,7 +46,9 @@ class Told:
         return [one for one in self.events if one["type"] == kind]
 
 
-def _steps(world: World, folder: str, fault: str, recovery: dict[str, Any], steps: int = 30) -> Told:
+def _steps(
+    world: World, folder: str, fault: str, recovery: dict[str, Any], steps: int = 30
+) -> Told:
     PULSE.start()
     told, stop = Told(), StopFlag()
     log = EventLog(Path(folder) / "events.jsonl" if world.rank == 0 else None)
@@ -166,17 +171,29 @@ def test_an_error_of_another_cause_stays_as_it_is() -> None:
 def test_the_flight_recorder_of_torch_is_read() -> None:
     """In processes of their own: torch reads the variable once."""
     code = (
-        "import torch, torch.distributed as dist; from paceline.health.watchdog import flight_record;"
-        "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore());"
-        "dist.all_reduce(torch.ones(3)); print(flight_record() is not None)"
+        "import torch, torch.distributed as dist; from paceline.health.watchdog import"
+        " flight_record;dist.init_process_group('gloo', rank=0, world_size=1,"
+        " store=dist.HashStore());dist.all_reduce(torch.ones(3)); print(flight_record() is not"
+        " None)"
     )
     for size, expected in (("64", "True"), ("0", "False")):
-        environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        environment = {
+            **os.environ,
+            "TORCH_FR_BUFFER_SIZE": size,
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.strip() == expected, done.stderr
 
 
-# -- whole runs ------------------------------------------------------------------------------------------------------------
+# -- whole runs
+# ------------------------------------------------------------------------------------------------------------
 
 TASK = """\
 import os, time
@@ -231,8 +248,12 @@ def wait_for(folder: Path, kind: str, process: Any, timeout_s: float = 60.0) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.soak), "zero3"])
-def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(tmp_path: Path, mode: str) -> None:
-    process = begin(tmp_path, "max_steps=60", f"parallel.mode={mode}", "task_args.base_s=0.02", num_ranks=3)
+def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(
+    tmp_path: Path, mode: str
+) -> None:
+    process = begin(
+        tmp_path, "max_steps=60", f"parallel.mode={mode}", "task_args.base_s=0.02", num_ranks=3
+    )
     run = tmp_path / "run"
     wait_for_step(run, 5, process)
     victim = next(one for one in forked(process) if one.pid != events(run, "run_start")[0]["pid"])
@@ -288,7 +309,9 @@ def test_another_size_is_told_though_gloo_ends_the_process_at_once(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_rank_slower_by_two_hundred_milliseconds_is_named_within_ten_steps(tmp_path: Path) -> None:
+def test_a_rank_slower_by_two_hundred_milliseconds_is_named_within_ten_steps(
+    tmp_path: Path,
+) -> None:
     process = begin(
         tmp_path, "max_steps=45", "task_args.base_s=0.05", "task_args.rank=2", "task_args.fault=slow", "task_args.from_step=20",
         num_ranks=4,
@@ -305,7 +328,9 @@ def test_a_rank_slower_by_two_hundred_milliseconds_is_named_within_ten_steps(tmp
 
 
 def even(tmp_path: Path, steps: int) -> None:
-    process = begin(tmp_path, f"max_steps={steps}", "task_args.base_s=0.005", "save_steps=50", num_ranks=4)
+    process = begin(
+        tmp_path, f"max_steps={steps}", "task_args.base_s=0.005", "save_steps=50", num_ranks=4
+    )
     _, said = process.communicate(timeout=590)
     assert process.returncode == 0, said
     assert [events(tmp_path / "run", kind) for kind in ("straggler", "hang")] == [[], []]

@@ -26,7 +26,9 @@ MICRO = (
 
 def start(*words: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "paceline", verb, *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings
+    )
 
 
 def run(
@@ -34,11 +36,15 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     process = start(*words, verb=verb, **settings)
     out, err = process.communicate(timeout=timeout_s)
-    assert process.returncode == expect, f"exit code {process.returncode}, expected {expect}\n{err[-3000:]}"
+    assert process.returncode == expect, (
+        f"exit code {process.returncode}, expected {expect}\n{err[-3000:]}"
+    )
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def train(output_dir: Path, *words: str, expect: int = 0, **settings: Any) -> subprocess.CompletedProcess[str]:
+def train(
+    output_dir: Path, *words: str, expect: int = 0, **settings: Any
+) -> subprocess.CompletedProcess[str]:
     return run(*MICRO, f"output_dir={output_dir}", *words, expect=expect, **settings)
 
 
@@ -61,19 +67,24 @@ def digest(path: Path) -> str:
     return store.inspect(store.find(path))["digest"]
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180.0) -> None:
+def wait_for_step(
+    folder: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180.0
+) -> None:
     """Until the run has made ``step`` updates; fails where it ends before."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
-        if (folder / "events.jsonl").exists() and any(one["step"] >= step for one in events(folder, "step")):
+        if (folder / "events.jsonl").exists() and any(
+            one["step"] >= step for one in events(folder, "step")
+        ):
             return
         time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached")
 
 
 def forked(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks of a command that starts them from a warm server: the server is the command's own child, they are its."""
+    """The ranks of a command that starts them from a warm server: the server is the command's own
+    child, they are its."""
     found = []
     for one in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -83,10 +94,14 @@ def forked(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def end_by(
-    process: subprocess.Popen[str], number: signal.Signals, num_ranks: int, ready: Callable[[], object] = lambda: True
+    process: subprocess.Popen[str],
+    number: signal.Signals,
+    num_ranks: int,
+    ready: Callable[[], object] = lambda: True,
 ) -> str:
-    """Send a command a signal when it has its ranks and is ``ready``; fails where a rank lives on. A Ctrl-C goes to the whole
-    group, as from a terminal: start it with ``start_new_session``. Returns what it said on standard error."""
+    """Send a command a signal when it has its ranks and is ``ready``; fails where a rank lives on.
+    A Ctrl-C goes to the whole group, as from a terminal: start it with ``start_new_session``.
+    Returns what it said on standard error."""
     ranks: list[psutil.Process] = []
     deadline = time.monotonic() + 120
     while not (len(ranks) == num_ranks and ready()) and time.monotonic() < deadline:

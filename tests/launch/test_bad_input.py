@@ -1,4 +1,5 @@
-"""Everything that can be wrong with what a person gives: exit code 2, one clear paragraph, nothing started, nothing written."""
+"""Everything that can be wrong with what a person gives: exit code 2, one clear paragraph, nothing
+started, nothing written."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from paceline.models.builtin import resolve_model
 
 PAIRS = [{"prompt": f"How much is {n} + {n}?", "completion": f"It is {2 * n}."} for n in range(8)]
 CHATS = [
-    {"messages": [{"role": "user", "content": one["prompt"]}, {"role": "assistant", "content": one["completion"]}]}
+    {
+        "messages": [
+            {"role": "user", "content": one["prompt"]},
+            {"role": "assistant", "content": one["completion"]},
+        ]
+    }
     for one in PAIRS
 ]
 
@@ -53,9 +59,24 @@ def listing(folder: Path) -> list[str]:
 def refused(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Run words of a command line that must be refused; gives the paragraph."""
 
-    def check(*words: str, verb: str = "sft", output_dir: str | None = "out/run", defaults: bool = True) -> str:
-        given = ["model=builtin:qwen2-micro", "dataset=pairs.jsonl", "parallel.device=cpu", "max_steps=2"] if defaults else []
-        given = [one for one in given if not any(word.startswith(one.partition("=")[0] + "=") for word in words)]
+    def check(
+        *words: str, verb: str = "sft", output_dir: str | None = "out/run", defaults: bool = True
+    ) -> str:
+        given = (
+            [
+                "model=builtin:qwen2-micro",
+                "dataset=pairs.jsonl",
+                "parallel.device=cpu",
+                "max_steps=2",
+            ]
+            if defaults
+            else []
+        )
+        given = [
+            one
+            for one in given
+            if not any(word.startswith(one.partition("=")[0] + "=") for word in words)
+        ]
         given += [f"output_dir={output_dir}"] if output_dir else []
         before = listing(here)
         code = main([verb, *words, *given])
@@ -79,7 +100,8 @@ def one_line(text: str, *parts: str) -> None:
         assert part in text, f"{part!r} is not in: {text}"
 
 
-# -- the command ----------------------------------------------------------------------------------------------------------
+# -- the command
+# ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -95,7 +117,9 @@ def one_line(text: str, *parts: str) -> None:
         (["export", "nowhere", "--merge"], ["nowhere"]),
     ],
 )
-def test_the_command(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], parts: list[str]) -> None:
+def test_the_command(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], parts: list[str]
+) -> None:
     before = listing(here)
     assert main(words) == 2
     out, err = capsys.readouterr()
@@ -106,9 +130,12 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str], words: list
     assert listing(here) == before
 
 
-# -- the config -----------------------------------------------------------------------------------------------------------
+# -- the config
+# -----------------------------------------------------------------------------------------------------------
 def test_wrong_keys_types_and_ranges_of_a_file_all_at_once(here: Path, refused: Refused) -> None:
-    (here / "c.yaml").write_text("modle: m\ntrain_args:\n  learning_rate: fast\n  per_device_train_batch_size: 0\nlora: 3\n")
+    (here / "c.yaml").write_text(
+        "modle: m\ntrain_args:\n  learning_rate: fast\n  per_device_train_batch_size: 0\nlora: 3\n"
+    )
     text = refused("c.yaml", defaults=False)
     for part in (
         "c.yaml line 1:", "`modle`", "did you mean `model`", "c.yaml line 3:", "learning_rate: fast", "c.yaml line 4:",
@@ -139,7 +166,9 @@ def test_two_precisions(refused: Refused) -> None:
 
 
 def test_two_spellings_that_disagree(refused: Refused) -> None:
-    one_line(refused("lora_r=8", "lora.rank=16", "lora.enable=true"), "lora_r", "lora.rank", "8", "16")
+    one_line(
+        refused("lora_r=8", "lora.rank=16", "lora.enable=true"), "lora_r", "lora.rank", "8", "16"
+    )
 
 
 def test_a_yaml_tag_that_builds_an_object(here: Path, refused: Refused) -> None:
@@ -152,15 +181,29 @@ def test_gpus_that_are_not_there(here: Path, refused: Refused) -> None:
 
     if torch.accelerator.is_available():
         many = torch.accelerator.device_count() + 1
-        one_line(refused("parallel.device=auto", f"parallel.num_gpus={many}"), f"{many}", "visible", "parallel.device=cpu")
+        one_line(
+            refused("parallel.device=auto", f"parallel.num_gpus={many}"),
+            f"{many}",
+            "visible",
+            "parallel.device=cpu",
+        )
     else:
         one_line(
-            refused("parallel.device=auto", "parallel.num_gpus=4"), "`parallel.num_gpus: 4`", "no GPU", "parallel.device=cpu"
+            refused("parallel.device=auto", "parallel.num_gpus=4"),
+            "`parallel.num_gpus: 4`",
+            "no GPU",
+            "parallel.device=cpu",
         )
-        one_line(refused("parallel.device=cuda"), "`parallel.device: cuda`", "no accelerator", "parallel.device=cpu")
+        one_line(
+            refused("parallel.device=cuda"),
+            "`parallel.device: cuda`",
+            "no accelerator",
+            "parallel.device=cpu",
+        )
 
 
-# -- the model ------------------------------------------------------------------------------------------------------------
+# -- the model
+# ------------------------------------------------------------------------------------------------------------
 def test_a_folder_that_is_no_model(here: Path, refused: Refused) -> None:
     (here / "notes").mkdir()
     (here / "notes" / "todo.txt").write_text("x")
@@ -172,8 +215,15 @@ def test_a_folder_that_is_no_model(here: Path, refused: Refused) -> None:
 
 def test_an_adapter_is_not_a_model(here: Path, refused: Refused) -> None:
     (here / "adapter").mkdir()
-    (here / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-0.5B"}))
-    one_line(refused("model=./adapter"), "it is a LoRA adapter", "`model: Qwen/Qwen2.5-0.5B`", "adapter: ")
+    (here / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-0.5B"})
+    )
+    one_line(
+        refused("model=./adapter"),
+        "it is a LoRA adapter",
+        "`model: Qwen/Qwen2.5-0.5B`",
+        "adapter: ",
+    )
     (here / "adapter" / "adapter_config.json").write_text("{")
     one_line(refused("model=./adapter"), "adapter")
 
@@ -188,7 +238,12 @@ def test_a_config_without_weights_and_a_broken_config(here: Path, refused: Refus
 
 
 def test_no_adapter_there(here: Path, refused: Refused) -> None:
-    one_line(refused("lora.enable=true", "lora.adapter=./nowhere"), "lora.adapter", "nowhere", "does not exist")
+    one_line(
+        refused("lora.enable=true", "lora.adapter=./nowhere"),
+        "lora.adapter",
+        "nowhere",
+        "does not exist",
+    )
     (here / "empty").mkdir()
     one_line(refused("lora.enable=true", "lora.adapter=./empty"), "adapter_config.json")
     one_line(refused("lora.adapter=./empty"), "lora.adapter", "set `lora.enable: true` too")
@@ -204,16 +259,27 @@ def test_no_chat_template(here: Path, refused: Refused) -> None:
 
 
 def test_a_model_of_the_hub_without_a_network(refused: Refused) -> None:
-    one_line(refused("model=some-one/some-model"), "some-one/some-model", "cannot be downloaded", "give its folder")
+    one_line(
+        refused("model=some-one/some-model"),
+        "some-one/some-model",
+        "cannot be downloaded",
+        "give its folder",
+    )
 
 
-# -- the data -------------------------------------------------------------------------------------------------------------
+# -- the data
+# -------------------------------------------------------------------------------------------------------------
 def test_no_such_file(refused: Refused) -> None:
     one_line(refused("dataset=pears.jsonl"), "pears.jsonl", "did you mean `pairs.jsonl`")
 
 
 def test_a_dataset_of_the_hub_without_a_network(refused: Refused) -> None:
-    one_line(refused("dataset=some-one/some-data"), "some-one/some-data", "cannot be downloaded", "dataset=/path/to/data")
+    one_line(
+        refused("dataset=some-one/some-data"),
+        "some-one/some-data",
+        "cannot be downloaded",
+        "dataset=/path/to/data",
+    )
     one_line(refused("dataset=alpaca-en"), "tatsu-lab/alpaca", "cannot be downloaded")
 
 
@@ -237,16 +303,31 @@ def test_columns_that_fit_no_format(here: Path, refused: Refused) -> None:
 
 
 def test_every_sample_too_long(here: Path, refused: Refused) -> None:
-    one_line(refused("max_length=8", "overlong=drop"), "every sample", "too long", "max_length", "truncate")
+    one_line(
+        refused("max_length=8", "overlong=drop"),
+        "every sample",
+        "too long",
+        "max_length",
+        "truncate",
+    )
 
 
 def test_workers_that_train_separately_and_have_no_sample(here: Path, refused: Refused) -> None:
     save(here / "one.jsonl", PAIRS[:1])
-    words = ("dataset=one.jsonl", "parallel.mode=local_sgd", "local_sgd.steps=1", "local_sgd.warmup_steps=0", "max_steps=4")
-    one_line(refused(*words, "parallel.num_gpus=2"), "local_sgd", "2 workers", "1 training sample", "ddp")
+    words = (
+        "dataset=one.jsonl",
+        "parallel.mode=local_sgd",
+        "local_sgd.steps=1",
+        "local_sgd.warmup_steps=0",
+        "max_steps=4",
+    )
+    one_line(
+        refused(*words, "parallel.num_gpus=2"), "local_sgd", "2 workers", "1 training sample", "ddp"
+    )
 
 
-# -- the output folder ----------------------------------------------------------------------------------------------------
+# -- the output folder
+# ----------------------------------------------------------------------------------------------------
 def test_output_dir_is_a_file_or_below_one(refused: Refused) -> None:
     one_line(refused(output_dir="pairs.jsonl"), "`output_dir: pairs.jsonl`", "is a file")
     one_line(refused(output_dir="pairs.jsonl/deep/run"), "below", "pairs.jsonl", "file")
@@ -260,7 +341,12 @@ def test_output_dir_that_cannot_be_written(refused: Refused) -> None:
 def test_output_dir_on_a_read_only_disk(here: Path, refused: Refused) -> None:
     with disk(here / "disk", "size=64k,ro") as mounted:
         if mounted:
-            one_line(refused(output_dir="disk/run"), "disk/run", "cannot be written", "Read-only file system")
+            one_line(
+                refused(output_dir="disk/run"),
+                "disk/run",
+                "cannot be written",
+                "Read-only file system",
+            )
 
 
 @pytest.fixture
@@ -268,14 +354,26 @@ def finished(here: Path) -> Path:
     """A folder with the config of a run, as one killed early leaves it."""
     folder = here / "old"
     folder.mkdir()
-    model = "model: builtin:qwen2-micro\ndataset: pairs.jsonl\nparallel: {device: cpu}\noutput_dir: old\n"
+    model = (
+        "model: builtin:qwen2-micro\ndataset: pairs.jsonl\nparallel: {device: cpu}\noutput_dir:"
+        " old\n"
+    )
     (folder / "config.yaml").write_text(model + "train_args: {max_steps: 2, learning_rate: 0.5}\n")
     return folder
 
 
 def test_output_dir_holds_another_run(finished: Path, refused: Refused) -> None:
-    one_line(refused(output_dir="old"), "holds another run", "train_args.learning_rate: 0.5 → None", "--allow-config-change")
-    one_line(refused("resume=never", output_dir="old"), "`output_dir: old` holds a run", "`resume: never`")
+    one_line(
+        refused(output_dir="old"),
+        "holds another run",
+        "train_args.learning_rate: 0.5 → None",
+        "--allow-config-change",
+    )
+    one_line(
+        refused("resume=never", output_dir="old"),
+        "`output_dir: old` holds a run",
+        "`resume: never`",
+    )
     (finished / "config.yaml").write_text("model: [")
     one_line(refused(output_dir="old"), "holds another run", "config.yaml does not load")
 
@@ -286,23 +384,39 @@ def test_output_dir_holds_something_else(here: Path, refused: Refused) -> None:
     one_line(refused(output_dir="photos"), "photos", "set another `output_dir`")
     (here / "photos" / "config.yaml").unlink()
     shutil.copytree(resolve_model("builtin:qwen2-micro"), here / "photos" / "model")
-    one_line(refused("model=photos/model", output_dir="photos"), "would write over", "model", "set another `output_dir`")
+    one_line(
+        refused("model=photos/model", output_dir="photos"),
+        "would write over",
+        "model",
+        "set another `output_dir`",
+    )
 
 
 def test_the_run_does_not_write_over_its_own_config_file(here: Path, refused: Refused) -> None:
-    (here / "config.yaml").write_text("model: builtin:qwen2-micro\ndataset: pairs.jsonl\nparallel: {device: cpu}\n")
-    one_line(refused("config.yaml", output_dir=".", defaults=False), "over your config file", "set another `output_dir`")
+    (here / "config.yaml").write_text(
+        "model: builtin:qwen2-micro\ndataset: pairs.jsonl\nparallel: {device: cpu}\n"
+    )
+    one_line(
+        refused("config.yaml", output_dir=".", defaults=False),
+        "over your config file",
+        "set another `output_dir`",
+    )
 
 
 def test_resume_from_what_is_no_checkpoint(here: Path, refused: Refused) -> None:
-    one_line(refused("resume=./nowhere"), "`resume: ./nowhere` does not exist", "auto, never, or a checkpoint")
+    one_line(
+        refused("resume=./nowhere"),
+        "`resume: ./nowhere` does not exist",
+        "auto, never, or a checkpoint",
+    )
     (here / "hollow").mkdir()
     one_line(refused("resume=./hollow"), "hollow", "no whole checkpoint")
     (here / "hollow" / "meta.json").write_text("{}")
     one_line(refused("resume=./hollow"), "hollow", "not whole", "manifest.json")
 
 
-# -- what only the ranks can see ------------------------------------------------------------------------------------------
+# -- what only the ranks can see
+# ------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_targets_that_fit_nothing(here: Path) -> None:
     done = run_command(

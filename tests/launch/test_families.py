@@ -1,4 +1,5 @@
-"""Tiny models of many families train alike under every kind of cut, or are refused with the true reason."""
+"""Tiny models of many families train alike under every kind of cut, or are refused with the true
+reason."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ EXPECTED: dict[tuple[str, str], str] = {
     # Experts that are nearly tied for a token may change places when a sum is rounded otherwise.
     ("phimoe", "packed"): r"^packed$|losses differ by \d\.\de-05",
 }
-#: Their samples would mix in a shared row: ALiBi, convolutions, state spaces, chunks, or masks that do not heed position_ids.
+#: Their samples would mix in a shared row: ALiBi, convolutions, state spaces, chunks, or masks that
+#: do not heed position_ids.
 PADDED = {
     "bloom",
     "falcon_7b",

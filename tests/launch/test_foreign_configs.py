@@ -1,4 +1,5 @@
-"""Configs written in the keys of ms-swift, LLaMA-Factory, axolotl and TRL train as they stand, given a model and data."""
+"""Configs written in the keys of ms-swift, LLaMA-Factory, axolotl and TRL train as they stand,
+given a model and data."""
 
 from __future__ import annotations
 
@@ -18,9 +19,18 @@ pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs-from-other-tools"
 # A few keys of each that are read under another name, and of those that mean nothing here.
 SAID = {
-    "ms_swift_lora_sft": (["tuner_type", "torch_dtype", "truncation_strategy"], ["padding_free", "freeze_vit", "model_author"]),
-    "llama_factory_lora_sft": (["model_name_or_path", "cutoff_len", "val_size"], ["plot_loss", "preprocessing_num_workers"]),
-    "axolotl_lora": (["base_model", "sequence_len", "micro_batch_size"], ["dataset_prepared_path", "loss_watchdog_threshold"]),
+    "ms_swift_lora_sft": (
+        ["tuner_type", "torch_dtype", "truncation_strategy"],
+        ["padding_free", "freeze_vit", "model_author"],
+    ),
+    "llama_factory_lora_sft": (
+        ["model_name_or_path", "cutoff_len", "val_size"],
+        ["plot_loss", "preprocessing_num_workers"],
+    ),
+    "axolotl_lora": (
+        ["base_model", "sequence_len", "micro_batch_size"],
+        ["dataset_prepared_path", "loss_watchdog_threshold"],
+    ),
     "trl_sft": (["use_peft", "dataset_name", "assistant_only_loss"], ["hub_model_id", "log_level"]),
 }
 
@@ -30,10 +40,17 @@ def test_there_is_one_of_each_tool() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "axolotl_lora" else pytest.param(name, marks=pytest.mark.soak) for name in sorted(SAID)]
+    "name",
+    [
+        name if name == "axolotl_lora" else pytest.param(name, marks=pytest.mark.soak)
+        for name in sorted(SAID)
+    ],
 )
 def test_it_trains(tmp_path: Path, name: str) -> None:
-    rows = [{"instruction": f"Add {n} and {n}.", "input": "", "output": f"It is {2 * n}."} for n in range(120)]
+    rows = [
+        {"instruction": f"Add {n} and {n}.", "input": "", "output": f"It is {2 * n}."}
+        for n in range(120)
+    ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     folder = tmp_path / "run"
     words = [
@@ -59,6 +76,8 @@ def test_it_trains(tmp_path: Path, name: str) -> None:
     native = yaml.safe_load((folder / "config.yaml").read_text())
     known = set(native) | set(native["train_args"]) | set(native["lora"])
     for key in yaml.safe_load(config.read_text()):
-        assert key in known or any(f"`{key}" in text for text in notices), f"{key} was dropped in silence"
+        assert key in known or any(f"`{key}" in text for text in notices), (
+            f"{key} was dropped in silence"
+        )
     told = Counter(event["text"] for event in events(folder, "notice"))
     assert all(number == 1 for number in told.values()), told

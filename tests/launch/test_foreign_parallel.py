@@ -18,7 +18,13 @@ ZERO_3 = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "zero_allow_untested_optimizer": True,
-    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+    },
     "bf16": {"enabled": "auto"},
     "zero_optimization": {
         "stage": 3,
@@ -72,12 +78,22 @@ def test_a_stock_deepspeed_file_and_a_config_of_accelerate_train_alike(tmp_path:
         (["deepspeed=zero0"], "ddp", 2),
         (["fsdp=shard_grad_op auto_wrap"], "zero2", 2),
         (["parallel.mode=hsdp", "parallel.data=2"], "zero3", 4),
-        (["fsdp_config={reshard_after_forward: true}", "dp_shard_size=2", "tensor_parallel_size=2"], "hybrid", 4),
+        (
+            [
+                "fsdp_config={reshard_after_forward: true}",
+                "dp_shard_size=2",
+                "tensor_parallel_size=2",
+            ],
+            "hybrid",
+            4,
+        ),
         (["pipeline_parallel_size=2"], "hybrid", 2),
         (["parallel.mode=ZeRO-1"], "zero1", 2),
     ],
 )
-def test_the_strategy_trains_as_ddp_does(tmp_path: Path, words: list[str], strategy: str, num_ranks: int) -> None:
+def test_the_strategy_trains_as_ddp_does(
+    tmp_path: Path, words: list[str], strategy: str, num_ranks: int
+) -> None:
     batch = ["max_steps=3", f"parallel.num_gpus={num_ranks}"]
     train(tmp_path / "run", *words, *batch)
     assert report(tmp_path / "run")["strategy"] == strategy
@@ -89,15 +105,16 @@ def test_the_strategy_trains_as_ddp_does(tmp_path: Path, words: list[str], strat
 def test_deepspeed_that_is_not_installed_is_reported_with_both_remedies(tmp_path: Path) -> None:
     (tmp_path / "deepspeed").mkdir()  # a folder of that name, as the one with its configs
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Without:\n"
-        "    def __init__(self, finder): self.finder = finder\n"
-        "    def __getattr__(self, name): return getattr(self.finder, name)\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        return None if name == 'deepspeed' else self.finder.find_spec(name, path, target)\n"
-        "sys.meta_path[:] = [Without(one) for one in sys.meta_path]\n"
+        "import sys\nclass Without:\n    def __init__(self, finder): self.finder = finder\n    def"
+        " __getattr__(self, name): return getattr(self.finder, name)\n    def find_spec(self, name,"
+        " path=None, target=None):\n        return None if name == 'deepspeed' else"
+        " self.finder.find_spec(name, path, target)\nsys.meta_path[:] = [Without(one) for one in"
+        " sys.meta_path]\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    }
     words = [*MICRO, f"output_dir={tmp_path / 'run'}", "parallel.num_gpus=2", "deepspeed=zero3"]
     done = run(*words, expect=2, env=env)
     assert "pip install 'paceline[deepspeed]'" in done.stderr

@@ -1,4 +1,5 @@
-"""A disk that fills during a run: training goes on, the last good checkpoint stays, the path and the bytes are said."""
+"""A disk that fills during a run: training goes on, the last good checkpoint stays, the path and
+the bytes are said."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ WORDS = ("max_steps=12", "save_steps=3", "parallel.num_gpus=1")
 
 
 def fill(ballast: Path, leave_bytes: int) -> None:
-    """Grow ``ballast`` until no more than ``leave_bytes`` are free. The run writes and removes files meanwhile."""
+    """Grow ``ballast`` until no more than ``leave_bytes`` are free. The run writes and removes
+    files meanwhile."""
     with open(ballast, "ab", buffering=0) as handle:
         while (free := shutil.disk_usage(ballast.parent).free) > leave_bytes:
             try:
@@ -45,12 +47,17 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
         assert whole == folder / "checkpoints" / "step-00000003"
         assert wrong == []
         assert [one.name for one in (folder / "checkpoints").iterdir()] == ["step-00000003"]
-        tried = [(event["step"], bool(event.get("error"))) for event in events(folder, "checkpoint")]
+        tried = [
+            (event["step"], bool(event.get("error"))) for event in events(folder, "checkpoint")
+        ]
         assert tried == [(3, False), (6, True), (9, True), (12, True)]
         assert events(folder, "step")[-1]["step"] == 12  # training went on
         said = failed.stderr
         for step in (6, 9):
-            assert f"checkpoint of step {step} could not be written to {folder}/checkpoints/step-{step:08d}" in said
+            assert (
+                f"checkpoint of step {step} could not be written to"
+                f" {folder}/checkpoints/step-{step:08d}" in said
+            )
         error = said[said.rindex("\nerror: ") :].strip()
         assert "\n" not in error
         for part in (
@@ -70,11 +77,19 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
         assert (folder / "model" / "model.safetensors").is_file()
 
 
-def test_a_checkpoint_that_does_not_fit_is_not_the_fault_of_a_rank_that_was_told(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_not_the_fault_of_a_rank_that_was_told(
+    tmp_path: Path,
+) -> None:
     with disk(tmp_path / "small", "size=4m") as mounted:
         if not mounted:
             return
-        failed = train(tmp_path / "small" / "run", "max_steps=2", "save_steps=0", "parallel.num_gpus=2", expect=1)
+        failed = train(
+            tmp_path / "small" / "run",
+            "max_steps=2",
+            "save_steps=0",
+            "parallel.num_gpus=2",
+            expect=1,
+        )
         error = failed.stderr[failed.stderr.rindex("\nerror: ") :].strip()
         assert error.startswith("error: the checkpoint of step 2 could not be written")
         assert "No space left" in error
@@ -86,12 +101,20 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
             return
         folder = tmp_path / "small" / "run"
         process = start(
-            *MICRO, f"output_dir={folder}", "max_steps=80", "save_steps=2", "parallel.num_gpus=1", "save_total_limit=1"
+            *MICRO,
+            f"output_dir={folder}",
+            "max_steps=80",
+            "save_steps=2",
+            "parallel.num_gpus=1",
+            "save_total_limit=1",
         )
         try:
             wait_for_checkpoint(folder, process, failed=False)
-            ballast = folder / "ballast"  # an old checkpoint that is removed makes room again: filled until it is noticed
-            wait_for_checkpoint(folder, process, failed=True, meanwhile=lambda: fill(ballast, leave_bytes=300_000))
+            # an old checkpoint that is removed makes room again: filled until it is noticed
+            ballast = folder / "ballast"
+            wait_for_checkpoint(
+                folder, process, failed=True, meanwhile=lambda: fill(ballast, leave_bytes=300_000)
+            )
             assert store.newest_whole(folder / "checkpoints")[0] is not None
             ballast.unlink()
             _, err = process.communicate(timeout=120)
@@ -116,7 +139,8 @@ def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
             wait_for_notice(folder, process, "stands still at step")
             stopped_at = events(folder, "step")[-1]["step"]
             assert 6 <= stopped_at < 12  # the first save fits, no second one does
-            process.send_signal(signal.SIGTERM)  # as it stands: a last try, and the checkpoint before is kept
+            # as it stands: a last try, and the checkpoint before is kept
+            process.send_signal(signal.SIGTERM)
             _, err = process.communicate(timeout=120)
             assert process.returncode == 1
             assert "No space left" in err
@@ -138,24 +162,33 @@ def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
         assert report(folder)["resumed_from_step"] == 3
 
 
-def wait_for_notice(folder: Path, process: subprocess.Popen[str], words: str, times: int = 1) -> None:
+def wait_for_notice(
+    folder: Path, process: subprocess.Popen[str], words: str, times: int = 1
+) -> None:
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
-        if (folder / "events.jsonl").exists() and sum(words in one["text"] for one in events(folder, "notice")) >= times:
+        if (folder / "events.jsonl").exists() and sum(
+            words in one["text"] for one in events(folder, "notice")
+        ) >= times:
             return
         time.sleep(0.05)
     raise AssertionError(f"{words!r} was not said")
 
 
 def wait_for_checkpoint(
-    folder: Path, process: subprocess.Popen[str], failed: bool, meanwhile: Callable[[], None] = lambda: None
+    folder: Path,
+    process: subprocess.Popen[str],
+    failed: bool,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
         meanwhile()
-        if (folder / "events.jsonl").exists() and any(bool(one.get("error")) == failed for one in events(folder, "checkpoint")):
+        if (folder / "events.jsonl").exists() and any(
+            bool(one.get("error")) == failed for one in events(folder, "checkpoint")
+        ):
             return
         time.sleep(0.02)
     raise AssertionError("no such checkpoint event came")

@@ -21,7 +21,9 @@ def say_rank(job: Any, env: Any, stop: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_fork_server_that_dies_while_it_starts_the_ranks_is_a_fault() -> None:
     lives = []
-    job = SimpleNamespace(layout=SimpleNamespace(num_processes=2, strategy="ddp", axes=None), config=None)
+    job = SimpleNamespace(
+        layout=SimpleNamespace(num_processes=2, strategy="ddp", axes=None), config=None
+    )
 
     def follow(job: Any, outcome: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         lives.append(outcome)

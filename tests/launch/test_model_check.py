@@ -20,14 +20,23 @@ from paceline.parallel.registry import Layout
 
 
 def words(model: Path, output: Path, *more: str) -> list[str]:
-    fixed = [f"model={model}", "tokenizer=builtin:qwen2-micro", "dataset=builtin:python-docs#16", "lora.enable=true"]
+    fixed = [
+        f"model={model}",
+        "tokenizer=builtin:qwen2-micro",
+        "dataset=builtin:python-docs#16",
+        "lora.enable=true",
+    ]
     return ["sft", *fixed, f"output_dir={output}", *more]
 
 
 @pytest.mark.parametrize(
     ("kind", "more", "expected"),
     [
-        ("mixtral", ["lora.target_modules=[wq]"], "gate, k_proj, o_proj, q_proj, v_proj, w1, w2, w3"),
+        (
+            "mixtral",
+            ["lora.target_modules=[wq]"],
+            "gate, k_proj, o_proj, q_proj, v_proj, w1, w2, w3",
+        ),
         ("mamba", ["lora.target_modules=[out_proj]"], "dt_proj, in_proj, out_proj, x_proj"),
         ("mixtral", ["lora.modules_to_save=[head]"], "lm_head"),
     ],
@@ -44,7 +53,9 @@ def test_a_dry_run_refuses_what_training_would(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_reports_what_training_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_reports_what_training_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = write_config("mixtral", tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"")
     for _ in range(2):  # the second answer comes from the cache
@@ -53,13 +64,20 @@ def test_a_dry_run_reports_what_training_would(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.soak
-def test_a_refused_model_ends_a_long_tokenization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_model_ends_a_long_tokenization(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(model_check, "_START_AFTER_S", 0.0)
     model = write_config("mixtral", tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"")
     data = tmp_path / "data.jsonl"
-    row = {"messages": [{"role": "user", "content": "word " * 60}, {"role": "assistant", "content": "answer " * 60}]}
+    row = {
+        "messages": [
+            {"role": "user", "content": "word " * 60},
+            {"role": "assistant", "content": "answer " * 60},
+        ]
+    }
     data.write_text((json.dumps(row) + "\n") * 200_000)
     config = {
         "model": str(model), "tokenizer": "builtin:qwen2-micro", "dataset": str(data), "output_dir": str(tmp_path / "run"),
@@ -81,9 +99,13 @@ def test_a_dry_run_traces_the_model_once(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_divides_the_model_into_stages(tmp_path: Path) -> None:
-    for kind in ("gpt2", "mixtral"):  # without values the second one's forward cannot run, which is not a refusal
+    # without values the second one's forward cannot run, which is not a refusal
+    for kind in ("gpt2", "mixtral"):
         config = Config(
-            model=str(write_config(kind, tmp_path / kind)), dataset="d", lora={"enable": True}, train_args={"max_length": 64}
+            model=str(write_config(kind, tmp_path / kind)),
+            dataset="d",
+            lora={"enable": True},
+            train_args={"max_length": 64},
         )
         model = language_model_on_meta(config)
         model_check.check_stages(model, config, 2)

@@ -76,7 +76,12 @@ LINKS = [
     RuntimeError("Connection reset by peer"), RuntimeError("NCCL error in: unhandled system error"),
     RuntimeError("CUDA error: an illegal memory access"), torch.distributed.DistBackendError("timed out"),
 ]  # fmt: skip
-UNKNOWN = [RuntimeError("something else"), OSError("no such file"), ConnectionError("the server is gone"), EOFError()]
+UNKNOWN = [
+    RuntimeError("something else"),
+    OSError("no such file"),
+    ConnectionError("the server is gone"),
+    EOFError(),
+]
 
 
 @pytest.mark.parametrize("error", WRONG, ids=lambda error: str(error)[:40] or type(error).__name__)
@@ -88,12 +93,20 @@ def test_errors_that_would_occur_again(error: BaseException) -> None:
 def test_errors_that_may_not_occur_again() -> None:
     assert [outcome_of(error)["fault"] for error in LINKS] == [True] * len(LINKS)
     assert [outcome_of(error)["fault"] for error in UNKNOWN] == [None] * len(UNKNOWN)
-    assert not any(outcome_of(error).get("repeats") for error in [*LINKS, *UNKNOWN, RunError("explains itself")])
+    assert not any(
+        outcome_of(error).get("repeats")
+        for error in [*LINKS, *UNKNOWN, RunError("explains itself")]
+    )
 
 
-def judged(folder: Path, outcomes: list[dict[str, Any]], step: int | None) -> list[tuple[bool, str]]:
-    """(whether the ranks are started again, the text) for each outcome of one run, whose log has come to ``step``."""
-    recovery = Recovery(Config(model="m", dataset="d", output_dir=str(folder)), None, lambda level, text: None)
+def judged(
+    folder: Path, outcomes: list[dict[str, Any]], step: int | None
+) -> list[tuple[bool, str]]:
+    """(whether the ranks are started again, the text) for each outcome of one run, whose log has
+    come to ``step``."""
+    recovery = Recovery(
+        Config(model="m", dataset="d", output_dir=str(folder)), None, lambda level, text: None
+    )
     found = []
     folder.mkdir()
     for outcome in outcomes:
@@ -107,7 +120,10 @@ def judged(folder: Path, outcomes: list[dict[str, Any]], step: int | None) -> li
 
 
 def test_what_follows_an_error(tmp_path: Path) -> None:
-    advice, again = "give the same command again", "Repeating the command would fail in the same way"
+    advice, again = (
+        "give the same command again",
+        "Repeating the command would fail in the same way",
+    )
     ((retried, text),) = judged(tmp_path / "wrong", [outcome_of(WRONG[0])], step=3)
     assert (retried, advice in text, again in text) == (False, False, True)
     first, second = judged(tmp_path / "unknown", [outcome_of(UNKNOWN[0])] * 2, step=3)
@@ -135,4 +151,7 @@ def test_an_index_beyond_a_table_ends_the_run_at_once(tmp_path: Path) -> None:
     assert "give the same command again" not in said
     assert (tmp_path / "raised").read_text() == "x"
     assert events(tmp_path / "run", "fault") == []
-    assert json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])["status"] == "failed"
+    assert (
+        json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])["status"]
+        == "failed"
+    )

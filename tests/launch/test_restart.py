@@ -1,4 +1,5 @@
-"""Whatever ends a run, the same command goes on and ends with the same bits; nothing is left behind."""
+"""Whatever ends a run, the same command goes on and ends with the same bits; nothing is left
+behind."""
 
 import json
 import os
@@ -53,10 +54,13 @@ def wait_for_life(folder, number, process, step, timeout_s=60.0):
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
         kinds = [
-            (one["type"], one.get("step") or 0) for one in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+            (one["type"], one.get("step") or 0)
+            for one in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
         ]
         starts = [place for place, (kind, _) in enumerate(kinds) if kind == "run_start"]
-        if len(starts) >= number and any(kind == "step" and at >= step for kind, at in kinds[starts[number - 1] :]):
+        if len(starts) >= number and any(
+            kind == "step" and at >= step for kind, at in kinds[starts[number - 1] :]
+        ):
             return
         time.sleep(0.02)
     raise AssertionError(f"life {number} did not come to step {step}")
@@ -65,7 +69,8 @@ def wait_for_life(folder, number, process, step, timeout_s=60.0):
 def test_killed_ranks_are_replaced_and_the_run_ends_with_the_same_bits(undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = begin(folder)
-    # From step 9 on the save of step 8 has begun, so that of step 4 is on disk: one save is in flight at most.
+    # From step 9 on the save of step 8 has begun, so that of step 4 is on disk: one save is in
+    # flight at most.
     wait_for_step(folder, random.Random(1).randint(9, 14), process)
     everyone = psutil.Process(process.pid).children(recursive=True)
     kill_a_rank(process, folder, first=False)
@@ -105,7 +110,10 @@ def test_without_restarts_the_rank_is_named_and_the_same_command_goes_on(undistu
     assert report(folder)["restarts"] == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 143)],
+)
 def test_stopped_by_a_signal_commits_and_goes_on(undisturbed, tmp_path, number, code):
     folder = tmp_path / "run"
     process = begin(folder)
@@ -141,7 +149,9 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert not (folder / "heartbeats.json").exists()
 
 
-def test_a_killed_launcher_leaves_nothing_and_a_broken_checkpoint_is_passed_over(undisturbed, tmp_path):
+def test_a_killed_launcher_leaves_nothing_and_a_broken_checkpoint_is_passed_over(
+    undisturbed, tmp_path
+):
     folder = tmp_path / "run"
     process = begin(folder)
     wait_for_step(folder, 13, process)
@@ -179,7 +189,13 @@ def test_two_runs_in_one_folder(tmp_path):
 
 
 def test_of_two_runs_started_at_once_one_is_refused(tmp_path):
-    words = (*MICRO, f"output_dir={tmp_path / 'run'}", "max_steps=4", "save_steps=1", "save_total_limit=1")
+    words = (
+        *MICRO,
+        f"output_dir={tmp_path / 'run'}",
+        "max_steps=4",
+        "save_steps=1",
+        "save_total_limit=1",
+    )
     both = [start(*words), start(*words)]
     errors = [one.communicate(timeout=300)[1] for one in both]
     codes = [one.returncode for one in both]

@@ -1,4 +1,5 @@
-"""A checkpoint written under any strategy and number of ranks goes on under any other, as if nothing had been changed."""
+"""A checkpoint written under any strategy and number of ranks goes on under any other, as if
+nothing had been changed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from paceline.checkpoint import store
 pytestmark = pytest.mark.slow
 
 MICRO_BATCH, SAMPLES = 4, 16  # samples of a micro-batch (as in MICRO), and of a global batch
-# A constant rate: each life of the run ends at its own last step, on which another schedule would depend.
+# A constant rate: each life of the run ends at its own last step, on which another schedule would
+# depend.
 WORDS = (
     "train_args.learning_rate=1e-3",
     "train_args.warmup_steps=2",
@@ -49,8 +51,15 @@ def words_of(mode: str, step: int) -> list[str]:
 
 
 def stop_at(folder: Path, mode: str, step: int) -> None:
-    """Run under ``mode`` until a checkpoint of ``step`` is there, and no further: the run has its end there."""
-    train(folder, *WORDS, *words_of(mode, step), "--allow-config-change", f"train_args.max_steps={step}")
+    """Run under ``mode`` until a checkpoint of ``step`` is there, and no further: the run has its
+    end there."""
+    train(
+        folder,
+        *WORDS,
+        *words_of(mode, step),
+        "--allow-config-change",
+        f"train_args.max_steps={step}",
+    )
 
 
 def chain(folder: Path, modes: list[str], each: int) -> list[float]:
@@ -73,7 +82,10 @@ def losses_by_step(folder: Path) -> list[float]:
     "modes",
     [
         ["ddp", "zero3"],
-        pytest.param(["ddp", "zero3", "tensor", "pipeline", "single", "deepspeed", "zero1"], marks=pytest.mark.soak),
+        pytest.param(
+            ["ddp", "zero3", "tensor", "pipeline", "single", "deepspeed", "zero1"],
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["two", "seven"],
 )
@@ -82,7 +94,11 @@ def test_a_chain_of_modes_is_one_run(tmp_path: Path, modes: list[str]) -> None:
     found = chain(tmp_path / "chain", modes, 2)
     assert found == pytest.approx(expected, rel=1e-5)
     last = report(tmp_path / "chain")
-    assert (last["strategy"], last["world_size"], last["resumed_from_step"]) == (modes[-1], 2, 2 * len(modes) - 2)
+    assert (last["strategy"], last["world_size"], last["resumed_from_step"]) == (
+        modes[-1],
+        2,
+        2 * len(modes) - 2,
+    )
     paths = {mode: tmp_path / name for mode, name in (("unbroken", "unbroken"), ("chain", "chain"))}
     held = {name: store.inspect(store.find(path))["tensors"] for name, path in paths.items()}
     assert held["chain"].keys() == held["unbroken"].keys()
@@ -115,7 +131,11 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.mark.soak
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(MODES, 2)))
 def test_every_pair(
-    first: str, second: str, tmp_path: Path, unbroken_losses: list[float], begun: Callable[[str], Path]
+    first: str,
+    second: str,
+    tmp_path: Path,
+    unbroken_losses: list[float],
+    begun: Callable[[str], Path],
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(begun(first), folder, symlinks=True)

@@ -1,4 +1,5 @@
-"""A run that cannot go on exactly is refused: exit code 2, one paragraph that says what differs, nothing written."""
+"""A run that cannot go on exactly is refused: exit code 2, one paragraph that says what differs,
+nothing written."""
 
 from __future__ import annotations
 
@@ -18,9 +19,16 @@ from paceline.models.builtin import resolve_model
 
 pytestmark = pytest.mark.slow
 
-TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content }}</{{ one.role }}>\n{% endfor %}"
+TEMPLATE = (
+    "{% for one in messages %}<{{ one.role }}>{{ one.content }}</{{ one.role }}>\n{% endfor %}"
+)
 CHATS = [
-    {"messages": [{"role": "user", "content": f"How much is {n} + {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"How much is {n} + {n}?"},
+            {"role": "assistant", "content": f"It is {2 * n}."},
+        ]
+    }
     for n in range(8)
 ]
 GIVEN = {
@@ -63,7 +71,11 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(one): one.read_bytes() for one in sorted(folder.rglob("*")) if one.is_file() and one.name != ".lock"}
+    return {
+        str(one): one.read_bytes()
+        for one in sorted(folder.rglob("*"))
+        if one.is_file() and one.name != ".lock"
+    }
 
 
 def refused(here: Path, capsys: pytest.CaptureFixture[str], **changed: str) -> str:
@@ -96,10 +108,15 @@ def test_it_is_that_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"chat_template": "other.jinja"}, ["chat_template: 'template.jinja' → 'other.jinja'"]),
         ({"tokenizer": "builtin:qwen2-tiny"}, ["tokenizer: None → 'builtin:qwen2-tiny'"]),
         ({"dataset": "other.jsonl"}, ["dataset"]),
-        ({"train_args__learning_rate": "0.5", "lora__alpha": "3"}, ["train_args.learning_rate", "lora.alpha"]),
+        (
+            {"train_args__learning_rate": "0.5", "lora__alpha": "3"},
+            ["train_args.learning_rate", "lora.alpha"],
+        ),
     ],
 )
-def test_another_config(here: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], parts: list[str]) -> None:
+def test_another_config(
+    here: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], parts: list[str]
+) -> None:
     shutil.copy("template.jinja", "other.jinja")
     shutil.copy("chats.jsonl", "other.jsonl")
     said = refused(here, capsys, **changed)
@@ -113,7 +130,9 @@ def more_data(here: Path) -> None:
 
 
 def another_answer(here: Path) -> None:
-    (here / "chats.jsonl").write_text((here / "chats.jsonl").read_text().replace("It is 4.", "It is 5."))
+    (here / "chats.jsonl").write_text(
+        (here / "chats.jsonl").read_text().replace("It is 4.", "It is 5.")
+    )
 
 
 def another_template(here: Path) -> None:
@@ -144,7 +163,8 @@ def test_other_weights_below_the_adapters(here: Path) -> None:
     assert contents(here / "run") == before
 
 
-# -- a checkpoint that is not whole, given by hand -----------------------------------------------------------------------------
+# -- a checkpoint that is not whole, given by hand
+# -----------------------------------------------------------------------------
 FIRST = "run/checkpoints/step-00000001"
 
 
@@ -172,7 +192,9 @@ def a_link_out(path: Path) -> str:
 
 
 @pytest.mark.parametrize("harm", [no_manifest, truncated, a_pickle, a_link_out])
-def test_a_checkpoint_that_is_not_whole(here: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], str]) -> None:
+def test_a_checkpoint_that_is_not_whole(
+    here: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], str]
+) -> None:
     word = harm(here / FIRST)
     said = refused(here, capsys, resume=FIRST)
     assert f"`resume: {FIRST}` is not whole" in said
@@ -186,8 +208,11 @@ def test_another_precision(here: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "set `train_args.precision=32` to resume" in text
 
 
-def test_a_checkpoint_with_the_keys_of_an_older_version(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`bf16: false` and `fp16: false` in its stored config are float32, which `precision: auto` is on a CPU."""
+def test_a_checkpoint_with_the_keys_of_an_older_version(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`bf16: false` and `fp16: false` in its stored config are float32, which `precision: auto` is
+    on a CPU."""
     for meta_file in (here / "run" / "checkpoints").glob("*/meta.json"):
         meta = json.loads(meta_file.read_text())
         args = meta["config"]["train_args"]
@@ -196,7 +221,10 @@ def test_a_checkpoint_with_the_keys_of_an_older_version(here: Path, capsys: pyte
         meta_file.write_text(json.dumps(meta))
         manifest_file = meta_file.with_name("manifest.json")
         manifest = json.loads(manifest_file.read_text())
-        manifest["files"]["meta.json"] = {"size_bytes": meta_file.stat().st_size, "sha256": sha256_file(meta_file)}
+        manifest["files"]["meta.json"] = {
+            "size_bytes": meta_file.stat().st_size,
+            "sha256": sha256_file(meta_file),
+        }
         manifest_file.write_text(json.dumps(manifest))
     assert main(words()) == 0
     assert "nothing left to do" in capsys.readouterr().err

@@ -23,7 +23,13 @@ LORA = ("lora.enable=true", "lora.rank=4", "bf16=true")
 def full(tmp_path_factory):
     """Full fine-tuning on two ranks with validation, dropout-free."""
     folder = tmp_path_factory.mktemp("full") / "run"
-    done = train(folder, "split_dataset_ratio=0.1", "gradient_accumulation_steps=2", "max_steps=10", "learning_rate=3e-3")
+    done = train(
+        folder,
+        "split_dataset_ratio=0.1",
+        "gradient_accumulation_steps=2",
+        "max_steps=10",
+        "learning_rate=3e-3",
+    )
     return folder, done
 
 
@@ -56,7 +62,12 @@ def test_report_holds_every_figure(full):
     for key in ("state_memory_bytes", "traffic_bytes_per_step"):
         assert found[key]["measured"] == pytest.approx(found[key]["predicted"], rel=0.02)
     assert found["samples_seen"] == 10 * 16
-    assert found["data"] == {"read": 240, "kept": 240, "truncated": found["data"]["truncated"], "dropped": {}}
+    assert found["data"] == {
+        "read": 240,
+        "kept": 240,
+        "truncated": found["data"]["truncated"],
+        "dropped": {},
+    }
 
 
 def test_what_is_said_before_the_start(full):
@@ -69,7 +80,12 @@ def test_what_is_said_before_the_start(full):
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (4, 1)])
 def test_the_loss_is_the_same_for_every_number_of_ranks(full, tmp_path, ranks, accumulation):
     folder, _ = full
-    words = ["split_dataset_ratio=0.1", f"gradient_accumulation_steps={accumulation}", "max_steps=10", "learning_rate=3e-3"]
+    words = [
+        "split_dataset_ratio=0.1",
+        f"gradient_accumulation_steps={accumulation}",
+        "max_steps=10",
+        "learning_rate=3e-3",
+    ]
     train(tmp_path / "run", *words, f"parallel.num_gpus={ranks}")
     assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-5)
     mine, other = (events(one, "eval")[-1] for one in (tmp_path / "run", folder))
@@ -80,7 +96,12 @@ def test_the_loss_is_the_same_for_every_number_of_ranks(full, tmp_path, ranks, a
 @pytest.mark.soak
 def test_padded_rows_give_the_same_losses(full, tmp_path):
     folder, _ = full
-    words = ["split_dataset_ratio=0.1", "gradient_accumulation_steps=2", "max_steps=10", "learning_rate=3e-3"]
+    words = [
+        "split_dataset_ratio=0.1",
+        "gradient_accumulation_steps=2",
+        "max_steps=10",
+        "learning_rate=3e-3",
+    ]
     train(tmp_path / "run", *words, "packing=false")
     assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-4)
 
@@ -88,27 +109,26 @@ def test_padded_rows_give_the_same_losses(full, tmp_path):
 def test_the_model_loads_in_plain_transformers(full):
     folder, _ = full
     script = (
-        "import sys, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)\n"
-        "assert not info['missing_keys'] and not info['unexpected_keys'], info\n"
-        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1]); assert tokenizer.chat_template\n"
-        "assert not any(name.startswith('module.') for name in model.state_dict())\n"
-        "assert 'paceline' not in sys.modules\n"
+        "import sys, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\nmodel,"
+        " info = AutoModelForCausalLM.from_pretrained(sys.argv[1],"
+        " output_loading_info=True)\nassert not info['missing_keys'] and not"
+        " info['unexpected_keys'], info\ntokenizer = AutoTokenizer.from_pretrained(sys.argv[1]);"
+        " assert tokenizer.chat_template\nassert not any(name.startswith('module.') for name in"
+        " model.state_dict())\nassert 'paceline' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script, str(folder / "model")], check=True)
 
 
 def test_the_adapter_loads_in_plain_peft_and_merges(lora, tmp_path):
     script = (
-        "import sys, torch; from transformers import AutoModelForCausalLM; from peft import AutoPeftModelForCausalLM\n"
-        "adapted = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()\n"
-        "merged = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).eval()\n"
-        "ids = torch.arange(3, 40).unsqueeze(0)\n"
-        "with torch.no_grad(): a, b = adapted(ids).logits, merged(ids).logits\n"
-        "base = adapted.unload()\n"
-        "with torch.no_grad(): c = base(ids).logits\n"
-        "assert torch.allclose(a, b, atol=1e-4), (a - b).abs().max()\n"
-        "assert not torch.allclose(a, c, atol=1e-4), 'the adapter changes nothing'\n"
+        "import sys, torch; from transformers import AutoModelForCausalLM; from peft import"
+        " AutoPeftModelForCausalLM\nadapted = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1],"
+        " dtype=torch.float32).eval()\nmerged = AutoModelForCausalLM.from_pretrained(sys.argv[2],"
+        " dtype=torch.float32).eval()\nids = torch.arange(3, 40).unsqueeze(0)\nwith"
+        " torch.no_grad(): a, b = adapted(ids).logits, merged(ids).logits\nbase ="
+        " adapted.unload()\nwith torch.no_grad(): c = base(ids).logits\nassert torch.allclose(a, b,"
+        " atol=1e-4), (a - b).abs().max()\nassert not torch.allclose(a, c, atol=1e-4), 'the adapter"
+        " changes nothing'\n"
     )
     merged = tmp_path / "merged"
     run(str(lora), "--merge", f"--output={merged}", "--dtype=float32", verb="export")
@@ -117,13 +137,20 @@ def test_the_adapter_loads_in_plain_peft_and_merges(lora, tmp_path):
 
 def test_generate_answers(full):
     folder, _ = full
-    said = run(str(folder), "What does json.dumps do?", "--json", "--max-new-tokens", "5", verb="generate")
+    said = run(
+        str(folder), "What does json.dumps do?", "--json", "--max-new-tokens", "5", verb="generate"
+    )
     assert set(json.loads(said.stdout)) == {"question", "answer"}
 
 
 def test_going_on_from_an_adapter(lora, tmp_path):
     train(
-        tmp_path / "run", "lora.enable=true", f"lora.adapter={lora / 'model'}", "max_steps=2", "bf16=true", "learning_rate=1e-3"
+        tmp_path / "run",
+        "lora.enable=true",
+        f"lora.adapter={lora / 'model'}",
+        "max_steps=2",
+        "bf16=true",
+        "learning_rate=1e-3",
     )
     assert losses(tmp_path / "run")[0] < losses(lora)[0]
 
@@ -148,11 +175,29 @@ def test_a_changed_config_is_shown_and_refused_unless_told(lora):
 
 def test_under_an_outer_torchrun(full, tmp_path):
     folder, _ = full
-    words = ["split_dataset_ratio=0.1", "gradient_accumulation_steps=2", "max_steps=10", "learning_rate=3e-3"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "paceline", "sft"]
+    words = [
+        "split_dataset_ratio=0.1",
+        "gradient_accumulation_steps=2",
+        "max_steps=10",
+        "learning_rate=3e-3",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "paceline",
+        "sft",
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [*command, *MICRO, f"output_dir={tmp_path / 'run'}", *words], check=True, env=env, capture_output=True, timeout=120
+        [*command, *MICRO, f"output_dir={tmp_path / 'run'}", *words],
+        check=True,
+        env=env,
+        capture_output=True,
+        timeout=120,
     )
     assert report(tmp_path / "run")["world_size"] == 2
     assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-6)
@@ -188,9 +233,23 @@ with open(f"{sys.argv[3]}-{os.environ['RANK']}", "w") as handle:
 
 def on_two_ranks(folder, end):
     (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "script.py",
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "run", end, end], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, "run", end, end],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads((folder / f"{end}-{rank}").read_text()) for rank in (0, 1)]
 
@@ -206,7 +265,11 @@ def test_every_rank_gets_the_report_under_an_outer_torchrun(tmp_path):
 @pytest.mark.soak
 def test_every_rank_raises_that_it_was_stopped_under_an_outer_torchrun(tmp_path):
     for found in on_two_ranks(tmp_path, "stop"):
-        assert (found["kind"], found["exit_code"], found["handlers_restored"]) == ("StoppedError", 143, True)
+        assert (found["kind"], found["exit_code"], found["handlers_restored"]) == (
+            "StoppedError",
+            143,
+            True,
+        )
         assert "a checkpoint is in" in found["text"]
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
@@ -219,7 +282,9 @@ def test_json_gives_the_report_alone_on_standard_output(tmp_path):
 
 @pytest.mark.soak
 def test_float16_with_loss_scaling(tmp_path):
-    train(tmp_path / "run", "max_steps=4", "fp16=true", "learning_rate=1e-3", "report_to=tensorboard")
+    train(
+        tmp_path / "run", "max_steps=4", "fp16=true", "learning_rate=1e-3", "report_to=tensorboard"
+    )
     found = losses(tmp_path / "run")
     assert found[-1] < found[0]
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
@@ -228,13 +293,14 @@ def test_float16_with_loss_scaling(tmp_path):
 def test_from_a_python_script_without_a_main_guard(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import paceline\n"
-        "print('top level')\n"
-        "report = paceline.train({'model': 'builtin:qwen2-micro', 'dataset': 'builtin:python-docs#64', 'output_dir': 'run',\n"
-        "                         'parallel': {'device': 'cpu'}}, **{'train_args.max_steps': 2, 'max_length': 64})\n"
-        "print(report['steps'], report['world_size'], __file__)\n"
+        "import paceline\nprint('top level')\nreport = paceline.train({'model':"
+        " 'builtin:qwen2-micro', 'dataset': 'builtin:python-docs#64', 'output_dir': 'run',\n       "
+        "                  'parallel': {'device': 'cpu'}}, **{'train_args.max_steps': 2,"
+        " 'max_length': 64})\nprint(report['steps'], report['world_size'], __file__)\n"
     )
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["top", "level", "2", "2", str(script)]
 
@@ -242,7 +308,12 @@ def test_from_a_python_script_without_a_main_guard(tmp_path):
 def test_without_shuffling_samples_come_in_file_order(tmp_path):
     rows = [{"prompt": "Count:", "completion": " one" * (2 + 3 * number)} for number in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["model=builtin:qwen2-micro", f"dataset={tmp_path / 'rows.jsonl'}", "parallel.mode=single", "parallel.device=cpu"]
+    words = [
+        "model=builtin:qwen2-micro",
+        f"dataset={tmp_path / 'rows.jsonl'}",
+        "parallel.mode=single",
+        "parallel.device=cpu",
+    ]
     words += ["per_device_train_batch_size=1", "num_train_epochs=2", "dataloader_num_workers=2"]
     done = run(*words, "shuffle=false", f"output_dir={tmp_path / 'run'}")
     assert "Traceback" not in done.stderr
@@ -254,6 +325,8 @@ def test_without_shuffling_samples_come_in_file_order(tmp_path):
 
 def test_loader_workers_end_quietly_with_a_short_run(tmp_path):
     """The workers have prefetched batches that no step takes, and evaluation has workers as well."""
-    done = train(tmp_path / "run", "max_steps=2", "dataloader_num_workers=2", "split_dataset_ratio=0.1")
+    done = train(
+        tmp_path / "run", "max_steps=2", "dataloader_num_workers=2", "split_dataset_ratio=0.1"
+    )
     assert "Traceback" not in done.stderr
     assert "DataLoader worker" not in done.stderr

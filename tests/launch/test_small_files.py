@@ -26,9 +26,15 @@ def save(folder: Path, num_rows: int) -> str:
     return f"dataset={path}"
 
 
-def sizes(samples: int, replicas: int, mode: str = "ddp", **train_args: int) -> list[tuple[str, str]]:
-    config = Config(model="m", dataset="d", train_args={"per_device_train_batch_size": 4, **train_args})
-    derived = derive(config, world_size=replicas, num_train=samples, num_eval=0, default_learning_rate=1e-4)
+def sizes(
+    samples: int, replicas: int, mode: str = "ddp", **train_args: int
+) -> list[tuple[str, str]]:
+    config = Config(
+        model="m", dataset="d", train_args={"per_device_train_batch_size": 4, **train_args}
+    )
+    derived = derive(
+        config, world_size=replicas, num_train=samples, num_eval=0, default_learning_rate=1e-4
+    )
     assert derived.steps_per_epoch == max(1, -(-samples // derived.global_batch_size))
     return check_sizes(derived, samples, mode)
 
@@ -40,7 +46,12 @@ def test_enough_samples_need_no_notice() -> None:
 def test_a_batch_larger_than_the_dataset_is_reported() -> None:
     ((level, text),) = sizes(7, 2, gradient_accumulation_steps=2)
     assert level == "warning"
-    for part in ("16 samples", "4 per micro-batch × 2 accumulation × 2 replicas", "all 7 training samples", "zero weight"):
+    for part in (
+        "16 samples",
+        "4 per micro-batch × 2 accumulation × 2 replicas",
+        "all 7 training samples",
+        "zero weight",
+    ):
         assert part in text
     assert "padding only" not in text
 
@@ -58,9 +69,20 @@ def test_no_sample_at_all() -> None:
         sizes(0, 2)
 
 
-def test_one_row_with_the_defaults_and_a_split(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["sft", "model=builtin:qwen2-micro", save(tmp_path, 1), "parallel.device=cpu", "parallel.num_gpus=2"]
-    assert main([*words, "split_dataset_ratio=0.05", f"output_dir={tmp_path / 'run'}", "--dry-run"]) == 0
+def test_one_row_with_the_defaults_and_a_split(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "sft",
+        "model=builtin:qwen2-micro",
+        save(tmp_path, 1),
+        "parallel.device=cpu",
+        "parallel.num_gpus=2",
+    ]
+    assert (
+        main([*words, "split_dataset_ratio=0.05", f"output_dir={tmp_path / 'run'}", "--dry-run"])
+        == 0
+    )
     text = capfd.readouterr().err
     assert "warning: no validation" in text
     assert "warning: the global batch of" in text

@@ -1,7 +1,8 @@
-"""A tiny checkpoint in the layout of the first-generation Qwen models, and an independent reference for them.
+"""A tiny checkpoint in the layout of the first-generation Qwen models, and an independent reference
+for them.
 
-The forward pass and the tokenizer are written from the description in modeling_qwen.py and tokenization_qwen.py of
-https://huggingface.co/Qwen/Qwen-7B, with none of Paceline's code.
+The forward pass and the tokenizer are written from the description in modeling_qwen.py and
+tokenization_qwen.py of https://huggingface.co/Qwen/Qwen-7B, with none of Paceline's code.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from torch.nn import functional
 
 HIDDEN, LAYERS, HEADS, INNER, SEQ_LENGTH = 64, 2, 4, 96, 256
 WORDS = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))]
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    *(f"<|extra_{number}|>" for number in range(205)),
+]
 
 
 def write_checkpoint(folder: Path, text: str, num_shards: int = 2, **changes: Any) -> Path:
@@ -42,12 +48,18 @@ def write_checkpoint(folder: Path, text: str, num_shards: int = 2, **changes: An
         "auto_map": {"AutoConfig": "configuration_qwen.QWenConfig", "AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel"},
     } | changes  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"chat_format": "chatml", "max_new_tokens": 16, "top_p": 0.8}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"chat_format": "chatml", "max_new_tokens": 16, "top_p": 0.8})
+    )
     weights = random_weights(vocabulary)
     names = list(weights)
     for number in range(num_shards):
         part = {name: weights[name] for name in names[number::num_shards]}
-        save_file(part, folder / f"model-{number + 1:05}-of-{num_shards:05}.safetensors", metadata={"format": "pt"})
+        save_file(
+            part,
+            folder / f"model-{number + 1:05}-of-{num_shards:05}.safetensors",
+            metadata={"format": "pt"},
+        )
     return folder
 
 
@@ -71,11 +83,15 @@ def random_weights(vocabulary: int) -> dict[str, Tensor]:
             f"{prefix}mlp.w2.weight": draw(INNER, HIDDEN),
             f"{prefix}mlp.c_proj.weight": draw(HIDDEN, INNER),
         }
-    return weights | {"transformer.ln_f.weight": 1 + draw(HIDDEN), "lm_head.weight": draw(vocabulary, HIDDEN)}
+    return weights | {
+        "transformer.ln_f.weight": 1 + draw(HIDDEN),
+        "lm_head.weight": draw(vocabulary, HIDDEN),
+    }
 
 
 def reference_logits(folder: Path, ids: Tensor) -> Tensor:
-    """Logits [tokens, vocabulary] of one sample, in evaluation: with dynamic NTK scaling and log-n attention where they act."""
+    """Logits [tokens, vocabulary] of one sample, in evaluation: with dynamic NTK scaling and log-n
+    attention where they act."""
     from safetensors.torch import load_file
 
     weights: dict[str, Tensor] = {}
@@ -84,13 +100,21 @@ def reference_logits(folder: Path, ids: Tensor) -> Tensor:
     config = json.loads((folder / "config.json").read_text())
     count, size = len(ids), HIDDEN // HEADS
     length = config["seq_length"]
-    alpha = max(1.0, 2 ** math.ceil(math.log2(count / length) + 1) - 1) if config["use_dynamic_ntk"] else 1.0
+    alpha = (
+        max(1.0, 2 ** math.ceil(math.log2(count / length) + 1) - 1)
+        if config["use_dynamic_ntk"]
+        else 1.0
+    )
     base = config["rotary_emb_base"] * alpha ** (size / (size - 2))
-    angles = torch.outer(torch.arange(count).float(), 1.0 / base ** (torch.arange(0, size, 2).float() / size))
+    angles = torch.outer(
+        torch.arange(count).float(), 1.0 / base ** (torch.arange(0, size, 2).float() / size)
+    )
     cosine, sine = angles.cos().repeat(1, 2)[:, None], angles.sin().repeat(1, 2)[:, None]
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config["layer_norm_epsilon"]) * weight
+        return (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config["layer_norm_epsilon"]) * weight
+        )
 
     def rotate(x: Tensor) -> Tensor:  # [tokens, heads, size]
         left, right = x.chunk(2, dim=-1)
@@ -100,23 +124,31 @@ def reference_logits(folder: Path, ids: Tensor) -> Tensor:
     for layer in range(LAYERS):
         prefix = f"transformer.h.{layer}."
         inner = norm(x, weights[f"{prefix}ln_1.weight"])
-        mixed = inner @ weights[f"{prefix}attn.c_attn.weight"].T + weights[f"{prefix}attn.c_attn.bias"]
+        mixed = (
+            inner @ weights[f"{prefix}attn.c_attn.weight"].T + weights[f"{prefix}attn.c_attn.bias"]
+        )
         query, key, value = (part.view(count, HEADS, size) for part in mixed.split(HIDDEN, dim=-1))
         query, key = rotate(query), rotate(key)
         if config["use_logn_attn"]:
-            scales = [math.log(position, length) if position > length else 1.0 for position in range(1, count + 1)]
+            scales = [
+                math.log(position, length) if position > length else 1.0
+                for position in range(1, count + 1)
+            ]
             query = query * torch.tensor(scales)[:, None, None]
         scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(size)
         scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
         joined = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).reshape(count, HIDDEN)
         x = x + joined @ weights[f"{prefix}attn.c_proj.weight"].T
         inner = norm(x, weights[f"{prefix}ln_2.weight"])
-        gated = (inner @ weights[f"{prefix}mlp.w1.weight"].T) * functional.silu(inner @ weights[f"{prefix}mlp.w2.weight"].T)
+        gated = (inner @ weights[f"{prefix}mlp.w1.weight"].T) * functional.silu(
+            inner @ weights[f"{prefix}mlp.w2.weight"].T
+        )
         x = x + gated @ weights[f"{prefix}mlp.c_proj.weight"].T
     return norm(x, weights["transformer.ln_f.weight"]) @ weights["lm_head.weight"].T
 
 
-# -- tokenizer ----------------------------------------------------------------------------------------------------------------
+# -- tokenizer
+# ----------------------------------------------------------------------------------------------------------------
 def train_ranks(text: str, num_merges: int) -> dict[bytes, int]:
     """Byte-pair ranks: the single bytes, then the most frequent pairs of the words of ``text``."""
     ranks = {bytes([byte]): byte for byte in range(256)}
@@ -145,19 +177,24 @@ def merged(word: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
 
 
 def reference_tokens(folder: Path, text: str) -> list[int]:
-    """The ids of a text as tiktoken gives them: special tokens first, then per word the pair of the lowest rank is merged."""
+    """The ids of a text as tiktoken gives them: special tokens first, then per word the pair of the
+    lowest rank is merged."""
     lines = (folder / "qwen.tiktoken").read_text().split("\n")
     ranks = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in lines if line}
     special = {token: len(ranks) + number for number, token in enumerate(SPECIAL)}
     ids: list[int] = []
-    for part in regex.split("(" + "|".join(map(regex.escape, SPECIAL)) + ")", unicodedata.normalize("NFC", text)):
+    for part in regex.split(
+        "(" + "|".join(map(regex.escape, SPECIAL)) + ")", unicodedata.normalize("NFC", text)
+    ):
         if part in special:
             ids.append(special[part])
             continue
         for word in regex.findall(WORDS, part):
             pieces = [bytes([byte]) for byte in word.encode()]
             while True:
-                pairs = [(ranks.get(a + b, math.inf), at) for at, (a, b) in enumerate(pairwise(pieces))]
+                pairs = [
+                    (ranks.get(a + b, math.inf), at) for at, (a, b) in enumerate(pairwise(pieces))
+                ]
                 rank, at = min(pairs, default=(math.inf, 0))
                 if rank == math.inf:
                     break

@@ -25,7 +25,11 @@ LENGTHS, LABELS = (150, 106), 130
 
 
 def build(config: Config) -> Any:
-    low = torch.bfloat16 if config.train_args.precision == "bf16-mixed" and config.lora.enable else torch.float32
+    low = (
+        torch.bfloat16
+        if config.train_args.precision == "bf16-mixed" and config.lora.enable
+        else torch.float32
+    )
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDTHS), dtype=low)
     if config.lora.enable:
         model = add_adapters(model, config)
@@ -39,14 +43,26 @@ def forward(model: Any, config: Config) -> torch.Tensor:
     tokens = sum(LENGTHS)
     ids = torch.arange(tokens).remainder(2048).unsqueeze(0)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
-    inputs = {"input_ids": ids, "position_ids": positions, "segment_lengths": LENGTHS, "use_cache": False}
-    with torch.autocast("cpu", torch.bfloat16) if config.train_args.precision == "bf16-mixed" else nullcontext():
+    inputs = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "segment_lengths": LENGTHS,
+        "use_cache": False,
+    }
+    with (
+        torch.autocast("cpu", torch.bfloat16)
+        if config.train_args.precision == "bf16-mixed"
+        else nullcontext()
+    ):
         logits = model(**inputs, logits_to_keep=torch.arange(LABELS)).logits
-        return functional.cross_entropy(logits.flatten(0, 1).float(), torch.zeros(LABELS).long(), reduction="sum")
+        return functional.cross_entropy(
+            logits.flatten(0, 1).float(), torch.zeros(LABELS).long(), reduction="sum"
+        )
 
 
 def kept_for_backward(model: Any, config: Config) -> int:
-    """Bytes of the distinct storages that autograd keeps, weights and their low-precision copies left out."""
+    """Bytes of the distinct storages that autograd keeps, weights and their low-precision copies
+    left out."""
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
     shapes = {tuple(one.shape) for one in model.parameters()} | {
         tuple(one.t().shape) for one in model.parameters() if one.dim() == 2
@@ -55,7 +71,8 @@ def kept_for_backward(model: Any, config: Config) -> int:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in weights and tuple(tensor.shape) not in shapes:
-            kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address is used twice
+            # held, so that no address is used twice
+            kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -92,12 +109,22 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert dims is not None
     squares = sum(length**2 for length in LENGTHS)
     declared = language_flops(dims, config, sum(LENGTHS), LABELS, squares / sum(LENGTHS))
-    # torch counts fused attention in full where half is masked, or not at all: both are within a tenth here.
+    # torch counts fused attention in full where half is masked, or not at all: both are within a
+    # tenth here.
     assert declared == pytest.approx(counted, rel=0.1)
 
 
 def test_widths_of_other_makes() -> None:
-    gpt2 = dims_of({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024})
+    gpt2 = dims_of(
+        {
+            "model_type": "gpt2",
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "vocab_size": 50257,
+            "n_positions": 1024,
+        }
+    )
     assert gpt2 is not None
     assert (gpt2.feed_forward, gpt2.gated, gpt2.tied) == (3072, False, True)
     assert gpt2.parameters_at_most == pytest.approx(124_439_808, rel=0.01)

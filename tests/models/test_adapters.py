@@ -1,4 +1,5 @@
-"""LoRA on every family of language models: training, reloading, merging, and what is refused or reported."""
+"""LoRA on every family of language models: training, reloading, merging, and what is refused or
+reported."""
 
 from __future__ import annotations
 
@@ -13,11 +14,17 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.inference.export import export
 from paceline.inference.generate import load_model
-from paceline.models.lora import adapter_layers, adapter_notices, bypassed_modules, ineffective_adapters
+from paceline.models.lora import (
+    adapter_layers,
+    adapter_notices,
+    bypassed_modules,
+    ineffective_adapters,
+)
 from paceline.models.shape.meta import language_model_on_meta
 from paceline.tasks.language import LanguageTask
 
-#: Families that stand for the others in every run of the tests: experts in parameters, a state space.
+#: Families that stand for the others in every run of the tests: experts in parameters, a state
+#: space.
 QUICK = ("mixtral", "mamba2")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "qwen3_next")
 
@@ -26,12 +33,18 @@ def config_for(model: Path, **more: Any) -> Config:
     lora = {"enable": True, **more.pop("lora", {})}
     args = {"max_length": 48, "packing": False, **more.pop("train_args", {})}
     return Config(
-        model=str(model), tokenizer="builtin:qwen2-micro", dataset="builtin:python-docs#6", lora=lora, train_args=args, **more
+        model=str(model),
+        tokenizer="builtin:qwen2-micro",
+        dataset="builtin:python-docs#6",
+        lora=lora,
+        train_args=args,
+        **more,
     )
 
 
 def trained(config: Config) -> tuple[LanguageTask, Any, list[tuple[str, str]]]:
-    """(task, model after two steps on two batches, notices). Every adapter must have had a gradient."""
+    """(task, model after two steps on two batches, notices). Every adapter must have had a
+    gradient."""
     task = LanguageTask(config)
     task.check()
     task.prepared = task.prepare()
@@ -47,7 +60,11 @@ def trained(config: Config) -> tuple[LanguageTask, Any, list[tuple[str, str]]]:
     for step in range(2):
         batch = task.collate([data[index] for index in range(2 * step, 2 * step + 2)])
         (task.loss(model, batch) / task.count(batch)).backward()
-        unreached = [name for name, one in parameters.items() if one.grad is None or not one.grad.isfinite().all()]
+        unreached = [
+            name
+            for name, one in parameters.items()
+            if one.grad is None or not one.grad.isfinite().all()
+        ]
         optimizer.step()
         assert unreached == []
         optimizer.zero_grad()
@@ -60,24 +77,33 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=torch.arange(10, 34).unsqueeze(0), use_cache=False).logits
 
 
-@pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.soak) for kind in FAMILIES])
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.soak) for kind in FAMILIES],
+)
 def test_default_lora_trains_reloads_and_merges(kind: str, tmp_path: Path) -> None:
     base = make_family(kind, tmp_path / "base")
     config = config_for(base)
-    on_meta = {name for name, one in language_model_on_meta(config).named_parameters() if one.requires_grad}
+    on_meta = {
+        name for name, one in language_model_on_meta(config).named_parameters() if one.requires_grad
+    }
     task, model, notices = trained(config)
     assert on_meta == {name for name, one in model.named_parameters() if one.requires_grad}
     expected = logits(model)
     folder = tmp_path / "run" / "model"
     folder.mkdir(parents=True)
     task.save_model(model, folder)
-    torch.testing.assert_close(logits(load_model(tmp_path / "run")[0]), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(load_model(tmp_path / "run")[0]), expected, rtol=1e-4, atol=1e-4
+    )
     merged = load_model(export(tmp_path / "run", merge=True))[0]
     torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-3)
     said = " ".join(text for _, text in notices)
     assert ("peft cannot apply dropout" in said) == (kind in EXPERTS)
     if kind in EXPERTS:
-        linear = [layer for _, layer in adapter_layers(model) if not hasattr(layer, "parameter_name")]
+        linear = [
+            layer for _, layer in adapter_layers(model) if not hasattr(layer, "parameter_name")
+        ]
         assert linear
         assert {layer.lora_dropout["default"].p for layer in linear} == {0.05}
         again = trained(config_for(base, lora={"adapter": str(folder)}))[1]
@@ -95,7 +121,10 @@ def test_default_lora_fits_every_family(kind: str, tmp_path: Path) -> None:
 def test_modules_whose_weight_is_read_get_no_adapter(tmp_path: Path) -> None:
     """A reset or a test of a weight's dtype is not a computation with it."""
     names = {
-        kind: {name.rpartition(".")[2] for name in bypassed_modules(language_model_on_meta(full_config(kind, tmp_path / kind)))}
+        kind: {
+            name.rpartition(".")[2]
+            for name in bypassed_modules(language_model_on_meta(full_config(kind, tmp_path / kind)))
+        }
         for kind in ("mamba", "mamba2", "bamba", "jamba", "mixtral", "gpt2")
     }
     assert names == {
@@ -111,19 +140,37 @@ def full_config(kind: str, folder: Path) -> Config:
 @pytest.mark.parametrize(
     ("kind", "lora", "expected"),
     [
-        ("gpt2", {"target_modules": ["c_attn", "c_prj"]}, ["`c_prj`", "c_attn, c_fc, c_proj", "did you mean `c_proj`?"]),
-        ("mixtral", {"target_modules": ["wq"]}, ["`wq`", "gate, k_proj, o_proj, q_proj, v_proj, w1, w2, w3"]),
+        (
+            "gpt2",
+            {"target_modules": ["c_attn", "c_prj"]},
+            ["`c_prj`", "c_attn, c_fc, c_proj", "did you mean `c_proj`?"],
+        ),
+        (
+            "mixtral",
+            {"target_modules": ["wq"]},
+            ["`wq`", "gate, k_proj, o_proj, q_proj, v_proj, w1, w2, w3"],
+        ),
         ("mixtral", {"target_modules": ["w1"]}, ["without also targeting w3", "all-linear"]),
-        ("mixtral", {"target_modules": "no_such_.*"}, ["no_such_.*", "gate, k_proj, o_proj, q_proj, v_proj, w1, w2, w3"]),
+        (
+            "mixtral",
+            {"target_modules": "no_such_.*"},
+            ["no_such_.*", "gate, k_proj, o_proj, q_proj, v_proj, w1, w2, w3"],
+        ),
         (
             "mamba",
             {"target_modules": ["in_proj", "out_proj"]},
             ["out_proj", "incompatible", "dt_proj, in_proj, out_proj, x_proj"],
         ),
-        ("mixtral", {"modules_to_save": ["lm_heads"]}, ["lora.modules_to_save", "`lm_heads`", "did you mean `lm_head`?"]),
+        (
+            "mixtral",
+            {"modules_to_save": ["lm_heads"]},
+            ["lora.modules_to_save", "`lm_heads`", "did you mean `lm_head`?"],
+        ),
     ],
 )
-def test_refusals_name_the_modules_of_the_model(kind: str, lora: dict[str, Any], expected: list[str], tmp_path: Path) -> None:
+def test_refusals_name_the_modules_of_the_model(
+    kind: str, lora: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as caught:
         language_model_on_meta(config_for(write_config(kind, tmp_path), lora=lora))
     text = str(caught.value)
@@ -131,7 +178,10 @@ def test_refusals_name_the_modules_of_the_model(kind: str, lora: dict[str, Any],
     assert not any(part in text for part in ("base_layer", "default", "lora_A"))
 
 
-@pytest.mark.parametrize("named", [["w1", "w2", "w3", "q_proj"], ["experts"], ["layers.1.self_attn.q_proj"], r".*\.(w1|w2|w3)"])
+@pytest.mark.parametrize(
+    "named",
+    [["w1", "w2", "w3", "q_proj"], ["experts"], ["layers.1.self_attn.q_proj"], r".*\.(w1|w2|w3)"],
+)
 def test_names_that_fit_are_accepted(named: list[str] | str, tmp_path: Path) -> None:
     config = config_for(write_config("mixtral", tmp_path), lora={"target_modules": named})
     if named == ["experts"]:
@@ -158,13 +208,20 @@ def test_what_all_linear_leaves_out_is_reported(tmp_path: Path) -> None:
         ("mamba", "mixer.dt_proj"),
     ):
         config = config_for(write_config(kind, tmp_path / kind))
-        assert any(names in text for _, text in adapter_notices(language_model_on_meta(config), config)), kind
-    plain = config_for(write_config("gpt2", tmp_path / "gpt2"), lora={"modules_to_save": ["lm_head"]})
+        assert any(
+            names in text for _, text in adapter_notices(language_model_on_meta(config), config)
+        ), kind
+    plain = config_for(
+        write_config("gpt2", tmp_path / "gpt2"), lora={"modules_to_save": ["lm_head"]}
+    )
     assert adapter_notices(language_model_on_meta(plain), plain) == []
 
 
 def test_an_adapter_that_has_no_effect_is_reported(tmp_path: Path) -> None:
-    config = config_for(write_config("jamba", tmp_path), lora={"target_modules": ["dt_proj", "in_proj"]})
+    config = config_for(
+        write_config("jamba", tmp_path), lora={"target_modules": ["dt_proj", "in_proj"]}
+    )
     assert any(
-        level == "warning" and "dt_proj" in text for level, text in adapter_notices(language_model_on_meta(config), config)
+        level == "warning" and "dt_proj" in text
+        for level, text in adapter_notices(language_model_on_meta(config), config)
     )

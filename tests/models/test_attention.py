@@ -2,22 +2,43 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from paceline.models.language import choose_packing
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+}
 LENGTHS = (9, 1, 14, 5)
 
 
 def models():
     torch.manual_seed(0)
     yield "grouped heads", Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
-    yield "sliding window", MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=4, sliding_window=4))
-    yield "learned positions", GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+    yield (
+        "sliding window",
+        MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=4, sliding_window=4)),
+    )
+    yield (
+        "learned positions",
+        GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)),
+    )
 
 
-@pytest.mark.parametrize(("name", "model"), list(models()), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "model"), list(models()), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_packed_logits_and_gradients_are_those_of_each_sample_alone(name, model):
     model.eval()
     samples = [torch.randint(0, 97, (1, length)) for length in LENGTHS]
@@ -27,7 +48,12 @@ def test_packed_logits_and_gradients_are_those_of_each_sample_alone(name, model)
     model.zero_grad()
     assert choose_packing(model, torch.device("cpu")) == "segments"
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
-    packed = model(input_ids=torch.cat(samples, dim=1), position_ids=positions, segment_lengths=LENGTHS, use_cache=False).logits
+    packed = model(
+        input_ids=torch.cat(samples, dim=1),
+        position_ids=positions,
+        segment_lengths=LENGTHS,
+        use_cache=False,
+    ).logits
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
     packed.square().sum().backward()
     for key, one in model.named_parameters():
@@ -35,7 +61,9 @@ def test_packed_logits_and_gradients_are_those_of_each_sample_alone(name, model)
 
 
 def test_eager_attention_keeps_its_own_and_is_told_by_positions():
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2, attn_implementation="eager"))
+    model = Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, num_key_value_heads=2, attn_implementation="eager")
+    )
     assert choose_packing(model, torch.device("cpu")) == "positions"
     assert model.config._attn_implementation == "eager"
 
@@ -51,15 +79,25 @@ def test_a_state_space_model_is_not_packed():
     from transformers import MambaConfig, MambaForCausalLM
 
     torch.manual_seed(0)
-    model = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4))
+    model = MambaForCausalLM(
+        MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
+    )
     assert choose_packing(model, torch.device("cpu")) == "none"
 
 
 def test_chunks_that_are_counted_from_the_beginning_of_the_row_are_not_packed():
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
-    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}
+    sizes = {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 2,
+    }
     model = Llama4ForCausalLM(
-        Llama4TextConfig(**sizes, attention_chunk_size=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+        Llama4TextConfig(
+            **sizes, attention_chunk_size=64, pad_token_id=0, bos_token_id=0, eos_token_id=0
+        )
     )
     assert choose_packing(model, torch.device("cpu")) == "none"

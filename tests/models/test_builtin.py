@@ -17,8 +17,11 @@ SIZES = {"qwen2-tiny": (8e6, 10e6), "qwen2-micro": (0.2e6, 1e6)}
 
 
 @pytest.mark.parametrize("name", builtin_names())
-def test_transformers_loads_it_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it where it is not, on first use
+def test_transformers_loads_it_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch sets it where it is not, on first use
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
@@ -37,7 +40,10 @@ def test_transformers_loads_it_whole(name: str, tmp_path: Path, monkeypatch: pyt
     assert len(tokenizer) == model.config.vocab_size == 8192
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, tokenizer.pad_token_id]
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "Hi"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     with torch.no_grad():
         loss = model(**ids, labels=ids["input_ids"]).loss
@@ -47,19 +53,33 @@ def test_transformers_loads_it_whole(name: str, tmp_path: Path, monkeypatch: pyt
 
 def test_the_same_bytes_in_another_cache_and_without_modelling_code(tmp_path: Path) -> None:
     code = (
-        "import sys; from paceline.models.builtin import resolve_model; print(resolve_model('builtin:qwen2-tiny')); "
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "import sys; from paceline.models.builtin import resolve_model;"
+        " print(resolve_model('builtin:qwen2-tiny')); assert not {'torch', 'transformers'} &"
+        " set(sys.modules)"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONHASHSEED": "1"}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    )
     here, there = Path(resolve_model("builtin:qwen2-tiny")), Path(found.stdout.strip())
     assert tmp_path in there.parents
     names = sorted(one.name for one in here.iterdir())
-    assert names == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-    assert [sha256_file(there / name) for name in names] == [sha256_file(here / name) for name in names]
+    assert names == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert [sha256_file(there / name) for name in names] == [
+        sha256_file(here / name) for name in names
+    ]
 
 
 def test_other_names_come_back_and_unknown_ones_are_refused() -> None:
     assert resolve_model("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
-    with pytest.raises(ConfigError, match=r"`builtin:qwen2-tiny`, `builtin:qwen2-micro`.*write `builtin:qwen2-tiny`"):
+    with pytest.raises(
+        ConfigError,
+        match=r"`builtin:qwen2-tiny`, `builtin:qwen2-micro`.*write `builtin:qwen2-tiny`",
+    ):
         resolve_model("builtin:qwen-tiny")

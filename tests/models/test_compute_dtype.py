@@ -1,4 +1,5 @@
-"""The types in which a language model is loaded: frozen weights in the compute type, trained ones in float32."""
+"""The types in which a language model is loaded: frozen weights in the compute type, trained ones
+in float32."""
 
 from __future__ import annotations
 
@@ -16,12 +17,18 @@ from paceline.models.language import load_language_model
 
 
 def config(model: str, precision: str, lora: bool) -> Config:
-    given = {"model": model, "dataset": "d", "train_args": {"precision": precision}, "lora": {"enable": lora, "rank": 4}}
+    given = {
+        "model": model,
+        "dataset": "d",
+        "train_args": {"precision": precision},
+        "lora": {"enable": lora, "rank": 4},
+    }
     return Config.model_validate(given)
 
 
 @pytest.mark.parametrize(
-    ("precision", "frozen"), [("bf16-mixed", torch.bfloat16), ("fp16-mixed", torch.float16), ("32", torch.float32)]
+    ("precision", "frozen"),
+    [("bf16-mixed", torch.bfloat16), ("fp16-mixed", torch.float16), ("32", torch.float32)],
 )
 def test_lora(precision: str, frozen: torch.dtype) -> None:
     model = load_language_model(config("builtin:qwen2-micro", precision, lora=True))
@@ -56,6 +63,8 @@ def test_a_weight_beyond_float16_is_refused_by_name(large_weight: str) -> None:
     assert "bf16-mixed" in text
 
 
-@pytest.mark.parametrize(("precision", "lora"), [("bf16-mixed", True), ("32", True), ("fp16-mixed", False)])
+@pytest.mark.parametrize(
+    ("precision", "lora"), [("bf16-mixed", True), ("32", True), ("fp16-mixed", False)]
+)
 def test_it_is_fine_in_other_types(large_weight: str, precision: str, lora: bool) -> None:
     load_language_model(config(large_weight, precision, lora))

@@ -20,7 +20,9 @@ from paceline.models.language import config_numbers, model_type
 from paceline.models.shape.activations import dims_of
 from paceline.planner.upper_bound import at_most
 
-TABLE: list[dict[str, Any]] = json.loads((files("paceline.models") / "hub_configs.json").read_text())["models"]
+TABLE: list[dict[str, Any]] = json.loads(
+    (files("paceline.models") / "hub_configs.json").read_text()
+)["models"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,11 @@ def smallest_of_each_type() -> list[dict[str, Any]]:
     return list({row["config"]["model_type"]: row for row in rows}.values())
 
 
-@pytest.mark.parametrize("rows", [smallest_of_each_type(), pytest.param(TABLE, marks=pytest.mark.soak)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "rows",
+    [smallest_of_each_type(), pytest.param(TABLE, marks=pytest.mark.soak)],
+    ids=["some", "all"],
+)
 def test_every_model_has_the_parameters_that_the_hub_states(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         content = read_config(row["ids"][0])
@@ -62,7 +68,12 @@ def test_ids_are_found_in_any_case() -> None:
 
 
 def test_a_well_known_model_is_planned_without_a_network() -> None:
-    keys = {"model": "qwen/Qwen-7B", "task": "sft", "dataset": "alpaca-en", "lora": {"enable": True, "rank": 64}}
+    keys = {
+        "model": "qwen/Qwen-7B",
+        "task": "sft",
+        "dataset": "alpaca-en",
+        "lora": {"enable": True, "rank": 64},
+    }
     result = paceline.plan({**keys, "parallel": {"mode": "ddp", "num_gpus": 4}}, device="A10")
     assert (result["world_size"], result["device"], result["configured"]) == (4, "A10", "ddp")
     # rank × (inputs + outputs) of the seven projections of each of 32 layers
@@ -77,5 +88,7 @@ def test_a_well_known_model_is_planned_without_a_network() -> None:
 
 def test_another_id_asks_for_a_folder() -> None:
     with pytest.raises(ConfigError, match="somebody/some-model") as error:
-        paceline.plan({"model": "somebody/some-model", "dataset": "alpaca-en"}, world_size=2, device="A10")
+        paceline.plan(
+            {"model": "somebody/some-model", "dataset": "alpaca-en"}, world_size=2, device="A10"
+        )
     assert "give a folder with the model's config.json" in str(error.value.fix)

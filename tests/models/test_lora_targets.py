@@ -1,4 +1,5 @@
-"""Which modules get adapters: names, a regular expression, all linear layers; and what matches nothing is refused."""
+"""Which modules get adapters: names, a regular expression, all linear layers; and what matches
+nothing is refused."""
 
 from __future__ import annotations
 
@@ -12,11 +13,15 @@ from paceline.models.shape.meta import language_model_on_meta
 
 
 def build(**lora: Any) -> Any:
-    return language_model_on_meta(Config(model="builtin:qwen2-micro", dataset="d", lora={"enable": True, **lora}))
+    return language_model_on_meta(
+        Config(model="builtin:qwen2-micro", dataset="d", lora={"enable": True, **lora})
+    )
 
 
 def adapted(model: Any) -> set[str]:
-    names = [name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name]
+    names = [
+        name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name
+    ]
     return {name[name.index("layers.") :] if "layers." in name else name for name in names}
 
 

@@ -16,7 +16,9 @@ from paceline.data.sources.resolve import open_source
 from paceline.models.builtin import resolve_model
 
 
-@pytest.mark.parametrize("name", ["modelscope:", "modelscope:owner", "modelscope:a/b/c", "modelscope:a b/c"])
+@pytest.mark.parametrize(
+    "name", ["modelscope:", "modelscope:owner", "modelscope:a/b/c", "modelscope:a b/c"]
+)
 def test_what_is_not_an_id(name: str) -> None:
     with pytest.raises(ConfigError, match="modelscope:OWNER/NAME"):
         resolve_model(name)
@@ -33,10 +35,15 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_the_downloaded_folder_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The package is not among the test dependencies: a module of its interface stands for it."""
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    package, hub, module = (ModuleType(name) for name in ("modelscope", "modelscope.hub", "modelscope.hub.snapshot_download"))
+    package, hub, module = (
+        ModuleType(name)
+        for name in ("modelscope", "modelscope.hub", "modelscope.hub.snapshot_download")
+    )
     calls: list[str] = []
     for name in ("snapshot_download", "dataset_snapshot_download"):
-        setattr(module, name, lambda repo, name=name: calls.append(f"{name} {repo}") or str(tmp_path))
+        setattr(
+            module, name, lambda repo, name=name: calls.append(f"{name} {repo}") or str(tmp_path)
+        )
     hub.snapshot_download = module  # type: ignore[attr-defined]
     for one in (package, hub, module):
         monkeypatch.setitem(sys.modules, one.__name__, one)
@@ -59,16 +66,29 @@ def test_use_modelscope_names_every_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_
         "alpaca-en",
         {"path": "owner/more", "split": "test"},
     ]
-    values = {"model": "owner/model", "tokenizer": "./folder/tokenizer", "dataset": dataset, "use_modelscope": True}
+    values = {
+        "model": "owner/model",
+        "tokenizer": "./folder/tokenizer",
+        "dataset": dataset,
+        "use_modelscope": True,
+    }
     config = Config.model_validate(values)
     assert (config.model, config.tokenizer) == ("modelscope:owner/model", "./folder/tokenizer")
     assert [source.path for source in config.sources()] == [
         "modelscope:owner/rows", "modelscope:owner/rows#10", "data/rows", "data/later.jsonl", "alpaca-en",
         "modelscope:owner/more",
     ]  # fmt: skip
-    assert Config.model_validate(config.model_dump()) == config  # the config that a run writes loads again
+    # the config that a run writes loads again
+    assert Config.model_validate(config.model_dump()) == config
 
 
-@pytest.mark.parametrize(("use_hf", "model"), [("false", "modelscope:owner/model"), ("true", "owner/model")])
+@pytest.mark.parametrize(
+    ("use_hf", "model"), [("false", "modelscope:owner/model"), ("true", "owner/model")]
+)
 def test_the_hub_that_ms_swift_names(use_hf: str, model: str) -> None:
-    assert load_config(None, {"model": "owner/model", "dataset": "rows.jsonl", "use_hf": use_hf}).config.model == model
+    assert (
+        load_config(
+            None, {"model": "owner/model", "dataset": "rows.jsonl", "use_hf": use_hf}
+        ).config.model
+        == model
+    )

@@ -18,17 +18,44 @@ from paceline.models.positions import fit_length, position_limit
     ("content", "tokens", "key", "is_fixed"),
     [
         ({"model_type": "gpt2", "n_positions": 512, "n_ctx": 512}, 512, "n_positions", True),
-        ({"model_type": "opt", "max_position_embeddings": 2048}, 2048, "max_position_embeddings", True),
-        ({"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}, 512, "max_position_embeddings", True),
-        ({"model_type": "gemma3", "text_config": {"max_position_embeddings": 4096}}, 4096, "max_position_embeddings", True),
+        (
+            {"model_type": "opt", "max_position_embeddings": 2048},
+            2048,
+            "max_position_embeddings",
+            True,
+        ),
+        (
+            {"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1},
+            512,
+            "max_position_embeddings",
+            True,
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {"max_position_embeddings": 4096}},
+            4096,
+            "max_position_embeddings",
+            True,
+        ),
         ({"model_type": "mpt", "max_seq_len": 2048}, 2048, "max_seq_len", False),
-        ({"model_type": "falcon", "alibi": True, "max_position_embeddings": 2048}, 2048, "max_position_embeddings", False),
-        ({"model_type": "falcon", "alibi": False, "max_position_embeddings": 2048}, 2048, "max_position_embeddings", True),
+        (
+            {"model_type": "falcon", "alibi": True, "max_position_embeddings": 2048},
+            2048,
+            "max_position_embeddings",
+            False,
+        ),
+        (
+            {"model_type": "falcon", "alibi": False, "max_position_embeddings": 2048},
+            2048,
+            "max_position_embeddings",
+            True,
+        ),
         ({"model_type": "bloom", "seq_length": 2048}, 2048, "seq_length", False),
         ({"model_type": "rwkv", "context_length": 1024}, 1024, "context_length", False),
     ],
 )
-def test_the_limit_of_a_configuration(content: dict[str, Any], tokens: int, key: str, is_fixed: bool) -> None:
+def test_the_limit_of_a_configuration(
+    content: dict[str, Any], tokens: int, key: str, is_fixed: bool
+) -> None:
     found = position_limit(content)
     assert found is not None
     assert (found.tokens, found.key, found.is_fixed) == (tokens, key, is_fixed)
@@ -48,12 +75,20 @@ def test_a_model_without_positions_has_no_limit() -> None:
         ({"rope_type": "dynamic", "factor": 4.0}, 16384),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 256}, 4096),
-        ({"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}, 32768),
+        (
+            {
+                "full_attention": {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_type": "default"},
+            },
+            32768,
+        ),
     ],
 )
 def test_rope_scaling_extends_the_limit(scaling: dict[str, Any] | None, tokens: int) -> None:
     for key in ("rope_scaling", "rope_parameters"):
-        found = position_limit({"model_type": "llama", "max_position_embeddings": 4096, key: scaling})
+        found = position_limit(
+            {"model_type": "llama", "max_position_embeddings": 4096, key: scaling}
+        )
         assert found is not None
         assert found.tokens == tokens
 
@@ -71,9 +106,14 @@ def test_the_default_is_lowered_and_a_value_of_the_users_is_refused(tmp_path: Pa
     lowered = fit_length(load_config(None, words))
     assert lowered.config.train_args.max_length == 512
     assert "max_length: 1024 (the default) → 512" in lowered.notices[-1][1]
-    with pytest.raises(ConfigError, match=r"`train_args.max_length: 1024` is beyond the 512 positions.*n_positions"):
+    with pytest.raises(
+        ConfigError, match=r"`train_args.max_length: 1024` is beyond the 512 positions.*n_positions"
+    ):
         fit_length(load_config(None, [*words, "max_length=1024"]))
-    assert fit_length(load_config(None, [*words, "max_length=512"])).notices == load_config(None, words).notices
+    assert (
+        fit_length(load_config(None, [*words, "max_length=512"])).notices
+        == load_config(None, words).notices
+    )
 
 
 def test_a_model_without_a_fixed_limit_is_a_warning(tmp_path: Path) -> None:
@@ -85,10 +125,20 @@ def test_a_model_without_a_fixed_limit_is_a_warning(tmp_path: Path) -> None:
     assert "beyond the 512 tokens" in text
 
 
-@pytest.mark.parametrize("verb", [["sft"], ["sft", "--dry-run"], ["plan"], ["verify"], ["data", "preview"], ["data", "stats"]])
-def test_every_verb_refuses_it(verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "verb",
+    [["sft"], ["sft", "--dry-run"], ["plan"], ["verify"], ["data", "preview"], ["data", "stats"]],
+)
+def test_every_verb_refuses_it(
+    verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = folder(tmp_path / "m", model_type="gpt2", n_positions=512)
-    words = [f"model={model}", "tokenizer=builtin:qwen2-micro", "dataset=builtin:python-docs#4", "max_length=600"]
+    words = [
+        f"model={model}",
+        "tokenizer=builtin:qwen2-micro",
+        "dataset=builtin:python-docs#4",
+        "max_length=600",
+    ]
     assert main([*verb, *words, f"output_dir={tmp_path / 'run'}"]) == 2
     assert "set `train_args.max_length: 512`" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

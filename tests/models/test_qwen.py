@@ -1,4 +1,5 @@
-"""First-generation Qwen checkpoints, converted to Qwen2: against a reference that shares none of the code."""
+"""First-generation Qwen checkpoints, converted to Qwen2: against a reference that shares none of
+the code."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from paceline.models.qwen import converted_folder, module_notice
 from paceline.tasks import load_task
 
 TEXT = (
-    "The quick brown fox can't jump over 1234 lazy dogs; they've all been trained. Training a model on every device is "
-    "what it is for.\n\nМодель учится. 模型训练 über alles: naïve café, \u0065\u0301 and 🙂!  \r\n\tdef f(x): return x"
+    "The quick brown fox can't jump over 1234 lazy dogs; they've all been trained. Training a model"
+    " on every device is what it is for.\n\nМодель учится. 模型训练 über alles: naïve café,"
+    " \u0065\u0301 and 🙂!  \r\n\tdef f(x): return x"
 )
 SAMPLES = (
     TEXT,
@@ -42,13 +44,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(folder: Path, **keys: Any) -> Config:
     train_args = {"max_length": 128, **keys.pop("train_args", {})}
-    return Config(**{"model": str(folder), "dataset": "builtin:python-docs#20", "train_args": train_args, **keys})
+    return Config(
+        **{
+            "model": str(folder),
+            "dataset": "builtin:python-docs#20",
+            "train_args": train_args,
+            **keys,
+        }
+    )
 
 
 def test_logits_are_those_of_the_original(checkpoint: Path) -> None:
     model: Any = load_language_model(config(checkpoint)).eval()
     for count in (1, 40, SEQ_LENGTH):
-        ids = torch.randint(0, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(count))
+        ids = torch.randint(
+            0, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(count)
+        )
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0]
         torch.testing.assert_close(logits, reference_logits(checkpoint, ids), rtol=1e-4, atol=1e-4)
@@ -67,9 +78,12 @@ def test_tokens_are_those_of_the_original(checkpoint: Path) -> None:
         assert tokenizer.backend.encode(text, add_special_tokens=False).ids == expected
         assert by_transformers(text, add_special_tokens=False)["input_ids"] == expected
     assert tokenizer.eos_token_id == reference_tokens(checkpoint, "<|endoftext|>")[0]
-    chat = by_transformers.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
-    assert chat == (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    chat = by_transformers.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert (
+        chat == "<|im_start|>system\nYou are a helpful"
+        " assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -82,13 +96,18 @@ def test_the_converted_folder_is_a_plain_qwen2_model(checkpoint: Path) -> None:
     names = dict(model.named_parameters())
     assert names["model.layers.1.self_attn.k_proj.bias"].shape == (64,)
     ends = model.generation_config.eos_token_id
-    assert ends == [reference_tokens(checkpoint, "<|im_end|>")[0], reference_tokens(checkpoint, "<|endoftext|>")[0]]
+    assert ends == [
+        reference_tokens(checkpoint, "<|im_end|>")[0],
+        reference_tokens(checkpoint, "<|endoftext|>")[0],
+    ]
     assert config_numbers(str(checkpoint))["intermediate_size"] == 96
 
 
 def test_plan_needs_no_weights(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
-    result = paceline.plan({"model": str(tmp_path), "dataset": "builtin:python-docs#20"}, world_size=2, device="A10")
+    result = paceline.plan(
+        {"model": str(tmp_path), "dataset": "builtin:python-docs#20"}, world_size=2, device="A10"
+    )
     model = load_language_model(config(checkpoint))
     assert result["parameters"] == sum(one.numel() for one in model.parameters())
 
@@ -123,7 +142,9 @@ def test_longer_samples_than_the_model_was_trained_on_are_refused(checkpoint: Pa
         ({"num_hidden_layers": 3}, "no tensor for model.layers.2"),
     ],
 )
-def test_what_qwen2_does_not_have_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+def test_what_qwen2_does_not_have_is_refused(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
     assert reason in refusal(write_checkpoint(tmp_path / "model", "some text", **changes))
 
 
@@ -150,12 +171,16 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
         find_tokenizer(str(folder))
 
 
-def test_adapters_are_saved_generated_from_and_merged_in_the_qwen2_form(checkpoint: Path, tmp_path: Path) -> None:
+def test_adapters_are_saved_generated_from_and_merged_in_the_qwen2_form(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     chosen = config(checkpoint, lora={"enable": True, "rank": 4})
     trained: Any = load_language_model(chosen).eval()
     for name, parameter in trained.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+            torch.nn.init.normal_(
+                parameter, std=0.2, generator=torch.Generator().manual_seed(len(name))
+            )
     run = tmp_path / "run"
     save_language_model(trained, str(find_tokenizer(str(checkpoint))), run / "model")
     ids = torch.tensor([reference_tokens(checkpoint, TEXT)[:50]])
@@ -180,18 +205,34 @@ def test_adapters_are_saved_generated_from_and_merged_in_the_qwen2_form(checkpoi
 
 def test_module_names_of_the_original_are_those_of_the_qwen2_form(checkpoint: Path) -> None:
     def adapted(targets: Any) -> set[str]:
-        model = load_language_model(config(checkpoint, lora={"enable": True, "rank": 2, "target_modules": targets}))
-        return {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if ".lora_A" in name}
+        model = load_language_model(
+            config(checkpoint, lora={"enable": True, "rank": 2, "target_modules": targets})
+        )
+        return {
+            name.split(".lora_A")[0].rpartition(".")[2]
+            for name, _ in model.named_parameters()
+            if ".lora_A" in name
+        }
 
     assert adapted(["c_attn"]) == adapted("c_attn") == {"q_proj", "k_proj", "v_proj"}
-    assert adapted(["c_attn", "attn.c_proj", "w1", "w2"]) == {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj"}
+    assert adapted(["c_attn", "attn.c_proj", "w1", "w2"]) == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "up_proj",
+        "gate_proj",
+    }
     assert adapted(["q_proj", "mlp.c_proj"]) == {"q_proj", "down_proj"}
-    text = module_notice(config(checkpoint, lora={"enable": True, "target_modules": ["c_attn", "w1"]}))
+    text = module_notice(
+        config(checkpoint, lora={"enable": True, "target_modules": ["c_attn", "w1"]})
+    )
     assert text.endswith("c_attn is q_proj, k_proj, v_proj; w1 is up_proj")
 
 
 @pytest.mark.parametrize(
-    ("stored", "written"), [("Qwen/Qwen-7B", "qwen/qwen-7b"), ("somebody/qwen-tuned", "somebody/qwen-tuned")]
+    ("stored", "written"),
+    [("Qwen/Qwen-7B", "qwen/qwen-7b"), ("somebody/qwen-tuned", "somebody/qwen-tuned")],
 )
 def test_a_downloaded_checkpoint_is_converted_by_its_hub_id(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, written: str
@@ -207,8 +248,18 @@ def test_a_downloaded_checkpoint_is_converted_by_its_hub_id(
     ids = torch.arange(20)
     with torch.no_grad():
         torch.testing.assert_close(
-            model.eval()(input_ids=ids[None]).logits[0], reference_logits(checkpoint, ids), rtol=1e-4, atol=1e-4
+            model.eval()(input_ids=ids[None]).logits[0],
+            reference_logits(checkpoint, ids),
+            rtol=1e-4,
+            atol=1e-4,
         )
-    assert paceline.plan({"model": written, "dataset": "none"}, world_size=1, device="A10")["parameters"] < 10**6
+    assert (
+        paceline.plan({"model": written, "dataset": "none"}, world_size=1, device="A10")[
+            "parameters"
+        ]
+        < 10**6
+    )
     # The length is that of the revision that was downloaded.
-    assert f"above the {SEQ_LENGTH} tokens" in refusal(Path(written), train_args={"max_length": SEQ_LENGTH + 1})
+    assert f"above the {SEQ_LENGTH} tokens" in refusal(
+        Path(written), train_args={"max_length": SEQ_LENGTH + 1}
+    )

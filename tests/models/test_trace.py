@@ -1,4 +1,5 @@
-"""A traced forward shows which parameters are used before, inside and after the blocks, whatever their names and order."""
+"""A traced forward shows which parameters are used before, inside and after the blocks, whatever
+their names and order."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from paceline.parallel.pipeline.check import check_blocks
 from paceline.parallel.pipeline.partition import drop
 from paceline.parallel.pipeline.runner import divide_model
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 
 
 def small(kind: str, device: str = "cpu", **numbers: Any) -> Any:
@@ -29,13 +36,23 @@ def small(kind: str, device: str = "cpu", **numbers: Any) -> Any:
 
 
 def lfm2(device: str = "cpu") -> Any:
-    return small("lfm2", device, intermediate_size=24, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
+    return small(
+        "lfm2",
+        device,
+        intermediate_size=24,
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_names_do_not_mislead(device: str) -> None:
     model = lfm2(device)
-    probe = Probe(lambda module: module(input_ids=torch.arange(3).unsqueeze(0)), 1) if device == "cpu" else None
+    probe = (
+        Probe(lambda module: module(input_ids=torch.arange(3).unsqueeze(0)), 1)
+        if device == "cpu"
+        else None
+    )
     assert outline(model, Config(model="m", dataset="d"), probe).phases == {
         "model.embed_tokens.weight": ("before",),
         "lm_head.weight": ("after",),
@@ -53,7 +70,10 @@ def test_the_final_norm_of_lfm2_belongs_to_the_last_stage() -> None:
     division = divide_model(model, blocks, 2, check_blocks(model, blocks)[1])
     assert division.regions["model.embedding_norm"] == "after"
     assert division.stages["model.embedding_norm.weight"] == (1,)
-    assert division.stages["model.embed_tokens.weight"] == division.stages["lm_head.weight"] == (0, 1)  # tied
+    # tied
+    assert (
+        division.stages["model.embed_tokens.weight"] == division.stages["lm_head.weight"] == (0, 1)
+    )
 
 
 def test_experts_on_the_meta_device_still_show_what_comes_before_the_blocks() -> None:
@@ -100,7 +120,10 @@ def test_a_weight_used_at_both_ends_is_held_at_both_ends() -> None:
 
 def test_the_true_reason_is_given_for_what_cannot_be_cut() -> None:
     model = Functional(within=True)
-    with pytest.raises(ConfigError, match=r"`shared\.weight` lies outside the blocks and is used between two blocks"):
+    with pytest.raises(
+        ConfigError,
+        match=r"`shared\.weight` lies outside the blocks and is used between two blocks",
+    ):
         check_blocks(model, find_blocks(model), words)
     with pytest.raises(ConfigError, match=r"the order of its modules failed .RuntimeError: "):
         check_blocks(model, find_blocks(model), lambda module: module(torch.ones(2, 3)))
@@ -132,6 +155,10 @@ def test_what_other_stages_hold_keeps_its_type_and_takes_no_memory() -> None:
     blocks = find_blocks(model)
     drop(model, divide_model(model, blocks, 2, check_blocks(model, blocks)[1]), [1])
     weight = model.model.layers[0].feed_forward.w1.weight
-    assert (weight.shape, weight.dtype, weight.untyped_storage().nbytes()) == ((24, 16), torch.float32, 4)
+    assert (weight.shape, weight.dtype, weight.untyped_storage().nbytes()) == (
+        (24, 16),
+        torch.float32,
+        4,
+    )
     assert bool(weight.isnan().all())
     assert "model.layers.0.feed_forward.w1.weight" not in dict(model.named_parameters())

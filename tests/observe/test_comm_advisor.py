@@ -1,4 +1,5 @@
-"""Whether a method pays on the link that was measured: the arithmetic, real steps over links of two speeds, and who is told."""
+"""Whether a method pays on the link that was measured: the arithmetic, real steps over links of two
+speeds, and who is told."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ BUCKETS = [20_000_000, 20_000_000]  # two ranks send each byte once
 
 
 def topk(link, measured, beside=True, sends_s=None):
-    return judge(Method("topk", "leave `compression` out", BUCKETS, beside, sends_s), link, measured)
+    return judge(
+        Method("topk", "leave `compression` out", BUCKETS, beside, sends_s), link, measured
+    )
 
 
 def test_it_pays_where_plain_ddp_would_wait_longer():
@@ -59,7 +62,8 @@ def test_a_small_gain_is_not_known():
 
 
 def test_work_beside_the_step_slows_it_down():
-    """80 ms of work and 5 ms of waiting: 75 ms were taken from the step's only thread; of three, a third of it each."""
+    """80 ms of work and 5 ms of waiting: 75 ms were taken from the step's only thread; of three, a
+    third of it each."""
     for threads, taken in ((1, 0.075), (3, 0.025)):
         found = topk(FAST, Measured(20, 0.305, 0.005, 0.3, Spent(0.2, method_s=0.08), threads))
         assert found.ddp["step_s"] == pytest.approx(0.3202 - taken)
@@ -84,7 +88,9 @@ def test_waiting_that_nothing_explains_would_be_ddps_too():
     assert "does not explain" not in explained.why
 
 
-@pytest.mark.parametrize(("step_s", "pays"), [(3.0, True), (200.0, False), (4.0, None), (30.0, None)])
+@pytest.mark.parametrize(
+    ("step_s", "pays"), [(3.0, True), (200.0, False), (4.0, None), (30.0, None)]
+)
 def test_where_waits_are_not_seen_bounds_decide(step_s, pays):
     found = topk(SLOW, Measured(20, step_s, None, None, Spent(0.0)))
     assert found.pays is pays
@@ -99,7 +105,8 @@ def test_without_steps_nothing_is_known():
 
 def test_what_is_said_of_plain_ddp():
     slow = Measured(20, 4.4, 4.0, 0.4, Spent(0.3))
-    assert judge_plain(Measured(20, 0.4, 0.19, 0.21, Spent(0.3)), None, BUCKETS) is None  # less than half of it
+    # less than half of it
+    assert judge_plain(Measured(20, 0.4, 0.19, 0.21, Spent(0.3)), None, BUCKETS) is None
     assert judge_plain(None, None, BUCKETS) is None
     said = judge_plain(slow, SLOW, BUCKETS)
     assert said.startswith("communication takes 91 % of a step (4 s of 4.4 s)")
@@ -110,13 +117,16 @@ def test_what_is_said_of_plain_ddp():
     assert "compression" not in other
 
 
-# -- real steps -------------------------------------------------------------------------------------------------------------
+# -- real steps
+# -------------------------------------------------------------------------------------------------------------
 WORDS, ROWS = 24, 48
 
 
 class Plain(nn.Sequential):
     def __init__(self):
-        super().__init__(nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WORDS))
+        super().__init__(
+            nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WORDS)
+        )
 
 
 def steps(world, mode, link, more, steps=14):
@@ -129,7 +139,9 @@ def steps(world, mode, link, more, steps=14):
     built = Plain().eval()
     _, matrices = outline(built, config), matrices_of(built)
     strategy.place(built)
-    strategy.build_optimizer(lambda named: build_optimizer(config.train_args, 1e-3, named, matrices))
+    strategy.build_optimizer(
+        lambda named: build_optimizer(config.train_args, 1e-3, named, matrices)
+    )
     meter = Meter(world, time.time(), has_tokens=False)
     before = world.traffic.total
     judge = Judge(strategy.exchange, world, meter, first_step=0, last_step=steps)
@@ -204,7 +216,8 @@ def test_local_training_is_judged_by_whole_periods():
     opening, words, figures, said, _ = ranks[0]
     assert "diloco sends" in opening[1]
     assert "in the mean" in opening[1]
-    assert [number + 1 for number, word in enumerate(words) if word is not None] == [13]  # three periods after the first step
+    # three periods after the first step
+    assert [number + 1 for number, word in enumerate(words) if word is not None] == [13]
     assert figures["communication"]["steps_measured"] == 12
     assert figures["link"]["num_ranks"] == 4  # those among which plain ddp would sum
     assert figures["communication"]["pays"] is True
@@ -215,7 +228,12 @@ def part(world):
     """Compression on the data axis of a hybrid; and modes of which there is nothing to judge."""
     axes = Axes(data=2, tensor=2)
     lines = type(world)(world.env, world.device, axes)
-    sizes = {"mode": "hybrid", "data": 2, "tensor": 2, "tensor_plan": {"1": "colwise", "3": "rowwise"}}
+    sizes = {
+        "mode": "hybrid",
+        "data": 2,
+        "tensor": 2,
+        "tensor_plan": {"1": "colwise", "3": "rowwise"},
+    }
     config = Config(model="m", dataset="d", parallel=sizes, compression={"method": "bf16"})
     strategy = make_strategy("hybrid", config, lines)
     strategy.place(Plain())
@@ -225,7 +243,11 @@ def part(world):
         other.place(Plain())
         none.append(other.exchange)
     world.barrier()
-    return strategy.exchange.group.size, strategy.exchange.sent_bytes * 2 == sum(strategy.exchange.bucket_bytes), none
+    return (
+        strategy.exchange.group.size,
+        strategy.exchange.sent_bytes * 2 == sum(strategy.exchange.bucket_bytes),
+        none,
+    )
 
 
 def test_the_data_axis_of_a_hybrid():
@@ -233,14 +255,18 @@ def test_the_data_axis_of_a_hybrid():
         assert found == (2, True, [None, None])
 
 
-# -- who is told ------------------------------------------------------------------------------------------------------------
+# -- who is told
+# ------------------------------------------------------------------------------------------------------------
 def test_the_report_and_the_last_lines_tell():
     verdict = topk(FAST, Measured(20, 0.35, 0.05, 0.3, Spent(0.2, method_s=0.04)))
     figures = {
         "method": "topk", "ratio_sent": 50.0, "residual_norm": 1.5, "step_s": 0.35, "wait_s": 0.05, "wait_share": 1 / 7,
         "steps_measured": 20, "method_s": 0.04, "ddp": verdict.ddp, "pays": verdict.pays, "why": verdict.why,
     }  # fmt: skip
-    rows = {one["name"]: one["value"] for one in communication_rows({"communication": figures, "link": FAST.as_dict()})}
+    rows = {
+        one["name"]: one["value"]
+        for one in communication_rows({"communication": figures, "link": FAST.as_dict()})
+    }
     assert rows["Pays on this link"] == "no"
     assert rows["Link, measured"] == "8 Gbit/s, 0.1 ms a message"
     assert rows["Of it waiting for communication"] == "50 ms (14 %)"
@@ -248,8 +274,13 @@ def test_the_report_and_the_last_lines_tell():
     assert rows["Sent, of what plain ddp sends"] == "1/50"
     assert rows["Why"] == verdict.why
     assert communication_rows({}) == []
-    old = {row["name"] for row in communication_rows({"communication": {"method": "topk", "ratio_sent": None}})}
+    old = {
+        row["name"]
+        for row in communication_rows({"communication": {"method": "topk", "ratio_sent": None}})
+    }
     assert old == {"Method", "Sent, of what plain ddp sends"}  # of a run before links were measured
-    lines = dict(end_lines(Progress(), {"status": "done", "step": 20, "network": "topk does not pay"}))
+    lines = dict(
+        end_lines(Progress(), {"status": "done", "step": 20, "network": "topk does not pay"})
+    )
     assert lines["network"] == "topk does not pay"
     assert "network" not in dict(end_lines(Progress(), {"status": "done", "step": 20}))

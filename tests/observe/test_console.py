@@ -1,4 +1,5 @@
-"""The console: what is printed to a pipe, what is drawn on a terminal, and that neither can hurt the run."""
+"""The console: what is printed to a pipe, what is drawn on a terminal, and that neither can hurt
+the run."""
 
 from __future__ import annotations
 
@@ -95,7 +96,11 @@ def test_start_block_says_model_parallel_data_and_derived_values():
 
 def test_a_step_line_has_the_figures_and_no_control_codes():
     line = plain([start(), step(1)]).splitlines()[-1]
-    assert line == "step 1/40  epoch 0.05  loss 1.5000  lr 1e-4  6.4k tokens/s  mem 1.5 GiB  2 ranks  ETA 0:20"
+    assert (
+        line
+        == "step 1/40  epoch 0.05  loss 1.5000  lr 1e-4  6.4k tokens/s  mem 1.5 GiB  2 ranks  ETA"
+        " 0:20"
+    )
 
 
 def shown_steps(text: str) -> list[int]:
@@ -111,18 +116,29 @@ def test_a_long_run_prints_about_one_line_per_second_with_first_and_last():
 
 
 def test_a_short_run_prints_every_step_that_it_logs():
-    assert shown_steps(plain([start(), *(step(number) for number in range(1, 41))])) == list(range(1, 41))
+    assert shown_steps(plain([start(), *(step(number) for number in range(1, 41))])) == list(
+        range(1, 41)
+    )
 
 
 def test_logging_steps_are_all_printed():
-    settings = {"derived": {**START["derived"], "steps": 1000}, "config": {"train_args": {"logging_steps": 5}}}
+    settings = {
+        "derived": {**START["derived"], "steps": 1000},
+        "config": {"train_args": {"logging_steps": 5}},
+    }
     logged = [1, *range(5, 201, 5)]
     assert shown_steps(plain([start(**settings), *(step(number) for number in logged)])) == logged
 
 
 def test_a_run_that_ends_early_shows_its_last_step():
     text = plain(
-        [start(), step(1), step(2), step(3), {"type": "run_end", "time": 1001.0, "status": "stopped", "step": 3, "wall_s": 1.0}]
+        [
+            start(),
+            step(1),
+            step(2),
+            step(3),
+            {"type": "run_end", "time": 1001.0, "status": "stopped", "step": 3, "wall_s": 1.0},
+        ]
     )
     assert "step 3/40" in text
     assert "stopped" in text
@@ -144,18 +160,40 @@ def test_evaluations_checkpoints_and_notices_are_never_hidden():
                 "wall_s": 0.1,
                 "metrics": {"accuracy": 0.5},
             },
-            {"type": "checkpoint", "time": 1000.0, "step": number, "path": "c", "size_bytes": 2048, "wall_s": 0.1},
+            {
+                "type": "checkpoint",
+                "time": 1000.0,
+                "step": number,
+                "path": "c",
+                "size_bytes": 2048,
+                "wall_s": 0.1,
+            },
             {"type": "notice", "time": 1000.0, "level": "warning", "text": f"careful {number}"},
         ]
     text = plain([start(), *many])
-    assert text.count("evaluation at step") == text.count("checkpoint at step") == text.count("warning: careful") == 10
+    assert (
+        text.count("evaluation at step")
+        == text.count("checkpoint at step")
+        == text.count("warning: careful")
+        == 10
+    )
     assert "loss 1.2500, accuracy 0.5000, over 99, in 0.10 s" in text
     assert "2.0 KiB" in text
 
 
 def test_a_checkpoint_that_failed_is_said():
     text = plain(
-        [{"type": "checkpoint", "time": 0.0, "step": 8, "path": None, "size_bytes": None, "wall_s": None, "error": "disk full"}]
+        [
+            {
+                "type": "checkpoint",
+                "time": 0.0,
+                "step": 8,
+                "path": None,
+                "size_bytes": None,
+                "wall_s": None,
+                "error": "disk full",
+            }
+        ]
     )
     assert text == "warning: no checkpoint at step 8: disk full\n"
 
@@ -186,7 +224,18 @@ def test_a_run_without_a_language_model_is_not_told_to_generate():
 
 
 def test_failed_run_says_the_reason():
-    text = plain([start(), {"type": "run_end", "time": 1.0, "status": "failed", "step": None, "reason": "rank 1 died"}])
+    text = plain(
+        [
+            start(),
+            {
+                "type": "run_end",
+                "time": 1.0,
+                "status": "failed",
+                "step": None,
+                "reason": "rank 1 died",
+            },
+        ]
+    )
     assert "rank 1 died" in text
 
 
@@ -197,7 +246,13 @@ def test_a_loss_that_is_no_number(loss):
 
 def test_unknown_figures_are_left_out():
     event = {"time": 1.0, "type": "step", "step": 1, "loss": 2.0}
-    bare = {"time": 1.0, "type": "run_start", "strategy": "single", "device": "cpu", "world_size": 1}
+    bare = {
+        "time": 1.0,
+        "type": "run_start",
+        "strategy": "single",
+        "device": "cpu",
+        "world_size": 1,
+    }
     assert plain([bare, event]).splitlines()[-1] == "step 1  loss 2.0000  1 rank"
 
 
@@ -207,17 +262,31 @@ def test_samples_a_second_where_there_are_no_tokens():
 
 def test_eta_is_from_the_median_step():
     text = plain([start(), step(1), step(2), step(3, step_time_s=500.0, at=1005.0)])
-    assert text.splitlines()[-1].endswith("ETA 0:18")  # 37 steps of half a second, whatever the third took
+    # 37 steps of half a second, whatever the third took
+    assert text.splitlines()[-1].endswith("ETA 0:18")
 
 
 def test_time_to_first_step_once_a_life():
-    lines = plain([start(), step(1, since_start_s=4.21), step(2), start(resumed_from_step=2), step(3, since_start_s=3.0)])
+    lines = plain(
+        [
+            start(),
+            step(1, since_start_s=4.21),
+            step(2),
+            start(resumed_from_step=2),
+            step(3, since_start_s=3.0),
+        ]
+    )
     assert lines.count("first step done after") == 2
     assert "first step done after 4.2 s" in lines
 
 
 def test_control_characters_do_not_reach_the_terminal():
-    text = plain([start(output_dir="a\x1b[2Jb"), {"type": "notice", "time": 0.0, "level": "info", "text": "x\x1b]0;y\x07"}])
+    text = plain(
+        [
+            start(output_dir="a\x1b[2Jb"),
+            {"type": "notice", "time": 0.0, "level": "info", "text": "x\x1b]0;y\x07"},
+        ]
+    )
     assert "\x1b" not in text
     assert "\x07" not in text
 
@@ -258,7 +327,9 @@ def test_an_ascii_stream_gets_ascii():
 
 
 def test_an_event_of_an_odd_shape_is_said_not_raised():
-    assert "could not be shown" in plain([{"type": "step", "time": 0.0}, {"type": "run_start", "derived": 7}])
+    assert "could not be shown" in plain(
+        [{"type": "step", "time": 0.0}, {"type": "run_start", "derived": 7}]
+    )
     assert plain([{"type": "of_the_future", "time": 0.0}]) == ""
 
 
@@ -284,7 +355,11 @@ def on_terminal(events: list[dict], columns: int, **environment: str) -> str:
 
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
-    env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("COLUMNS", "LINES", "NO_COLOR")
+    }
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD],
         stdin=subprocess.PIPE,
@@ -312,7 +387,8 @@ def on_terminal(events: list[dict], columns: int, **environment: str) -> str:
 
 
 def screen(raw: str) -> list[str]:
-    """What stands on the screen in the end: lines, with carriage return and erase-line obeyed, colours left out."""
+    """What stands on the screen in the end: lines, with carriage return and erase-line obeyed,
+    colours left out."""
     lines = []
     for line in re.sub(r"\x1b\[(?![0-9]*K)[0-9;?]*[a-zA-Z]", "", raw).split("\n"):
         shown = re.split(r"\r?\x1b\[2K", line.rstrip("\r"))[-1]
@@ -397,7 +473,13 @@ def test_tensorboard_files_hold_the_scalars(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     listener = TensorBoardListener(tmp_path)
-    evaluation = {"type": "eval", "time": 1003.0, "step": 3, "loss": 1.25, "metrics": {"accuracy": 0.5}}
+    evaluation = {
+        "type": "eval",
+        "time": 1003.0,
+        "step": 3,
+        "loss": 1.25,
+        "metrics": {"accuracy": 0.5},
+    }
     for event in (
         start(),
         step(1),
@@ -418,7 +500,9 @@ def test_tensorboard_files_hold_the_scalars(tmp_path: Path):
     assert read.Scalars("train/tokens_per_second")[0].value == 6400
     assert read.Scalars("eval/loss")[0].value == 1.25
     assert read.Scalars("memory/rank_1_bytes")[0].value == 3 * 2**29
-    assert {"train/learning_rate", "train/grad_norm", "eval/accuracy"} <= set(read.Tags()["scalars"])
+    assert {"train/learning_rate", "train/grad_norm", "eval/accuracy"} <= set(
+        read.Tags()["scalars"]
+    )
 
 
 def test_tensorboard_that_is_not_installed_is_a_config_error(monkeypatch):

@@ -26,22 +26,39 @@ class Plain(nn.Sequential):
     """Wide enough that step counts and padding do not show."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WORDS))
+        super().__init__(
+            nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WORDS)
+        )
 
 
-def _measured(world: World, mode: str, more: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int]:
+def _measured(
+    world: World, mode: str, more: dict[str, Any]
+) -> tuple[dict[str, int], dict[str, int], int]:
     """(measured, declared, the strategy's own sum) after two steps."""
     config = Config(model="m", dataset="d", **{"parallel": {"mode": mode}, **more})
-    world = World(world.env, world.device, layout(config.parallel, world.size).axes, world.group, world.ranks, world.waits)
+    world = World(
+        world.env,
+        world.device,
+        layout(config.parallel, world.size).axes,
+        world.group,
+        world.ranks,
+        world.waits,
+    )
     strategy = make_strategy(mode, config, world)
     built = Plain()
     shape, matrices = outline(built, config), matrices_of(built)
     model = strategy.place(built)
-    strategy.build_optimizer(lambda named: build_optimizer(config.train_args, 1e-3, named, matrices))
+    strategy.build_optimizer(
+        lambda named: build_optimizer(config.train_args, 1e-3, named, matrices)
+    )
     batch = torch.arange(ROWS) % WORDS
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16, enabled=config.train_args.precision == "bf16-mixed"):
-            strategy.backward(lambda _, module: functional.cross_entropy(module(batch).float(), batch), 1)
+        with torch.autocast(
+            "cpu", torch.bfloat16, enabled=config.train_args.precision == "bf16-mixed"
+        ):
+            strategy.backward(
+                lambda _, module: functional.cross_entropy(module(batch).float(), batch), 1
+            )
         strategy.clip(1.0)
         strategy.update(lambda optimizer: (optimizer.step(), True)[1])
     cost = strategy.cost(shape, world.axes, Workload(positions=ROWS), config)
@@ -54,9 +71,11 @@ def _measured(world: World, mode: str, more: dict[str, Any]) -> tuple[dict[str, 
     ("mode", "more"),
     [
         ("ddp", {}),
-        ("ddp", {"compression": {"method": "powersgd", "rank": 2}}),  # what waits to be sent is with the optimizer
+        # what waits to be sent is with the optimizer
+        ("ddp", {"compression": {"method": "powersgd", "rank": 2}}),
         ("zero1", {}),
-        ("zero1", {"train_args": {"precision": "bf16-mixed"}}),  # float32 master weights are with the parameters
+        # float32 master weights are with the parameters
+        ("zero1", {"train_args": {"precision": "bf16-mixed"}}),
         ("zero2", {}),  # gathered weights are with the parameters
         ("zero3", {}),
         ("diloco", {}),  # the outer parameters are with the optimizer

@@ -20,7 +20,8 @@ STEPS = 3
 
 
 def _steps(world: World) -> dict[str, Any]:
-    """Rank 1 is slow in its forward, so rank 0 waits in backward; and only rank 0 broadcasts more than the others know."""
+    """Rank 1 is slow in its forward, so rank 0 waits in backward; and only rank 0 broadcasts more
+    than the others know."""
     PULSE.start()
     meter = Meter(world, time.time(), has_tokens=False)
     lengths = []
@@ -51,7 +52,8 @@ def test_the_parts_of_a_step_are_told_of_every_rank_and_add_up() -> None:
     ranks = run_ranks(_steps, 2)
     for one in ranks:
         assert one["told"] == [[0.0], [1.0]]
-        assert one["figures"]["ranks"] == ranks[0]["figures"]["ranks"]  # the same table on every rank
+        # the same table on every rank
+        assert one["figures"]["ranks"] == ranks[0]["figures"]["ranks"]
     told = ranks[0]["figures"]["ranks"]
     for rank, row in enumerate(told):
         assert row["rank"] == rank
@@ -60,7 +62,8 @@ def test_the_parts_of_a_step_are_told_of_every_rank_and_add_up() -> None:
         assert row["backward_s"] >= 0.01
         assert row["memory_bytes"] == ranks[0]["figures"]["memory_bytes"][rank] > 0
     assert told[1]["forward_s"] >= 0.15 > told[0]["forward_s"]
-    assert told[0]["communication_s"] > told[1]["communication_s"]  # taken out of the backward in which rank 0 waited
+    # taken out of the backward in which rank 0 waited
+    assert told[0]["communication_s"] > told[1]["communication_s"]
     assert told[0]["communication_s"] > told[0]["backward_s"]
 
 
@@ -75,7 +78,9 @@ def _one_rank(**more: Any) -> tuple[World, Meter]:
     return world, Meter(world, time.time(), has_tokens=False, **more)
 
 
-def _send(world: World, meter: Meter, within: int = 0, after: int = 0, name: str = "all_reduce") -> None:
+def _send(
+    world: World, meter: Meter, within: int = 0, after: int = 0, name: str = "all_reduce"
+) -> None:
     meter.begin()
     if within:
         world.traffic.add(name, within)
@@ -90,7 +95,8 @@ def test_traffic_of_a_period_is_the_mean_over_a_whole_one() -> None:
     for within in (0, 0, 900, 0, 0, 900):
         _send(world, meter, within)
         seen.append(meter.gather(0.0)["traffic"])
-    assert seen == [None, None, *[{"all_reduce": 300}] * 4]  # not 0, 0, 900: whatever step a line is of
+    # not 0, 0, 900: whatever step a line is of
+    assert seen == [None, None, *[{"all_reduce": 300}] * 4]
 
 
 def test_traffic_is_the_mean_since_the_last_line() -> None:

@@ -1,4 +1,5 @@
-"""`report.json` and `report.html`: the fixed keys, and a page that is whole, safe and offline whatever the run was."""
+"""`report.json` and `report.html`: the fixed keys, and a page that is whole, safe and offline
+whatever the run was."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import pytest
 
 from paceline.core.events import EventLog, read_events
 from paceline.core.run_dir import RunDir
-from paceline.observe.report.charts import MAX_POINTS, Plot, Series, downsample, draw, smooth, tick_label, ticks
+from paceline.observe.report.charts import (
+    MAX_POINTS,
+    Plot,
+    Series,
+    downsample,
+    draw,
+    smooth,
+    tick_label,
+    ticks,
+)
 from paceline.observe.report.html import render_report
 from paceline.observe.report.write import REPORT_KEYS, write_reports
 
@@ -48,7 +58,9 @@ def report(**more: object) -> dict:
     return {**known, **more}
 
 
-def run(root: Path, count: int, world: int = 2, losses: dict | None = None, name: str = "builtin:small") -> EventLog:
+def run(
+    root: Path, count: int, world: int = 2, losses: dict | None = None, name: str = "builtin:small"
+) -> EventLog:
     """Real events of a run of ``count`` steps."""
     root.mkdir(parents=True, exist_ok=True)
     RunDir(root).config.write_text("model: builtin:small\ntask: sft\n")
@@ -58,7 +70,9 @@ def run(root: Path, count: int, world: int = 2, losses: dict | None = None, name
     return log
 
 
-def begin(log: EventLog, root: Path, name: str = "builtin:small", resumed: int | None = None) -> None:
+def begin(
+    log: EventLog, root: Path, name: str = "builtin:small", resumed: int | None = None
+) -> None:
     log.emit(
         "run_start",
         config={"task": "sft"},
@@ -140,8 +154,13 @@ def paths(html: str) -> list[str]:
 
 def test_report_json_has_the_fixed_keys_and_no_nan(tmp_path):
     run(tmp_path, 3)
-    write_reports(RunDir(tmp_path), report(final_train_loss=math.nan, final_eval_loss=None, samples_per_second=3.0))
-    written = json.loads(RunDir(tmp_path).report.read_text(), parse_constant=lambda name: pytest.fail(name))
+    write_reports(
+        RunDir(tmp_path),
+        report(final_train_loss=math.nan, final_eval_loss=None, samples_per_second=3.0),
+    )
+    written = json.loads(
+        RunDir(tmp_path).report.read_text(), parse_constant=lambda name: pytest.fail(name)
+    )
     assert set(REPORT_KEYS) <= set(written)
     assert written["final_train_loss"] == "nan"
     assert written["final_eval_loss"] is None
@@ -154,7 +173,10 @@ def test_report_json_has_the_fixed_keys_and_no_nan(tmp_path):
     [
         ({"lost": 1}, "unknown lost"),
         ({"data": {"read": 1, "kept": 1}}, "missing data.dropped"),
-        ({"state_memory_bytes": {"predicted": 1, "measured": 1, "guess": 2}}, "unknown state_memory_bytes.guess"),
+        (
+            {"state_memory_bytes": {"predicted": 1, "measured": 1, "guess": 2}},
+            "unknown state_memory_bytes.guess",
+        ),
     ],
 )
 def test_a_wrong_report_is_refused(tmp_path, change, message):
@@ -178,17 +200,36 @@ def test_the_page_is_whole_offline_and_has_its_plots(tmp_path):
     assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)
     assert not {"src", "href"} & {name for name, _ in page.attributes}
     assert "prefers-color-scheme: dark" in html
-    for title in ("Training loss", "Learning rate", "Throughput", "Time of a step", "Memory of each rank", "Gradient norm"):
+    for title in (
+        "Training loss",
+        "Learning rate",
+        "Throughput",
+        "Time of a step",
+        "Memory of each rank",
+        "Gradient norm",
+    ):
         assert title in page.text
     assert page.tags.count("svg") == 6
     assert all(d for _, d in paths(html))
-    for part in ("0.9300", "from 3.5000", "2 min 19 s", "1.0 GiB", "dropped: empty", "480", "96.0 %", "task: sft", "2.11"):
+    for part in (
+        "0.9300",
+        "from 3.5000",
+        "2 min 19 s",
+        "1.0 GiB",
+        "dropped: empty",
+        "480",
+        "96.0 %",
+        "task: sft",
+        "2.11",
+    ):
         assert part in page.text
 
 
 def test_data_of_every_plot_can_be_read(tmp_path):
     run(tmp_path, 30)
-    blocks = re.findall(r'<script type="application/json">(.*?)</script>', page_of(tmp_path), re.DOTALL)
+    blocks = re.findall(
+        r'<script type="application/json">(.*?)</script>', page_of(tmp_path), re.DOTALL
+    )
     assert len(blocks) == 6
     loss = json.loads(blocks[0])
     assert [series["name"] for series in loss["series"]] == ["each step", "smoothed", "evaluation"]
@@ -203,7 +244,14 @@ def test_values_from_configs_and_data_are_escaped(tmp_path):
     log.emit("run_end", status="failed", step=3, reason=EVIL)
     RunDir(tmp_path / "x<b>y").config.write_text(f"model: '{EVIL}'\n")
     data = {"read": 1, "kept": 0, "dropped": {EVIL: 1}}
-    html = page_of(tmp_path / "x<b>y", status="failed", strategy=EVIL, device=EVIL, data=data, final_eval_metrics={EVIL: 0.5})
+    html = page_of(
+        tmp_path / "x<b>y",
+        status="failed",
+        strategy=EVIL,
+        device=EVIL,
+        data=data,
+        final_eval_metrics={EVIL: 0.5},
+    )
     page = Page(html)
     assert page.tags.count("script") == 7  # six plots' data and the read-out
     assert "img" not in page.tags
@@ -282,8 +330,16 @@ def test_a_later_life_replaces_what_it_did_again_and_is_marked(tmp_path):
 
 def test_ranks_and_memory_are_shown_by_part(tmp_path):
     parts = {"data_s": 0.004, "forward_s": 0.0621, "communication_s": 1.5, "other_s": 0.0}
-    ranks = [{"rank": 0, "data_wait_s": 0.1, "comm_wait_s": 0.2, **parts, "memory_bytes": 3 * 2**30}]
-    state = {"parameters": 2**20, "gradients": 2**21, "optimizer": 2**22, "activations": None, "total": 7 * 2**20}
+    ranks = [
+        {"rank": 0, "data_wait_s": 0.1, "comm_wait_s": 0.2, **parts, "memory_bytes": 3 * 2**30}
+    ]
+    state = {
+        "parameters": 2**20,
+        "gradients": 2**21,
+        "optimizer": 2**22,
+        "activations": None,
+        "total": 7 * 2**20,
+    }
     predicted = {"memory_bytes": {**state, "activations": 5 * 2**20, "total": 12 * 2**20}}
     log = EventLog(RunDir(tmp_path).events)
     log.emit("run_start", config={}, predicted=predicted)
@@ -296,7 +352,14 @@ def test_ranks_and_memory_are_shown_by_part(tmp_path):
     assert "data_wait_s" not in text
     assert "communication, not hidden" in text
     memory = re.findall(r"<td[^>]*>([^<]*)</td>", text[text.index("Memory by rank") :])
-    assert memory[:6] == ["predicted, fullest rank", "1.0 MiB", "2.0 MiB", "4.0 MiB", "5.0 MiB", "12.0 MiB"]
+    assert memory[:6] == [
+        "predicted, fullest rank",
+        "1.0 MiB",
+        "2.0 MiB",
+        "4.0 MiB",
+        "5.0 MiB",
+        "12.0 MiB",
+    ]
     assert memory[6:12] == ["rank 0", "1.0 MiB", "2.0 MiB", "4.0 MiB", "–", "7.0 MiB"]
 
 
@@ -331,8 +394,12 @@ def test_a_large_run_is_downsampled_but_keeps_its_spike(tmp_path):
         for n in range(1, 20_001)
     ]
     html = render_report(report(), events, "")
-    blocks = [json.loads(one) for one in re.findall(r'application/json">(.*?)</script>', html, re.DOTALL)]
-    assert all(sum(len(series["x"]) for series in block["series"]) <= MAX_POINTS for block in blocks)
+    blocks = [
+        json.loads(one) for one in re.findall(r'application/json">(.*?)</script>', html, re.DOTALL)
+    ]
+    assert all(
+        sum(len(series["x"]) for series in block["series"]) <= MAX_POINTS for block in blocks
+    )
     assert max(blocks[0]["series"][0]["y"]) == 50.0
     assert len(html) < 400_000
 
@@ -367,7 +434,14 @@ def test_ticks_are_round_and_inside():
 
 
 def test_a_stack_adds_up():
-    plot = Plot("t", "s", [Series("a", [(1, 1.0), (2, 1.0)], kind="area"), Series("b", [(1, 3.0), (2, 3.0)], "c2", "area")])
+    plot = Plot(
+        "t",
+        "s",
+        [
+            Series("a", [(1, 1.0), (2, 1.0)], kind="area"),
+            Series("b", [(1, 3.0), (2, 3.0)], "c2", "area"),
+        ],
+    )
     shapes = draw(plot, (1, 2), [])["shapes"]
     top = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", shapes[1]["d"])]
     lower = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", shapes[0]["d"])]

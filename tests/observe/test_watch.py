@@ -107,7 +107,14 @@ def test_what_happens_later_is_followed_over_a_resume(tmp_path):
     watcher.join(20)
     assert codes == [0]
     text = stream.getvalue()
-    order = [text.index(part) for part in ("step 1/1,000", "resumed at step 1 from checkpoints/step-00000001", "step 5/1,000")]
+    order = [
+        text.index(part)
+        for part in (
+            "step 1/1,000",
+            "resumed at step 1 from checkpoints/step-00000001",
+            "step 5/1,000",
+        )
+    ]
     assert order == sorted(order)
 
 
@@ -150,7 +157,11 @@ def test_process_alive_knows_what_it_cannot_know():
 
 
 def test_a_process_number_that_was_given_again_is_not_the_run():
-    long_ago = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time() - 10 * 365 * 86400}
+    long_ago = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.time() - 10 * 365 * 86400,
+    }
     known = Path("/proc/stat").exists()  # elsewhere only the number is known
     assert process_alive(long_ago) is not known
 
@@ -179,7 +190,8 @@ def test_a_watcher_that_nobody_reads_ends(tmp_path):
     with os.fdopen(writer, "w", buffering=1) as stream:
         with pytest.raises(BrokenPipeError):
             watch(tmp_path, stream)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what could not be written need not be
+        # what could not be written need not be
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def test_a_file_inside_the_run_will_do(tmp_path):
@@ -200,10 +212,13 @@ def test_ctrl_c_leaves_and_starting_imports_nothing_heavy(tmp_path):
     steps(log, 1, 1)
     before = RunDir(tmp_path).events.read_bytes()
     code = (
-        "import sys; from pathlib import Path; from paceline.observe.watch import watch; code = watch(Path(sys.argv[1]));"
-        "assert not {'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules); sys.exit(code)"
+        "import sys; from pathlib import Path; from paceline.observe.watch import watch; code ="
+        " watch(Path(sys.argv[1]));assert not {'torch', 'transformers', 'pydantic', 'numpy'} &"
+        " set(sys.modules); sys.exit(code)"
     )
-    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True
+    )
     read = ""
     while "step 1/1,000" not in read:
         line = child.stderr.readline()

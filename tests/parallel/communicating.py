@@ -16,7 +16,8 @@ from paceline.train.optimizer import build_optimizer, matrices_of
 
 
 def packed(sources):
-    """Sources by name as bytes: handed to a process as they are, each of their tensors would take a file descriptor."""
+    """Sources by name as bytes: handed to a process as they are, each of their tensors would take a
+    file descriptor."""
     buffer = io.BytesIO()
     torch.save({name: one.whole for name, one in sources.items()}, buffer)
     return buffer.getvalue()
@@ -27,10 +28,22 @@ def unpacked(raw):
 
 
 def train(
-    world, net, steps, *, mode="ddp", axes=None, source=None, first=0, rate=3e-3, parallel=None, compression=None, **args
+    world,
+    net,
+    steps,
+    *,
+    mode="ddp",
+    axes=None,
+    source=None,
+    first=0,
+    rate=3e-3,
+    parallel=None,
+    compression=None,
+    **args,
 ):
-    """Train ``steps`` steps from step ``first`` on. Every rank starts from weights of its own. Returns losses (of the whole
-    batch), norms, parts, weights, state bytes measured, cost, traffic of the last step, figures, notices."""
+    """Train ``steps`` steps from step ``first`` on. Every rank starts from weights of its own.
+    Returns losses (of the whole batch), norms, parts, weights, state bytes measured, cost, traffic
+    of the last step, figures, notices."""
     if axes is not None:
         world = World(world.env, world.device, axes)
     config = Config(
@@ -45,7 +58,9 @@ def train(
     built = net().eval()
     shape, matrices = outline(built, config), matrices_of(built)
     model = strategy.place(built)
-    strategy.build_optimizer(lambda named: build_optimizer(config.train_args, rate, named, matrices))
+    strategy.build_optimizer(
+        lambda named: build_optimizer(config.train_args, rate, named, matrices)
+    )
     if source is not None:
         strategy.load_state(source)
     losses, norms, traffic = [], [], {}
@@ -56,7 +71,10 @@ def train(
         seen = []
 
         def micro_step(number, module, mine=mine, seen=seen):
-            loss = functional.cross_entropy(module(mine), (mine * 7 + 1) % WORDS, reduction="sum") / ROWS
+            loss = (
+                functional.cross_entropy(module(mine), (mine * 7 + 1) % WORDS, reduction="sum")
+                / ROWS
+            )
             seen.append(float(loss.detach()))
             return loss
 
@@ -64,7 +82,10 @@ def train(
         strategy.backward(micro_step, 1)
         norms.append(float(strategy.clip(1.0)))
         assert strategy.update(lambda optimizer: (optimizer.step(), True)[1])
-        traffic = {name: size - before.get(name, 0) for name, size in world.traffic.bytes_by_collective.items()}
+        traffic = {
+            name: size - before.get(name, 0)
+            for name, size in world.traffic.bytes_by_collective.items()
+        }
         losses.append(world.sum(sum(seen) if strategy.speaks else 0.0)[0])
     result = {
         "losses": losses,

@@ -35,7 +35,9 @@ class Plain(nn.Sequential):
     """Wide enough that step counts and padding do not show."""
 
     def __init__(self):
-        super().__init__(nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WORDS))
+        super().__init__(
+            nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WORDS)
+        )
 
 
 def config_of(mode, local=None, optim="adamw", clip=0.5, **train_args):
@@ -56,7 +58,9 @@ def make(world, mode, local=None, optim="adamw", net=Small, clip=0.5, rate=1e-2)
     built = net()
     strategy.shape, matrices = outline(built, config), matrices_of(built)
     model = strategy.place(built)
-    strategy.build_optimizer(lambda named: build_optimizer(config.train_args, rate, named, matrices))
+    strategy.build_optimizer(
+        lambda named: build_optimizer(config.train_args, rate, named, matrices)
+    )
     model.train()
     return strategy
 
@@ -94,9 +98,14 @@ def weights(strategy):
 
 def everything(strategy):
     """All that the next steps depend on, as this rank has it."""
-    found = {f"model/{name}": one.detach().clone() for name, one in strategy.model.state_dict().items()}
+    found = {
+        f"model/{name}": one.detach().clone() for name, one in strategy.model.state_dict().items()
+    }
     for part in strategy.parts():
-        found |= {f"optimizer/{part.name}/{key}": one.clone() for key, one in strategy._optimizer_state(part).items()}
+        found |= {
+            f"optimizer/{part.name}/{key}": one.clone()
+            for key, one in strategy._optimizer_state(part).items()
+        }
     for name, ranges in strategy.outer_state().items():
         found |= {f"{name}/{start}": one.clone() for start, one in ranges}
     return found
@@ -109,8 +118,9 @@ def source_of(strategy):
 
 
 def goes_on_to_the_bit(world, mode, local, save_at, steps):
-    """Names of what differs on this rank between an unbroken run and those that go on from a checkpoint of each step of
-    ``save_at``. A checkpoint leaves the run that wrote it as it was: the unbroken one is without any."""
+    """Names of what differs on this rank between an unbroken run and those that go on from a
+    checkpoint of each step of ``save_at``. A checkpoint leaves the run that wrote it as it was: the
+    unbroken one is without any."""
     plain = make(world, mode, local)
     for step in range(steps):
         one_step(plain, step)
@@ -120,12 +130,17 @@ def goes_on_to_the_bit(world, mode, local, save_at, steps):
         one_step(saving, step)
         if step + 1 in save_at:
             sources[step + 1] = source_of(saving)
-    for name, run in [("saving", saving), *((f"from {at}", resumed(world, mode, local, sources[at])) for at in save_at)]:
+    for name, run in [
+        ("saving", saving),
+        *((f"from {at}", resumed(world, mode, local, sources[at])) for at in save_at),
+    ]:
         for step in range(run.done, steps):
             one_step(run, step)
         found = everything(run)
         assert found.keys() == expected.keys()
-        wrong += [f"{name}: {key}" for key, one in found.items() if not torch.equal(one, expected[key])]
+        wrong += [
+            f"{name}: {key}" for key, one in found.items() if not torch.equal(one, expected[key])
+        ]
         assert all(text.startswith(mode) for _, text in run.notices), run.notices
     return wrong
 

@@ -10,6 +10,12 @@ def make_config(mode, optimizer, servers, rhythm="sync", dense="auto"):
         dataset="d",
         task="recommend",
         parallel={"mode": mode, "bucket_cap_mb": 0.001},
-        parameter_server={"servers": servers, "optimizer": optimizer, "mode": rhythm, "staleness": 2, "dense": dense},
+        parameter_server={
+            "servers": servers,
+            "optimizer": optimizer,
+            "mode": rhythm,
+            "staleness": 2,
+            "dense": dense,
+        },
         train_args={"optim": other, "momentum": 0.0, "gradient_accumulation_steps": 2},
     )

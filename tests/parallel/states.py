@@ -19,7 +19,9 @@ class MemorySource:
         return {name: (one.dtype, tuple(one.shape)) for name, one in self.whole.items()}
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]):
-        box = self.whole[name][tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+        box = self.whole[name][
+            tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        ]
         assert tuple(box.shape) == tuple(shape), name
         return box.clone()
 
@@ -41,13 +43,23 @@ def assemble(parts_by_rank: list[list[Part]]) -> MemorySource:
         if part.name not in whole:
             whole[part.name] = torch.zeros(part.shape, dtype=part.tensor.dtype)
             written[part.name] = torch.zeros(part.shape, dtype=torch.int32)
-        assert (tuple(whole[part.name].shape), whole[part.name].dtype) == (part.shape, part.tensor.dtype), part.name
-        for target, values in ((whole[part.name], part.tensor), (written[part.name], torch.ones_like(part.tensor))):
+        assert (tuple(whole[part.name].shape), whole[part.name].dtype) == (
+            part.shape,
+            part.tensor.dtype,
+        ), part.name
+        for target, values in (
+            (whole[part.name], part.tensor),
+            (written[part.name], torch.ones_like(part.tensor)),
+        ):
             if part.flat:
-                target.view(-1)[part.offset[0] : part.offset[0] + values.numel()] += values.reshape(-1).to(target.dtype)
+                target.view(-1)[part.offset[0] : part.offset[0] + values.numel()] += values.reshape(
+                    -1
+                ).to(target.dtype)
             else:
                 ends = zip(part.offset, values.shape, strict=True)
-                target[tuple(slice(start, start + size) for start, size in ends)] += values.to(target.dtype)
+                target[tuple(slice(start, start + size) for start, size in ends)] += values.to(
+                    target.dtype
+                )
     for name, times in written.items():
         assert prod(times.shape) == 0 or (int(times.min()), int(times.max())) == (1, 1), name
     return MemorySource(whole)

@@ -12,7 +12,13 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counts_text, weighted_shares
 from paceline.distributed.mesh import Axes
-from paceline.parallel.balance import equal_notice, is_divisible, rank_weights, shares_by_speed, step_seconds
+from paceline.parallel.balance import (
+    equal_notice,
+    is_divisible,
+    rank_weights,
+    shares_by_speed,
+    step_seconds,
+)
 from paceline.parallel.registry import check_strategy
 
 
@@ -95,12 +101,18 @@ def test_other_strategies_are_refused_by_name(mode: str, axes: Axes, reason: str
     ("balance", "more", "reason"),
     [
         ("speed", {"compression": {"method": "signsgd"}}, "one vote"),
-        ("speed", {"compression": {"method": "topk"}, "train_args": {"optim": "adamw"}}, "local_moments"),
+        (
+            "speed",
+            {"compression": {"method": "topk"}, "train_args": {"optim": "adamw"}},
+            "local_moments",
+        ),
         ([3, 1, 1], {}, "3 weights, and the run has 2 ranks"),
         ([3, 1], {"parallel": {"nnodes": "1:2"}}, "the number of hosts may change"),
     ],
 )
-def test_settings_that_contradict_it_are_refused(balance: Any, more: dict[str, Any], reason: str) -> None:
+def test_settings_that_contradict_it_are_refused(
+    balance: Any, more: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_strategy("ddp", config(balance, **more), Axes(data=2))
 
@@ -114,16 +126,28 @@ def test_data_parallel_strategies_take_it(mode: str, balance: Any) -> None:
 
 def notice(replicas: int, accumulation: int, balance: Any = "speed") -> tuple[str, str] | None:
     found = config(balance, train_args={"gradient_accumulation_steps": accumulation})
-    return equal_notice(found, derive(found, world_size=replicas, num_train=100, num_eval=0, default_learning_rate=1e-3))
+    return equal_notice(
+        found,
+        derive(found, world_size=replicas, num_train=100, num_eval=0, default_learning_rate=1e-3),
+    )
 
 
 def test_too_few_micro_batches_are_said_before_the_start() -> None:
     level, text = notice(2, 1) or ("", "")
     assert level == "warning"
-    assert "`parallel.balance: speed` has no effect: it needs at least 4 micro-batches per step on 2 ranks" in text
+    assert (
+        "`parallel.balance: speed` has no effect: it needs at least 4 micro-batches per step on 2"
+        " ranks" in text
+    )
     assert "gradient_accumulation_steps: 2" in text
     assert "at least 16 micro-batches" in (notice(8, 1, [1] * 8) or ("", ""))[1]
     assert (notice(1, 8) or ("", ""))[0] == "info"
     assert notice(2, 2) is None
     assert notice(2, 1, "equal") is None
-    assert [is_divisible(*one) for one in ((2, 2), (2, 4), (4, 4), (4, 8), (3, 6))] == [False, True, False, True, True]
+    assert [is_divisible(*one) for one in ((2, 2), (2, 4), (4, 4), (4, 8), (3, 6))] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]

@@ -1,4 +1,5 @@
-"""Training with compressed gradients: it learns, goes on from a checkpoint to the bit, costs what it says, or is refused."""
+"""Training with compressed gradients: it learns, goes on from a checkpoint to the bit, costs what
+it says, or is refused."""
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic_volume import all_reduce_bytes
-from paceline.parallel.compression.cost import break_even_ratio, communication_cost, compression_notice
+from paceline.parallel.compression.cost import (
+    break_even_ratio,
+    communication_cost,
+    compression_notice,
+)
 from paceline.parallel.cost import TensorShape
 from paceline.parallel.registry import check_strategy
 
@@ -32,7 +37,9 @@ LEARNS = {
 def learn(world):
     found = {}
     for name, (settings, _) in LEARNS.items():
-        found[name] = train(world, Plain, 60, parallel={"bucket_cap_mb": 0.02}, compression=settings)
+        found[name] = train(
+            world, Plain, 60, parallel={"bucket_cap_mb": 0.02}, compression=settings
+        )
         del found[name]["parts"]
     world.barrier()
     return found
@@ -55,14 +62,19 @@ def test_each_method_trains_to_the_stated_loss_and_costs_what_it_says():
     ratios = {name: first[name]["figures"]["communication"]["ratio_sent"] for name in LEARNS}
     assert ratios["bf16"] == pytest.approx(2.0, rel=0.01)
     assert ratios["int8"] == pytest.approx(4.0, rel=0.01)
-    assert ratios["topk"] == pytest.approx(10.0, rel=0.02)  # 5 %, each with a place as large as its value
+    # 5 %, each with a place as large as its value
+    assert ratios["topk"] == pytest.approx(10.0, rel=0.02)
     assert ratios["signsgd"] == pytest.approx(32.0, rel=0.02)
 
 
 #: what has something to keep, or a source of chance
 KEEPS = {
     "topk": {"compression": {"method": "topk", "ratio": 0.05, "warmup_steps": 4}},
-    "topk sgd": {"compression": {"method": ["topk", "int8"], "ratio": 0.05}, "optim": "sgd", "momentum": 0.9},
+    "topk sgd": {
+        "compression": {"method": ["topk", "int8"], "ratio": 0.05},
+        "optim": "sgd",
+        "momentum": 0.9,
+    },
     "topk plain": {"compression": {"method": "topk", "ratio": 0.05, "local_moments": False}},
     "randomk": {"compression": {"method": "randomk", "ratio": 0.05}, "optim": "adam"},
     "powersgd": {"compression": {"method": "powersgd", "rank": 2}, "optim": "rmsprop"},
@@ -87,7 +99,9 @@ def test_going_on_from_the_state_is_bitwise_equal(world_size):
     sources = {name: assemble([one[name]["parts"] for one in half]) for name in KEEPS}
     resumed = run_ranks(go_on, world_size, 3, 2, packed(sources))
     for name in KEEPS:
-        ours, theirs = (assemble([one[name]["parts"] for one in found]).whole for found in (whole, resumed))
+        ours, theirs = (
+            assemble([one[name]["parts"] for one in found]).whole for found in (whole, resumed)
+        )
         assert set(ours) == set(theirs), name
         for key, value in ours.items():
             assert torch.equal(value, theirs[key]), (name, key)
@@ -95,7 +109,9 @@ def test_going_on_from_the_state_is_bitwise_equal(world_size):
         assert not [text for level, text in resumed[0][name]["notices"] if level == "warning"]
     names = set(sources["topk"].whole)
     for rank in range(world_size):
-        assert {f"compression/1.weight/rank-{rank}/{kind}" for kind in ("residual", "exp_avg_sq")} <= names
+        assert {
+            f"compression/1.weight/rank-{rank}/{kind}" for kind in ("residual", "exp_avg_sq")
+        } <= names
     assert not any(name.startswith("optimizer/") for name in names)
 
 
@@ -112,7 +128,9 @@ def change(world, raw):
         "ddp to ddp": train(world, Plain, 2, first=2, source=sources["ddp"]),
     }
     world.barrier()
-    return {name: {key: one[key] for key in ("losses", "notices", "parts")} for name, one in to.items()}
+    return {
+        name: {key: one[key] for key in ("losses", "notices", "parts")} for name, one in to.items()
+    }
 
 
 def begin(world):
@@ -127,12 +145,14 @@ def test_what_other_ranks_kept_is_dropped_with_a_notice():
     sources = {name: assemble([one[name] for one in begun]) for name in begun[0]}
     found = run_ranks(change, 3, packed(sources))[0]
     for name, one in found.items():
-        assert all(loss < 4.0 for loss in one["losses"]), (name, one["losses"])  # no number at all is not less
+        # no number at all is not less
+        assert all(loss < 4.0 for loss in one["losses"]), (name, one["losses"])
         dropped = [text for _, text in one["notices"] if "dropped" in text]
         assert bool(dropped) == name.startswith("topk"), name
         if dropped:
             assert "moments" in dropped[0]
-    # Common moments are where the ranks' own begin: the first steps are those of ddp, not those of an Adam that starts anew.
+    # Common moments are where the ranks' own begin: the first steps are those of ddp, not those of
+    # an Adam that starts anew.
     ages = {part.name: part.tensor for part in found["ddp to topk"]["parts"]}
     assert int(ages["compression/age"]) == 4
     assert abs(found["ddp to topk"]["losses"][0] - found["ddp to ddp"]["losses"][0]) < 1e-5
@@ -143,8 +163,24 @@ def with_parts(world):
     sizes = {"data": 2, "tensor": 2, "tensor_plan": {"1": "colwise", "3": "rowwise"}}
     found = []
     for method in ("none", "bf16", "powersgd"):
-        one = train(world, Plain, 10, mode="hybrid", axes=axes, parallel=sizes, compression={"method": method, "rank": 4})
-        found.append((one["losses"], one["traffic"], dict(one["cost"].traffic), one["state"] / one["cost"].state, one["parts"]))
+        one = train(
+            world,
+            Plain,
+            10,
+            mode="hybrid",
+            axes=axes,
+            parallel=sizes,
+            compression={"method": method, "rank": 4},
+        )
+        found.append(
+            (
+                one["losses"],
+                one["traffic"],
+                dict(one["cost"].traffic),
+                one["state"] / one["cost"].state,
+                one["parts"],
+            )
+        )
     world.barrier()
     return found
 
@@ -161,7 +197,8 @@ def test_the_data_axis_of_a_hybrid_with_what_serves_parts():
         assemble([one[number][4] for one in results])  # every element is written once
 
 
-# -- refused ------------------------------------------------------------------------------------------------------------------
+# -- refused
+# ------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("mode", "axes", "method", "allowed"),
     [
@@ -248,4 +285,9 @@ def test_a_ratio_that_saves_nothing_is_reported(method, ranks):
 
 def test_other_methods_have_no_ratio():
     for method in ("none", "bf16", "int8", "powersgd", "signsgd"):
-        assert compression_notice(Config(model="m", dataset="d", compression={"method": method, "ratio": 1.0}), 2) is None
+        assert (
+            compression_notice(
+                Config(model="m", dataset="d", compression={"method": method, "ratio": 1.0}), 2
+            )
+            is None
+        )

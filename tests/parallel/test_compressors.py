@@ -1,4 +1,5 @@
-"""Each compressor against its definition, on fixed tensors and real ranks; what is sent plus what is kept is what was given."""
+"""Each compressor against its definition, on fixed tensors and real ranks; what is sent plus what
+is kept is what was given."""
 
 import math
 
@@ -18,7 +19,12 @@ from paceline.parallel.compression.signsgd import pack_bits, unpack_bits
 from paceline.parallel.compression.sparsify import largest
 
 #: two matrices, a vector and a scalar, with padding between them
-SLOTS = (Slot("a", 0, (12, 10)), Slot("v", 128, (7,)), Slot("b", 144, (9, 2, 4)), Slot("s", 224, ()))
+SLOTS = (
+    Slot("a", 0, (12, 10)),
+    Slot("v", 128, (7,)),
+    Slot("b", 144, (9, 2, 4)),
+    Slot("s", 224, ()),
+)
 BUCKET = BucketShape(0, 240, SLOTS)
 METHODS = ["bf16", "fp16", "int8", "topk", "randomk", "powersgd", "signsgd"]
 METHODS += [[first, second] for first, seconds in CHAINS.items() for second in seconds]
@@ -35,7 +41,8 @@ def given(rank, step):
 
 
 def run_all(world):
-    """By method: for each of three steps (given, sum, residual before and after, bytes counted, bytes said)."""
+    """By method: for each of three steps (given, sum, residual before and after, bytes counted,
+    bytes said)."""
     found = {}
     for method in METHODS:
         compressor = make_compressor(Compression(method=method, **SETTINGS), 3)
@@ -46,12 +53,23 @@ def run_all(world):
             before = {kind: one.clone() for kind, one in state.flats.items()}
             sent = dict(world.traffic.bytes_by_collective)
             compressor.reduce(flat, BUCKET, state, world, step)
-            counted = {key: size - sent.get(key, 0) for key, size in world.traffic.bytes_by_collective.items()}
+            counted = {
+                key: size - sent.get(key, 0)
+                for key, size in world.traffic.bytes_by_collective.items()
+            }
             after = {kind: one.clone() for kind, one in state.flats.items()}
             steps.append(
-                (flat, before, after, {k: v for k, v in counted.items() if v}, dict(compressor.sends(BUCKET, world.size)))
+                (
+                    flat,
+                    before,
+                    after,
+                    {k: v for k, v in counted.items() if v},
+                    dict(compressor.sends(BUCKET, world.size)),
+                )
             )
-        assert sum(one.numel() * one.element_size() for one in state.held) == compressor.state_bytes(BUCKET)
+        assert sum(
+            one.numel() * one.element_size() for one in state.held
+        ) == compressor.state_bytes(BUCKET)
         found[str(method)] = steps
     world.barrier()
     return found
@@ -87,7 +105,11 @@ def test_what_is_sent_plus_what_is_kept_is_what_was_given(results):
             after = sum(one[str(method)][step][2]["residual"].double() for one in results)
             total = sum(given(rank, step).double() for rank in range(len(results)))
             torch.testing.assert_close(
-                out + after, total + before, rtol=0, atol=2e-5, msg=lambda text, m=method: f"{m}: {text}"
+                out + after,
+                total + before,
+                rtol=0,
+                atol=2e-5,
+                msg=lambda text, m=method: f"{m}: {text}",
             )
 
 
@@ -97,7 +119,9 @@ def test_fewer_bits_are_the_sum_to_their_precision(results):
     for method, allowed in (("bf16", 2**-8), ("fp16", 2**-10), ("int8", 1 / 127)):
         error = (results[0][method][0][0] - total).abs().max()
         # each rank's own rounding, and that of the sum
-        assert 0 < error <= (len(results) * largest_value + float(total.abs().max())) * allowed, method
+        assert 0 < error <= (len(results) * largest_value + float(total.abs().max())) * allowed, (
+            method
+        )
 
 
 def test_topk_sends_the_largest_of_each_rank_with_their_signs(results):
@@ -119,17 +143,26 @@ def test_randomk_sends_the_same_places_of_every_rank_and_other_ones_each_step(re
     for step in range(3):
         places = results[0]["randomk"][step][0].nonzero().view(-1)
         assert len(places) == count
-        waiting = sum(given(rank, step) + one["randomk"][step][1]["residual"] for rank, one in enumerate(results))
-        torch.testing.assert_close(results[0]["randomk"][step][0][places], waiting[places], rtol=0, atol=1e-5)
+        waiting = sum(
+            given(rank, step) + one["randomk"][step][1]["residual"]
+            for rank, one in enumerate(results)
+        )
+        torch.testing.assert_close(
+            results[0]["randomk"][step][0][places], waiting[places], rtol=0, atol=1e-5
+        )
         seen.append(places)
     assert not torch.equal(seen[0], seen[1])
 
 
 def test_powersgd_is_the_projection_of_the_sum(results):
-    """With orthonormal P the result is P Pᵀ M: its rank is that asked for, and what is left is orthogonal to it."""
+    """With orthonormal P the result is P Pᵀ M: its rank is that asked for, and what is left is
+    orthogonal to it."""
     for step in range(3):
         out = results[0]["powersgd"][step][0]
-        waiting = sum(given(rank, step) + one["powersgd"][step][1]["residual"] for rank, one in enumerate(results))
+        waiting = sum(
+            given(rank, step) + one["powersgd"][step][1]["residual"]
+            for rank, one in enumerate(results)
+        )
         for slot, rank in ((SLOTS[0], 2), (SLOTS[2], 2)):
             rows = slot.shape[0]
             matrix, whole = slot.of(out).reshape(rows, -1), slot.of(waiting).reshape(rows, -1)
@@ -144,25 +177,35 @@ def test_signsgd_is_the_vote_of_the_majority(results):
     size = sum(float(given(rank, 0).abs().sum()) / BUCKET.numel for rank in range(len(results)))
     torch.testing.assert_close(results[0]["signsgd"][0][0], votes.sign() * size)
     if len(results) % 2 == 0:
-        assert (results[0]["signsgd"][0][0][:120] == 0).any()  # where the ranks are even nothing moves
+        # where the ranks are even nothing moves
+        assert (results[0]["signsgd"][0][0][:120] == 0).any()
 
 
-# -- the parts, alone ---------------------------------------------------------------------------------------------------------
+# -- the parts, alone
+# ---------------------------------------------------------------------------------------------------------
 def test_largest_is_exact_with_and_without_a_sample():
-    for seed, numel, count in ((0, 500_000, 5000), (1, 500_000, 1), (2, 300, 7), (3, 200_000, 150_000)):
+    for seed, numel, count in (
+        (0, 500_000, 5000),
+        (1, 500_000, 1),
+        (2, 300, 7),
+        (3, 200_000, 150_000),
+    ):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) ** 3
         found = largest(values.abs(), count)
         assert torch.equal(found, values.abs().topk(count).indices.sort().values)
     values = torch.zeros(500_000)
     values[123_457] = -3.0
-    assert 123_457 in largest(values.abs(), 10)  # nearly all of one magnitude: the sample cannot tell, and need not
+    # nearly all of one magnitude: the sample cannot tell, and need not
+    assert 123_457 in largest(values.abs(), 10)
     values[77] = float("nan")
     assert 77 in largest(values.abs(), 10)
 
 
 def test_int8_is_right_in_the_mean_and_hides_nothing_that_is_not_finite():
     code, values = CODES["int8"], torch.linspace(-1, 1, 64)
-    rounded = torch.stack([code.round(values, torch.Generator().manual_seed(one)) for one in range(4000)])
+    rounded = torch.stack(
+        [code.round(values, torch.Generator().manual_seed(one)) for one in range(4000)]
+    )
     # a step of 1/127, its deviation at most half of that: five standard errors
     assert float((rounded.mean(0) - values).abs().max()) < 5 * 0.5 / 127 / math.sqrt(4000)
     assert float((rounded[0] - values).abs().max()) <= 1 / 127 + 1e-7
@@ -174,7 +217,9 @@ def test_int8_is_right_in_the_mean_and_hides_nothing_that_is_not_finite():
 @pytest.mark.parametrize("size", [1e-30, 1e-7, 1.0, 1e6, 1e30])
 def test_fp16_keeps_small_and_large_gradients(size):
     values = torch.tensor([1.0, -0.3, 1e-3, 0.0]) * size
-    torch.testing.assert_close(CODES["fp16"].round(values, torch.Generator()), values, rtol=2**-10, atol=0)
+    torch.testing.assert_close(
+        CODES["fp16"].round(values, torch.Generator()), values, rtol=2**-10, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", list(CODES))
@@ -206,7 +251,8 @@ def test_powersgd_does_not_stay_at_zero_after_a_step_without_gradient():
     state = compressor.state_of(BUCKET, world.device)
     compressor.reduce(torch.zeros(BUCKET.size), BUCKET, state, world, 0)
     flat = torch.zeros(BUCKET.size)
-    SLOTS[0].of(flat)[-1] = 1.0  # only the last row: a start that had gone to zero would never see it
+    # only the last row: a start that had gone to zero would never see it
+    SLOTS[0].of(flat)[-1] = 1.0
     compressor.reduce(flat, BUCKET, state, world, 1)
     torch.testing.assert_close(SLOTS[0].of(flat)[-1], torch.ones(10))
 
@@ -222,12 +268,16 @@ def test_warm_up_lowers_the_share_step_by_step():
 
 
 def test_local_directions_are_adams_where_the_ranks_gradients_are_one():
-    """Three ranks with a third of the gradient each: the sum of their directions, applied, is what torch's AdamW does."""
+    """Three ranks with a third of the gradient each: the sum of their directions, applied, is what
+    torch's AdamW does."""
     shape = BucketShape(0, 16, (Slot("w", 0, (10,)),))
     theirs, ours = (torch.nn.Parameter(torch.linspace(-1, 1, 10)) for _ in range(2))
     adam = torch.optim.AdamW([theirs], lr=0.1, betas=(0.0, 0.99), weight_decay=0.1)
     apply = Apply([{"params": [ours], "lr": 0.1, "weight_decay": 0.1}])
-    local, state = LocalAdam(0.99, 1e-8), make_compressor(Compression(method="topk"), 0).state_of(shape, torch.device("cpu"))
+    local, state = (
+        LocalAdam(0.99, 1e-8),
+        make_compressor(Compression(method="topk"), 0).state_of(shape, torch.device("cpu")),
+    )
     local.add_state(state, shape, torch.device("cpu"))
     for step in range(4):
         gradient = torch.randn(16, generator=torch.Generator().manual_seed(step))
@@ -245,7 +295,8 @@ def test_topk_weighs_directions_by_the_root_of_the_gradients_size():
     compressor = make_compressor(Compression(method="topk", ratio=0.25), 0)
     state = compressor.state_of(shape, world.device)
     state.flats[SECOND] = torch.zeros(16)
-    state.flats[SECOND][:4] = torch.tensor([1e-4, 16.0, 1e-8, 1.0])  # roots of the gradient's size: 0.1, 2, 0.01, 1
+    # roots of the gradient's size: 0.1, 2, 0.01, 1
+    state.flats[SECOND][:4] = torch.tensor([1e-4, 16.0, 1e-8, 1.0])
     flat = torch.zeros(16)
     flat[:4] = torch.tensor([5.0, -1.0, 9.0, 1.5])
     compressor.reduce(flat, shape, state, world, 0)

@@ -1,4 +1,5 @@
-"""`deepspeed`: on real ranks its stages train as `single` does, their state moves, and they hold and send what they declare."""
+"""`deepspeed`: on real ranks its stages train as `single` does, their state moves, and they hold
+and send what they declare."""
 
 import os
 import subprocess
@@ -70,7 +71,9 @@ class Run:
         self.strategy = (DeepSpeed if stage else Single)(self.config, world)
         self.precision = Precision(args, world)
         self.model = self.strategy.place(model)
-        self.optimizer = self.strategy.build_optimizer(lambda named: build_optimizer(args, 1e-2, named, matrices))
+        self.optimizer = self.strategy.build_optimizer(
+            lambda named: build_optimizer(args, 1e-2, named, matrices)
+        )
 
     def train(self, first, last):
         """(loss, norm of the gradient) of each step."""
@@ -80,10 +83,14 @@ class Run:
             seen = torch.zeros(())
 
             def micro_step(number, module, step=step, seen=seen):
-                generator = torch.Generator().manual_seed(100 * step + self.world.rank * count + number)
+                generator = torch.Generator().manual_seed(
+                    100 * step + self.world.rank * count + number
+                )
                 tokens = torch.randint(0, 50, (4, 5), generator=generator)
                 with self.precision.autocast():
-                    loss = nn.functional.cross_entropy(module(tokens).float(), tokens[:, 0], reduction="sum")
+                    loss = nn.functional.cross_entropy(
+                        module(tokens).float(), tokens[:, 0], reduction="sum"
+                    )
                 seen.add_(loss.detach())
                 return loss / (4 * MICRO_BATCHES)
 
@@ -184,17 +191,25 @@ def test_a_stage_trains_saves_loads_and_costs_as_it_says(single, stage, world_si
     for number in (0, 1):  # float32, bf16
         state_bytes, cost, sent, low = results[most]["costs"][number]
         assert state_bytes == pytest.approx(cost.state, rel=0.02)
-        # A module that is called twice is gathered twice at stage 3: `twice`, of 272 elements, in forward and in backward. The
-        # model's shape does not tell of it.
-        again = 2 * MICRO_BATCHES // world_size * scatter_bytes(272 * (2 if low else 4), world_size) if stage == 3 else 0
+        # A module that is called twice is gathered twice at stage 3: `twice`, of 272 elements, in
+        # forward and in backward. The model's shape does not tell of it.
+        again = (
+            2 * MICRO_BATCHES // world_size * scatter_bytes(272 * (2 if low else 4), world_size)
+            if stage == 3
+            else 0
+        )
         assert sum(sent.values()) == pytest.approx(cost.traffic_per_step + again, rel=0.02)
         if low:
-            torch.testing.assert_close([loss for loss, _ in low], [loss for loss, _ in reference[:4]], rtol=0.02, atol=0)
-    assert first["dtypes"] == {"torch.float32", "torch.int64"}  # master weights, and a buffer that counts
+            torch.testing.assert_close(
+                [loss for loss, _ in low], [loss for loss, _ in reference[:4]], rtol=0.02, atol=0
+            )
+    # master weights, and a buffer that counts
+    assert first["dtypes"] == {"torch.float32", "torch.int64"}
 
 
 def quiet(world, folder):
-    """What a rank says on its terminal, as a user's process: file descriptors, not Python's streams."""
+    """What a rank says on its terminal, as a user's process: file descriptors, not Python's
+    streams."""
     os.dup2(os.open(os.path.join(folder, f"said-{world.rank}"), os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(1, 2)
     os.environ["HOME"] = folder
@@ -209,22 +224,35 @@ def test_it_says_nothing_leaves_no_file_and_shares_running_statistics(tmp_path):
     assert torch.equal(first[0], second[0])
     assert first[0].any()
     assert (first[1], second[1]) == (6, 6)
-    files = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(tmp_path).as_posix(): path.read_text()
+        for path in tmp_path.rglob("*")
+        if path.is_file()
+    }
     assert files == {"said-0": "", "said-1": ""}
 
 
 def said_of(code, *paths):
-    """What a new interpreter prints of the ConfigError that ``code`` ends in. ``paths``: found before all others."""
-    code = f"from paceline.core.errors import ConfigError\ntry:\n    {code}\nexcept ConfigError as error:\n    print(error)\n"
+    """What a new interpreter prints of the ConfigError that ``code`` ends in. ``paths``: found
+    before all others."""
+    code = (
+        f"from paceline.core.errors import ConfigError\ntry:\n    {code}\nexcept ConfigError as"
+        " error:\n    print(error)\n"
+    )
     found = os.pathsep.join([*paths, *(one for one in sys.path if one)])
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": found},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     return done.stdout + done.stderr
 
 
 def test_not_installed_is_said_with_the_command(tmp_path):
-    (tmp_path / "deepspeed").mkdir()  # a folder of that name in the way, as the one with its configs
+    # a folder of that name in the way, as the one with its configs
+    (tmp_path / "deepspeed").mkdir()
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "class Without:\n"
@@ -235,9 +263,13 @@ def test_not_installed_is_said_with_the_command(tmp_path):
         "        return None if name == 'deepspeed' and found and found.origin else found\n"
         "sys.meta_path[:] = [Without(one) for one in sys.meta_path]\n"
     )
-    check = "from paceline.config.schema import Config; from paceline.parallel.deepspeed.strategy import DeepSpeed; "
+    check = (
+        "from paceline.config.schema import Config; from paceline.parallel.deepspeed.strategy"
+        " import DeepSpeed; "
+    )
     check += (
-        "from paceline.distributed.mesh import Axes; config = Config(model='m', dataset='d', parallel={'deepspeed_stage': 3}); "
+        "from paceline.distributed.mesh import Axes; config = Config(model='m', dataset='d',"
+        " parallel={'deepspeed_stage': 3}); "
     )
     check += "DeepSpeed.check(config, Axes(data=2))"
     said = said_of(check, str(tmp_path))
@@ -248,14 +280,19 @@ def test_not_installed_is_said_with_the_command(tmp_path):
 
 def test_one_that_does_not_load_is_a_rank_s_error_with_its_reason(tmp_path):
     (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no compiler')\n")
-    said = said_of("from paceline.parallel.deepspeed.package import import_deepspeed; import_deepspeed('cpu')", str(tmp_path))
+    said = said_of(
+        "from paceline.parallel.deepspeed.package import import_deepspeed; import_deepspeed('cpu')",
+        str(tmp_path),
+    )
     assert "DeepSpeed does not load here: RuntimeError: no compiler" in said
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
 def test_running_statistics_in_half_precision_are_refused(precision):
     world = World(RankEnv(), torch.device("cpu"))
-    config = Config(model="m", dataset="d", parallel={"mode": "deepspeed"}, train_args={"precision": precision})
+    config = Config(
+        model="m", dataset="d", parallel={"mode": "deepspeed"}, train_args={"precision": precision}
+    )
     with pytest.raises(ConfigError, match="BatchNorm1d"):
         DeepSpeed(config, world).place(Net(statistics=True))
 

@@ -36,7 +36,10 @@ def test_a_file_that_agrees_is_honoured(tmp_path):
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
         "fp16": {"enabled": False, "loss_scale": 0},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": "auto", "weight_decay": 0}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": "auto", "weight_decay": 0},
+        },
         "wall_clock_breakdown": False,
         "tensorboard": {"enabled": False},
         "zero_allow_untested_optimizer": True,
@@ -66,7 +69,12 @@ def test_a_file_that_agrees_is_honoured(tmp_path):
         assert made["bf16"] == {"enabled": True}
         assert (made["gradient_accumulation_steps"], made["gradient_clipping"]) == (3, 0.5)
         zero = made["zero_optimization"]
-        assert (zero["stage"], zero["overlap_comm"], zero["reduce_bucket_size"], zero["sub_group_size"]) == (
+        assert (
+            zero["stage"],
+            zero["overlap_comm"],
+            zero["reduce_bucket_size"],
+            zero["sub_group_size"],
+        ) == (
             3,
             True,
             5_000_000,
@@ -97,19 +105,38 @@ STAGE_3 = {
 }  # fmt: skip
 ON_HOST = {"device": "cpu", "pin_memory": True}
 NOT_ON_HOST = {"device": "none", "pin_memory": True}
-MONITORS = {"comms_config": {"verbose": False}, "monitor_config": {"enabled": True, "csv_monitor": {"enabled": False}}}
-LLAMA_FACTORY = {**AUTO_BATCH, "zero_allow_untested_optimizer": True, "fp16": FP16, "bf16": {"enabled": "auto"}, **MONITORS}
-MS_SWIFT = {**AUTO_BATCH, "fp16": FP16, "bf16": {"enabled": "auto"}, "steps_per_print": 2000, "wall_clock_breakdown": False}
+MONITORS = {
+    "comms_config": {"verbose": False},
+    "monitor_config": {"enabled": True, "csv_monitor": {"enabled": False}},
+}
+LLAMA_FACTORY = {
+    **AUTO_BATCH,
+    "zero_allow_untested_optimizer": True,
+    "fp16": FP16,
+    "bf16": {"enabled": "auto"},
+    **MONITORS,
+}
+MS_SWIFT = {
+    **AUTO_BATCH,
+    "fp16": FP16,
+    "bf16": {"enabled": "auto"},
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
 AXOLOTL = {**AUTO_BATCH, "bf16": {"enabled": True}, "wall_clock_breakdown": False}
 AXOLOTL_FP16 = {**FP16, "auto_cast": False, "initial_scale_power": 32}
-ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+ADAMW = {
+    "type": "AdamW",
+    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+}
 AXOLOTL_3 = {
     "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 0, "reduce_bucket_size": "auto",
     "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "max_live_parameters": 0,
     "max_reuse_distance": 0, "gather_16bit_weights_on_model_save": True,
 }  # fmt: skip
 QUANTIZED_OFF = {"zero_quantized_weights": False, "zero_quantized_gradients": False}
-#: In the style of the files that LLaMA-Factory, ms-swift and axolotl ship: (settings, stage, `parallel.offload`).
+#: In the style of the files that LLaMA-Factory, ms-swift and axolotl ship: (settings, stage,
+#: `parallel.offload`).
 STOCK = {
     "l z0": ({**LLAMA_FACTORY, "zero_optimization": {"stage": 0, **STAGE_2}}, 0, "none"),
     "l z2": ({**LLAMA_FACTORY, "zero_optimization": {"stage": 2, **STAGE_2}}, 2, "none"),
@@ -202,21 +229,31 @@ def test_stock_files_are_accepted_with_their_stage_and_offload(name, tmp_path):
         if stage == 0:
             assert (parallel.mode, parallel.deepspeed_config) == ("ddp", None)
             continue
-        assert (parallel.mode, parallel.deepspeed_stage, parallel.offload) == ("deepspeed", stage, offload)
+        assert (parallel.mode, parallel.deepspeed_stage, parallel.offload) == (
+            "deepspeed",
+            stage,
+            offload,
+        )
         check_json(config, num_ranks=2)
         section = engine_config(config, 10_000_000)["zero_optimization"]
         assert section["stage"] == stage
-        assert section.get("offload_optimizer", {}).get("device", "none") == ("none" if offload == "none" else "cpu")
+        assert section.get("offload_optimizer", {}).get("device", "none") == (
+            "none" if offload == "none" else "cpu"
+        )
         assert section["reduce_bucket_size"] <= 10_000_000
         for key_in_file, value in given["zero_optimization"].items():
-            honoured = {"max_live_parameters": "stage3_max_live_parameters"}.get(key_in_file, key_in_file)
+            honoured = {"max_live_parameters": "stage3_max_live_parameters"}.get(
+                key_in_file, key_in_file
+            )
             if honoured in HONOURED_ZERO and value != "auto" and honoured != "reduce_bucket_size":
                 assert section[honoured] == value
 
 
 def test_the_stage_of_a_file_counts_without_a_loaded_config_too(tmp_path):
     config = Config(
-        model="m", dataset="d", parallel={"mode": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 3}}}
+        model="m",
+        dataset="d",
+        parallel={"mode": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 3}}},
     )
     assert engine_config(config, 100)["zero_optimization"]["stage"] == 3
     assert DeepSpeed(config, World(RankEnv(), torch.device("cpu"))).stage == 3
@@ -227,15 +264,30 @@ def test_the_stage_of_a_file_counts_without_a_loaded_config_too(tmp_path):
     [
         ({"train_batch_size": 7}, "train_args.per_device_train_batch_size"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale"),
-        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads"),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "bf16.bf16_master_weights_and_grads",
+        ),
         ({"optimizer": {"params": {"max_coeff": 0.3}}}, "optimizer.params.max_coeff"),
         ({"scheduler": {"type": "OneCycle"}}, "train_args.lr_scheduler_type"),
-        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 7}}}, "scheduler.params.total_num_steps"),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 7}}},
+            "scheduler.params.total_num_steps",
+        ),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "offload_optimizer.ratio"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
-        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "offload_optimizer.ratio",
+        ),
+        (
+            {"zero_optimization": {"zero_quantized_weights": True}},
+            "zero_optimization.zero_quantized_weights",
+        ),
+        (
+            {"zero_optimization": {"zero_hpz_partition_size": 8}},
+            "zero_optimization.zero_hpz_partition_size",
+        ),
         ({"zero_optimization": {"reduce_bucket_size": "large"}}, "is not a whole number"),
         ({"zero_optimization": {"overlap_comm": 1}}, "is not true or false"),
         ({"zero_optimization": {"overlap_com": True}}, "did you mean overlap_comm"),
@@ -276,16 +328,24 @@ def test_a_file_that_cannot_be_read(tmp_path, text):
 
 
 def test_the_stages_of_a_large_model_cost_what_the_paper_says():
-    """ZeRO's own figures (7.5 B parameters, 64 ranks) for the optimizer's share, 12/N bytes a parameter, and the weights'."""
-    shape = ModelShape(tuple(TensorShape(f"w{one}", (7_500_000, 100), 4, True) for one in range(10)), low_bytes=2)
+    """ZeRO's own figures (7.5 B parameters, 64 ranks) for the optimizer's share, 12/N bytes a
+    parameter, and the weights'."""
+    shape = ModelShape(
+        tuple(TensorShape(f"w{one}", (7_500_000, 100), 4, True) for one in range(10)), low_bytes=2
+    )
     costs = {
-        stage: deepspeed_cost(shape, Axes(data=64), Workload(1), configured(None, stage=stage, precision="bf16-mixed"))
+        stage: deepspeed_cost(
+            shape, Axes(data=64), Workload(1), configured(None, stage=stage, precision="bf16-mixed")
+        )
         for stage in (1, 2, 3)
     }
     for cost in costs.values():
         assert cost.optimizer == pytest.approx(12 * 7.5e9 / 64, rel=1e-3)
-    assert [costs[stage].parameters for stage in (1, 2, 3)] == pytest.approx([15e9, 15e9, 15e9 / 64], rel=1e-3)
+    assert [costs[stage].parameters for stage in (1, 2, 3)] == pytest.approx(
+        [15e9, 15e9, 15e9 / 64], rel=1e-3
+    )
     assert costs[3].state == pytest.approx(1.9e9, rel=0.02)
-    # Stage 1 is 2 + 2 + 12/N as in the paper; stage 2 keeps whole what its partition touches: two matrices of 0.75 B at most.
+    # Stage 1 is 2 + 2 + 12/N as in the paper; stage 2 keeps whole what its partition touches: two
+    # matrices of 0.75 B at most.
     assert costs[1].state == pytest.approx(31.4e9, rel=0.01)
     assert costs[2].state == pytest.approx(15e9 + 2 * 1.5e9 + 1.4e9, rel=0.01)

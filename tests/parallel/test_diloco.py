@@ -1,10 +1,21 @@
-"""`diloco`: what Douillard et al. (2023, 2025) define, on real ranks; outer gradients in few bits; exact on going on."""
+"""`diloco`: what Douillard et al. (2023, 2025) define, on real ranks; outer gradients in few bits;
+exact on going on."""
 
 import copy
 
 import pytest
 import torch
-from local_runs import Plain, goes_on_to_the_bit, loss_of, make, one_step, resumed, source_of, weights, words_of
+from local_runs import (
+    Plain,
+    goes_on_to_the_bit,
+    loss_of,
+    make,
+    one_step,
+    resumed,
+    source_of,
+    weights,
+    words_of,
+)
 from ranks import run_ranks
 from test_local_sgd import costs_of, decayed
 
@@ -18,8 +29,15 @@ BITWISE = [
 
 
 def three_ranks(world):
-    wrong = [(local, name) for local, at in BITWISE for name in goes_on_to_the_bit(world, "diloco", local, at, 11)]
-    paths = [by_definition(world, local) for local in ({"steps": 3}, {"steps": 4, "overlap_steps": 2, "overlap_mix": 0.25})]
+    wrong = [
+        (local, name)
+        for local, at in BITWISE
+        for name in goes_on_to_the_bit(world, "diloco", local, at, 11)
+    ]
+    paths = [
+        by_definition(world, local)
+        for local in ({"steps": 3}, {"steps": 4, "overlap_steps": 2, "overlap_mix": 0.25})
+    ]
     costs = [
         costs_of(world, local, "diloco")
         for local in (
@@ -33,8 +51,16 @@ def three_ranks(world):
 
 
 def by_definition(world, local):
-    """Largest difference from three models that this process trains itself, with torch's own SGD for the outer steps."""
-    ours = make(world, "diloco", {**local, "outer_learning_rate": 0.5, "outer_momentum": 0.8}, "sgd", net=Plain, rate=0.2)
+    """Largest difference from three models that this process trains itself, with torch's own SGD
+    for the outer steps."""
+    ours = make(
+        world,
+        "diloco",
+        {**local, "outer_learning_rate": 0.5, "outer_momentum": 0.8},
+        "sgd",
+        net=Plain,
+        rate=0.2,
+    )
     models = [copy.deepcopy(ours.model) for _ in range(world.size)]
     for one in models:
         for parameter in one.parameters():
@@ -66,14 +92,26 @@ def by_definition(world, local):
 
 
 def mean_of(world, dtype):
-    """(mean by the collective, exact mean, largest magnitude) of vectors whose size divides by nothing; then one with a NaN."""
-    vectors = [torch.randn(1003, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+    """(mean by the collective, exact mean, largest magnitude) of vectors whose size divides by
+    nothing; then one with a NaN."""
+    vectors = [
+        torch.randn(1003, generator=torch.Generator().manual_seed(rank))
+        for rank in range(world.size)
+    ]
     sent = world.traffic.total
     found = Mean(vectors[world.rank].clone(), world, dtype).value()
     sent = world.traffic.total - sent
-    broken = Mean(torch.full((300,), float("nan") if world.rank == 1 else 1.0), world, dtype).value()
+    broken = Mean(
+        torch.full((300,), float("nan") if world.rank == 1 else 1.0), world, dtype
+    ).value()
     exact = torch.stack([one.double() for one in vectors]).mean(0)
-    return found, exact, max(float(one.abs().max()) for one in vectors), sent, bool(broken.isnan().all())
+    return (
+        found,
+        exact,
+        max(float(one.abs().max()) for one in vectors),
+        sent,
+        bool(broken.isnan().all()),
+    )
 
 
 def test_three_ranks():
@@ -84,7 +122,8 @@ def test_three_ranks():
         for state, state_measured, traffic, traffic_measured in costs:
             assert state == pytest.approx(state_measured, rel=0.02)
             assert traffic == pytest.approx(traffic_measured, rel=0.02)
-        # Rounded twice: each vector, and their mean. A unit is 2^-8 of the magnitude, in int8 the largest / 127.
+        # Rounded twice: each vector, and their mean. A unit is 2^-8 of the magnitude, in int8 the
+        # largest / 127.
         for dtype, bound in (("float32", 1e-6), ("bf16", 2 * 2**-9), ("int8", 2 * 0.5 / 127)):
             mean, exact, largest, sent, is_nan = means[dtype]
             assert float((mean.double() - exact).abs().max()) <= bound * largest * 1.001
@@ -94,12 +133,19 @@ def test_three_ranks():
 
 
 def two_ranks(world):
-    wrong = goes_on_to_the_bit(world, "diloco", {"steps": 3, "overlap_steps": 2, "outer_dtype": "int8"}, (4,), 8)
+    wrong = goes_on_to_the_bit(
+        world, "diloco", {"steps": 3, "overlap_steps": 2, "outer_dtype": "int8"}, (4,), 8
+    )
     losses = {}
     for name, local in {
         "ddp": None,
         "every 5": {"steps": 5},
-        "int8, overlapped, streamed": {"steps": 5, "outer_dtype": "int8", "overlap_steps": 2, "fragments": 2},
+        "int8, overlapped, streamed": {
+            "steps": 5,
+            "outer_dtype": "int8",
+            "overlap_steps": 2,
+            "fragments": 2,
+        },
     }.items():
         run = make(world, "ddp" if local is None else "diloco", local, net=Plain)
         losses[name] = [one_step(run, step) for step in range(60)]
@@ -108,13 +154,17 @@ def two_ranks(world):
         one_step(run, step)
     mean = torch.stack(world.gather_objects(weights(run))).mean(0)
     alone = resumed(world, "diloco", {"steps": 3, "workers": 1}, source_of(run))
-    outer = {name: [torch.equal(*pair) for pair in in_range(run, alone, name)] for name in run.outer_state()}
+    outer = {
+        name: [torch.equal(*pair) for pair in in_range(run, alone, name)]
+        for name in run.outer_state()
+    }
     world.barrier()
     return wrong, losses, mean, weights(alone), outer, [text for _, text in alone.notices]
 
 
 def in_range(run, other, name):
-    """Pairs of what ``other`` holds of the outer state and what ``run``, which holds it whole, has there."""
+    """Pairs of what ``other`` holds of the outer state and what ``run``, which holds it whole, has
+    there."""
     (_, whole), *_ = run.outer_state()[name]
     return [(one, whole[start : start + one.numel()]) for start, one in other.outer_state()[name]]
 

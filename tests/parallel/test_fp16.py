@@ -1,4 +1,5 @@
-"""float16 with loss scaling under every strategy: losses near float32's, overflows skipped by all ranks, exact resume."""
+"""float16 with loss scaling under every strategy: losses near float32's, overflows skipped by all
+ranks, exact resume."""
 
 import pytest
 import torch
@@ -53,7 +54,9 @@ def saved(run):
 def resumed(world, arguments, parts):
     run = Run(world, **arguments, precision="fp16-mixed")
     source = assemble(parts)
-    run.precision.load_state({name: float(value) for name, value in source.whole.items() if name.startswith("scaler/")})
+    run.precision.load_state(
+        {name: float(value) for name, value in source.whole.items() if name.startswith("scaler/")}
+    )
     run.strategy.load_state(source)
     return run
 
@@ -86,7 +89,9 @@ def test_every_strategy():
         half, full, made, scales, differing = first[name]
         assert half == pytest.approx(full, rel=2e-2), name
         assert made == second[name][2] == [step != BAD for step in range(STEPS)], name
-        assert scales == second[name][3] == [INITIAL_SCALE] * BAD + [INITIAL_SCALE / 2] * (STEPS - BAD), name
+        assert (
+            scales == second[name][3] == [INITIAL_SCALE] * BAD + [INITIAL_SCALE / 2] * (STEPS - BAD)
+        ), name
         assert differing == second[name][4] == [], name
 
 
@@ -106,7 +111,9 @@ def workers(world):
 
 
 def test_workers_that_train_on_their_own():
-    (first, scale, differing, losses), (second, other_scale, other_differing, _) = run_ranks(workers, 2)
+    (first, scale, differing, losses), (second, other_scale, other_differing, _) = run_ranks(
+        workers, 2
+    )
     assert (first, second) == ([True] * 3, [True, False, True])
     assert (scale, other_scale) == (INITIAL_SCALE, INITIAL_SCALE / 2)
     assert differing == other_differing == []

@@ -1,4 +1,5 @@
-"""Layouts train as one rank does: losses, weights, norms, state; and hold and send what the cost says."""
+"""Layouts train as one rank does: losses, weights, norms, state; and hold and send what the cost
+says."""
 
 import contextlib
 
@@ -39,7 +40,10 @@ def make(lora=False, **train_args):
     )
     model.config.use_cache = False
     if lora:
-        model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model,
+            LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
     if train_args.get("gradient_checkpointing"):
         checkpoint_activations(model)
     return model
@@ -55,7 +59,9 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
     config = config_of(parallel, train_args)
     strategy = (Single if axes.size == 1 else Hybrid)(config, world)
     model = strategy.place(make(lora, **train_args))
-    optimizer = strategy.build_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-3))
+    optimizer = strategy.build_optimizer(
+        lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-3)
+    )
     if state is not None:
         strategy.load_state(state)
     model.train()
@@ -75,7 +81,9 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
                 else contextlib.nullcontext()
             ):
                 logits = module(input_ids=ids, position_ids=places, use_cache=False).logits[0, :-1]
-            loss = functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum") / (MICRO * TOKENS)
+            loss = functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum") / (
+                MICRO * TOKENS
+            )
             seen.append(loss.detach())
             return loss
 
@@ -93,8 +101,16 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
 
 LAYOUTS = [
     (Axes(tensor=2), {}, {}, False),
-    pytest.param(Axes(tensor=2), {"sequence_parallel": True}, {"gradient_checkpointing": True}, False, marks=pytest.mark.soak),
-    pytest.param(Axes(tensor=2), {}, {"gradient_checkpointing": True}, True, marks=pytest.mark.soak),
+    pytest.param(
+        Axes(tensor=2),
+        {"sequence_parallel": True},
+        {"gradient_checkpointing": True},
+        False,
+        marks=pytest.mark.soak,
+    ),
+    pytest.param(
+        Axes(tensor=2), {}, {"gradient_checkpointing": True}, True, marks=pytest.mark.soak
+    ),
     pytest.param(Axes(shard=2, tensor=2), {}, {}, False, marks=pytest.mark.soak),
     (Axes(data=2, tensor=2), {"sequence_parallel": True}, {}, True),
 ]
@@ -112,7 +128,9 @@ def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, t
     for name, value in whole.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=name)
     shape = outline(make(lora, **train_args), config_of(parallel, train_args))
-    cost = Hybrid.cost(shape, axes, Workload(MICRO // axes.replicas, TOKENS), config_of(parallel, train_args))
+    cost = Hybrid.cost(
+        shape, axes, Workload(MICRO // axes.replicas, TOKENS), config_of(parallel, train_args)
+    )
     assert max(one[3] for one in found) == pytest.approx(cost.state, rel=0.02)
     assert max(one[2] for one in found) == pytest.approx(cost.traffic_per_step, rel=0.02)
 
@@ -132,7 +150,9 @@ def test_state_moves_from_a_hybrid_to_one_rank_and_back():
     start = run_ranks(train, 4, hybrid, {}, {}, False, None, 0, 4)
     middle = run_ranks(train, 1, Axes(), {}, {}, False, assemble([one[4] for one in start]), 4, 4)
     end = run_ranks(train, 4, hybrid, {}, {}, False, assemble([middle[0][4]]), 8, 4)
-    torch.testing.assert_close([*start[0][0], *middle[0][0], *end[0][0]], unbroken[0][:12], rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        [*start[0][0], *middle[0][0], *end[0][0]], unbroken[0][:12], rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize(

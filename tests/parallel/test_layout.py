@@ -1,4 +1,5 @@
-"""From `parallel` in a config to the mesh: what fits, and what is refused with the sizes that would."""
+"""From `parallel` in a config to the mesh: what fits, and what is refused with the sizes that
+would."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ from paceline.parallel.registry import STRATEGIES, layout, mode_of, strategy_cla
         ({"mode": "pipeline"}, 4, "pipeline", Axes(pipeline=4)),
         ({"tensor": 2}, 4, "hybrid", Axes(data=2, tensor=2)),
         ({"data": 2, "shard": 1, "tensor": 2, "pipeline": 1}, 4, "hybrid", Axes(data=2, tensor=2)),
-        ({"shard": 2, "tensor": 2, "pipeline": 2}, 8, "hybrid", Axes(shard=2, tensor=2, pipeline=2)),
+        (
+            {"shard": 2, "tensor": 2, "pipeline": 2},
+            8,
+            "hybrid",
+            Axes(shard=2, tensor=2, pipeline=2),
+        ),
     ],
 )
 def test_what_fits(given: dict[str, Any], devices: int, strategy: str, axes: Axes) -> None:
@@ -46,9 +52,17 @@ def test_dp_is_one_process() -> None:
     ("given", "devices", "words"),
     [
         ({"tensor": 3}, 4, ["`parallel.tensor: 3`", "4 ranks", "1, 2, 4"]),
-        ({"data": 2, "tensor": 4}, 4, ["`parallel.data: 2`", "`parallel.tensor: 4`", "num_gpus: 8"]),
+        (
+            {"data": 2, "tensor": 4},
+            4,
+            ["`parallel.data: 2`", "`parallel.tensor: 4`", "num_gpus: 8"],
+        ),
         ({"mode": "tensor", "tensor": 3}, 4, ["`parallel.tensor: 3`", "4 ranks"]),
-        ({"mode": "ddp", "tensor": 2}, 4, ["`parallel.mode: ddp` has no axis", "`parallel.data`", "hybrid"]),
+        (
+            {"mode": "ddp", "tensor": 2},
+            4,
+            ["`parallel.mode: ddp` has no axis", "`parallel.data`", "hybrid"],
+        ),
         ({"mode": "zero2", "pipeline": 2}, 4, ["has no axis", "`parallel.shard`"]),
         ({"mode": "ddp", "data": 2}, 4, ["`parallel.data: 2`", "4 ranks"]),
     ],

@@ -1,4 +1,5 @@
-"""`local_sgd`: what Stich (2019) defines, on real ranks; exact on going on; what is refused; what it costs."""
+"""`local_sgd`: what Stich (2019) defines, on real ranks; exact on going on; what is refused; what
+it costs."""
 
 import copy
 import json
@@ -37,7 +38,11 @@ BITWISE = [
 
 
 def three_ranks(world):
-    wrong = [(local, name) for local, at in BITWISE for name in goes_on_to_the_bit(world, "local_sgd", local, at, 11)]
+    wrong = [
+        (local, name)
+        for local, at in BITWISE
+        for name in goes_on_to_the_bit(world, "local_sgd", local, at, 11)
+    ]
     every = compare_with_ddp(world)
     paths = {
         key: by_definition(world, local)
@@ -48,14 +53,21 @@ def three_ranks(world):
             "overlap": {"steps": 4, "overlap_steps": 2},
         }.items()
     }
-    costs = [costs_of(world, local) for local in ({"steps": 4}, {"steps": 4, "fragments": 3, "overlap_steps": 2})]
+    costs = [
+        costs_of(world, local)
+        for local in ({"steps": 4}, {"steps": 4, "fragments": 3, "overlap_steps": 2})
+    ]
     world.barrier()
     return wrong, every, paths, costs
 
 
 def compare_with_ddp(world):
-    """Largest difference of the weights over ten steps of SGD with momentum: brought together at each step it is `ddp`."""
-    runs = [make(world, mode, {"steps": 1}, optim="sgd", net=Plain, clip=0.0) for mode in ("ddp", "local_sgd")]
+    """Largest difference of the weights over ten steps of SGD with momentum: brought together at
+    each step it is `ddp`."""
+    runs = [
+        make(world, mode, {"steps": 1}, optim="sgd", net=Plain, clip=0.0)
+        for mode in ("ddp", "local_sgd")
+    ]
     worst = 0.0
     for step in range(10):
         for one in runs:
@@ -65,7 +77,8 @@ def compare_with_ddp(world):
 
 
 def by_definition(world, local):
-    """Largest difference from three models that this process trains and averages itself, as the papers have it."""
+    """Largest difference from three models that this process trains and averages itself, as the
+    papers have it."""
     ours = make(world, "local_sgd", local, "sgd", net=Plain, rate=0.2)
     models = [copy.deepcopy(ours.model) for _ in range(world.size)]
     for one in models:
@@ -96,7 +109,9 @@ def by_definition(world, local):
             at = period * (number + 1) // fragments
             if step > warmup and (step - warmup) % period == at % period:
                 if overlap:
-                    pending.append((step + overlap, low, high, [(mean - flat)[low:high] for flat in flats]))
+                    pending.append(
+                        (step + overlap, low, high, [(mean - flat)[low:high] for flat in flats])
+                    )
                 else:
                     for flat in flats:
                         flat[low:high] = mean[low:high]
@@ -109,7 +124,10 @@ def by_definition(world, local):
 
 def decayed(model):
     matrices = [one for one in model.parameters() if one.dim() > 1]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": [one for one in model.parameters() if one.dim() < 2]}]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": [one for one in model.parameters() if one.dim() < 2]},
+    ]
 
 
 def costs_of(world, local, mode="local_sgd"):
@@ -122,7 +140,12 @@ def costs_of(world, local, mode="local_sgd"):
     cost = type(strategy).cost(strategy.shape, world.axes, Workload(), strategy.config)
     period = strategy.traffic_period
     counts = 2 * 8  # the loss of each step, added up by the test
-    return cost.state, strategy.state_bytes(), cost.traffic_per_step, sum(sent[-period:]) / period - counts
+    return (
+        cost.state,
+        strategy.state_bytes(),
+        cost.traffic_per_step,
+        sum(sent[-period:]) / period - counts,
+    )
 
 
 def test_three_ranks():
@@ -138,7 +161,9 @@ def test_three_ranks():
 
 def two_by_two(world):
     local = {"steps": 3, "workers": 2}
-    wrong = goes_on_to_the_bit(world, "local_sgd", {**local, "overlap_steps": 2, "fragments": 2}, (4,), 8)
+    wrong = goes_on_to_the_bit(
+        world, "local_sgd", {**local, "overlap_steps": 2, "fragments": 2}, (4,), 8
+    )
     ours = make(world, "local_sgd", local)
     apart = []
     for step in range(6):
@@ -158,7 +183,11 @@ def two_by_two(world):
         ("four workers", resumed(world, "local_sgd", {"steps": 3, "workers": 4}, checkpoint)),
         ("diloco", resumed(world, "diloco", local, checkpoint)),
     ):
-        others[name] = (weights(other), getattr(other, "done", None), [text for _, text in other.notices])
+        others[name] = (
+            weights(other),
+            getattr(other, "done", None),
+            [text for _, text in other.notices],
+        )
     world.barrier()
     return wrong, apart, costs, mean, seen, torch.equal(before, after), before, others
 
@@ -172,7 +201,21 @@ def test_two_workers_of_two_ranks():
         assert torch.equal(at[0], at[1])  # the ranks of a worker are replicas
         assert torch.equal(at[2], at[3])
         assert torch.equal(at[0], at[2]) is (step in (2, 5))
-    for _, _, (state, state_measured, traffic, traffic_measured), mean, seen, unchanged, own, others in found:
+    for (
+        _,
+        _,
+        (
+            state,
+            state_measured,
+            traffic,
+            traffic_measured,
+        ),
+        mean,
+        seen,
+        unchanged,
+        own,
+        others,
+    ) in found:
         assert state == pytest.approx(state_measured, rel=0.02)
         assert traffic == pytest.approx(traffic_measured, rel=0.02)
         torch.testing.assert_close(seen, mean)  # what is evaluated
@@ -234,30 +277,59 @@ def test_longer_than_the_epochs():
 def test_one_rank_is_a_worker():
     world = World(RankEnv(), torch.device("cpu"))
     for mode in ("local_sgd", "diloco"):
-        strategy = make(world, mode, {"steps": 2, "outer_dtype": "int8" if mode == "diloco" else "float32"}, net=Plain)
+        strategy = make(
+            world,
+            mode,
+            {"steps": 2, "outer_dtype": "int8" if mode == "diloco" else "float32"},
+            net=Plain,
+        )
         assert one_step(strategy, 0) > one_step(strategy, 0) > 0
-        assert strategy.cost(strategy.shape, Axes(), Workload(), strategy.config).traffic_per_step == 0
+        assert (
+            strategy.cost(strategy.shape, Axes(), Workload(), strategy.config).traffic_per_step == 0
+        )
 
 
 @pytest.mark.slow
 def test_brought_together_at_each_step_it_is_single(tmp_path):
-    """Four ranks, two to a worker, shares of one size, and an optimizer in which means are means: the engine's counts divide
-    the loss of each worker rightly."""
+    """Four ranks, two to a worker, shares of one size, and an optimizer in which means are means:
+    the engine's counts divide the loss of each worker rightly."""
     file = tmp_path / "config.yaml"
     file.write_text(
-        "{model: 'builtin:mlp', task: classify, dataset: 'builtin:digits', parallel: {device: cpu}, "
-        "local_sgd: {steps: 1, workers: 2}, "
-        "train_args: {per_device_train_batch_size: 16, optim: sgd, max_grad_norm: 0, learning_rate: 0.1}}"
+        "{model: 'builtin:mlp', task: classify, dataset: 'builtin:digits', parallel: {device: cpu},"
+        " local_sgd: {steps: 1, workers: 2}, train_args: {per_device_train_batch_size: 16, optim:"
+        " sgd, max_grad_norm: 0, learning_rate: 0.1}}"
     )
-    done = run(str(file), "--world-size", "4", "--modes", "local_sgd", "--steps", "5", "--json", verb="verify")
-    assert [(one["mode"], one["ok"]) for one in json.loads(done.stdout)["modes"]] == [("local_sgd", True)]
+    done = run(
+        str(file),
+        "--world-size",
+        "4",
+        "--modes",
+        "local_sgd",
+        "--steps",
+        "5",
+        "--json",
+        verb="verify",
+    )
+    assert [(one["mode"], one["ok"]) for one in json.loads(done.stdout)["modes"]] == [
+        ("local_sgd", True)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.soak
 def test_a_run_that_goes_on_in_the_middle_of_a_period(tmp_path):
-    words = ["parallel.mode=local_sgd", "parallel.num_gpus=2", "local_sgd.steps=4", "local_sgd.overlap_steps=2"]
-    words += ["train_args.max_steps=8", "train_args.logging_steps=3", "train_args.eval_steps=6", "split_dataset_ratio=0.1"]
+    words = [
+        "parallel.mode=local_sgd",
+        "parallel.num_gpus=2",
+        "local_sgd.steps=4",
+        "local_sgd.overlap_steps=2",
+    ]
+    words += [
+        "train_args.max_steps=8",
+        "train_args.logging_steps=3",
+        "train_args.eval_steps=6",
+        "split_dataset_ratio=0.1",
+    ]
     words += ["train_args.save_steps=5"]
     whole, half = tmp_path / "whole", tmp_path / "half"
     train(whole, *words)
@@ -269,12 +341,18 @@ def test_a_run_that_goes_on_in_the_middle_of_a_period(tmp_path):
     assert digest(half) == digest(whole)
     assert [one["loss"] for one in events(half, "eval")][-1] == events(whole, "eval")[-1]["loss"]
     found = report(whole)
-    assert found["traffic_bytes_per_step"]["measured"] == pytest.approx(found["traffic_bytes_per_step"]["predicted"], rel=0.02)
-    assert found["state_memory_bytes"]["measured"] == pytest.approx(found["state_memory_bytes"]["predicted"], rel=0.02)
+    assert found["traffic_bytes_per_step"]["measured"] == pytest.approx(
+        found["traffic_bytes_per_step"]["predicted"], rel=0.02
+    )
+    assert found["state_memory_bytes"]["measured"] == pytest.approx(
+        found["state_memory_bytes"]["predicted"], rel=0.02
+    )
     assert found["communication"]["synchronisations"] == 1
     assert [one["step"] for one in events(whole, "step")] == [1, 3, 6, 8]
     losses = [one["loss"] for one in events(whole, "step")]
     assert max(losses) < 1.1 * min(losses)  # counts of another step than the loss would show
     words = [one for one in words if not one.startswith(("parallel.mode", "train_args.max_steps"))]
-    ended = train(half, *words, "parallel.mode=ddp", "train_args.max_steps=9", "--allow-config-change")
+    ended = train(
+        half, *words, "parallel.mode=ddp", "train_args.max_steps=9", "--allow-config-change"
+    )
     assert "the mean of their parameters" in ended.stderr

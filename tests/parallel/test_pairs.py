@@ -1,4 +1,5 @@
-"""What works with what: each strategy with each switch on two ranks, tried; the table in docs/strategies.md is what came of it.
+"""What works with what: each strategy with each switch on two ranks, tried; the table in
+docs/strategies.md is what came of it.
 
 To write the table anew: PACELINE_WRITE_TABLE=1 make soak.
 """
@@ -23,7 +24,12 @@ MODES = [
 MICRO: dict[str, Any] = {
     "model": "builtin:qwen2-micro",
     "dataset": "builtin:python-docs#64",
-    "train_args": {"max_length": 96, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
+    "train_args": {
+        "max_length": 96,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+    },
 }
 #: column → what it adds to MICRO, or a whole config
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -50,11 +56,16 @@ SWITCHES: dict[str, dict[str, Any]] = {
 def tried(switch: str, folder: Path) -> dict[str, tuple[str, str]]:
     """mode → (cell of the table, reason), from the strategies' own training of three steps."""
     given = SWITCHES[switch]
-    arguments = {**(MICRO["train_args"] if "model" not in given else {}), **given.get("train_args", {})}
+    arguments = {
+        **(MICRO["train_args"] if "model" not in given else {}),
+        **given.get("train_args", {}),
+    }
     config = {**MICRO, **given, "train_args": arguments, "parallel": {"device": "cpu"}}
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
-    done = run(str(file), "--world-size", "2", "--steps", "3", "--json", verb="verify", timeout_s=400.0)
+    done = run(
+        str(file), "--world-size", "2", "--steps", "3", "--json", verb="verify", timeout_s=400.0
+    )
     rows = {one["mode"]: one for one in json.loads(done.stdout)["modes"]}
     cells = {}
     for mode in MODES:
@@ -67,7 +78,11 @@ def tried(switch: str, folder: Path) -> dict[str, tuple[str, str]]:
 def table() -> list[list[str]]:
     text = PAGE.read_text(encoding="utf-8")
     lines = text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip().splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("|")
+    ]
 
 
 def column(switch: str) -> dict[str, str]:
@@ -94,10 +109,23 @@ def test_the_whole_table(tmp_path: Path) -> None:
 
 def write(found: dict[str, dict[str, tuple[str, str]]]) -> None:
     rows = ["| | " + " | ".join(found) + " |", "|---|" + "---|" * len(found)]
-    rows += [f"| `{mode}` | " + " | ".join(found[switch][mode][0] for switch in found) + " |" for mode in MODES]
+    rows += [
+        f"| `{mode}` | " + " | ".join(found[switch][mode][0] for switch in found) + " |"
+        for mode in MODES
+    ]
     reasons = {
-        f"- `{mode}` with {switch}: {reason}" for switch in found for mode, (_, reason) in found[switch].items() if reason
+        f"- `{mode}` with {switch}: {reason}"
+        for switch in found
+        for mode, (_, reason) in found[switch].items()
+        if reason
     }
     text = PAGE.read_text(encoding="utf-8")
-    body = "\n".join(rows) + "\n\nThe reasons, as they are printed:\n\n" + "\n".join(sorted(reasons)) + "\n\n"
-    PAGE.write_text(text[: text.index(BEGIN) + len(BEGIN)] + body + text[text.index(END) :], encoding="utf-8")
+    body = (
+        "\n".join(rows)
+        + "\n\nThe reasons, as they are printed:\n\n"
+        + "\n".join(sorted(reasons))
+        + "\n\n"
+    )
+    PAGE.write_text(
+        text[: text.index(BEGIN) + len(BEGIN)] + body + text[text.index(END) :], encoding="utf-8"
+    )

@@ -1,4 +1,5 @@
-"""`parameter_server` when the process of a rank ends: the run names it, and stops or goes on as the config says."""
+"""`parameter_server` when the process of a rank ends: the run names it, and stops or goes on as the
+config says."""
 
 import json
 import os
@@ -66,7 +67,9 @@ class LeavesOut(RecommendTask):
 STEPS = 16
 
 
-def command(tmp_path: Path, name: str, task: str, *more: str, steps: int = STEPS, logging: int = 1) -> list[str]:
+def command(
+    tmp_path: Path, name: str, task: str, *more: str, steps: int = STEPS, logging: int = 1
+) -> list[str]:
     (tmp_path / "tasks.py").write_text(TASK)
     (tmp_path / "pids").mkdir(exist_ok=True)
     return [
@@ -79,7 +82,9 @@ def command(tmp_path: Path, name: str, task: str, *more: str, steps: int = STEPS
 
 
 def run(tmp_path: Path, name: str, task: str, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(tmp_path, name, task, *more), capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        command(tmp_path, name, task, *more), capture_output=True, text=True, timeout=240
+    )
 
 
 def served(tmp_path: Path, *kills: str) -> list[str]:
@@ -90,13 +95,18 @@ def served(tmp_path: Path, *kills: str) -> list[str]:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    return {one["step"]: one["loss"] for one in read_events(run_dir / "events.jsonl") if one["type"] == "step"}
+    return {
+        one["step"]: one["loss"]
+        for one in read_events(run_dir / "events.jsonl")
+        if one["type"] == "step"
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.soak
 def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_path: Path) -> None:
-    """Rank 0, which writes the log and leads the checkpoints, dies in step 6; rank 2 in the middle of the last evaluation."""
+    """Rank 0, which writes the log and leads the checkpoints, dies in step 6; rank 2 in the middle
+    of the last evaluation."""
     done = run(
         tmp_path,
         "served",
@@ -109,8 +119,13 @@ def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_pa
     assert done.returncode == 0, done.stderr
     pids = {rank: int((tmp_path / "pids" / str(rank)).read_text()) for rank in range(5)}
     for rank in (0, 2):
-        assert said.count(f"rank {rank}, a worker (process {pids[rank]}), was killed by SIGKILL") == 1
-    assert "from step 7 on each global batch is shared among 2 workers; 16 samples of step 6 were not trained on" in said
+        assert (
+            said.count(f"rank {rank}, a worker (process {pids[rank]}), was killed by SIGKILL") == 1
+        )
+    assert (
+        "from step 7 on each global batch is shared among 2 workers; 16 samples of step 6 were not"
+        " trained on" in said
+    )
     assert "tensorpipe" not in said
     report = json.loads((tmp_path / "served" / "report.json").read_text())
     lost = [(one["rank"], one["step"], one["samples_unseen"]) for one in report["workers_lost"]]
@@ -129,7 +144,8 @@ def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_pa
     assert all(abs(loss - theirs[step]) <= 1e-5 * theirs[step] for step, loss in ours.items())
     other = json.loads((tmp_path / "ddp" / "report.json").read_text())
     assert report["final_eval_loss"] == pytest.approx(other["final_eval_loss"], rel=1e-5)
-    assert report["final_eval_metrics"]["best_auc"] == other["final_eval_metrics"]["best_auc"]  # over every row
+    # over every row
+    assert report["final_eval_metrics"]["best_auc"] == other["final_eval_metrics"]["best_auc"]
 
 
 @pytest.mark.slow
@@ -145,7 +161,9 @@ def test_a_worker_killed_from_outside_leaves_a_bounded_run_going(tmp_path: Path)
     reader.start()
     events = tmp_path / "run" / "events.jsonl"
     deadline = time.monotonic() + 120
-    while not events.exists() or not any(one["type"] == "step" and one["step"] >= 10 for one in read_events(events)):
+    while not events.exists() or not any(
+        one["type"] == "step" and one["step"] >= 10 for one in read_events(events)
+    ):
         assert process.poll() is None, said
         assert time.monotonic() < deadline, said
         time.sleep(0.05)
@@ -172,7 +190,9 @@ def test_a_worker_killed_from_outside_leaves_a_bounded_run_going(tmp_path: Path)
     ],
 )
 @pytest.mark.soak
-def test_without_a_server_or_without_any_worker_the_run_ends(tmp_path: Path, kills: tuple[str, ...], named: str) -> None:
+def test_without_a_server_or_without_any_worker_the_run_ends(
+    tmp_path: Path, kills: tuple[str, ...], named: str
+) -> None:
     done = run(tmp_path, "run", "Killer", *served(tmp_path, *kills))
     said = done.stderr.replace("\n", " ")
     assert done.returncode == 1, done.stderr
@@ -180,14 +200,20 @@ def test_without_a_server_or_without_any_worker_the_run_ends(tmp_path: Path, kil
     assert f"{named} (process {pid}) was killed" in said
     assert "To go on: give the same command again" in said
     for rank in ("0", "1") if len(kills) > 1 else ():
-        assert f"rank {rank}, a worker (process {(tmp_path / 'pids' / rank).read_text()}), was killed by SIGKILL" in said
+        assert (
+            f"rank {rank}, a worker (process {(tmp_path / 'pids' / rank).read_text()}), was killed"
+            " by SIGKILL" in said
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "role"), [pytest.param(1, "a worker", marks=pytest.mark.soak), (3, "a server of the tables")]
+    ("victim", "role"),
+    [pytest.param(1, "a worker", marks=pytest.mark.soak), (3, "a server of the tables")],
 )
-def test_by_default_a_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path, victim: int, role: str) -> None:
+def test_by_default_a_rank_that_is_killed_ends_the_run_and_is_named(
+    tmp_path: Path, victim: int, role: str
+) -> None:
     more = ["parallel.mode=parameter_server", f"task_args.pids={tmp_path}/pids"]
     kills = f'task_args.kills=["{victim} by 1 at 3"]'
     done = run(tmp_path, "run", "Killer", *more, kills)
@@ -196,7 +222,8 @@ def test_by_default_a_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Pa
     said = done.stderr.replace("\n", " ")
     assert f"rank {victim}, {role} (process {pid}) was killed" in said
     assert "To go on: give the same command again" in said
-    assert max(losses(tmp_path / "run"), default=0) in (1, 2)  # the log of the second may be on its way when the rank dies
+    # the log of the second may be on its way when the rank dies
+    assert max(losses(tmp_path / "run"), default=0) in (1, 2)
 
 
 def test_a_collective_ends_without_the_dead_and_says_who_they_are() -> None:

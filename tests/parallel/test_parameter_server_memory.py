@@ -14,7 +14,8 @@ from paceline.train.optimizer import build_optimizer, matrices_of
 
 
 def large(world, rows, dim, spare_bytes):
-    """Steps of SGD on a table that no process may hold whole: whether it was out of reach, losses, bytes of the part."""
+    """Steps of SGD on a table that no process may hold whole: whether it was out of reach, losses,
+    bytes of the part."""
     import resource
 
     with open("/proc/self/status") as handle:
@@ -33,7 +34,9 @@ def large(world, rows, dim, spare_bytes):
         model = ClickModel(0, (rows, 3), dim, [], [])
     matrices = matrices_of(model)
     strategy.place(model)
-    optimizer = strategy.build_optimizer(lambda named: build_optimizer(config.train_args, 0.5, named, matrices))
+    optimizer = strategy.build_optimizer(
+        lambda named: build_optimizer(config.train_args, 0.5, named, matrices)
+    )
     ids = [torch.tensor([0, rows // 2, rows - 1]), torch.tensor([0, 1, 2])]
     losses = []
     for _ in range(3):
@@ -47,7 +50,9 @@ def large(world, rows, dim, spare_bytes):
         strategy.backward(micro_step, 1 if strategy.works else 0)
         strategy.clip(0.0)
         strategy.update(lambda one: (one.step(), True)[1])
-    held = sum(part.tensor.numel() * 4 for part in strategy.state() if part.name == "model/tables.0.weight")
+    held = sum(
+        part.tensor.numel() * 4 for part in strategy.state() if part.name == "model/tables.0.weight"
+    )
     assert optimizer is strategy.optimizer
     world.barrier()
     strategy.close()
@@ -59,10 +64,12 @@ def large(world, rows, dim, spare_bytes):
     [(8_000_000, 400 << 20), pytest.param(24_000_000, 800 << 20, marks=pytest.mark.soak)],
 )
 def test_a_table_larger_than_a_process_may_have(rows: int, spare_bytes: int) -> None:
-    """0.5 GB (1.5 GB), on four servers that may have 0.4 GB (0.8 GB) more than they begin with; the kernel sees to it."""
+    """0.5 GB (1.5 GB), on four servers that may have 0.4 GB (0.8 GB) more than they begin with; the
+    kernel sees to it."""
     dim = 16
     found = run_ranks(large, 5, rows, dim, spare_bytes, timeout_s=400.0)
     assert all(out_of_reach for out_of_reach, _, _ in found)
-    assert [held for _, _, held in found] == [0] + [rows * dim] * 4  # bytes: a quarter of the elements, four bytes each
+    # bytes: a quarter of the elements, four bytes each
+    assert [held for _, _, held in found] == [0] + [rows * dim] * 4
     losses = found[0][1]
     assert losses[0] > losses[1] > losses[2]

@@ -1,4 +1,5 @@
-"""Pipeline stages on real ranks give the gradients of the whole model, whatever the schedule and the shapes."""
+"""Pipeline stages on real ranks give the gradients of the whole model, whatever the schedule and
+the shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from paceline.parallel.pipeline.cost import pipeline_cost
 from paceline.parallel.pipeline.partition import Cut
 from paceline.parallel.pipeline.runner import Pipeline, divide_model
 
-LENGTHS = ((5, 3), (7,), (2, 2, 9), (4, 4))  # samples of each micro-batch: ragged, packed into one row
+# samples of each micro-batch: ragged, packed into one row
+LENGTHS = ((5, 3), (7,), (2, 2, 9), (4, 4))
 HIDDEN = 16
 
 
@@ -43,8 +45,15 @@ def language_model(layers: int = 4, tied: bool = False) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(1)
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=50, num_hidden_layers=layers, tie_word_embeddings=tied, **sizes))
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    return Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=50, num_hidden_layers=layers, tie_word_embeddings=tied, **sizes)
+    )
 
 
 def language_step(lengths: Any, low: bool, number: int, model: Any) -> torch.Tensor:
@@ -54,7 +63,9 @@ def language_step(lengths: Any, low: bool, number: int, model: Any) -> torch.Ten
     positions = torch.cat([torch.arange(one) for one in lengths[number]]).unsqueeze(0)
     keep = torch.arange(1, total)
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep).logits
+        logits = model(
+            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep
+        ).logits
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), ids[0, keep], reduction="sum")
     return loss / 40
 
@@ -63,15 +74,24 @@ def image_model() -> nn.Module:
     from paceline.models.vision import build_small_cnn
 
     torch.manual_seed(2)
-    return nn.ModuleDict({"body": build_small_cnn(in_channels=1, image_size=8, hidden=8, num_classes=3)})
+    return nn.ModuleDict(
+        {"body": build_small_cnn(in_channels=1, image_size=8, hidden=8, num_classes=3)}
+    )
 
 
 def image_step(number: int, model: Any) -> torch.Tensor:
     images = torch.randn(2 + number % 2, 1, 8, 8, generator=torch.Generator().manual_seed(number))
-    return functional.cross_entropy(model["body"](images), torch.arange(len(images)) % 3, reduction="sum") / 10
+    return (
+        functional.cross_entropy(
+            model["body"](images), torch.arange(len(images)) % 3, reduction="sum"
+        )
+        / 10
+    )
 
 
-def compare(world: World, model: nn.Module, step: Any, config: Config, steps: int = 1) -> dict[str, Any]:
+def compare(
+    world: World, model: nn.Module, step: Any, config: Config, steps: int = 1
+) -> dict[str, Any]:
     """Train nothing, but take the gradients of the whole model and of the pipeline; what differs."""
     whole, count = copy.deepcopy(model), len(LENGTHS)
     expected = [step(number, whole) for number in range(count)]
@@ -84,7 +104,9 @@ def compare(world: World, model: nn.Module, step: Any, config: Config, steps: in
         before = world.traffic.total
         losses: dict[int, float] = {}
 
-        def micro_step(number: int, module: nn.Module, seen: dict[int, float] = losses) -> torch.Tensor:
+        def micro_step(
+            number: int, module: nn.Module, seen: dict[int, float] = losses
+        ) -> torch.Tensor:
             loss = step(number, module)
             seen[number] = float(loss.detach())
             return loss
@@ -107,7 +129,9 @@ def compare(world: World, model: nn.Module, step: Any, config: Config, steps: in
         scale = expected_grad.abs().max().clamp(min=1e-3)
         worst = max(worst, float((one.grad - expected_grad).abs().max() / scale))
     if losses:
-        worst = max(worst, max(abs(losses[one] - float(expected[one].detach())) for one in range(count)))
+        worst = max(
+            worst, max(abs(losses[one] - float(expected[one].detach())) for one in range(count))
+        )
     found = pipeline.evaluate(lambda module: {"loss": step(2, module)}, model)
     with torch.no_grad():
         wanted = float(step(2, whole))
@@ -127,7 +151,9 @@ def with_adapters(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    adapted = get_peft_model(
+        model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    )
     return adapted.bfloat16()
 
 
@@ -150,13 +176,21 @@ def on_two_ranks(world: World) -> dict[str, Any]:
         for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
     }
     for schedule in ("1f1b", "zero_bubble"):
-        found[f"tied {schedule}"] = compare(world, language_model(tied=True), plain, make_config(schedule))
-        found[f"recomputed {schedule}"] = compare(world, recomputed(language_model()), plain, make_config(schedule))
+        found[f"tied {schedule}"] = compare(
+            world, language_model(tied=True), plain, make_config(schedule)
+        )
+        found[f"recomputed {schedule}"] = compare(
+            world, recomputed(language_model()), plain, make_config(schedule)
+        )
     low = partial(language_step, LENGTHS, True)
     found["bf16"] = compare(world, language_model(), low, make_config("1f1b"))
-    found["adapters"] = compare(world, with_adapters(language_model()), low, make_config("interleaved_1f1b"))
+    found["adapters"] = compare(
+        world, with_adapters(language_model()), low, make_config("interleaved_1f1b")
+    )
     found["images"] = compare(world, image_model(), image_step, make_config("1f1b"), steps=2)
-    found["images recomputed"] = compare(world, recomputed_images(), image_step, make_config("gpipe"))
+    found["images recomputed"] = compare(
+        world, recomputed_images(), image_step, make_config("gpipe")
+    )
     world.barrier()
     return found
 
@@ -166,7 +200,9 @@ def two_ranks() -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, 2, timeout_s=240)
 
 
-def test_gradients_losses_and_evaluation_are_those_of_the_whole_model(two_ranks: list[dict[str, Any]]) -> None:
+def test_gradients_losses_and_evaluation_are_those_of_the_whole_model(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for name in two_ranks[0]:
         bound = 2e-2 if name in ("bf16", "adapters") else 1e-5
         for rank, found in enumerate(one[name] for one in two_ranks):
@@ -177,7 +213,9 @@ def test_gradients_losses_and_evaluation_are_those_of_the_whole_model(two_ranks:
             assert found["notices"] == [], name
 
 
-def test_each_parameter_is_kept_where_it_is_used_and_owned_once(two_ranks: list[dict[str, Any]]) -> None:
+def test_each_parameter_is_kept_where_it_is_used_and_owned_once(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for name in two_ranks[0]:
         first, second = (one[name] for one in two_ranks)
         assert sorted(first["owned"] + second["owned"]) == sorted(first["all"]), name
@@ -196,12 +234,16 @@ def test_each_parameter_is_kept_where_it_is_used_and_owned_once(two_ranks: list[
         ("tied 1f1b", "1f1b", True),
     ],
 )
-def test_bytes_sent_are_those_predicted(two_ranks: list[dict[str, Any]], name: str, schedule: str, tied: bool) -> None:
+def test_bytes_sent_are_those_predicted(
+    two_ranks: list[dict[str, Any]], name: str, schedule: str, tied: bool
+) -> None:
     model = language_model(tied=tied)
     shape = outline(model, make_config(schedule))
     shape = type(shape)(**{**vars(shape), "block_output_elements": (HIDDEN,) * len(shape.blocks)})
     positions = sum(map(sum, LENGTHS)) / len(LENGTHS)
-    cost = pipeline_cost(shape, 2, 2, schedule, Workload(micro_batches=len(LENGTHS), positions=positions))
+    cost = pipeline_cost(
+        shape, 2, 2, schedule, Workload(micro_batches=len(LENGTHS), positions=positions)
+    )
     assert tuple(one[name]["sent"] for one in two_ranks) == cost.send_bytes
     assert [set(one) for one in cost.parameters] == [set(one[name]["names"]) for one in two_ranks]
 
@@ -284,7 +326,9 @@ def test_models_that_are_no_chain_of_blocks_are_refused() -> None:
 
 def cut_in_two(model: nn.Module) -> Cut:
     blocks = find_blocks(model)
-    return Cut(model, blocks, check_blocks(model, blocks)[0], divide_model(model, blocks, 2), [0, 1])
+    return Cut(
+        model, blocks, check_blocks(model, blocks)[0], divide_model(model, blocks, 2), [0, 1]
+    )
 
 
 def test_what_passes_beside_the_blocks_shows_in_the_first_step() -> None:

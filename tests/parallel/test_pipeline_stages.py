@@ -46,14 +46,28 @@ def test_a_tied_weight_stands_at_both_ends_and_belongs_to_the_first() -> None:
 
 
 def test_names_tell_what_registration_does_not() -> None:
-    sizes = {"d.embed_tokens.weight": 4, "d.final_layer_norm.weight": 1, "d.layers.0.w": 9, "d.layers.1.w": 9, "d.scale": 1}
-    found = divide(sizes, ["d.layers.0", "d.layers.1"], 2, buffers=["d.layers.1.mask", "d.rotary.inv_freq"])
-    assert found.regions == {"d.embed_tokens": "before", "d.final_layer_norm": "after", "d.scale": "after"}
+    sizes = {
+        "d.embed_tokens.weight": 4,
+        "d.final_layer_norm.weight": 1,
+        "d.layers.0.w": 9,
+        "d.layers.1.w": 9,
+        "d.scale": 1,
+    }
+    found = divide(
+        sizes, ["d.layers.0", "d.layers.1"], 2, buffers=["d.layers.1.mask", "d.rotary.inv_freq"]
+    )
+    assert found.regions == {
+        "d.embed_tokens": "before",
+        "d.final_layer_norm": "after",
+        "d.scale": "after",
+    }
     assert found.stages["d.layers.1.mask"] == (1,)
     assert found.stages["d.rotary.inv_freq"] == (0, 1)
 
 
-def best_loads_by_exhaustion(costs: list[int], num_stages: int, before: int, after: int) -> tuple[int, int]:
+def best_loads_by_exhaustion(
+    costs: list[int], num_stages: int, before: int, after: int
+) -> tuple[int, int]:
     """(largest, sum of squares) of the best division, found by trying every set of cuts."""
     results = []
     for cuts in combinations(range(1, len(costs)), num_stages - 1):
@@ -75,13 +89,19 @@ def test_the_division_is_the_best_of_all() -> None:
             continue
         num_stages = chance.randint(1, with_parameters)
         before, after = chance.choice([0, 4, 30]), chance.choice([0, 4, 30])
-        sizes = {"embed.w": before, **{f"h.{number}.w": cost for number, cost in enumerate(costs)}, "norm.w": after}
+        sizes = {
+            "embed.w": before,
+            **{f"h.{number}.w": cost for number, cost in enumerate(costs)},
+            "norm.w": after,
+        }
         result = divide(sizes, [f"h.{number}" for number in range(len(costs))], num_stages)
         loads = [sum(costs[first:end]) for first, end in result.blocks]
         assert all(loads)
         loads[0] += before
         loads[-1] += after
-        assert (max(loads), sum(load * load for load in loads)) == best_loads_by_exhaustion(costs, num_stages, before, after)
+        assert (max(loads), sum(load * load for load in loads)) == best_loads_by_exhaustion(
+            costs, num_stages, before, after
+        )
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(80, 64), (126, 120), (80, 79)])
@@ -112,7 +132,9 @@ def test_many_layers_are_dealt_quickly_and_evenly() -> None:
 def test_more_stages_than_layers_are_refused_before_anything_is_loaded() -> None:
     check_sizes({"num_hidden_layers": 8}, 4, 2)
     check_sizes({"model_type": "unknown"}, 400)
-    with pytest.raises(ConfigError, match=r"makes 16 stages, and the model has 8 layers.*parallel\.pipeline: 4"):
+    with pytest.raises(
+        ConfigError, match=r"makes 16 stages, and the model has 8 layers.*parallel\.pipeline: 4"
+    ):
         check_sizes({"text_config": {"num_hidden_layers": 8}}, 8, 2)
 
 
@@ -132,7 +154,11 @@ def test_cost_says_who_sends_how_much() -> None:
     looped = pipeline_cost(shape, 4, 2, "interleaved_1f1b", work)
     assert looped.send_bytes == (3 * boundary, 4 * boundary, 4 * boundary, 3 * boundary)
     assert looped.busiest_send_bytes == 4 * boundary
-    assert looped.parameters[0] == ("model.embed.weight", "model.layers.0.weight", "model.layers.4.weight")
+    assert looped.parameters[0] == (
+        "model.embed.weight",
+        "model.layers.0.weight",
+        "model.layers.4.weight",
+    )
 
 
 def test_between_a_column_and_its_row_layer_a_part_of_the_features_is_sent() -> None:
@@ -147,5 +173,9 @@ def test_between_a_column_and_its_row_layer_a_part_of_the_features_is_sent() -> 
     boundary = 2 * 5 * 32 * 4
     assert pipeline_cost(shape, 2, 1, "1f1b", work).send_bytes == (boundary, boundary)
     assert pipeline_cost(shape, 2, 1, "1f1b", work).division.blocks[0] == (0, 1)
-    assert pipeline_cost(shape, 2, 1, "1f1b", work, tensor_ranks=2).send_bytes == (boundary // 2, boundary // 2)
-    assert pipeline_cost(shape, 3, 1, "1f1b", work, tensor_ranks=2).send_bytes[2] == boundary  # after the row layer: whole
+    assert pipeline_cost(shape, 2, 1, "1f1b", work, tensor_ranks=2).send_bytes == (
+        boundary // 2,
+        boundary // 2,
+    )
+    # after the row layer: whole
+    assert pipeline_cost(shape, 3, 1, "1f1b", work, tensor_ranks=2).send_bytes[2] == boundary

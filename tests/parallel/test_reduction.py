@@ -1,4 +1,5 @@
-"""`parallel.all_reduce`: training through our own all-reduce, beside backward, has the losses of the backend's."""
+"""`parallel.all_reduce`: training through our own all-reduce, beside backward, has the losses of
+the backend's."""
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ def train_by_each(world):
     found = {}
     for algorithm in ALGORITHMS:
         one = train(world, Net, 5, parallel={"all_reduce": algorithm})
-        found[algorithm] = {key: one[key] for key in ("losses", "norms", "weights", "traffic", "cost")}
+        found[algorithm] = {
+            key: one[key] for key in ("losses", "norms", "weights", "traffic", "cost")
+        }
     world.barrier()
     return found
 
@@ -33,7 +36,8 @@ def test_losses_and_weights_are_those_of_the_backends_all_reduce(world_size):
         torch.testing.assert_close(ours["losses"], native["losses"], rtol=1e-6, atol=0)
         torch.testing.assert_close(ours["norms"], native["norms"], rtol=1e-5, atol=0)
         for name, weight in ours["weights"].items():
-            # The place of a sum's parts may differ, and AdamW makes much of the last bit of a small gradient.
+            # The place of a sum's parts may differ, and AdamW makes much of the last bit of a small
+            # gradient.
             torch.testing.assert_close(weight, native["weights"][name], rtol=0, atol=1e-4)
             for other in results[1:]:
                 assert torch.equal(weight, other[algorithm]["weights"][name]), (algorithm, name)
@@ -50,7 +54,12 @@ def hybrid_data_axis(world):
     plan = {"1": "colwise", "3": "rowwise"}
     return [
         train(
-            world, Plain, 3, mode="hybrid", axes=axes, parallel={"all_reduce": one, "data": 2, "tensor": 2, "tensor_plan": plan}
+            world,
+            Plain,
+            3,
+            mode="hybrid",
+            axes=axes,
+            parallel={"all_reduce": one, "data": 2, "tensor": 2, "tensor_plan": plan},
         )["losses"]
         for one in ("native", "ring")
     ]
@@ -62,10 +71,13 @@ def test_the_data_axis_of_a_hybrid_too():
 
 
 def in_order(world):
-    """Work runs in the order given, beside what the main thread does on the world's own group; after an error nothing runs."""
+    """Work runs in the order given, beside what the main thread does on the world's own group;
+    after an error nothing runs."""
     lane = Lane(world, "data", timeout_s=30.0)
     tensors = [torch.full((1000,), float(number + world.rank)) for number in range(20)]
-    pending = [lane.submit(lambda line, one=one: line.wait(line.all_reduce(one))) for one in tensors]
+    pending = [
+        lane.submit(lambda line, one=one: line.wait(line.all_reduce(one))) for one in tensors
+    ]
     summed = [world.sum(1.0)[0] for _ in range(20)]
     for one in pending:
         one.wait()
@@ -82,7 +94,13 @@ def in_order(world):
         except ValueError as error:
             said.append(str(error))
     world.barrier()
-    return [float(one[0]) for one in tensors], summed, said, ran, lane.world.waits is not world.waits
+    return (
+        [float(one[0]) for one in tensors],
+        summed,
+        said,
+        ran,
+        lane.world.waits is not world.waits,
+    )
 
 
 def test_a_lane_runs_in_order_and_hands_errors_on():
@@ -96,7 +114,12 @@ def test_a_lane_runs_in_order_and_hands_errors_on():
 
 @pytest.mark.parametrize(
     ("mode", "axes"),
-    [("zero1", Axes(data=2)), ("zero3", Axes(shard=2)), ("hybrid", Axes(data=2, shard=2)), ("dp", Axes(data=2))],
+    [
+        ("zero1", Axes(data=2)),
+        ("zero3", Axes(shard=2)),
+        ("hybrid", Axes(data=2, shard=2)),
+        ("dp", Axes(data=2)),
+    ],
 )
 def test_modes_that_sum_otherwise_refuse(mode, axes):
     config = Config(model="m", dataset="d", parallel={"mode": mode, "all_reduce": "ring"})
@@ -107,5 +130,9 @@ def test_modes_that_sum_otherwise_refuse(mode, axes):
 
 def test_modes_that_can_do_not():
     config = Config(model="m", dataset="d", parallel={"all_reduce": "ring"})
-    for mode, axes in (("ddp", Axes(data=2)), ("single", Axes()), ("hybrid", Axes(data=2, pipeline=2))):
+    for mode, axes in (
+        ("ddp", Axes(data=2)),
+        ("single", Axes()),
+        ("hybrid", Axes(data=2, pipeline=2)),
+    ):
         check_strategy(mode, config, axes)

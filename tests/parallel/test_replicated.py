@@ -1,4 +1,5 @@
-"""`ddp`: gradients are the sum over ranks, whatever the buckets; state goes out and comes back bit for bit."""
+"""`ddp`: gradients are the sum over ranks, whatever the buckets; state goes out and comes back bit
+for bit."""
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from paceline.parallel.ddp.strategy import DistributedDataParallel, Single
 
 
 class Net(nn.Module):
-    """A weight used twice, a frozen layer, a layer that only rank 0's batches reach, and running statistics."""
+    """A weight used twice, a frozen layer, a layer that only rank 0's batches reach, and running
+    statistics."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +53,9 @@ def batch(rank, micro, step):
 def gradients(world, cap_mb):
     strategy, model, _ = make(world, cap_mb)
     model.eval()
-    strategy.backward(lambda micro, module: module(batch(world.rank, micro, 0), world.rank == 0).square().sum(), 2)
+    strategy.backward(
+        lambda micro, module: module(batch(world.rank, micro, 0), world.rank == 0).square().sum(), 2
+    )
     grads = {name: one.grad.clone() for name, one in strategy.trained.items()}
     weights = {name: one.detach().clone() for name, one in model.named_parameters()}
     return grads, weights, strategy.clip(0.0), len(strategy.buckets.buckets)
@@ -67,7 +71,10 @@ def test_gradient_is_the_sum_over_ranks_and_micro_batches(world_size, cap_mb):
     for rank in range(world_size):
         for micro in range(2):
             alone(batch(rank, micro, 0), rank == 0).square().sum().backward()
-    expected = {name: one.grad if one.grad is not None else torch.zeros_like(one) for name, one in alone.named_parameters()}
+    expected = {
+        name: one.grad if one.grad is not None else torch.zeros_like(one)
+        for name, one in alone.named_parameters()
+    }
     for grads, weights, norm, buckets in results:
         assert "frozen.weight" not in grads
         for name, grad in grads.items():
@@ -85,7 +92,10 @@ def train_some(world, steps, state=None, first=0):
         strategy.load_state(state)
     for step in range(first, first + steps):
         strategy.backward(
-            lambda micro, module, step=step: module(batch(world.rank, micro, step), step % 2 == 0).square().mean(), 2
+            lambda micro, module, step=step: (
+                module(batch(world.rank, micro, step), step % 2 == 0).square().mean()
+            ),
+            2,
         )
         strategy.clip(0.5)
         optimizer.step()
@@ -110,7 +120,11 @@ def test_going_on_from_the_state_is_bitwise_equal(world_size):
 
 def test_state_names():
     names = set(assemble([run_ranks(train_some, 1, 1)[0][0]]).whole)
-    assert {"model/inner.weight", "optimizer/inner.weight/exp_avg", "buffer/norm.running_mean"} <= names
+    assert {
+        "model/inner.weight",
+        "optimizer/inner.weight/exp_avg",
+        "buffer/norm.running_mean",
+    } <= names
     assert not any(name.startswith("model/frozen") for name in names)
 
 
@@ -125,19 +139,26 @@ def test_state_bytes_and_traffic_are_what_the_cost_says():
     assert cost.optimizer == 8 * elements
     assert cost.traffic_per_step == all_reduce_bytes(4 * elements, 4) == round(1.5 * 4 * elements)
     assert Single.cost(shape, Axes(), Workload(), strategy.config).traffic_per_step == 0
-    padding = 64 * len(shape.trained)  # buckets align each gradient to 64 bytes; Adam keeps a step count a parameter
+    # buckets align each gradient to 64 bytes; Adam keeps a step count a parameter
+    padding = 64 * len(shape.trained)
     assert cost.state <= strategy.state_bytes() <= cost.state + padding + 4 * len(shape.trained)
 
 
 def uneven(world):
     strategy, _, _ = make(world, cap_mb=0.0001)
     for step in range(3):
-        strategy.backward(lambda micro, module, step=step: module(batch(world.rank, 0, step), world.rank == 1).sum(), 1)
+        strategy.backward(
+            lambda micro, module, step=step: module(
+                batch(world.rank, 0, step), world.rank == 1
+            ).sum(),
+            1,
+        )
     return [flat.clone() for flat in strategy.buckets.flats]
 
 
 def test_one_order_of_collectives_whatever_order_gradients_come_in():
-    # Rank 0 never reaches `rare`, rank 1 does: were buckets sent as they fill, the ranks would issue different collectives.
+    # Rank 0 never reaches `rare`, rank 1 does: were buckets sent as they fill, the ranks would
+    # issue different collectives.
     left, right = run_ranks(uneven, 2)
     for one, other in zip(left, right, strict=True):
         assert torch.equal(one, other)

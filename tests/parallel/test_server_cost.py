@@ -1,4 +1,5 @@
-"""What a parameter server is said to send: counted in the data where they are known, else a bound that says so."""
+"""What a parameter server is said to send: counted in the data where they are known, else a bound
+that says so."""
 
 import numpy as np
 import pytest
@@ -52,5 +53,6 @@ def _larger_half(shape: ModelShape) -> int:
 
 
 def test_parameters_are_dealt_by_size() -> None:
-    assert deal([5, 1, 9, 4, 4], 2) == [1, 1, 0, 1, 0]  # 9 to the first, 5 and 4 to the second, 4 to the first, 1 to the second
+    # 9 to the first, 5 and 4 to the second, 4 to the first, 1 to the second
+    assert deal([5, 1, 9, 4, 4], 2) == [1, 1, 0, 1, 0]
     assert deal([3], 4) == [0]

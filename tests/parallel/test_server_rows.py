@@ -1,4 +1,5 @@
-"""What a server does with the rows: torch's optimizers on the rows of a batch, sums in a fixed order, even ranges."""
+"""What a server does with the rows: torch's optimizers on the rows of a batch, sums in a fixed
+order, even ranges."""
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ def batches():
     """Rows of each step with their gradients; rows 0 and 7 never occur, others come and go."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
-        rows = torch.tensor([1, 2, 3, 4, 5, 6, 8, 9, 10, 11])[torch.randperm(10, generator=generator)[:4]].sort().values
+        rows = (
+            torch.tensor([1, 2, 3, 4, 5, 6, 8, 9, 10, 11])[
+                torch.randperm(10, generator=generator)[:4]
+            ]
+            .sort()
+            .values
+        )
         yield rows, torch.randn(4, DIM, generator=generator)
 
 
@@ -54,7 +61,9 @@ def test_rows_move_as_torchs_optimizer_moves_them(kind, make, sparse):
     rates = (0.1, 0.05, 0.2, 0.0, 0.1)
     expected = by_torch(make, sparse, rates)
     assert torch.allclose(trained(kind, rates=rates), expected, rtol=1e-6, atol=1e-7)
-    cut = torch.cat([trained(kind, 0, 5, rates), trained(kind, 5, 6, rates), trained(kind, 6, ROWS, rates)])
+    cut = torch.cat(
+        [trained(kind, 0, 5, rates), trained(kind, 5, 6, rates), trained(kind, 6, ROWS, rates)]
+    )
     assert torch.equal(cut, trained(kind, rates=rates))  # the rows do not know how the table is cut
 
 
@@ -66,7 +75,10 @@ def test_row_wise_adagrad_keeps_the_mean_of_squares_a_row():
             sums[row] += (one * one).sum() / DIM
             weight[row] -= 0.1 * one / (sums[row].sqrt() + 1e-10)
     assert torch.allclose(trained("row_wise_adagrad").double(), weight, rtol=1e-5, atol=1e-6)
-    assert torch.equal(trained("row_wise_adagrad")[[0, 7]], torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM)[[0, 7]])
+    assert torch.equal(
+        trained("row_wise_adagrad")[[0, 7]],
+        torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM)[[0, 7]],
+    )
 
 
 def test_pushes_are_summed_in_one_order_whatever_order_they_come_in():

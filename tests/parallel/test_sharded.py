@@ -42,22 +42,35 @@ def two_ranks(world, source):
         found[f"{mode} moved"] = train(world, mode, axes, steps=3, first=3, source=source)
     # A state goes from strategy to strategy, through all of them.
     for mode, next_axes in (("zero3", axes), ("zero1", None), ("zero2", axes), ("ddp", None)):
-        last = train(world, mode, next_axes, steps=1, first=found.get("steps", 0) + 3, source=source)
+        last = train(
+            world, mode, next_axes, steps=1, first=found.get("steps", 0) + 3, source=source
+        )
         source = assemble(world.gather_objects(last["parts"]))
         found["steps"] = found.get("steps", 0) + 1
         found.setdefault("chain", []).extend(last["losses"])
     found["held"] = [
         train(world, mode, axes, steps=2, net=net, bf16=low)
         for mode in ("zero2", "zero3")
-        for net, low in ((Plain, False), (Plain, True), (Adapted, False), (Adapted, True), (SingleUse, False))
+        for net, low in (
+            (Plain, False),
+            (Plain, True),
+            (Adapted, False),
+            (Adapted, True),
+            (SingleUse, False),
+        )
     ]
     return found
 
 
 def four_ranks(world):
     hybrid = Axes(data=2, shard=2)
-    found = {mode: train(world, mode, hybrid, steps=6, net=SingleUse, micro_batches=1) for mode in ("zero2", "zero3")}
-    found["zero3 wide"] = train(world, "zero3", Axes(shard=4), steps=2, net=Adapted, micro_batches=1)
+    found = {
+        mode: train(world, mode, hybrid, steps=6, net=SingleUse, micro_batches=1)
+        for mode in ("zero2", "zero3")
+    }
+    found["zero3 wide"] = train(
+        world, "zero3", Axes(shard=4), steps=2, net=Adapted, micro_batches=1
+    )
     found["ddp"] = train(world, "ddp", steps=2, net=Plain, micro_batches=1)
     found["zero3 plain"] = train(world, "zero3", Axes(shard=4), steps=2, net=Plain, micro_batches=1)
     return found
@@ -83,8 +96,15 @@ def test_losses_norms_and_weights_are_those_of_one_rank(mode, alone, two):
     for result in two:
         assert result[mode]["losses"] == pytest.approx(alone["whole"]["losses"], rel=1e-6)
         assert result[mode]["norms"] == pytest.approx(alone["whole"]["norms"], rel=1e-5)
-        torch.testing.assert_close(result[mode]["logits"], alone["whole"]["logits"], rtol=1e-4, atol=1e-4)
-    assert largest_difference(assemble([one[mode]["parts"] for one in two]), assemble([alone["whole"]["parts"]])) < 1e-5
+        torch.testing.assert_close(
+            result[mode]["logits"], alone["whole"]["logits"], rtol=1e-4, atol=1e-4
+        )
+    assert (
+        largest_difference(
+            assemble([one[mode]["parts"] for one in two]), assemble([alone["whole"]["parts"]])
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
@@ -108,17 +128,26 @@ def test_state_and_traffic_are_what_the_cost_says(two, four):
     for ranks in results:
         cost = ranks[0]["cost"]
         assert max(one["state"] for one in ranks) == pytest.approx(cost.state, rel=0.02)
-        assert max(sum(one["traffic"].values()) for one in ranks) == pytest.approx(cost.traffic_per_step, rel=0.02)
+        assert max(sum(one["traffic"].values()) for one in ranks) == pytest.approx(
+            cost.traffic_per_step, rel=0.02
+        )
         assert all(one["state_after_evaluation"] == one["state"] for one in ranks)
 
 
 @pytest.mark.parametrize("low", [False, True])
 def test_frozen_weights_are_sent_by_zero3_only(low, two):
-    """The formulas of docs/strategies.md with A = 2 micro-batches on N = 2 ranks, against what was measured."""
+    """The formulas of docs/strategies.md with A = 2 micro-batches on N = 2 ranks, against what was
+    measured."""
     trained, frozen = 3 * 2 * 48 * 2, 2 * 48 * WORDS + 3 * 49 * 48
     size = 2 if low else 4
-    expected = {"zero2": (1 + 2) * size * trained / 2, "zero3": 3 * 2 * size * trained / 2 + 2 * 2 * size * frozen / 2}
-    state = {"zero2": (size + 16 / 2) * trained + size * frozen, "zero3": 16 / 2 * trained + 4 / 2 * frozen}
+    expected = {
+        "zero2": (1 + 2) * size * trained / 2,
+        "zero3": 3 * 2 * size * trained / 2 + 2 * 2 * size * frozen / 2,
+    }
+    state = {
+        "zero2": (size + 16 / 2) * trained + size * frozen,
+        "zero3": 16 / 2 * trained + 4 / 2 * frozen,
+    }
     for offset, mode in ((0, "zero2"), (5, "zero3")):
         result = two[0]["held"][offset + (3 if low else 2)]
         assert sum(result["traffic"].values()) == pytest.approx(expected[mode], rel=0.02)
@@ -146,7 +175,8 @@ def test_one_rank_shards_nothing_and_trains_the_same(alone):
 
 
 def as_a_component(world):
-    """As the hybrids use it: a module of plain parameters, blocks given, norms over some of the parameters."""
+    """As the hybrids use it: a module of plain parameters, blocks given, norms over some of the
+    parameters."""
     world = World(world.env, world.device, Axes(shard=2))
     torch.manual_seed(world.rank)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -156,7 +186,11 @@ def as_a_component(world):
     sharding.end_step()
     norms = [sharding.squared_norm(), sharding.squared_norm(among={"2.bias"})]
     sharding.scale(torch.tensor(0.5))
-    return world.sum(*map(float, norms)), world.sum(float(sharding.squared_norm()))[0], len(sharding.units)
+    return (
+        world.sum(*map(float, norms)),
+        world.sum(float(sharding.squared_norm()))[0],
+        len(sharding.units),
+    )
 
 
 def test_as_a_component():
@@ -175,7 +209,8 @@ def test_cut_along_the_dimension_that_wastes_least():
 
 @pytest.mark.parametrize(("strategy", "gigabytes", "volume"), [(ZeRO2, 16.6, 2), (ZeRO3, 1.9, 3)])
 def test_formulas_of_the_paper(strategy, gigabytes, volume):
-    """7.5 B parameters on 64 ranks, mixed precision Adam (Rajbhandari et al., 2020, figure 1 and section 7)."""
+    """7.5 B parameters on 64 ranks, mixed precision Adam (Rajbhandari et al., 2020, figure 1 and
+    section 7)."""
     config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})
     shape = ModelShape((TensorShape("w", (7_500_000, 1000), 4, True),), low_bytes=2)
     cost = strategy.cost(shape, Axes(shard=64), Workload(), config)

@@ -1,4 +1,5 @@
-"""A gradient that is not finite: the update is skipped on all ranks, and it is as if the step had never been."""
+"""A gradient that is not finite: the update is skipped on all ranks, and it is as if the step had
+never been."""
 
 import pytest
 import torch
@@ -18,15 +19,23 @@ BAD_RANK = 1
 
 
 class Run:
-    """A strategy that trains a small model; at some steps a rank's loss, or one gradient alone, is made NaN or infinite."""
+    """A strategy that trains a small model; at some steps a rank's loss, or one gradient alone, is
+    made NaN or infinite."""
 
-    def __init__(self, world, mode, axes=None, net=Plain, clip=0.5, optim="adamw", precision="32", **settings):
+    def __init__(
+        self, world, mode, axes=None, net=Plain, clip=0.5, optim="adamw", precision="32", **settings
+    ):
         self.world = World(world.env, world.device, axes) if axes is not None else world
         self.config = Config(
             model="m",
             dataset="d",
             parallel={"mode": mode, "bucket_cap_mb": 0.01, **settings.pop("parallel", {})},
-            train_args={"weight_decay": 0.1, "max_grad_norm": clip, "optim": optim, "precision": precision},
+            train_args={
+                "weight_decay": 0.1,
+                "max_grad_norm": clip,
+                "optim": optim,
+                "precision": precision,
+            },
             **settings,
         )
         self.precision = Precision(self.config.train_args, self.world)
@@ -41,12 +50,13 @@ class Run:
         self.losses = []
 
     def step(self, step, bad=None, value=float("nan")):
-        """Whether the update was made, and whether this rank's own gradient was finite (None: not known). ``bad``: None,
-        "loss", or "gradient": of one parameter alone, and of no other."""
+        """Whether the update was made, and whether this rank's own gradient was finite (None: not
+        known). ``bad``: None, "loss", or "gradient": of one parameter alone, and of no other."""
         rows = ROWS // self.world.axes.replicas
         words = torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
         mine = words[self.strategy.replica * rows : (self.strategy.replica + 1) * rows]
-        bad_rank = BAD_RANK if self.world.axes.pipeline == 1 else self.world.size - 1  # the last stage has the loss
+        # the last stage has the loss
+        bad_rank = BAD_RANK if self.world.axes.pipeline == 1 else self.world.size - 1
         mine_is_bad = bad is not None and self.world.rank == bad_rank
 
         def micro_step(number, module):
@@ -73,8 +83,14 @@ class Run:
     def state(self):
         """All that this rank holds and the next steps depend on; a counter of steps goes on."""
         counters = ("compression/step", "local/steps")
-        found = {one.name: one.tensor for one in copied(self.strategy.state()) if one.name not in counters}
-        return found | {f"held {name}": one.detach().clone() for name, one in self.strategy.replicated()}
+        found = {
+            one.name: one.tensor
+            for one in copied(self.strategy.state())
+            if one.name not in counters
+        }
+        return found | {
+            f"held {name}": one.detach().clone() for name, one in self.strategy.replicated()
+        }
 
 
 def same(ours, theirs):
@@ -83,7 +99,8 @@ def same(ours, theirs):
 
 
 def skips(world, arguments, kind, value):
-    """(what a bad step changed, what differs from a run without that step, verdicts of the bad step) on this rank."""
+    """(what a bad step changed, what differs from a run without that step, verdicts of the bad
+    step) on this rank."""
     with_bad, without = Run(world, **arguments), Run(world, **arguments)
     for step in range(2):
         assert with_bad.step(step)[0]
@@ -115,7 +132,10 @@ CASES = {
     "pipeline": (2, {"mode": "pipeline", "axes": Axes(pipeline=2)}),
     "replicas of a pipeline": (4, {"mode": "pipeline", "axes": Axes(data=2, pipeline=2)}),
     "topk": (2, {"mode": "ddp", "compression": {"method": "topk", "ratio": 0.1}, **LINE}),
-    "topk with sgd": (2, {"mode": "ddp", "compression": {"method": "topk", "ratio": 0.1}, "optim": "sgd", **LINE}),
+    "topk with sgd": (
+        2,
+        {"mode": "ddp", "compression": {"method": "topk", "ratio": 0.1}, "optim": "sgd", **LINE},
+    ),
     "powersgd": (2, {"mode": "ddp", "compression": {"method": "powersgd", "rank": 2}, **LINE}),
     "signsgd": (2, {"mode": "ddp", "compression": {"method": "signsgd"}, "optim": "sgd", **LINE}),
     "bf16 messages": (2, {"mode": "ddp", "compression": {"method": "bf16"}, **LINE}),
@@ -133,7 +153,8 @@ def test_a_skipped_step_leaves_nothing_behind(name, kind, value):
     for rank, (changed, differing, (made, own_is_finite, norm_is_finite)) in enumerate(found):
         assert not made
         assert changed == []
-        # Signs of what is zero depend on the number of the step; a step that is passed over is counted.
+        # Signs of what is zero depend on the number of the step; a step that is passed over is
+        # counted.
         assert differing == [] or name == "signsgd"
         if name in KNOWN:
             assert own_is_finite == (rank != BAD_RANK)
@@ -149,7 +170,11 @@ def an_element_that_is_not_sent(world):
 
     def micro_step(number, module):
         loss = sum(one.square().sum() for one in module.parameters() if one.requires_grad)
-        module.scale.register_hook(lambda gradient: gradient * float("nan")) if world.rank == BAD_RANK else None
+        (
+            module.scale.register_hook(lambda gradient: gradient * float("nan"))
+            if world.rank == BAD_RANK
+            else None
+        )
         return loss
 
     run.strategy.backward(micro_step, 1)
@@ -205,6 +230,8 @@ def test_an_accelerators_optimizer_can_leave_a_step_out_by_itself(optim):
             one.grad = torch.full_like(one, value)
         before = state()
         assert precision.step(optimizer, torch.tensor(value), late=True)
-        unchanged = len(before) == len(state()) and all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+        unchanged = len(before) == len(state()) and all(
+            torch.equal(a, b) for a, b in zip(before, state(), strict=True)
+        )
         assert unchanged == (value != 1.0)
     assert not hasattr(optimizer, "found_inf")

@@ -1,4 +1,5 @@
-"""Cut layers give the outputs and gradients of whole ones; what cannot be cut is refused with what would fit."""
+"""Cut layers give the outputs and gradients of whole ones; what cannot be cut is refused with what
+would fit."""
 
 import pytest
 import torch
@@ -36,11 +37,19 @@ class Gathered(nn.Module):
         return self.down(torch.softmax(self.up(x), -1))
 
 
-ATTENTION = {"query": "colwise", "value": "colwise", "norm": "replicated_with_grad_allreduce", "out": "rowwise"}
+ATTENTION = {
+    "query": "colwise",
+    "value": "colwise",
+    "norm": "replicated_with_grad_allreduce",
+    "out": "rowwise",
+}
 NETS = {
     "heads": (Heads, ATTENTION),
     "gathered": (Gathered, {"up": "colwise_gather_output", "down": "rowwise_split_input"}),
-    "chain": (lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.Linear(8, 3)), {}),
+    "chain": (
+        lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.Linear(8, 3)),
+        {},
+    ),
 }
 
 
@@ -77,7 +86,8 @@ def test_outputs_and_gradients_are_those_of_the_whole_layers():
                     whole = whole.narrow(cut.dim, cut.start, grad.shape[cut.dim])
                 torch.testing.assert_close(grad, whole, rtol=1e-5, atol=1e-4, msg=f"{key} {name}")
         assert any(cut is not None for _, cut in found["chain"][2].values())
-        # The two layers that share an input share one all-reduce of its gradient: 15 rows of 8 floats.
+        # The two layers that share an input share one all-reduce of its gradient: 15 rows of 8
+        # floats.
         assert found["heads"][3] == 15 * 8 * 4
 
 
@@ -98,7 +108,11 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_would():
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.up, self.down = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.embed, self.up, self.down = (
+            nn.Embedding(8, 8),
+            nn.Linear(8, 8, bias=False),
+            nn.Linear(8, 8),
+        )
         self.up.weight = self.embed.weight
 
 

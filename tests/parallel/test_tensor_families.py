@@ -1,4 +1,5 @@
-"""Fused, packed and shared weights under tensor parallelism: the memory of the blocks, and states that move between layouts."""
+"""Fused, packed and shared weights under tensor parallelism: the memory of the blocks, and states
+that move between layouts."""
 
 from typing import Any
 
@@ -19,18 +20,47 @@ from paceline.models.tensor_plan.style import ranges
 from paceline.parallel.ddp.strategy import Single
 from paceline.parallel.hybrid.strategy import Hybrid
 
-SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
-GPT = {"vocab_size": 96, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
+GPT = {
+    "vocab_size": 96,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT),
-    "opt": ("opt", {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 64}),
+    "opt": (
+        "opt",
+        {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 64},
+    ),
     "bloom": ("bloom", {**SIZES, "n_layer": 2, "n_head": 4}),
     "falcon multi-query": ("falcon", {**SIZES, "multi_query": True}),
     "falcon grouped": ("falcon", {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon alibi": ("falcon", {**SIZES, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}),
-    "mpt": ("mpt", {"vocab_size": 96, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}),
-    "gemma, one key head": ("gemma", {**SIZES, "intermediate_size": 96, "num_key_value_heads": 1, "head_dim": 16}),
-    "mixtral": ("mixtral", {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "falcon alibi": (
+        "falcon",
+        {**SIZES, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+    ),
+    "mpt": (
+        "mpt",
+        {"vocab_size": 96, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    ),
+    "gemma, one key head": (
+        "gemma",
+        {**SIZES, "intermediate_size": 96, "num_key_value_heads": 1, "head_dim": 16},
+    ),
+    "mixtral": (
+        "mixtral",
+        {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4},
+    ),
     "qwen3_moe": (
         "qwen3_moe",
         {
@@ -43,7 +73,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-#: Weights of the blocks on one of two ranks, of all. A key and a value head that all ranks hold are the most that is repeated.
+#: Weights of the blocks on one of two ranks, of all. A key and a value head that all ranks hold are
+#: the most that is repeated.
 LARGEST_SHARE = 0.55
 
 
@@ -52,7 +83,9 @@ def make(name: str) -> Any:
 
     torch.manual_seed(0)
     kind, numbers = MODELS[name]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **numbers), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **numbers), dtype=torch.float32
+    )
     with torch.no_grad():
         for one in model.parameters():
             one.add_(torch.randn_like(one) * 0.02)
@@ -62,9 +95,15 @@ def make(name: str) -> Any:
     return model.eval()  # no dropout of any kind
 
 
-def train(world: World, name: str, axes: Axes, state: Any, first: int, steps: int) -> tuple[Any, float, list[float]]:
+def train(
+    world: World, name: str, axes: Axes, state: Any, first: int, steps: int
+) -> tuple[Any, float, list[float]]:
     """(whole state, elements of the blocks on this rank, gradient norms)."""
-    here = World(world.env, world.device, axes) if axes.size > 1 else World(RankEnv(), world.device, Axes())
+    here = (
+        World(world.env, world.device, axes)
+        if axes.size > 1
+        else World(RankEnv(), world.device, Axes())
+    )
     strategy: Any = (Hybrid if axes.size > 1 else Single)(Config(model="m", dataset="d"), here)
     model = strategy.place(make(name))
     strategy.build_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
@@ -77,7 +116,10 @@ def train(world: World, name: str, axes: Axes, state: Any, first: int, steps: in
         def micro_step(number: int, module: Any, words: torch.Tensor = words) -> torch.Tensor:
             logits = module(input_ids=words, use_cache=False).logits[:, :-1]
             # Every replica has the same words, and gradients are summed over replicas.
-            return functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten()) / here.axes.replicas
+            return (
+                functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+                / here.axes.replicas
+            )
 
         strategy.backward(micro_step, 1)
         norms.append(float(strategy.clip(0.1)))
@@ -91,7 +133,13 @@ def train(world: World, name: str, axes: Axes, state: Any, first: int, steps: in
 def worst(ours: Any, theirs: Any) -> tuple[float, str]:
     assert set(ours.whole) == set(theirs.whole)
     return max(
-        (float((one.float() - theirs.whole[name].float()).norm() / theirs.whole[name].float().norm().clamp(min=1e-3)), name)
+        (
+            float(
+                (one.float() - theirs.whole[name].float()).norm()
+                / theirs.whole[name].float().norm().clamp(min=1e-3)
+            ),
+            name,
+        )
         for name, one in ours.whole.items()
         if name.startswith("model/")
     )
@@ -117,7 +165,8 @@ def move(world: World, axes: Axes, names: list[str]) -> dict[str, Any]:
 
 def check(found: dict[str, Any], largest_share: float) -> None:
     for name, (differences, share, norm) in found.items():
-        # AdamW makes steps of rounding where a gradient is 0 (a bias of keys): its tensors are near 0 themselves.
+        # AdamW makes steps of rounding where a gradient is 0 (a bias of keys): its tensors are near
+        # 0 themselves.
         assert all(difference < 2e-3 for difference, _ in differences), (name, differences)
         assert share <= largest_share, (name, share)
         assert norm < 1e-4, (name, norm)
@@ -129,7 +178,9 @@ def test_weights_are_cut_in_half_and_states_move_between_one_rank_and_two() -> N
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("axes", [Axes(shard=2, tensor=2), Axes(tensor=2, pipeline=2), Axes(tensor=4)])
+@pytest.mark.parametrize(
+    "axes", [Axes(shard=2, tensor=2), Axes(tensor=2, pipeline=2), Axes(tensor=4)]
+)
 def test_states_move_between_one_rank_and_four(axes: Axes) -> None:
     names = ["gpt2", "falcon multi-query", "gemma, one key head", "mpt", "mixtral"]
     if axes.tensor == 4:
@@ -139,15 +190,27 @@ def test_states_move_between_one_rank_and_four(axes: Axes) -> None:
 
 
 def test_ranges_of_fused_weights_make_the_whole() -> None:
-    for style, length, size in (("packed_colwise:3", 24, 4), ("colwise", 12, 3), ("multi_query_colwise:4", 12, 2),
-                                ("kv_colwise:1", 5, 4), ("kv_colwise:2", 6, 4), ("kv_colwise:4", 8, 2)):  # fmt: skip
+    for style, length, size in (
+        ("packed_colwise:3", 24, 4),
+        ("colwise", 12, 3),
+        ("multi_query_colwise:4", 12, 2),
+        ("kv_colwise:1", 5, 4),
+        ("kv_colwise:2", 6, 4),
+        ("kv_colwise:4", 8, 2),
+    ):
         counted = torch.zeros(length)
         for rank in range(size):
             for one in ranges(style, length, size, rank):
                 counted[one.start : one.start + one.length] += one.owned
         assert counted.tolist() == [1.0] * length, style
-    assert [(one.start, one.length) for one in ranges("packed_colwise:3", 24, 4, 1)] == [(2, 2), (10, 2), (18, 2)]
-    assert [(one.start, one.copies, one.owned) for one in ranges("kv_colwise:2", 6, 4, 3)] == [(3, 2, False)]
+    assert [(one.start, one.length) for one in ranges("packed_colwise:3", 24, 4, 1)] == [
+        (2, 2),
+        (10, 2),
+        (18, 2),
+    ]
+    assert [(one.start, one.copies, one.owned) for one in ranges("kv_colwise:2", 6, 4, 3)] == [
+        (3, 2, False)
+    ]
 
 
 def test_what_a_family_cannot_do_is_refused_with_the_reason() -> None:
@@ -156,6 +219,9 @@ def test_what_a_family_cannot_do_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="slow_but_exact"):
         find_tensor_plan(model, {})
     experts = make("mixtral")
-    del experts._tp_plan["model.layers.*.mlp.experts.gate_up_proj"], experts._tp_plan["model.layers.*.mlp.experts.down_proj"]
+    del (
+        experts._tp_plan["model.layers.*.mlp.experts.gate_up_proj"],
+        experts._tp_plan["model.layers.*.mlp.experts.down_proj"],
+    )
     with pytest.raises(ConfigError, match=r"experts .* are not found"):
         find_tensor_plan(experts, {})

@@ -1,4 +1,5 @@
-"""Which layers are cut: the model's own plan, the user's, a plain chain; and what is refused, with the sizes that would fit."""
+"""Which layers are cut: the model's own plan, the user's, a plain chain; and what is refused, with
+the sizes that would fit."""
 
 from itertools import pairwise
 
@@ -11,7 +12,11 @@ from paceline.models.tensor_plan.plan import check_sizes, cut_dim, find_tensor_p
 
 
 def chain(*widths):
-    layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.ReLU())]
+    layers = [
+        layer
+        for before, after in pairwise(widths)
+        for layer in (nn.Linear(before, after), nn.ReLU())
+    ]
     return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
@@ -66,7 +71,12 @@ def test_a_users_plan_goes_before_the_models_and_takes_short_names():
 
 def test_pairs_of_a_chain_and_nothing_that_is_not_surely_right():
     assert find_tensor_plan(chain(8, 16, 16, 4), {}) == {"1": "colwise", "3": "rowwise"}
-    assert find_tensor_plan(chain(8, 16, 16, 16, 4), {}) == {"1": "colwise", "3": "rowwise", "5": "colwise", "7": "rowwise"}
+    assert find_tensor_plan(chain(8, 16, 16, 16, 4), {}) == {
+        "1": "colwise",
+        "3": "rowwise",
+        "5": "colwise",
+        "7": "rowwise",
+    }
     twice = nn.Linear(8, 8)
     for unsure in (
         nn.Sequential(twice, nn.ReLU(), twice),
@@ -99,10 +109,22 @@ def test_a_style_of_a_models_own_plan_that_is_not_built_in_is_refused_by_name():
 
 def test_what_is_cut_of_a_layer_and_of_its_adapter():
     plan = {"a.q": "colwise", "a.o": "rowwise"}
-    assert [cut_dim(f"a.q.{one}", dims, plan) for one, dims in (("weight", 2), ("bias", 1))] == [0, 0]
-    assert [cut_dim(f"a.o.{one}", dims, plan) for one, dims in (("weight", 2), ("bias", 1))] == [1, None]
-    assert [cut_dim(f"a.q.{one}.default.weight", 2, plan) for one in ("lora_A", "lora_B")] == [None, 0]
-    assert [cut_dim(f"a.o.{one}.default.weight", 2, plan) for one in ("lora_A", "lora_B")] == [1, None]
+    assert [cut_dim(f"a.q.{one}", dims, plan) for one, dims in (("weight", 2), ("bias", 1))] == [
+        0,
+        0,
+    ]
+    assert [cut_dim(f"a.o.{one}", dims, plan) for one, dims in (("weight", 2), ("bias", 1))] == [
+        1,
+        None,
+    ]
+    assert [cut_dim(f"a.q.{one}.default.weight", 2, plan) for one in ("lora_A", "lora_B")] == [
+        None,
+        0,
+    ]
+    assert [cut_dim(f"a.o.{one}.default.weight", 2, plan) for one in ("lora_A", "lora_B")] == [
+        1,
+        None,
+    ]
     assert cut_dim("a.norm.weight", 1, plan) is None
 
 
@@ -110,7 +132,9 @@ def test_sizes_of_a_config_json_are_checked_before_anything_is_loaded():
     sizes = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 4096}
     check_sizes(sizes, 4)
     check_sizes({}, 3)
-    with pytest.raises(ConfigError, match=r"attention heads \(12\), key_value heads \(4\)") as error:
+    with pytest.raises(
+        ConfigError, match=r"attention heads \(12\), key_value heads \(4\)"
+    ) as error:
         check_sizes({"text_config": sizes}, 8)
     assert "1, 2, 4" in str(error.value)
     assert "`parallel.tensor: 4`" in str(error.value)

@@ -1,4 +1,5 @@
-"""`dp`: the losses of `single`, one process, replicas that share nothing, and the traffic it declares."""
+"""`dp`: the losses of `single`, one process, replicas that share nothing, and the traffic it
+declares."""
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from paceline.parallel.ddp.threads import DataParallel
 
 
 class Tied(nn.Module):
-    """A tied weight, a layer used twice, a frozen layer, one without gradient, running statistics and a counter."""
+    """A tied weight, a layer used twice, a frozen layer, one without gradient, running statistics
+    and a counter."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +34,9 @@ class Tied(nn.Module):
 
 
 def configured(num_gpus="auto", **train_args):
-    return Config(model="m", dataset="d", parallel={"mode": "dp", "num_gpus": num_gpus}, train_args=train_args)
+    return Config(
+        model="m", dataset="d", parallel={"mode": "dp", "num_gpus": num_gpus}, train_args=train_args
+    )
 
 
 def train(strategy, steps, micro_batches, eval_norm):
@@ -41,13 +45,17 @@ def train(strategy, steps, micro_batches, eval_norm):
     model.norm.train(not eval_norm)
     if eval_norm:
         model.eval()
-    optimizer = strategy.build_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
+    optimizer = strategy.build_optimizer(
+        lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2)
+    )
     losses = []
     for step in range(steps):
         seen = {}
 
         def micro_step(number, module, step=step, seen=seen):
-            tokens = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(100 * step + number))
+            tokens = torch.randint(
+                0, 20, (4, 5), generator=torch.Generator().manual_seed(100 * step + number)
+            )
             loss = nn.functional.cross_entropy(module(tokens), tokens[:, 0], reduction="sum")
             seen[number] = loss.item()
             return loss / (4 * micro_batches)
@@ -86,18 +94,35 @@ def measured(world):
     before = world.traffic.bytes_by_collective.get("copy", 0)
     train(strategy, 1, 3, eval_norm=False)
     copied = world.traffic.bytes_by_collective["copy"] - before
-    cost = strategy.cost(outline(Tied(), strategy.config), Axes(data=3), Workload(3), strategy.config)
+    cost = strategy.cost(
+        outline(Tied(), strategy.config), Axes(data=3), Workload(3), strategy.config
+    )
     model, *replicas = strategy.replicas
-    storages = [{one.untyped_storage().data_ptr() for one in each.parameters()} for each in strategy.replicas]
+    storages = [
+        {one.untyped_storage().data_ptr() for one in each.parameters()}
+        for each in strategy.replicas
+    ]
     shared = storages[0] & storages[1] | storages[1] & storages[2] | storages[0] & storages[2]
     tied = all(each.head.weight is each.embed.weight for each in strategy.replicas)
     statistics = model.norm.num_batches_tracked.item()
     names = sorted(part.name for part in strategy.state())
-    return copied, cost, strategy.state_bytes(), len(replicas), shared, tied, statistics, names, strategy.notices
+    return (
+        copied,
+        cost,
+        strategy.state_bytes(),
+        len(replicas),
+        shared,
+        tied,
+        statistics,
+        names,
+        strategy.notices,
+    )
 
 
 def test_cost_and_replicas():
-    copied, cost, state_bytes, replicas, shared, tied, statistics, names, notices = run_ranks(measured, 1)[0]
+    copied, cost, state_bytes, replicas, shared, tied, statistics, names, notices = run_ranks(
+        measured, 1
+    )[0]
     # A parameter without gradient moves no gradient: `never`, 12 elements, from two replicas.
     assert copied + 2 * 12 * 4 == cost.traffic["copy"] == cost.traffic_per_step
     assert state_bytes == pytest.approx(cost.state, rel=0.02)

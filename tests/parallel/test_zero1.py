@@ -18,17 +18,28 @@ from paceline.train.optimizer import build_optimizer
 
 
 def chain(world, source):
-    """All that three ranks are asked, in one start: a run without a break, its second half from its own middle and from
-    another's, and what runs of other kinds hold."""
+    """All that three ranks are asked, in one start: a run without a break, its second half from its
+    own middle and from another's, and what runs of other kinds hold."""
     whole = train(world, "zero1", steps=20)
     half = train(world, "zero1", steps=3)
     gathered = world.gather_objects(half["parts"])
     resumed = train(world, "zero1", steps=3, first=3, source=assemble(gathered))
     unbroken = train(world, "zero1", steps=6)
     moved = train(world, "zero1", steps=3, first=3, source=source)
-    held = [train(world, "zero1", steps=2, net=net, bf16=low) for net in (Plain, Adapted) for low in (False, True)]
+    held = [
+        train(world, "zero1", steps=2, net=net, bf16=low)
+        for net in (Plain, Adapted)
+        for low in (False, True)
+    ]
     moving = train(world, "zero1", steps=2, train_mode=True)
-    return {"whole": whole, "resumed": resumed, "unbroken": unbroken, "moved": moved, "held": held, "moving": moving}
+    return {
+        "whole": whole,
+        "resumed": resumed,
+        "unbroken": unbroken,
+        "moved": moved,
+        "held": held,
+        "moving": moving,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +66,9 @@ def test_losses_norms_and_weights_are_those_of_one_rank(alone, three):
         for result in ranks:
             assert result["whole"]["losses"] == pytest.approx(alone["whole"]["losses"], rel=1e-6)
             assert result["whole"]["norms"] == pytest.approx(alone["whole"]["norms"], rel=1e-5)
-            torch.testing.assert_close(result["whole"]["logits"], alone["whole"]["logits"], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                result["whole"]["logits"], alone["whole"]["logits"], rtol=1e-4, atol=1e-4
+            )
         ours = assemble([result["whole"]["parts"] for result in ranks])
         assert largest_difference(ours, assemble([alone["whole"]["parts"]])) < 1e-5
 
@@ -78,16 +91,24 @@ def test_state_and_traffic_are_what_the_cost_says(three):
         results = [result["held"][number] for result in three]
         cost = results[0]["cost"]
         assert max(result["state"] for result in results) == pytest.approx(cost.state, rel=0.02)
-        assert max(sum(result["traffic"].values()) for result in results) == pytest.approx(cost.traffic_per_step, rel=0.02)
+        assert max(sum(result["traffic"].values()) for result in results) == pytest.approx(
+            cost.traffic_per_step, rel=0.02
+        )
 
 
 def test_running_statistics_are_the_first_rank_s_everywhere(three):
-    found = [part for part in three[0]["moving"]["parts"] if part.name == "buffer/statistics.running_mean"]
+    found = [
+        part
+        for part in three[0]["moving"]["parts"]
+        if part.name == "buffer/statistics.running_mean"
+    ]
     assert len(found) == 1
     assert found[0].tensor.abs().sum() > 0
     for result in three[1:]:
         assert not any(part.name.startswith("buffer/") for part in result["moving"]["parts"])
-        torch.testing.assert_close(result["moving"]["logits"], three[0]["moving"]["logits"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            result["moving"]["logits"], three[0]["moving"]["logits"], rtol=0, atol=0
+        )
 
 
 def test_buckets_are_cut_evenly_and_hold_each_tensor_once():
@@ -102,8 +123,8 @@ def test_buckets_are_cut_evenly_and_hold_each_tensor_once():
 
 
 def overflowing(world):
-    """float16: the gradient scaler finds what overflowed on another rank's shard; a rank that holds padding alone takes
-    part."""
+    """float16: the gradient scaler finds what overflowed on another rank's shard; a rank that holds
+    padding alone takes part."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     buckets = ShardedBuckets(dict(model.named_parameters()), 2**20, world, torch.float16)
@@ -133,8 +154,8 @@ def test_float16_with_a_scaler_and_a_rank_without_elements():
 
 
 def test_formula_of_the_paper():
-    """7.5 B parameters on 64 ranks, mixed precision Adam (Rajbhandari et al., 2020, figure 1): 31.4 GB a rank, 2Ψ of
-    traffic."""
+    """7.5 B parameters on 64 ranks, mixed precision Adam (Rajbhandari et al., 2020, figure 1): 31.4
+    GB a rank, 2Ψ of traffic."""
     config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})
     shape = ModelShape((TensorShape("w", (7_500_000_000,), 4, True),), low_bytes=2)
     cost = ShardedOptimizer.cost(shape, Axes(data=64), Workload(), config)
@@ -143,7 +164,11 @@ def test_formula_of_the_paper():
 
 
 @pytest.mark.parametrize(
-    ("section", "word"), [({"train_args": {"optim": "adafactor"}}, "adamw"), ({"parallel": {"offload": "all"}}, "zero3")]
+    ("section", "word"),
+    [
+        ({"train_args": {"optim": "adafactor"}}, "adamw"),
+        ({"parallel": {"offload": "all"}}, "zero3"),
+    ],
 )
 def test_what_does_not_fit_is_refused(section, word):
     with pytest.raises(ConfigError, match=word):
@@ -154,4 +179,7 @@ def test_weight_decay_falls_on_pieces_of_matrices_alone():
     named = [("a", nn.Parameter(torch.zeros(4))), ("b", nn.Parameter(torch.zeros(4)))]
     args = Config(model="m", dataset="d", train_args={"weight_decay": 0.1}).train_args
     groups = build_optimizer(args, 1e-3, named, frozenset({"a"})).param_groups
-    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(1, 0.1), (1, 0.0)]
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [
+        (1, 0.1),
+        (1, 0.0),
+    ]

@@ -1,4 +1,5 @@
-"""A small model with every difficulty, and a training loop around a strategy: shared by the tests of strategies."""
+"""A small model with every difficulty, and a training loop around a strategy: shared by the tests
+of strategies."""
 
 import torch
 from states import copied
@@ -29,8 +30,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen layer, a scalar, layers that few samples or none reach, running statistics; with ``twice`` a
-    block that runs twice."""
+    """Tied weights, a frozen layer, a scalar, layers that few samples or none reach, running
+    statistics; with ``twice`` a block that runs twice."""
 
     def __init__(self, twice=True):
         super().__init__()
@@ -91,11 +92,21 @@ class Plain(nn.Sequential):
 
 
 def train(
-    world, mode, axes=None, steps=6, net=Net, source=None, first=0, bf16=False, micro_batches=2, train_mode=False, rate=3e-3
+    world,
+    mode,
+    axes=None,
+    steps=6,
+    net=Net,
+    source=None,
+    first=0,
+    bf16=False,
+    micro_batches=2,
+    train_mode=False,
+    rate=3e-3,
 ):
-    """Train ``steps`` steps of AdamW with weight decay, clipping and accumulation. Every rank starts from weights of its own:
-    rank 0's must win. Returns a dict: losses (of the whole batch), parts (what this rank writes), state and cost and traffic
-    (of the last step)."""
+    """Train ``steps`` steps of AdamW with weight decay, clipping and accumulation. Every rank
+    starts from weights of its own: rank 0's must win. Returns a dict: losses (of the whole batch),
+    parts (what this rank writes), state and cost and traffic (of the last step)."""
     if axes is not None:
         world = World(world.env, world.device, axes)
     config = Config(
@@ -113,7 +124,9 @@ def train(
     built = net().train(train_mode)
     shape, matrices = outline(built, config), matrices_of(built)
     model = strategy.place(built)
-    strategy.build_optimizer(lambda named: build_optimizer(config.train_args, rate, named, matrices))
+    strategy.build_optimizer(
+        lambda named: build_optimizer(config.train_args, rate, named, matrices)
+    )
     if source is not None:
         strategy.load_state(source)
     losses, norms, traffic = [], [], {}
@@ -127,7 +140,10 @@ def train(
             mine = words[begin : begin + rows]
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 logits = module(mine)
-            loss = functional.cross_entropy(logits.float(), (mine * 7 + 1) % WORDS, reduction="sum") / ROWS
+            loss = (
+                functional.cross_entropy(logits.float(), (mine * 7 + 1) % WORDS, reduction="sum")
+                / ROWS
+            )
             seen.append(float(loss.detach()))
             return loss
 
@@ -135,7 +151,10 @@ def train(
         strategy.backward(micro_step, micro_batches)
         norms.append(float(strategy.clip(0.5)))
         assert strategy.update(lambda optimizer: (optimizer.step(), True)[1])
-        traffic = {name: size - before.get(name, 0) for name, size in world.traffic.bytes_by_collective.items()}
+        traffic = {
+            name: size - before.get(name, 0)
+            for name, size in world.traffic.bytes_by_collective.items()
+        }
         losses.append(world.sum(sum(seen))[0])
 
     def look(module):
@@ -152,7 +171,9 @@ def train(
         "state": state_bytes,
         "state_after_evaluation": strategy.state_bytes(),
         "logits": looked,
-        "cost": type(strategy).cost(shape, world.axes, Workload(micro_batches=micro_batches), config),
+        "cost": (
+            type(strategy).cost(shape, world.axes, Workload(micro_batches=micro_batches), config)
+        ),
         "traffic": {name: size for name, size in traffic.items() if size},
     }
     world.barrier()

@@ -54,14 +54,20 @@ def test_the_smallest_change_that_fits_is_found() -> None:
     assert changed["changes"] is None
     for change in result["changes"]:
         alone = by_mode(plan(**change["settings"]), change["mode"])
-        assert (alone["memory_bytes"]["total"], alone["fits"]) == (change["memory_bytes"], change["fits"])
+        assert (alone["memory_bytes"]["total"], alone["fits"]) == (
+            change["memory_bytes"],
+            change["fits"],
+        )
 
 
 def test_a_precision_counts_with_the_frozen_weights() -> None:
     keys = {"train_args.precision": "32", "train_args.gradient_checkpointing": True}
     sized = plan(device="RTX-5090", **{**keys, "train_args.per_device_train_batch_size": 1})
     assert by_mode(sized, "ddp")["fits"] is False
-    assert list(sized["smallest_change"]["settings"]) in (["train_args.precision"], ["parallel.mode"])
+    assert list(sized["smallest_change"]["settings"]) in (
+        ["train_args.precision"],
+        ["parallel.mode"],
+    )
     change = next(one for one in sized["changes"] if "train_args.precision" in one["settings"])
     assert change["settings"] == {"train_args.precision": "bf16-mixed"}
     # 7.7 billion frozen weights in 2 bytes instead of 4
@@ -72,14 +78,27 @@ def test_a_precision_counts_with_the_frozen_weights() -> None:
 
 
 def test_the_page_says_what_fits_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "model=qwen/Qwen-7B", "dataset=alpaca-en", "lora.enable=true", "lora.rank=64", "parallel.mode=ddp"]
+    words = [
+        "plan",
+        "model=qwen/Qwen-7B",
+        "dataset=alpaca-en",
+        "lora.enable=true",
+        "lora.rank=64",
+        "parallel.mode=ddp",
+    ]
     assert main([*words, "--device", "A10", "--world-size", "4"]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "as configured: ddp does not fit: " in page
     assert " GiB on 4 ranks; 20.1 GiB per rank can be used" in page
     assert "with parallel.mode=zero3: " in page
-    assert "the smallest change that fits: per_device_train_batch_size=1 gradient_accumulation_steps=4" in page
-    assert "cost: 4 micro-batches a step; the same global batch and loss; activations are computed again" in page
+    assert (
+        "the smallest change that fits: per_device_train_batch_size=1 gradient_accumulation_steps=4"
+        in page
+    )
+    assert (
+        "cost: 4 micro-batches a step; the same global batch and loss; activations are computed"
+        " again" in page
+    )
     assert "per step instead of" in page
     assert main([*words, "--device", "H200", "--world-size", "4"]) == 0
     page = " ".join(capsys.readouterr().out.split())

@@ -28,9 +28,9 @@ def name_of(name: str, memory_bytes: int | None = None) -> str:
 
 def test_every_device_has_its_figures_and_a_source() -> None:
     wanted = (
-        "A10 A10G A16 A30 A40 A100-40GB A100-80GB H100-PCIe H100-SXM H100-NVL H200 H20 GH200 B200 L4 L20 L40 L40S T4 V100-16GB "
-        "V100-32GB P100 RTX-3060 RTX-3070 RTX-3080 RTX-3090 RTX-4060 RTX-4070 RTX-4080 RTX-4090 RTX-5070 RTX-5080 RTX-5090 "
-        "RTX-6000-Ada MI210 MI250X MI300X"
+        "A10 A10G A16 A30 A40 A100-40GB A100-80GB H100-PCIe H100-SXM H100-NVL H200 H20 GH200 B200"
+        " L4 L20 L40 L40S T4 V100-16GB V100-32GB P100 RTX-3060 RTX-3070 RTX-3080 RTX-3090 RTX-4060"
+        " RTX-4070 RTX-4080 RTX-4090 RTX-5070 RTX-5080 RTX-5090 RTX-6000-Ada MI210 MI250X MI300X"
     )
     for name in wanted.split():
         assert name_of(name).startswith(name)
@@ -74,7 +74,10 @@ def test_devices_by_name(written: str, name: str) -> None:
 def test_a_name_that_variants_share_is_settled_by_memory_or_reported() -> None:
     device, notice = find_device("h100")
     assert device.name == "H100-SXM"
-    assert notice == "`--device h100` can be H100-SXM, H100-PCIe or H100-NVL: this plan is for H100-SXM"
+    assert (
+        notice
+        == "`--device h100` can be H100-SXM, H100-PCIe or H100-NVL: this plan is for H100-SXM"
+    )
     assert name_of("A100") == "A100-80GB"
     assert name_of("A100", 40 * 10**9) == "A100-40GB"
     assert name_of("RTX 4060 Ti", 16 * 10**9) == "RTX-4060-Ti-16GB"

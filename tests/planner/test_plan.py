@@ -38,7 +38,17 @@ def wide(folder: Path, hidden: int = 2048, layers: int = 12) -> str:
 
 def test_candidates() -> None:
     names = [one.strategy for one in candidates(config(), 8)]
-    assert names[:9] == ["single", "ddp", "zero1", "zero2", "zero3", "deepspeed", "tensor", "pipeline", "dp"]
+    assert names[:9] == [
+        "single",
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "deepspeed",
+        "tensor",
+        "pipeline",
+        "dp",
+    ]
     meshes = [one.axes for one in candidates(config(), 8) if one.strategy == "hybrid"]
     assert len(meshes) == len(set(meshes)) == 16
     assert {one.size for one in meshes} == {8}
@@ -49,14 +59,30 @@ def test_candidates() -> None:
 
 
 def test_the_verb_prints_what_the_function_gives(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"model={MICRO}", "dataset=none.jsonl", "max_length=64", "parallel.mode=zero2", "precision=32"]
+    words = [
+        f"model={MICRO}",
+        "dataset=none.jsonl",
+        "max_length=64",
+        "parallel.mode=zero2",
+        "precision=32",
+    ]
     assert main(["plan", *words, "--world-size", "2", "--device-memory", "8GB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["world_size"], found["device_memory_bytes"]) == (2, 8 * 10**9)
     assert (found["chosen"], found["configured"]) == ("ddp", "zero2")
     assert "ddp" in found["why"]
     modes = {one["mode"]: one for one in found["modes"]}
-    assert {"single", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline", "dp", "deepspeed stage 2"} <= set(modes)
+    assert {
+        "single",
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "tensor",
+        "pipeline",
+        "dp",
+        "deepspeed stage 2",
+    } <= set(modes)
     for one in modes.values():
         memory = one["memory_bytes"]
         assert {"fits", "traffic_bytes_per_step", "step_time_s", "reason"} <= set(one)
@@ -76,9 +102,20 @@ def test_the_verb_prints_what_the_function_gives(capsys: pytest.CaptureFixture[s
 
 
 def test_a_layout_that_cannot_be_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", f"model={MICRO}", "dataset=none.jsonl", "parallel.mode=pipeline", "parallel.tensor=4", "--world-size", "2"]
+    words = [
+        "plan",
+        f"model={MICRO}",
+        "dataset=none.jsonl",
+        "parallel.mode=pipeline",
+        "parallel.tensor=4",
+        "--world-size",
+        "2",
+    ]
     assert main(words) == 0
-    assert "the config's own: `parallel.mode: pipeline` has no axis for `parallel.tensor: 4`" in capsys.readouterr().out
+    assert (
+        "the config's own: `parallel.mode: pipeline` has no axis for `parallel.tensor: 4`"
+        in capsys.readouterr().out
+    )
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["configured"] is None
@@ -86,7 +123,12 @@ def test_a_layout_that_cannot_be_is_said(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["task=classify", "model=builtin:small-cnn", "dataset=builtin:digits", "parallel.device=cpu"]
+    words = [
+        "task=classify",
+        "model=builtin:small-cnn",
+        "dataset=builtin:digits",
+        "parallel.device=cpu",
+    ]
     words.append("per_device_train_batch_size=64")
     assert main(["plan", *words, "--world-size", "2"]) == 0
     out = capsys.readouterr().out
@@ -97,11 +139,16 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tied_weights_on_stages_and_shards(tmp_path: Path) -> None:
-    """The stage in the middle holds neither of the names of a weight that the first and the last one share."""
+    """The stage in the middle holds neither of the names of a weight that the first and the last
+    one share."""
     model = wide(tmp_path, layers=8)
-    modes = paceline.plan({"model": model, "dataset": "none"}, world_size=8, device="A100-40GB")["modes"]
+    modes = paceline.plan({"model": model, "dataset": "none"}, world_size=8, device="A100-40GB")[
+        "modes"
+    ]
     totals = {one["mode"]: one["memory_bytes"]["parameters"] for one in modes}
-    assert totals["shard 2 × pipeline 4"] == pytest.approx(totals["data 2 × pipeline 4"] / 2, rel=1e-3)
+    assert totals["shard 2 × pipeline 4"] == pytest.approx(
+        totals["data 2 × pipeline 4"] / 2, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +167,9 @@ def test_tied_weights_on_stages_and_shards(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input(words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    given = [one for one in (f"model={MICRO}", "dataset=none.jsonl") if not words[0].startswith(one[:6])]
+    given = [
+        one for one in (f"model={MICRO}", "dataset=none.jsonl") if not words[0].startswith(one[:6])
+    ]
     assert main(["plan", *given, *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -130,8 +179,12 @@ def test_bad_input(words: list[str], parts: list[str], capsys: pytest.CaptureFix
         assert part in paragraph
 
 
-def test_a_config_json_that_does_not_fit_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "hidden_size": -1, "num_hidden_layers": 2}')
+def test_a_config_json_that_does_not_fit_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen2", "hidden_size": -1, "num_hidden_layers": 2}'
+    )
     assert main(["plan", f"model={tmp_path}", "dataset=none", "--device", "T4"]) == 2
     assert "cannot be laid out from its config.json" in capsys.readouterr().err
 
@@ -140,24 +193,35 @@ def test_tokens_come_from_the_cache_where_they_are(capsys: pytest.CaptureFixture
     from paceline.data.text.prepare import prepare_tokens
 
     small = config(dataset="builtin:python-docs#40", train_args={"max_length": 96})
-    words = [f"model={MICRO}", "dataset=builtin:python-docs#40", "max_length=96", "--device", "T4", "--json"]
+    words = [
+        f"model={MICRO}",
+        "dataset=builtin:python-docs#40",
+        "max_length=96",
+        "--device",
+        "T4",
+        "--json",
+    ]
     assert main(["plan", *words]) == 0
     assert json.loads(capsys.readouterr().out)["tokens_per_micro_batch"] == 4 * 96
     tokens = prepare_tokens(small, "sft")
     assert main(["plan", *words]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["tokens_per_micro_batch"] == pytest.approx(4 * tokens.train_tokens / tokens.num_train)
+    assert found["tokens_per_micro_batch"] == pytest.approx(
+        4 * tokens.train_tokens / tokens.num_train
+    )
     assert "from the tokenised data" in found["notes"][0]
 
 
 def test_the_quick_way_imports_no_torch() -> None:
     resolve_model(MICRO)
     code = (
-        "import sys; from paceline.config.schema import Config; from paceline.planner.choose import pick;"
-        f"found, _ = pick(Config(model={MICRO!r}, dataset='d'), 4, 8 * 10**9, device_type='cpu');"
-        "print(found.strategy, 'torch' in sys.modules)"
+        "import sys; from paceline.config.schema import Config; from paceline.planner.choose"
+        f" import pick;found, _ = pick(Config(model={MICRO!r}, dataset='d'), 4, 8 * 10**9,"
+        " device_type='cpu');print(found.strategy, 'torch' in sys.modules)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
     assert out.split() == ["ddp", "False"]
 
 
@@ -188,8 +252,16 @@ def test_the_bound_is_above_the_plan(tmp_path: Path) -> None:
 
 
 def test_auto_shards_what_does_not_fit_whole(tmp_path: Path) -> None:
-    given = config(model=wide(tmp_path), dataset="none", train_args={"max_length": 64, "per_device_train_batch_size": 1})
-    ddp = next(one for one in paceline.plan(given.model_dump(), world_size=4, device="T4")["modes"] if one["mode"] == "ddp")
+    given = config(
+        model=wide(tmp_path),
+        dataset="none",
+        train_args={"max_length": 64, "per_device_train_batch_size": 1},
+    )
+    ddp = next(
+        one
+        for one in paceline.plan(given.model_dump(), world_size=4, device="T4")["modes"]
+        if one["mode"] == "ddp"
+    )
     found, why = pick(given, 4, int(0.6 * ddp["memory_bytes"]["total"]))
     assert found.strategy not in ("ddp", "single", "dp", "deepspeed")
     assert found.world_size == 4
@@ -201,7 +273,8 @@ def test_nothing_fits(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing fits 2 devices") as error:
         pick(given, 2, 2 * 10**9)
     assert "lora.enable=true" in str(error.value)
-    # The activations are a guess as long as the data are not known: what might run is tried, and said.
+    # The activations are a guess as long as the data are not known: what might run is tried, and
+    # said.
     state = 16 * 12 * 50e6
     found, why = pick(given, 1, int(1.3 * state))
     assert found.strategy == "single"
@@ -223,16 +296,33 @@ def test_parameters_by_the_weights_headers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("device", "precision"),
-    [("A10", "bf16-mixed"), ("T4", "fp16-mixed"), ("V100-32GB", "fp16-mixed"), ("P100-PCIe-16GB", "fp16-mixed")],
+    [
+        ("A10", "bf16-mixed"),
+        ("T4", "fp16-mixed"),
+        ("V100-32GB", "fp16-mixed"),
+        ("P100-PCIe-16GB", "fp16-mixed"),
+    ],
 )
 def test_auto_precision_follows_the_named_device(device: str, precision: str) -> None:
-    given = {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#8", "lora": {"enable": True}}
+    given = {
+        "model": "builtin:qwen2-micro",
+        "dataset": "builtin:python-docs#8",
+        "lora": {"enable": True},
+    }
     found = paceline.plan(given, world_size=2, device=device)
     assert found["precision"] == precision
-    assert any("chosen by `precision: auto`" in note and device[:4] in note for note in found["notes"])
-    weights = {one["mode"]: one["memory_bytes"]["parameters"] for one in found["modes"] if one["memory_bytes"]}
+    assert any(
+        "chosen by `precision: auto`" in note and device[:4] in note for note in found["notes"]
+    )
+    weights = {
+        one["mode"]: one["memory_bytes"]["parameters"]
+        for one in found["modes"]
+        if one["memory_bytes"]
+    }
     full = paceline.plan({**given, "train_args": {"precision": 32}}, world_size=2, device=device)
     assert full["precision"] == "32"
     frozen = found["parameters"] - found["trainable_parameters"]
-    in_full = next(one["memory_bytes"]["parameters"] for one in full["modes"] if one["mode"] == "ddp")
+    in_full = next(
+        one["memory_bytes"]["parameters"] for one in full["modes"] if one["mode"] == "ddp"
+    )
     assert in_full - weights["ddp"] == 2 * frozen

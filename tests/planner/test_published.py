@@ -35,9 +35,16 @@ def folder_with(tmp_path: Path, content: dict[str, object]) -> str:
 
 def zero_cost(mode: str, ranks: int, **parallel: object) -> Cost:
     """Cost of the ZeRO paper's model: 7.5 billion parameters, mixed-precision Adam."""
-    blocks = tuple(TensorShape(f"blocks.{number}.weight", (7500 * 1000, 100), 4, True) for number in range(10))
+    blocks = tuple(
+        TensorShape(f"blocks.{number}.weight", (7500 * 1000, 100), 4, True) for number in range(10)
+    )
     shape = ModelShape(blocks, optimizer_bytes_per_element=8, low_bytes=2)
-    config = Config(model="m", dataset="d", parallel={"mode": mode, **parallel}, train_args={"precision": "bf16-mixed"})
+    config = Config(
+        model="m",
+        dataset="d",
+        parallel={"mode": mode, **parallel},
+        train_args={"precision": "bf16-mixed"},
+    )
     axes = Axes(shard=ranks) if mode in ("zero2", "zero3") else Axes(data=ranks)
     return strategy_class(mode).cost(shape, axes, Workload(), config)
 
@@ -47,8 +54,11 @@ def test_the_memory_of_the_zero_paper() -> None:
     assert zero_cost("ddp", 64).state / GB == pytest.approx(120, abs=0.05)
     first = zero_cost("zero1", 64)
     assert first.state / GB == pytest.approx(31.4, abs=0.05)
-    assert (first.parameters + first.gradients / 64 + first.optimizer) / GB == pytest.approx(16.6, abs=0.05)
-    # FSDP2 keeps its share of the gradients in float32, the paper in 16 bits: 2 + 16/N bytes a parameter for 2 + 14/N.
+    assert (first.parameters + first.gradients / 64 + first.optimizer) / GB == pytest.approx(
+        16.6, abs=0.05
+    )
+    # FSDP2 keeps its share of the gradients in float32, the paper in 16 bits: 2 + 16/N bytes a
+    # parameter for 2 + 14/N.
     assert zero_cost("zero2", 64).state / GB == pytest.approx(7.5 * (2 + 16 / 64), abs=0.05)
     assert zero_cost("zero3", 64).state / GB == pytest.approx(1.9, abs=0.05)
 
@@ -56,14 +66,18 @@ def test_the_memory_of_the_zero_paper() -> None:
 def test_the_traffic_of_the_zero_paper() -> None:
     """The same, section 7: 2Ψ, 2Ψ, 2Ψ, 3Ψ times (N-1)/N, Ψ here in the bytes that are sent."""
     share, elements = 63 / 64, 7.5e9
-    assert zero_cost("ddp", 64).traffic_per_step == pytest.approx(2 * 4 * elements * share, rel=1e-6)  # float32 gradients
+    # float32 gradients
+    assert zero_cost("ddp", 64).traffic_per_step == pytest.approx(
+        2 * 4 * elements * share, rel=1e-6
+    )
     low, full = 2 * elements * share, 4 * elements * share
     for mode, times in (("zero1", 2), ("zero2", 2), ("zero3", 3)):
         assert times * low * 0.999 <= zero_cost(mode, 64).traffic_per_step <= times * full * 1.001
 
 
 def test_data_parallels_lopsided_device() -> None:
-    """DataParallel sends all weights from, and all gradients to, device 0: N times what a rank of an all-reduce sends."""
+    """DataParallel sends all weights from, and all gradients to, device 0: N times what a rank of
+    an all-reduce sends."""
     ddp, dp = zero_cost("ddp", 8), zero_cost("dp", 8)
     assert dp.traffic_per_step == pytest.approx(8 * ddp.traffic_per_step, rel=1e-6)
     assert dp.state >= ddp.state
@@ -74,7 +88,9 @@ def test_data_parallels_lopsided_device() -> None:
     [({**LLAMA, "vocab_size": 128256}, 70_553_706_496), (QWEN, 7_615_616_512)],
     ids=["llama-3-70b", "qwen2-7b"],
 )
-def test_parameters_of_known_models(tmp_path: Path, content: dict[str, object], parameters: int) -> None:
+def test_parameters_of_known_models(
+    tmp_path: Path, content: dict[str, object], parameters: int
+) -> None:
     model = language_model_on_meta(Config(model=folder_with(tmp_path, content), dataset="none"))
     assert sum(one.numel() for one in model.parameters()) == parameters
     assert {one.device.type for one in model.parameters()} == {"meta"}
@@ -84,7 +100,11 @@ def test_a_plan_for_llama_2_70b_without_weights_or_data(tmp_path: Path) -> None:
     config = Config(
         model=folder_with(tmp_path, LLAMA),
         dataset="none.jsonl",
-        train_args={"precision": "bf16-mixed", "gradient_checkpointing": True, "per_device_train_batch_size": 1},
+        train_args={
+            "precision": "bf16-mixed",
+            "gradient_checkpointing": True,
+            "per_device_train_batch_size": 1,
+        },
     )
     plan = make_plan(config, world_size=64, device="H100-SXM")
     found = plan.as_dict()
@@ -93,15 +113,24 @@ def test_a_plan_for_llama_2_70b_without_weights_or_data(tmp_path: Path) -> None:
     modes = {one["mode"]: one for one in found["modes"]}
     # 16 bytes a parameter fit no device, ZeRO-3 cuts them into 64 parts of 17.2 GB.
     ddp, zero3 = modes["ddp"]["memory_bytes"], modes["zero3"]["memory_bytes"]
-    assert ddp["parameters"] + ddp["gradients"] + ddp["optimizer"] == pytest.approx(16 * parameters, rel=1e-3)
-    assert zero3["parameters"] + zero3["gradients"] + zero3["optimizer"] == pytest.approx(16 * parameters / 64, rel=0.2)
+    assert ddp["parameters"] + ddp["gradients"] + ddp["optimizer"] == pytest.approx(
+        16 * parameters, rel=1e-3
+    )
+    assert zero3["parameters"] + zero3["gradients"] + zero3["optimizer"] == pytest.approx(
+        16 * parameters / 64, rel=0.2
+    )
     assert not modes["ddp"]["fits"]
     assert modes["zero3"]["fits"]
     assert found["chosen"] is not None
-    # Time by hand: 8 operations a parameter and token with recomputation, plus attention, at 40 % of 989 TFLOP/s.
+    # Time by hand: 8 operations a parameter and token with recomputation, plus attention, at 40 %
+    # of 989 TFLOP/s.
     by_hand = 8 * parameters * 1024 / (0.4 * 989e12)
     compute = replace(plan.machine, link_bytes_s=1e30)
     from paceline.planner.choose import choose
 
-    step = next(one for one in choose(config, plan.described, plan.batch, compute).modes if one.name == "zero3").step_time_s
+    step = next(
+        one
+        for one in choose(config, plan.described, plan.batch, compute).modes
+        if one.name == "zero3"
+    ).step_time_s
     assert step == pytest.approx(by_hand, rel=0.05)

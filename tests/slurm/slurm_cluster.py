@@ -1,7 +1,8 @@
-"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd of the system's packages, in a folder of its own.
+"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd of the system's
+packages, in a folder of its own.
 
-From a shell, for trying things out: ``python tests/slurm/slurm_cluster.py`` starts it, prints what to export, and stops it at
-Ctrl-C.
+From a shell, for trying things out: ``python tests/slurm/slurm_cluster.py`` starts it, prints what
+to export, and stops it at Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ import psutil
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 NODES = ("n1", "n2")
-_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE", "REQUEUE_HOLD")
+_ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "OUT_OF_MEMORY",
+    "DEADLINE",
+    "REQUEUE_HOLD",
+)
 _START_TIMEOUT_S = 30.0
 
 CONFIG = """\
@@ -77,7 +88,8 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Slurm that runs. ``environment``: what its commands need; ``daemons``: the process of each, slurmd by its node."""
+    """A Slurm that runs. ``environment``: what its commands need; ``daemons``: the process of each,
+    slurmd by its node."""
 
     folder: Path
     environment: dict[str, str]
@@ -85,13 +97,17 @@ class Cluster:
 
     def __call__(self, *command: str) -> str:
         """Run a command of Slurm; what it printed."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}{self.logs()}"
         return done.stdout
 
     def job(self, number: int) -> dict[str, str]:
         """The fields of a job, as `scontrol show job` has them."""
-        return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", "--oneliner", str(number))))
+        return dict(
+            re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", "--oneliner", str(number)))
+        )
 
     def wait_for(self, number: int, *states: str, timeout_s: float = 120.0) -> dict[str, str]:
         """Until the job is in one of these states. Fails where it ends in another."""
@@ -102,18 +118,29 @@ class Cluster:
                 return found
             assert found["JobState"] not in _ENDED, f"{found}{self.logs()}"
             time.sleep(0.2)
-        raise AssertionError(f"job {number} did not come to {states}: {self.job(number)}{self.logs()}")
+        raise AssertionError(
+            f"job {number} did not come to {states}: {self.job(number)}{self.logs()}"
+        )
 
     def start(self, name: str, command: list[str]) -> None:
         """Start a daemon; its log is in the folder."""
         with (self.folder / f"{name}-output.log").open("ab") as out:
-            self.daemons[name] = subprocess.Popen(command, env=self.environment, stdout=out, stderr=out, start_new_session=True)
+            self.daemons[name] = subprocess.Popen(
+                command, env=self.environment, stdout=out, stderr=out, start_new_session=True
+            )
 
     def lose_node(self, node: str) -> None:
-        """The node loses power: all of its processes end at once. Slurm gets to know it now, not after its SlurmdTimeout."""
-        tasks = [process for process in psutil.process_iter() if _environment(process).get("SLURMD_NODENAME") == node]
+        """The node loses power: all of its processes end at once. Slurm gets to know it now, not
+        after its SlurmdTimeout."""
+        tasks = [
+            process
+            for process in psutil.process_iter()
+            if _environment(process).get("SLURMD_NODENAME") == node
+        ]
         parents = [process.parent() for process in tasks]
-        keepers = [process for process in parents if process is not None and process.name() == "slurmstepd"]
+        keepers = [
+            process for process in parents if process is not None and process.name() == "slurmstepd"
+        ]
         for process in (psutil.Process(self.daemons[node].pid), *keepers, *tasks):
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -128,18 +155,25 @@ class Cluster:
     def logs(self) -> str:
         """The ends of all logs of Slurm's own."""
         found = sorted(self.folder.glob("*.log"))
-        return "".join(f"\n--- {one.name}\n{one.read_text(errors='replace')[-2000:]}" for one in found)
+        return "".join(
+            f"\n--- {one.name}\n{one.read_text(errors='replace')[-2000:]}" for one in found
+        )
 
 
 @contextmanager
 def slurm_cluster() -> Iterator[Cluster]:
     """Start it, and stop all of it afterwards, jobs included. Leaves nothing."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: a socket's path has 107 characters at most
+    # short: a socket's path has 107 characters at most
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     ports = _free_ports(3)
     host = socket.gethostname().partition(".")[0]
     unified = Path("/sys/fs/cgroup/cgroup.controllers").exists()
-    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=host, ports=ports, names=NODES))
-    (folder / "cgroup.conf").write_text(CGROUP_CONFIG.format(plugin="cgroup/v2" if unified else "cgroup/v1"))
+    (folder / "slurm.conf").write_text(
+        CONFIG.format(folder=folder, host=host, ports=ports, names=NODES)
+    )
+    (folder / "cgroup.conf").write_text(
+        CGROUP_CONFIG.format(plugin="cgroup/v2" if unified else "cgroup/v1")
+    )
     for name in ("state", *(f"spool-{node}" for node in NODES)):
         (folder / name).mkdir()
     key = folder / "munge.key"
@@ -149,7 +183,9 @@ def slurm_cluster() -> Iterator[Cluster]:
     cluster = Cluster(folder, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}, {})
     files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
     try:
-        cluster.start("munged", ["munged", "--foreground", "--force", f"--socket={folder}/munge.sock", *files])
+        cluster.start(
+            "munged", ["munged", "--foreground", "--force", f"--socket={folder}/munge.sock", *files]
+        )
         _wait_until(cluster, (folder / "munge.sock").exists)
         cluster.start("slurmctld", ["slurmctld", "-D"])
         for node in NODES:
@@ -163,7 +199,9 @@ def slurm_cluster() -> Iterator[Cluster]:
 
 def _idle(cluster: Cluster) -> int:
     command = ["sinfo", "--noheader", "--Node", "--partition=low", "--states=idle", "--format=%N"]
-    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=cluster.environment, capture_output=True, text=True, timeout=60
+    )
     return len(done.stdout.split())
 
 
@@ -195,7 +233,9 @@ def _stop(cluster: Cluster) -> None:
 
 def _end_jobs(cluster: Cluster) -> None:
     def slurm(*command: str) -> str:
-        return subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=10).stdout
+        return subprocess.run(
+            command, env=cluster.environment, capture_output=True, text=True, timeout=10
+        ).stdout
 
     for state in ("PENDING", "RUNNING"):
         slurm("scancel", f"--state={state}")
@@ -212,11 +252,14 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _is_of(process: psutil.Process, cluster: Cluster) -> bool:
-    """A process of a job of this cluster; or the keeper of a step, which wipes its environment but has a log here."""
+    """A process of a job of this cluster; or the keeper of a step, which wipes its environment but
+    has a log here."""
     try:
         if process.environ().get("SLURM_CONF") == cluster.environment["SLURM_CONF"]:
             return True
-        return process.name() == "slurmstepd" and any(one.path.startswith(f"{cluster.folder}/") for one in process.open_files())
+        return process.name() == "slurmstepd" and any(
+            one.path.startswith(f"{cluster.folder}/") for one in process.open_files()
+        )
     except (psutil.Error, OSError):
         return False
 

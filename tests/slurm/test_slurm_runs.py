@@ -1,4 +1,5 @@
-"""`paceline slurm` on a real Slurm: two nodes train one job, Slurm stops it in its several ways; it ends with the same bits."""
+"""`paceline slurm` on a real Slurm: two nodes train one job, Slurm stops it in its several ways; it
+ends with the same bits."""
 
 import contextlib
 import os
@@ -25,7 +26,8 @@ _SLOW = (
 BRIEF = (*_SLOW, "max_steps=120")
 SAVING = (*(word for word in BRIEF if not word.startswith("save_steps")), "save_steps=10")
 LONG = (*_SLOW, "max_steps=400")  # Slurm looks at time limits every 30 s
-# Sums come out the same to the last bit where as many threads make them: a rank alone on its node would take two.
+# Sums come out the same to the last bit where as many threads make them: a rank alone on its node
+# would take two.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -44,7 +46,12 @@ def undisturbed(tmp_path_factory):
         if words not in made:
             folder = tmp_path_factory.mktemp("undisturbed") / "run"
             quick = [one for one in words if not one.startswith("task_args.step_s")]
-            run(*quick, f"output_dir={folder}", "parallel.num_gpus=2", env={**os.environ, **ONE_THREAD})
+            run(
+                *quick,
+                f"output_dir={folder}",
+                "parallel.num_gpus=2",
+                env={**os.environ, **ONE_THREAD},
+            )
             made[words] = digest(folder)
             shutil.rmtree(folder)
         return made[words]
@@ -74,17 +81,23 @@ def wait_for_step(cluster, folder, number, step, timeout_s=120.0):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         cluster.wait_for(number, "RUNNING", "PENDING", "COMPLETING")
-        if (folder / "run" / "events.jsonl").exists() and any(one["step"] >= step for one in events(folder / "run", "step")):
+        if (folder / "run" / "events.jsonl").exists() and any(
+            one["step"] >= step for one in events(folder / "run", "step")
+        ):
             return
         time.sleep(0.05)
-    raise AssertionError(f"step {step} was not reached: {log_of(folder, number)[-3000:]}{cluster.logs()}")
+    raise AssertionError(
+        f"step {step} was not reached: {log_of(folder, number)[-3000:]}{cluster.logs()}"
+    )
 
 
 def wait_for_end(cluster, folder, number, timeout_s=240.0):
     try:
         return cluster.wait_for(number, "COMPLETED", timeout_s=timeout_s)
     except AssertionError as error:
-        raise AssertionError(f"{error}\n--- the job's log\n{log_of(folder, number)[-6000:]}") from None
+        raise AssertionError(
+            f"{error}\n--- the job's log\n{log_of(folder, number)[-6000:]}"
+        ) from None
 
 
 def lives(folder):
@@ -99,7 +112,10 @@ def lives(folder):
 
 
 def all_events(folder):
-    return sorted(events(folder / "run", "run_start") + events(folder / "run", "step"), key=lambda one: one["time"])
+    return sorted(
+        events(folder / "run", "run_start") + events(folder / "run", "step"),
+        key=lambda one: one["time"],
+    )
 
 
 @pytest.mark.soak
@@ -123,11 +139,18 @@ def test_put_back_into_the_queue_by_hand(cluster, undisturbed, tmp_path):
 
 
 def test_a_job_of_higher_priority_takes_the_nodes(cluster, undisturbed, tmp_path):
-    """Slurm's pre-emption: SIGTERM, then some seconds of grace in which the step is finished and a checkpoint written."""
+    """Slurm's pre-emption: SIGTERM, then some seconds of grace in which the step is finished and a
+    checkpoint written."""
     number = submit(cluster, tmp_path, BRIEF)
     wait_for_step(cluster, tmp_path, number, 20)
     other = cluster(
-        "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+        "sbatch",
+        "--parsable",
+        "--partition=high",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 1",
     )
     cluster.wait_for(int(other), "COMPLETED")
     wait_for_end(cluster, tmp_path, number)
@@ -142,7 +165,8 @@ def test_the_time_limit_comes(cluster, undisturbed, tmp_path):
     number = submit(cluster, tmp_path, LONG)
     wait_for_step(cluster, tmp_path, number, 20)
     hours, minutes, _ = cluster.job(number)["RunTime"].split(":")
-    soon = int(hours) * 60 + int(minutes) + 2  # minutes after the start: within the 120 s of the signal's lead
+    # minutes after the start: within the 120 s of the signal's lead
+    soon = int(hours) * 60 + int(minutes) + 2
     cluster("scontrol", "update", f"JobId={number}", f"TimeLimit={soon}")
     cluster.wait_for(number, "PENDING")
     cluster("scontrol", "update", f"JobId={number}", "TimeLimit=30")
@@ -171,7 +195,8 @@ def commands_of(number, node):
 @pytest.mark.soak
 @pytest.mark.parametrize("node", [0, 1], ids=["first", "second"])
 def test_the_command_of_a_node_is_killed(cluster, undisturbed, tmp_path, node):
-    """The node is not lost: the batch script puts the job back into the queue. The first node is the rendezvous endpoint."""
+    """The node is not lost: the batch script puts the job back into the queue. The first node is
+    the rendezvous endpoint."""
     number = submit(cluster, tmp_path, SAVING)
     wait_for_step(cluster, tmp_path, number, 25)
     killed = commands_of(number, node)
@@ -198,7 +223,8 @@ def own_cluster():
 
 @pytest.mark.soak
 def test_the_first_node_is_lost(own_cluster, undisturbed, tmp_path):
-    """With the node its batch script and the rendezvous endpoint are gone: Slurm puts the job back into the queue."""
+    """With the node its batch script and the rendezvous endpoint are gone: Slurm puts the job back
+    into the queue."""
     cluster = own_cluster
     number = submit(cluster, tmp_path, SAVING)
     wait_for_step(cluster, tmp_path, number, 25)
@@ -214,7 +240,12 @@ def test_the_first_node_is_lost(own_cluster, undisturbed, tmp_path):
 
 @pytest.mark.soak
 def test_a_config_error_is_not_tried_again(cluster, tmp_path):
-    words = ("model=builtin:qwen2-micro", "dataset=missing.jsonl", "parallel.device=cpu", "parallel.timeout_s=60")
+    words = (
+        "model=builtin:qwen2-micro",
+        "dataset=missing.jsonl",
+        "parallel.device=cpu",
+        "parallel.timeout_s=60",
+    )
     number = submit(cluster, tmp_path, words)
     with pytest.raises(AssertionError):
         cluster.wait_for(number, "COMPLETED")
@@ -224,7 +255,17 @@ def test_a_config_error_is_not_tried_again(cluster, tmp_path):
 
 
 def test_a_job_that_slurm_refuses(cluster, tmp_path):
-    words = ("--nodes", "2", "--gpus-per-node", "0", "--time", "30", "--partition", "nowhere", "--submit")
+    words = (
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "0",
+        "--time",
+        "30",
+        "--partition",
+        "nowhere",
+        "--submit",
+    )
     done = run(*MICRO, *words, verb="slurm", env=cluster.environment, cwd=tmp_path, expect=1)
     assert "Slurm refused the job" in done.stderr
     assert "partition" in done.stderr

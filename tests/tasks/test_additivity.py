@@ -1,4 +1,5 @@
-"""A user's loss must be a sum over samples; a mean, or a loss that compares samples, is found before the first step."""
+"""A user's loss must be a sum over samples; a mean, or a loss that compares samples, is found
+before the first step."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Regression(paceline.Task):
         return TensorDataset(x, x.sin()), None
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(1, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+        return nn.Sequential(
+            nn.Linear(1, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)
+        )
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return functional.mse_loss(model(batch[0]), batch[1], reduction="sum")
@@ -69,7 +72,9 @@ class MeanInEvaluation(Regression):
 class Contrastive(Regression):
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         output = model(batch[0])
-        return functional.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="sum")
+        return functional.cross_entropy(
+            output @ output.T, torch.arange(len(output)), reduction="sum"
+        )
 
 
 class DeclaredContrastive(Contrastive):
@@ -78,7 +83,9 @@ class DeclaredContrastive(Contrastive):
 
 class WithPenalty(Regression):
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return super().loss(model, batch) + sum(param.square().sum() for param in model.parameters())
+        return super().loss(model, batch) + sum(
+            param.square().sum() for param in model.parameters()
+        )
 
 
 class NoLossInEvalMode(Regression):
@@ -103,7 +110,9 @@ class InPlace(Regression):
 
 
 def check(kind: type[paceline.Task], num_samples: int = NUM_SAMPLES) -> list[tuple[str, str]]:
-    task = kind(Config.model_validate({"model": "mine", "dataset": "mine", "task": "./mine.py:Mine"}))
+    task = kind(
+        Config.model_validate({"model": "mine", "dataset": "mine", "task": "./mine.py:Mine"})
+    )
     torch.manual_seed(0)
     dataset = torch.utils.data.Subset(task.build_datasets()[0], range(num_samples))
     return check_additive(task, task.build_model(), dataset, seed=42)
@@ -114,7 +123,9 @@ def check(kind: type[paceline.Task], num_samples: int = NUM_SAMPLES) -> list[tup
 def test_a_mean_is_refused_with_the_fix(kind: type[paceline.Task], num_samples: int) -> None:
     if kind is MeanOverTokens:
         num_samples = NUM_SAMPLES  # of the first two and three samples none counts
-    with pytest.raises(ConfigError, match=f"{kind.__name__}.loss returns the mean over the batch") as caught:
+    with pytest.raises(
+        ConfigError, match=f"{kind.__name__}.loss returns the mean over the batch"
+    ) as caught:
         check(kind, num_samples)
     assert caught.value.fix is not None
     assert 'reduction="sum"' in caught.value.fix
@@ -155,7 +166,9 @@ def test_a_loss_that_fails_in_eval_mode_is_reported() -> None:
 
 
 def test_nothing_is_changed_by_the_check() -> None:
-    task = InPlace(Config.model_validate({"model": "mine", "dataset": "mine", "task": "./mine.py:Mine"}))
+    task = InPlace(
+        Config.model_validate({"model": "mine", "dataset": "mine", "task": "./mine.py:Mine"})
+    )
     model, dataset = task.build_model(), task.build_datasets()[0]
     model[2].eval()  # a mode that the user has set
     before = copy.deepcopy(model.state_dict())

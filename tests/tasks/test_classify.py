@@ -39,14 +39,19 @@ def make_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
     for number, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
         for one in range(count):
-            pixels = generator.integers(0, 60, (size, size + 4, 3), dtype=np.uint8) + np.uint8(90 * number)
+            pixels = generator.integers(0, 60, (size, size + 4, 3), dtype=np.uint8) + np.uint8(
+                90 * number
+            )
             Image.fromarray(pixels).save(root / name / f"{one:02d}.png")
     return root
 
 
 def batches(task: Task, dataset: Any, size: int) -> list[Any]:
     order = np.random.default_rng(0).permutation(len(dataset))
-    return [task.collate([dataset[int(one)] for one in order[start : start + size]]) for start in range(0, len(order), size)]
+    return [
+        task.collate([dataset[int(one)] for one in order[start : start + size]])
+        for start in range(0, len(order), size)
+    ]
 
 
 def train(task: Task, epochs: int, size: int = 32) -> tuple[torch.nn.Module, list[float]]:
@@ -82,7 +87,12 @@ def test_digits_are_learnt_and_the_model_loads_again(tmp_path: Path) -> None:
     task = prepared_task(split_dataset_ratio=0.1, classify={"hidden": 16})
     assert task.prepared is not None
     assert (task.prepared.num_train, task.prepared.num_eval) == (1617, 180)
-    assert task.prepared.counts.as_dict() == {"read": 1797, "kept": 1797, "truncated": 0, "dropped": {}}
+    assert task.prepared.counts.as_dict() == {
+        "read": 1797,
+        "kept": 1797,
+        "truncated": 0,
+        "dropped": {},
+    }
     model, losses = train(task, epochs=4)
     assert losses[-1] < 0.2 * losses[0]
     assert accuracy(task, model) > 0.9
@@ -100,7 +110,12 @@ def test_digits_are_learnt_and_the_model_loads_again(tmp_path: Path) -> None:
 def test_digits_have_the_declared_shape_and_scale() -> None:
     task = prepared_task()
     image, label = task.build_datasets()[0][0]
-    assert (image.shape, image.dtype, label.shape, label.dtype) == ((1, 8, 8), torch.float32, (), torch.int64)
+    assert (image.shape, image.dtype, label.shape, label.dtype) == (
+        (1, 8, 8),
+        torch.float32,
+        (),
+        torch.int64,
+    )
     every = torch.stack([one for one, _ in task.build_datasets()[0]])
     assert (float(every.min()), float(every.max())) == (0.0, 1.0)
 
@@ -133,7 +148,16 @@ def test_the_fingerprint_changes_with_the_data() -> None:
         return found and found.fingerprint
 
     assert fingerprint() == fingerprint()
-    assert len({fingerprint(), fingerprint(dataset="builtin:digits#100"), fingerprint(split_dataset_ratio=0.5)}) == 3
+    assert (
+        len(
+            {
+                fingerprint(),
+                fingerprint(dataset="builtin:digits#100"),
+                fingerprint(split_dataset_ratio=0.5),
+            }
+        )
+        == 3
+    )
 
 
 def test_the_loss_is_a_sum_so_that_parts_add_up() -> None:
@@ -157,7 +181,9 @@ def test_number_of_images_after_the_hash(tmp_path: Path) -> None:
     few = prepared_task(dataset=f"{folder}#50").prepared
     assert few is not None
     assert few.num_train == 8
-    assert any("8 images; all are used" in text for level, text in few.notices if level == "warning")
+    assert any(
+        "8 images; all are used" in text for level, text in few.notices if level == "warning"
+    )
 
 
 def test_a_folder_is_learnt_and_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
@@ -167,7 +193,9 @@ def test_a_folder_is_learnt_and_what_cannot_be_read_is_counted(tmp_path: Path) -
     (folder / "light" / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 20)
     (folder / "labels.csv").write_text("a,b\n")
     (folder / "unused").mkdir()
-    task = prepared_task(dataset=str(folder), classify={"image_size": 8, "hidden": 8}, split_dataset_ratio=0.2)
+    task = prepared_task(
+        dataset=str(folder), classify={"image_size": 8, "hidden": 8}, split_dataset_ratio=0.2
+    )
     assert task.prepared is not None
     counts = task.prepared.counts.as_dict()
     assert (counts["read"], counts["kept"]) == (40, 36)
@@ -242,11 +270,15 @@ def hub_folder(tmp_path: Path) -> Path:
     )
     folder = tmp_path / "vit"
     ViTForImageClassification(settings).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3})
+    )
     return folder
 
 
-def test_a_hugging_face_classifier_gets_images_in_its_own_form(hub_folder: Path, tmp_path: Path) -> None:
+def test_a_hugging_face_classifier_gets_images_in_its_own_form(
+    hub_folder: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForImageClassification
 
     task = prepared_task(model=str(hub_folder), dataset="builtin:digits#64")
@@ -278,7 +310,10 @@ def test_settings_of_language_models_are_named_as_without_effect() -> None:
     prepared = prepared_task(system="Be kind.", train_args={"max_length": 512}).prepared
     assert prepared is not None
     texts = [text for level, text in prepared.notices if level == "warning"]
-    assert texts == ["`system` has no effect on `task: classify`", "`train_args.max_length` has no effect on `task: classify`"]
+    assert texts == [
+        "`system` has no effect on `task: classify`",
+        "`train_args.max_length` has no effect on `task: classify`",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -316,12 +351,16 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
         prepared_task(dataset=str(tmp_path / "void"))
     for part in ("train", "val"):
         make_folder(tmp_path / "splits" / part, {"cat": 1, "dog": 1})
-    with pytest.raises(ConfigError, match=r"holds splits.*`dataset: .*/train` and `val_dataset: .*/val`"):
+    with pytest.raises(
+        ConfigError, match=r"holds splits.*`dataset: .*/train` and `val_dataset: .*/val`"
+    ):
         prepared_task(dataset=str(tmp_path / "splits"))
 
 
 def test_a_language_model_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"})
+    )
     with pytest.raises(ConfigError, match=r"is a Qwen2ForCausalLM.*task: sft"):
         prepared_task(model=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))

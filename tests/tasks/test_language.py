@@ -1,4 +1,5 @@
-"""Language models: packed rows, padded rows and samples alone give the same loss and the same gradients."""
+"""Language models: packed rows, padded rows and samples alone give the same loss and the same
+gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +19,13 @@ MODEL = "builtin:qwen2-micro"
 
 @pytest.fixture(autouse=True)
 def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it where it is not, on first use
+    # torch sets it where it is not, on first use
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
-def make(task: str = "sft", dataset: str = "builtin:python-docs#12", **more: Any) -> tuple[LanguageTask, Any, list[Any]]:
+def make(
+    task: str = "sft", dataset: str = "builtin:python-docs#12", **more: Any
+) -> tuple[LanguageTask, Any, list[Any]]:
     """(task, model ready to train, its samples)."""
     args = {"max_length": 96, **more.pop("train_args", {})}
     config = Config(model=MODEL, dataset=dataset, task=task, train_args=args, **more)
@@ -36,17 +40,23 @@ def make(task: str = "sft", dataset: str = "builtin:python-docs#12", **more: Any
     return made, model, [train[index] for index in range(len(train))]
 
 
-def loss_and_gradients(task: LanguageTask, model: Any, samples: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    task: LanguageTask, model: Any, samples: list[Any]
+) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
     loss = task.loss(model, task.collate(samples))
     loss.backward()
-    return loss.item(), {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return loss.item(), {
+        name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+    }
 
 
 def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert set(one) == set(other) != set()
     for name, gradient in one.items():
-        assert float((gradient - other[name]).abs().max()) <= 1e-5 * float(gradient.abs().max()) + 1e-6, name
+        assert (
+            float((gradient - other[name]).abs().max()) <= 1e-5 * float(gradient.abs().max()) + 1e-6
+        ), name
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -57,10 +67,17 @@ def test_packed_is_padded(lora: bool) -> None:
     assert packed.packed
     assert not padded.packed
     assert len({len(one["input_ids"]) for one in samples}) > 3  # ragged, or the test says nothing
-    assert all((one["input_ids"] == two["input_ids"]).all() for one, two in zip(samples, again, strict=True))
-    for (name, one), (_, other) in zip(packed_model.named_parameters(), padded_model.named_parameters(), strict=True):
+    assert all(
+        (one["input_ids"] == two["input_ids"]).all()
+        for one, two in zip(samples, again, strict=True)
+    )
+    for (name, one), (_, other) in zip(
+        packed_model.named_parameters(), padded_model.named_parameters(), strict=True
+    ):
         if "lora_B" in name:  # they begin at zero, where the gradient of lora_A says nothing
-            torch.nn.init.normal_(one, std=0.02, generator=torch.Generator().manual_seed(one.numel()))
+            torch.nn.init.normal_(
+                one, std=0.02, generator=torch.Generator().manual_seed(one.numel())
+            )
             other.data.copy_(one.data)
         assert torch.equal(one, other)
     left = loss_and_gradients(packed, packed_model.train(), samples)
@@ -68,7 +85,10 @@ def test_packed_is_padded(lora: bool) -> None:
     assert left[0] == pytest.approx(right[0], rel=1e-5)
     close(left[1], right[1])
     assert packed.collate(samples)["input_ids"].shape[0] == 1
-    assert padded.collate(samples)["input_ids"].shape == (len(samples), max(len(one["input_ids"]) for one in samples))
+    assert padded.collate(samples)["input_ids"].shape == (
+        len(samples),
+        max(len(one["input_ids"]) for one in samples),
+    )
 
 
 def test_a_sample_never_sees_its_neighbours() -> None:
@@ -104,23 +124,34 @@ def test_counts_and_tokens() -> None:
     labels = sum(int(one["labels_mask"][1:].sum()) for one in samples)
     for task in (packed, padded):
         batch = task.collate(samples)
-        assert (task.num_tokens(batch), task.count(batch)) == (tokens, labels)  # padding counts as neither
+        # padding counts as neither
+        assert (task.num_tokens(batch), task.count(batch)) == (tokens, labels)
         assert task.prepared is not None
         assert (task.prepared.train_tokens, task.prepared.label_tokens) == (tokens, labels)
         assert task.prepared.num_train == len(samples)
 
 
 def test_pretraining_has_loss_on_every_token(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"Line {n}. " * (n + 1)}) + "\n" for n in range(5)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"Line {n}. " * (n + 1)}) + "\n" for n in range(5))
+    )
     task, model, samples = make("pretrain", str(tmp_path / "a.jsonl"))
     batch = task.collate(samples)
     assert task.count(batch) == task.num_tokens(batch) - len(samples)  # all but each sample's first
     together = loss_and_gradients(task, model, samples)
-    assert together[0] == pytest.approx(sum(loss_and_gradients(task, model, [one])[0] for one in samples), rel=1e-5)
+    assert together[0] == pytest.approx(
+        sum(loss_and_gradients(task, model, [one])[0] for one in samples), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    ("model", "lora", "rate"), [(MODEL, False, 1e-3), (MODEL, True, 1e-4), ("./folder", False, 2e-5), ("./folder", True, 1e-4)]
+    ("model", "lora", "rate"),
+    [
+        (MODEL, False, 1e-3),
+        (MODEL, True, 1e-4),
+        ("./folder", False, 2e-5),
+        ("./folder", True, 1e-4),
+    ],
 )
 def test_the_learning_rate_where_none_is_given(model: str, lora: bool, rate: float) -> None:
     config = Config(model=model, dataset="d", lora={"enable": lora})

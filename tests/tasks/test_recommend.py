@@ -16,7 +16,13 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.loader import LoaderOptions
 from paceline.distributed.communicator import World
-from paceline.models.recommend import ClickModel, Table, fill_rows, load_recommender, tables_elsewhere
+from paceline.models.recommend import (
+    ClickModel,
+    Table,
+    fill_rows,
+    load_recommender,
+    tables_elsewhere,
+)
 from paceline.parallel.ddp.strategy import DistributedDataParallel
 from paceline.tasks import load_task
 from paceline.tasks.base import Task
@@ -25,7 +31,13 @@ from paceline.train.precision import Precision
 
 
 def make_config(**keys: Any) -> Config:
-    given = {"model": "builtin:dlrm", "task": "recommend", "dataset": "builtin:clicks#3000", "split_dataset_ratio": 0.2, **keys}
+    given = {
+        "model": "builtin:dlrm",
+        "task": "recommend",
+        "dataset": "builtin:clicks#3000",
+        "split_dataset_ratio": 0.2,
+        **keys,
+    }
     return Config.model_validate({"recommend": {"embedding_dim": 4}, **given})
 
 
@@ -101,7 +113,9 @@ def test_training_learns_and_the_folder_loads_again(tmp_path: Path) -> None:
     further = prepared_task(make_config(model=str(tmp_path)))
     assert torch.equal(further.build_model()(*inputs), model(*inputs))
     with pytest.raises(ConfigError, match="another form"):
-        prepared_task(make_config(model=str(tmp_path), recommend={"embedding_dim": 8})).build_model()
+        prepared_task(
+            make_config(model=str(tmp_path), recommend={"embedding_dim": 8})
+        ).build_model()
 
 
 def on_rank(world: World, where: str) -> tuple[EvalResult, list[float], list[float]]:
@@ -139,7 +153,10 @@ def test_auc_over_ranks_is_that_of_the_whole_set(world_size: int, where: str) ->
         ({"dataset": "log.csv"}, "recommend.categorical"),
         ({"dataset": ["builtin:clicks", "builtin:clicks"]}, "several sources"),
         ({"dataset": "log.csv", "recommend": {"categorical": ["label"]}}, "more than once"),
-        ({"dataset": "log.csv", "recommend": {"categorical": ["a"], "table_size": {"b": 3}}}, "no categorical column"),
+        (
+            {"dataset": "log.csv", "recommend": {"categorical": ["a"], "table_size": {"b": 3}}},
+            "no categorical column",
+        ),
     ],
 )
 def test_what_cannot_be_right_is_refused(keys: dict[str, Any], words: str) -> None:
@@ -150,4 +167,7 @@ def test_what_cannot_be_right_is_refused(keys: dict[str, Any], words: str) -> No
 def test_settings_without_effect_are_told() -> None:
     task = prepared_task(make_config(train_args={"packing": True}))
     assert task.prepared is not None
-    assert ("warning", "`train_args.packing` has no effect on `task: recommend`") in task.prepared.notices
+    assert (
+        "warning",
+        "`train_args.packing` has no effect on `task: recommend`",
+    ) in task.prepared.notices

@@ -62,7 +62,9 @@ def write(code: str, name: str = "my_line.py") -> None:
 
 
 def load(task: str, **keys: Any) -> Any:
-    return load_task(Config.model_validate({"model": "mine", "dataset": "mine", "task": task, **keys}))
+    return load_task(
+        Config.model_validate({"model": "mine", "dataset": "mine", "task": task, **keys})
+    )
 
 
 def test_a_class_from_a_file() -> None:
@@ -103,13 +105,24 @@ def test_a_file_named_as_a_known_module_hides_nothing() -> None:
 
 
 def test_a_task_and_its_data_can_be_sent_to_a_loader_process() -> None:
-    write(GOOD.replace("return TensorDataset(x, 2 * x), None", "return Rows(), None") + "class Rows(list):\n    pass\n")
+    write(
+        GOOD.replace("return TensorDataset(x, 2 * x), None", "return Rows(), None")
+        + "class Rows(list):\n    pass\n"
+    )
     task = load("./my_line.py:Line")
     again = pickle.loads(pickle.dumps((task, task.build_datasets()[0])))
     assert type(again[0]) is type(task)
     # A process started afresh is given sys.path and finds the module by its name.
-    code = f"import sys, pickle; sys.path[:] = {sys.path!r}; print(type(pickle.loads({pickle.dumps(task)!r})).__name__)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "Line\n"
+    code = (
+        f"import sys, pickle; sys.path[:] = {sys.path!r};"
+        f" print(type(pickle.loads({pickle.dumps(task)!r})).__name__)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "Line\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,20 +147,34 @@ def test_what_is_not_there_is_said(task: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import torch\n\n1 / 0\n" + GOOD, r"cannot be imported: ZeroDivisionError: division by zero \(.*my_line\.py, line 3"),
+        (
+            "import torch\n\n1 / 0\n" + GOOD,
+            r"cannot be imported: ZeroDivisionError: division by zero \(.*my_line\.py, line 3",
+        ),
         ("def broken(:\n", r"SyntaxError: .*my_line\.py, line 1"),
-        ("import no_such_thing\n", r"ModuleNotFoundError.*my_line\.py, line 1: `import no_such_thing`"),
+        (
+            "import no_such_thing\n",
+            r"ModuleNotFoundError.*my_line\.py, line 1: `import no_such_thing`",
+        ),
         (GOOD.replace("def loss", "def lost"), r"Line has no loss"),
         (
-            GOOD.replace("    def build_model", "    def __init__(self):\n        pass\n    def build_model"),
+            GOOD.replace(
+                "    def build_model", "    def __init__(self):\n        pass\n    def build_model"
+            ),
             r"Line\(config\) cannot be made.*def __init__\(self, config\)",
         ),
         (
-            GOOD.replace("    def build_model", "    def __init__(self, config):\n        pass\n    def build_model"),
+            GOOD.replace(
+                "    def build_model",
+                "    def __init__(self, config):\n        pass\n    def build_model",
+            ),
             r"leaves self\.config unset",
         ),
         (
-            GOOD.replace("    def build_model", "    def __init__(self, config):\n        config.nope\n    def build_model"),
+            GOOD.replace(
+                "    def build_model",
+                "    def __init__(self, config):\n        config.nope\n    def build_model",
+            ),
             r"AttributeError.*my_line\.py, line 11",
         ),
     ],
@@ -161,12 +188,18 @@ def test_user_code_that_fails_is_shown_with_its_line(code: str, said: str) -> No
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("return open('rows.txt')", r"build_datasets failed: FileNotFoundError.*my_line\.py, line 9: `return open"),
+        (
+            "return open('rows.txt')",
+            r"build_datasets failed: FileNotFoundError.*my_line\.py, line 9: `return open",
+        ),
         ("return TensorDataset(x, x)", r"gave an object of TensorDataset.*`return train, None`"),
         ("return None", r"gave None. Allowed: a pair"),
         (
             "return (1 for _ in x), None",
-            r"the training dataset of Line is an object of generator without __len__ and __getitem__",
+            (
+                r"the training dataset of Line is an object of generator without __len__ and"
+                r" __getitem__"
+            ),
         ),
         ("return [x], (1 for _ in x)", r"the validation dataset of Line"),
     ],
@@ -200,7 +233,9 @@ def test_streams_and_loaders_are_refused_as_datasets() -> None:
 def test_a_model_wrapped_already_is_refused() -> None:
     plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     guard_model(plain)
-    with pytest.raises(ConfigError, match=r"it is a DataParallel.*unwrap it: return the module inside"):
+    with pytest.raises(
+        ConfigError, match=r"it is a DataParallel.*unwrap it: return the module inside"
+    ):
         guard_model(nn.DataParallel(plain))
     with pytest.raises(ConfigError, match=r"its part `1` is a DataParallel"):
         guard_model(nn.Sequential(plain, nn.DataParallel(plain)))
@@ -236,7 +271,10 @@ dist.destroy_process_group()
 
 
 def test_methods_that_paceline_does_not_call_are_reported() -> None:
-    hooks = "    def configure_optimizers(self):\n        pass\n    def train_dataloader(self):\n        pass\n"
+    hooks = (
+        "    def configure_optimizers(self):\n        pass\n    def train_dataloader(self):\n      "
+        "  pass\n"
+    )
     helpers = "    def colate(self, samples):\n        pass\n    def helper(self):\n        pass\n"
     write(GOOD.replace("class NotATask", hooks + helpers + "\nclass NotATask"))
     notices = load("./my_line.py:Line").prepare().notices
@@ -257,7 +295,14 @@ def test_a_loss_that_depends_on_the_micro_batch_is_reported() -> None:
 @pytest.mark.slow
 def test_a_mean_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     write(GOOD.replace(', reduction="sum"', ""))
-    words = ["model=mine", "dataset=mine", "task=./my_line.py:Line", "max_steps=2", "parallel.device=cpu", "output_dir=out"]
+    words = [
+        "model=mine",
+        "dataset=mine",
+        "task=./my_line.py:Line",
+        "max_steps=2",
+        "parallel.device=cpu",
+        "output_dir=out",
+    ]
     assert main(["sft", *words]) == 2
     assert "Line.loss returns the mean over the batch" in capsys.readouterr().err
     assert not Path("out").exists()

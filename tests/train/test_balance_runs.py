@@ -1,4 +1,5 @@
-"""`parallel.balance` in whole runs on two Gloo ranks: the losses of equal shares, each sample once, shares in checkpoints."""
+"""`parallel.balance` in whole runs on two Gloo ranks: the losses of equal shares, each sample once,
+shares in checkpoints."""
 
 from __future__ import annotations
 
@@ -32,10 +33,17 @@ WORDS = (
 )
 
 
-def train(folder: Path, steps: int, *words: str, slow: dict[str, float] | None = None, ranks: int = 2) -> str:
+def train(
+    folder: Path, steps: int, *words: str, slow: dict[str, float] | None = None, ranks: int = 2
+) -> str:
     task_args = json.dumps({"notes": str(folder / "notes"), "slow": slow or {}})
     folder.mkdir(exist_ok=True)
-    more = (f"parallel.num_gpus={ranks}", f"train_args.max_steps={steps}", f"task_args={task_args}", "--allow-config-change")
+    more = (
+        f"parallel.num_gpus={ranks}",
+        f"train_args.max_steps={steps}",
+        f"task_args={task_args}",
+        "--allow-config-change",
+    )
     return run(*WORDS, f"output_dir={folder / 'run'}", *more, *words).stderr
 
 
@@ -63,7 +71,9 @@ def weighted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_weights_give_the_losses_of_equal_shares_and_each_sample_once(equal: Path, weighted: Path) -> None:
+def test_weights_give_the_losses_of_equal_shares_and_each_sample_once(
+    equal: Path, weighted: Path
+) -> None:
     assert losses(weighted / "run") == pytest.approx(losses(equal / "run"), rel=1e-6)
     for folder, counts in ((equal, (4, 4)), (weighted, (6, 2))):
         ranks = noted(folder)
@@ -71,19 +81,28 @@ def test_weights_give_the_losses_of_equal_shares_and_each_sample_once(equal: Pat
             seen = []
             for micro_batches, count in zip(ranks, counts, strict=True):
                 assert len(micro_batches) == 2 * STEPS_PER_EPOCH * count
-                of_epoch = micro_batches[epoch * STEPS_PER_EPOCH * count : (epoch + 1) * STEPS_PER_EPOCH * count]
+                of_epoch = micro_batches[
+                    epoch * STEPS_PER_EPOCH * count : (epoch + 1) * STEPS_PER_EPOCH * count
+                ]
                 seen += [number for numbers in of_epoch for number in numbers]
             assert sorted(seen) == list(range(SAMPLES))
-    assert report(weighted / "run")["samples_seen"] == report(equal / "run")["samples_seen"] == 2 * SAMPLES
+    assert (
+        report(weighted / "run")["samples_seen"]
+        == report(equal / "run")["samples_seen"]
+        == 2 * SAMPLES
+    )
     assert report(weighted / "run")["balance"] == {"shares": [6, 2]}
     assert "balance" not in report(equal / "run")
     assert events(equal / "run", "balance") == []
     event = events(weighted / "run", "balance")
-    assert [(one["step"], one["shares"], one["reason"]) for one in event] == [(0, [6, 2], "weights")]
+    assert [(one["step"], one["shares"], one["reason"]) for one in event] == [
+        (0, [6, 2], "weights")
+    ]
 
 
 def test_a_resumed_run_keeps_the_shares_bit_for_bit(weighted: Path, tmp_path: Path) -> None:
-    """`speed` takes over what the checkpoint has, instead of measuring anew; so the bits are those of an undisturbed run."""
+    """`speed` takes over what the checkpoint has, instead of measuring anew; so the bits are those
+    of an undisturbed run."""
     train(tmp_path, STEPS_PER_EPOCH, "parallel.balance=[3,1]")
     first = tmp_path / "run" / "checkpoints" / "step-00000006"
     assert shares_of(first)["shares"] == [6, 2]
@@ -95,7 +114,9 @@ def test_a_resumed_run_keeps_the_shares_bit_for_bit(weighted: Path, tmp_path: Pa
 
 
 def test_speeds_are_measured_and_the_slow_rank_gets_less(equal: Path, tmp_path: Path) -> None:
-    said = train(tmp_path, 2 * STEPS_PER_EPOCH, "parallel.balance=speed", slow={"0": 0.02, "1": 0.12})
+    said = train(
+        tmp_path, 2 * STEPS_PER_EPOCH, "parallel.balance=speed", slow={"0": 0.02, "1": 0.12}
+    )
     event = events(tmp_path / "run", "balance")[0]
     assert (event["step"], event["reason"]) == (7, "measured")
     assert event["shares"][0] > event["shares"][1] >= 1
@@ -107,10 +128,20 @@ def test_speeds_are_measured_and_the_slow_rank_gets_less(equal: Path, tmp_path: 
     assert losses(tmp_path / "run") == pytest.approx(losses(equal / "run"), rel=1e-6)
     seen = [number for rank in noted(tmp_path) for numbers in rank for number in numbers]
     assert sorted(seen) == sorted([*range(SAMPLES)] * 2)
-    assert "balance" not in json.loads((tmp_path / "run/checkpoints/step-00000006/meta.json").read_text())  # not yet measured
-    assert shares_of(tmp_path / "run" / "checkpoints" / "step-00000012")["shares"] == event["shares"]
+    # not yet measured
+    assert "balance" not in json.loads(
+        (tmp_path / "run/checkpoints/step-00000006/meta.json").read_text()
+    )
+    assert (
+        shares_of(tmp_path / "run" / "checkpoints" / "step-00000012")["shares"] == event["shares"]
+    )
 
     # On another number of ranks the stored shares do not fit: equal ones, with an event.
     train(tmp_path, 2 * STEPS_PER_EPOCH + 2, "parallel.balance=speed", ranks=3)
     event = events(tmp_path / "run", "balance")[-1]
-    assert (event["step"], event["reason"], len(set(event["shares"])), len(event["shares"])) == (12, "reset", 1, 3)
+    assert (event["step"], event["reason"], len(set(event["shares"])), len(event["shares"])) == (
+        12,
+        "reset",
+        1,
+        3,
+    )

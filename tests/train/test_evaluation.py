@@ -1,4 +1,5 @@
-"""Evaluation over ranks gives the loss of one process over the whole set, also where the rows do not divide."""
+"""Evaluation over ranks gives the loss of one process over the whole set, also where the rows do
+not divide."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from paceline.train.precision import Precision
 
 
 class Rows(Dataset):  # type: ignore[type-arg]
-    """Ragged rows: row i has 1 + i % 4 numbers, each with its target; with ``lengths`` they are dealt by size."""
+    """Ragged rows: row i has 1 + i % 4 numbers, each with its target; with ``lengths`` they are
+    dealt by size."""
 
     def __init__(self, num_rows: int, ragged: bool) -> None:
         self.num_rows = num_rows
@@ -59,13 +61,20 @@ def make_model() -> nn.Module:
 
 
 def on_rank(world: World, num_rows: int, ragged: bool, where: str) -> tuple[EvalResult, bool]:
-    config = Config(model="m", dataset="d", evaluation={"where": where}, train_args={"per_device_eval_batch_size": 2})
+    config = Config(
+        model="m",
+        dataset="d",
+        evaluation={"where": where},
+        train_args={"per_device_eval_batch_size": 2},
+    )
     model = make_model().train()
     precision = Precision(config.train_args, world)
     options = LoaderOptions()
     strategy = DistributedDataParallel(config, world)
     strategy.place(model)
-    found = evaluate(Words(config), model, strategy, Rows(num_rows, ragged), config, world, precision, options)
+    found = evaluate(
+        Words(config), model, strategy, Rows(num_rows, ragged), config, world, precision, options
+    )
     return found, model.training
 
 
@@ -77,12 +86,20 @@ def plain(num_rows: int) -> tuple[float, float, int]:
     model = make_model().eval()
     with torch.no_grad():
         logits = model(x)
-    return float(functional.cross_entropy(logits, y)), float((logits.argmax(-1) == y).double().mean()), len(y)
+    return (
+        float(functional.cross_entropy(logits, y)),
+        float((logits.argmax(-1) == y).double().mean()),
+        len(y),
+    )
 
 
 @pytest.mark.parametrize("where", ["all", "rank0"])
-@pytest.mark.parametrize(("world_size", "num_rows"), [(1, 7), (2, 7), (3, 7), (3, 13), (3, 1), (2, 12)])
-def test_equal_to_one_process_over_the_whole_set(world_size: int, num_rows: int, where: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "num_rows"), [(1, 7), (2, 7), (3, 7), (3, 13), (3, 1), (2, 12)]
+)
+def test_equal_to_one_process_over_the_whole_set(
+    world_size: int, num_rows: int, where: str
+) -> None:
     for ragged in (False, True):
         loss, accuracy, count = plain(num_rows)
         for found, was_training in run_ranks(on_rank, world_size, num_rows, ragged, where):

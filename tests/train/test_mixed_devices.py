@@ -1,4 +1,5 @@
-"""Hosts with devices of different types: what is refused, how ranks learn of it, and replicas that stay equal."""
+"""Hosts with devices of different types: what is refused, how ranks learn of it, and replicas that
+stay equal."""
 
 from __future__ import annotations
 
@@ -31,33 +32,52 @@ def test_cpu_and_cuda_train_together(mode: str) -> None:
     assert "cpu and cuda ranks in one run, over Gloo" in mixed_devices_notices(world)[0][1]
 
 
-@pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3", "deepspeed", "hybrid", "tensor", "pipeline", "diloco"])
+@pytest.mark.parametrize(
+    "mode", ["zero1", "zero2", "zero3", "deepspeed", "hybrid", "tensor", "pipeline", "diloco"]
+)
 def test_other_modes_are_refused(mode: str) -> None:
     check_mixed_devices(world_of("cpu"), Config(model="m", dataset="d"), mode)
     with pytest.raises(ConfigError) as refused:
         check_mixed_devices(world_of("cpu", "cuda"), Config(model="m", dataset="d"), mode)
-    assert f"(cpu, cuda) are not supported with `parallel.mode: {mode}`" in refused.value.paragraph()
+    assert (
+        f"(cpu, cuda) are not supported with `parallel.mode: {mode}`" in refused.value.paragraph()
+    )
 
 
 @pytest.mark.parametrize(
     ("types", "mode", "more", "reason"),
     [
         (("cpu", "mps"), "ddp", {}, "Gloo cannot send tensors of mps"),
-        (("cpu", "cuda"), "ddp", {"compression": {"method": "powersgd"}}, "`compression.method: powersgd`"),
-        (("cpu", "cuda"), "ddp", {"parallel": {"all_reduce": "ring"}}, "`parallel.all_reduce: ring`"),
+        (
+            ("cpu", "cuda"),
+            "ddp",
+            {"compression": {"method": "powersgd"}},
+            "`compression.method: powersgd`",
+        ),
+        (
+            ("cpu", "cuda"),
+            "ddp",
+            {"parallel": {"all_reduce": "ring"}},
+            "`parallel.all_reduce: ring`",
+        ),
         (("cpu", "cuda"), "local_sgd", {"local_sgd": {"workers": 1}}, "`local_sgd.workers: 1`"),
     ],
 )
-def test_settings_that_need_one_type_are_refused(types: tuple[str, ...], mode: str, more: dict[str, Any], reason: str) -> None:
+def test_settings_that_need_one_type_are_refused(
+    types: tuple[str, ...], mode: str, more: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         check_mixed_devices(world_of(*types), Config(model="m", dataset="d", **more), mode)
     assert reason in refused.value.paragraph()
 
 
 def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[float]]]:
-    """Each rank stands for a host of its own. The types are told through the store that the process group is made with."""
+    """Each rank stands for a host of its own. The types are told through the store that the process
+    group is made with."""
     host = RankEnv(env.rank, env.world_size, 0, 1)
-    store, _, _ = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timedelta(seconds=60)))
+    store, _, _ = next(
+        dist.rendezvous("env://", env.rank, env.world_size, timeout=timedelta(seconds=60))
+    )
     told = _exchange_device_types(dist.PrefixStore("test", store), 2, "cuda" if env.rank else "cpu")
     world = open_world(host, "cpu", 60.0)
     total = world.sum(env.rank + 1.0)[0]
@@ -65,7 +85,9 @@ def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[floa
 
     strategy = make_strategy("ddp", Config(model="m", dataset="d"), world)
     model = strategy.place(torch.nn.Linear(4, 3))
-    optimizer = strategy.build_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
+    optimizer = strategy.build_optimizer(
+        lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2)
+    )
     strategy.backward(lambda _, module: module(torch.ones(2, 4)).sum(), 1)
     optimizer.step()
     with torch.no_grad():
@@ -74,7 +96,13 @@ def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[floa
     before = model.weight.clone()
     align_replicas(strategy, world)
     kept = [before, model.weight, optimizer.state[model.weight]["exp_avg"]]
-    return sorted(told), total, str(dist.get_backend()), mixed, [one.flatten().tolist() for one in kept]
+    return (
+        sorted(told),
+        total,
+        str(dist.get_backend()),
+        mixed,
+        [one.flatten().tolist() for one in kept],
+    )
 
 
 @pytest.mark.slow

@@ -37,7 +37,12 @@ def make(args: TrainArgs, rate: float = 1e-3) -> tuple[Net, torch.optim.Optimize
 
 
 def schedule(kind: str, kwargs: dict[str, Any], steps: int = 20) -> Schedule:
-    args = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": kwargs, "max_steps": steps, "warmup_steps": 4}
+    args = {
+        "lr_scheduler_type": kind,
+        "lr_scheduler_kwargs": kwargs,
+        "max_steps": steps,
+        "warmup_steps": 4,
+    }
     config = Config(model="m", dataset="d", train_args={**args, "learning_rate": 1e-3})
     derived = derive(config, world_size=1, num_train=8, num_eval=0, default_learning_rate=1.0)
     return Schedule(make(config.train_args)[1], config.train_args, derived)
@@ -46,14 +51,22 @@ def schedule(kind: str, kwargs: dict[str, Any], steps: int = 20) -> Schedule:
 @pytest.mark.parametrize(("kind", "kwargs"), SCHEDULES)
 def test_every_step_has_the_rate_that_transformers_gives(kind: str, kwargs: dict[str, Any]) -> None:
     _, optimizer = make(TrainArgs())
-    theirs = get_scheduler(kind, optimizer, num_warmup_steps=4, num_training_steps=20, scheduler_specific_kwargs=dict(kwargs))
+    theirs = get_scheduler(
+        kind,
+        optimizer,
+        num_warmup_steps=4,
+        num_training_steps=20,
+        scheduler_specific_kwargs=dict(kwargs),
+    )
     expected = []
     for _ in range(20):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         theirs.step()
     mine = schedule(kind, kwargs)
-    assert [mine.set_step(step) for step in range(20)] == pytest.approx(expected, rel=1e-12, abs=1e-18)
+    assert [mine.set_step(step) for step in range(20)] == pytest.approx(
+        expected, rel=1e-12, abs=1e-18
+    )
     for step in (17, 3, 11):  # in any order: there is nothing to replay
         assert mine.set_step(step) == pytest.approx(expected[step], rel=1e-12, abs=1e-18)
         assert {group["lr"] for group in mine.optimizer.param_groups} == {mine.set_step(step)}
@@ -69,16 +82,27 @@ def test_schedules_that_need_an_argument_have_a_default(kind: str) -> None:
 
 def test_arguments_a_schedule_does_not_take() -> None:
     assert check_schedule(TrainArgs()) is None
-    assert check_schedule(TrainArgs(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 1})) is None
-    problem = check_schedule(TrainArgs(lr_scheduler_type="cosine", lr_scheduler_kwargs={"min_lr": 1}))
+    assert (
+        check_schedule(TrainArgs(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 1}))
+        is None
+    )
+    problem = check_schedule(
+        TrainArgs(lr_scheduler_type="cosine", lr_scheduler_kwargs={"min_lr": 1})
+    )
     assert problem == "min_lr: `cosine` takes num_cycles"
-    assert "no arguments" in str(check_schedule(TrainArgs(lr_scheduler_type="linear", lr_scheduler_kwargs={"power": 1})))
+    assert "no arguments" in str(
+        check_schedule(TrainArgs(lr_scheduler_type="linear", lr_scheduler_kwargs={"power": 1}))
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weight_decay_falls_on_matrices_alone(kind: str) -> None:
     net, optimizer = make(TrainArgs(optim=kind, weight_decay=0.1))
-    decay = {id(one): group["weight_decay"] for group in optimizer.param_groups for one in group["params"]}
+    decay = {
+        id(one): group["weight_decay"]
+        for group in optimizer.param_groups
+        for one in group["params"]
+    }
     found = {name: decay[id(one)] for name, one in net.named_parameters()}
     assert found == {
         "embed.weight": 0.1, "linear.weight": 0.1, "linear.bias": 0.0, "norm.weight": 0.0, "norm.bias": 0.0,
@@ -88,7 +112,8 @@ def test_weight_decay_falls_on_matrices_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
 def test_weight_decay_is_decoupled(kind: str) -> None:
-    # With gradients of zero a decoupled decay shrinks the weights by rate × decay; a penalty in the gradient would not.
+    # With gradients of zero a decoupled decay shrinks the weights by rate × decay; a penalty in the
+    # gradient would not.
     net, optimizer = make(TrainArgs(optim=kind, weight_decay=0.1), rate=0.5)
     before = {name: one.detach().clone() for name, one in net.named_parameters()}
     for one in net.parameters():
@@ -126,10 +151,21 @@ def test_bytes_of_state(kind: str) -> None:
     net.linear(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     state = optimizer.state[net.linear.weight]
-    held = sum(one.numel() * one.element_size() for one in state.values() if torch.is_tensor(one) and one.dim())
+    held = sum(
+        one.numel() * one.element_size()
+        for one in state.values()
+        if torch.is_tensor(one) and one.dim()
+    )
     assert held == optimizer_bytes_per_element(args) * net.linear.weight.numel()
 
 
 def test_only_one_kind_of_parameter() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
-    assert len(build_optimizer(TrainArgs(weight_decay=0.1), 1e-3, [("w", weight)], frozenset({"w"})).param_groups) == 1
+    assert (
+        len(
+            build_optimizer(
+                TrainArgs(weight_decay=0.1), 1e-3, [("w", weight)], frozenset({"w"})
+            ).param_groups
+        )
+        == 1
+    )

@@ -1,4 +1,5 @@
-"""Answers at evaluations: what they are, that the training is the same with and without, and which runs have none."""
+"""Answers at evaluations: what they are, that the training is the same with and without, and which
+runs have none."""
 
 from __future__ import annotations
 
@@ -10,8 +11,14 @@ from commands import MICRO, digest, events, report, run, train
 
 pytestmark = pytest.mark.slow
 
-STEPS = ("train_args.max_steps=6", "train_args.eval_steps=3", "split_dataset_ratio=0.1", "evaluation.max_new_tokens=12")
-# Dropout, so that a random number taken by the way would show; and adapters, whose forward is peft's.
+STEPS = (
+    "train_args.max_steps=6",
+    "train_args.eval_steps=3",
+    "split_dataset_ratio=0.1",
+    "evaluation.max_new_tokens=12",
+)
+# Dropout, so that a random number taken by the way would show; and adapters, whose forward is
+# peft's.
 LORA = ("lora.enable=true", "lora.dropout=0.2", "train_args.learning_rate=0.02")
 
 
@@ -26,7 +33,10 @@ def samples(folder: Path) -> list[dict[str, Any]]:
         pytest.param(
             ("parallel.mode=zero3", "parallel.num_gpus=2", *LORA), marks=pytest.mark.soak
         ),  # all ranks forward together
-        pytest.param(("parallel.mode=diloco", "parallel.num_gpus=2", "local_sgd.steps=4"), marks=pytest.mark.soak),
+        pytest.param(
+            ("parallel.mode=diloco", "parallel.num_gpus=2", "local_sgd.steps=4"),
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["ddp", "zero3", "diloco"],
 )
@@ -34,10 +44,16 @@ def test_the_training_is_the_same_with_samples(tmp_path: Path, words: tuple[str,
     for many in (0, 3):
         train(tmp_path / str(many), *STEPS, *words, f"evaluation.samples={many}")
     assert digest(tmp_path / "3") == digest(tmp_path / "0")
-    assert [one["loss"] for one in events(tmp_path / "3", "eval")] == [one["loss"] for one in events(tmp_path / "0", "eval")]
+    assert [one["loss"] for one in events(tmp_path / "3", "eval")] == [
+        one["loss"] for one in events(tmp_path / "0", "eval")
+    ]
     assert samples(tmp_path / "0") == []
     found = samples(tmp_path / "3")
-    assert [one["step"] for one in found] == [one["step"] for one in events(tmp_path / "3", "eval")] == [3, 6]
+    assert (
+        [one["step"] for one in found]
+        == [one["step"] for one in events(tmp_path / "3", "eval")]
+        == [3, 6]
+    )
     prompts = [[one["prompt"] for one in event["samples"]] for event in found]
     assert prompts[0] == prompts[1]  # so that one sees it learn
     assert len(set(prompts[0])) == 3
@@ -50,29 +66,47 @@ def test_answers_are_those_of_transformers_own_decoding(tmp_path: Path) -> None:
 
     folder = tmp_path / "run"
     train(
-        folder, *STEPS, "parallel.mode=single", "parallel.num_gpus=1", "train_args.learning_rate=0.03", "evaluation.samples=4"
+        folder,
+        *STEPS,
+        "parallel.mode=single",
+        "parallel.num_gpus=1",
+        "train_args.learning_rate=0.03",
+        "evaluation.samples=4",
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     told = samples(folder)[-1]["samples"]
     assert len(told) == 4
     for one in told:
-        assert one["prompt"].endswith("<|im_start|>assistant\n")  # as the model sees it, up to its answer
+        # as the model sees it, up to its answer
+        assert one["prompt"].endswith("<|im_start|>assistant\n")
         assert "<|" not in one["reference"] + one["text"]
         inputs = tokenizer(one["prompt"], return_tensors="pt", add_special_tokens=False)
         with torch.no_grad():
-            output = model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-        assert one["text"] == tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            output = model.generate(
+                **inputs, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            )
+        assert one["text"] == tokenizer.decode(
+            output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
 
 
 @pytest.mark.soak
 def test_text_without_answers_is_continued(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(
-        "".join(f'{{"text": "In the beginning was line {number}, and it went on for a while."}}\n' for number in range(60))
+        "".join(
+            f'{{"text": "In the beginning was line {number}, and it went on for a while."}}\n'
+            for number in range(60)
+        )
     )
     words = ("task=pretrain", f"dataset={text}", "evaluation.samples=2", "parallel.num_gpus=1")
-    run(*(one for one in MICRO if not one.startswith("dataset=")), f"output_dir={tmp_path / 'run'}", *STEPS, *words)
+    run(
+        *(one for one in MICRO if not one.startswith("dataset=")),
+        f"output_dir={tmp_path / 'run'}",
+        *STEPS,
+        *words,
+    )
     for one in samples(tmp_path / "run")[-1]["samples"]:
         assert one["prompt"].startswith("In the beginning was line")
         assert "for a while." in f"{one['prompt']}{one['reference']}"
@@ -81,27 +115,50 @@ def test_text_without_answers_is_continued(tmp_path: Path) -> None:
 
 def test_a_pipeline_says_once_why_it_shows_none(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    train(folder, *STEPS, "parallel.mode=pipeline", "parallel.num_gpus=2", "train_args.gradient_accumulation_steps=2")
+    train(
+        folder,
+        *STEPS,
+        "parallel.mode=pipeline",
+        "parallel.num_gpus=2",
+        "train_args.gradient_accumulation_steps=2",
+    )
     assert samples(folder) == []
-    said = [one["text"] for one in events(folder, "notice") if "no samples are shown" in one["text"]]
+    said = [
+        one["text"] for one in events(folder, "notice") if "no samples are shown" in one["text"]
+    ]
     assert len(said) == 1
     assert "stages of the pipeline" in said[0]
     assert len(events(folder, "eval")) == 2
 
 
 def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
-    """`run_start` and `memory` of a run whose ranks hold different parts; the figures are the report's."""
+    """`run_start` and `memory` of a run whose ranks hold different parts; the figures are the
+    report's."""
     folder = tmp_path / "run"
-    train(folder, "train_args.max_steps=3", "parallel.shard=2", "parallel.tensor=2", "parallel.num_gpus=4")
+    train(
+        folder,
+        "train_args.max_steps=3",
+        "parallel.shard=2",
+        "parallel.tensor=2",
+        "parallel.num_gpus=4",
+    )
     (start,), (memory,) = events(folder, "run_start"), events(folder, "memory")
     assert start["mesh"]["axes"] == {"data": 1, "shard": 2, "tensor": 2, "pipeline": 1}
     ranks = start["mesh"]["ranks"]
     assert [one["rank"] for one in ranks] == [0, 1, 2, 3]
-    assert [(one["coordinates"]["shard"], one["coordinates"]["tensor"]) for one in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(one["coordinates"]["shard"], one["coordinates"]["tensor"]) for one in ranks] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     assert {(one["host"], one["device"]) for one in ranks} == {(start["host"], "cpu")}
     predicted, told = start["predicted"], report(folder)
     state = ("parameters", "gradients", "optimizer")
-    assert sum(predicted["memory_bytes"][kind] for kind in state) == told["state_memory_bytes"]["predicted"]
+    assert (
+        sum(predicted["memory_bytes"][kind] for kind in state)
+        == told["state_memory_bytes"]["predicted"]
+    )
     assert predicted["memory_bytes"]["activations"] > 0
     assert predicted["traffic_bytes_per_step"] == told["traffic_bytes_per_step"]["predicted"]
     assert predicted["traffic_bytes_per_step"] == sum(predicted["traffic_bytes"].values())
@@ -114,4 +171,6 @@ def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
         assert fullest == pytest.approx(predicted["memory_bytes"][kind], rel=0.01)
     for step in events(folder, "step"):
         assert len(step["ranks"]) == 4
-        assert sum(step["traffic"].values()) == pytest.approx(told["traffic_bytes_per_step"]["measured"], rel=0.3)
+        assert sum(step["traffic"].values()) == pytest.approx(
+            told["traffic_bytes_per_step"]["measured"], rel=0.3
+        )

@@ -1,4 +1,5 @@
-"""A rank's part of the certificate: dropout that is off wherever it stands, weights compared part by part."""
+"""A rank's part of the certificate: dropout that is off wherever it stands, weights compared part
+by part."""
 
 from __future__ import annotations
 
@@ -31,12 +32,24 @@ class Attention(nn.Module):
 
 def test_every_dropout_of_a_model_is_turned_off() -> None:
     model = nn.Sequential(
-        nn.Dropout(0.3), nn.Sequential(nn.Dropout2d(0.1), Attention()), nn.Dropout(0.0), nn.LSTM(2, 2, 2, dropout=0.4)
+        nn.Dropout(0.3),
+        nn.Sequential(nn.Dropout2d(0.1), Attention()),
+        nn.Dropout(0.0),
+        nn.LSTM(2, 2, 2, dropout=0.4),
     )
     assert turn_off_dropout(model) == 5
     attention = model[1][1]
-    assert (model[0].p, model[1][0].p, attention.attention_dropout, model[3].dropout) == (0, 0, 0, 0)
-    assert (attention.scale, attention.config.hidden_dropout_prob, attention.config.initializer_range) == (0.5, 0.0, 0.02)
+    assert (model[0].p, model[1][0].p, attention.attention_dropout, model[3].dropout) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    assert (
+        attention.scale,
+        attention.config.hidden_dropout_prob,
+        attention.config.initializer_range,
+    ) == (0.5, 0.0, 0.02)
     x = torch.ones(2, 5)
     assert torch.equal(model[0](x), x)
     assert turn_off_dropout(model) == 0
@@ -60,7 +73,9 @@ def test_boxes_and_flat_ranges_are_held_against_the_reference(tmp_path: Path) ->
     scalar = Part.whole("model/s", torch.tensor(5.0))
     buffer = Part.whole("buffer/mean", torch.ones(2))
     found = distances(strategy(box, flat, scalar, buffer), path)
-    assert found["model/w"] == pytest.approx([4 * 0.25 + 5 * 1.0, 9, float(whole.square().sum()), 12, 12])
+    assert found["model/w"] == pytest.approx(
+        [4 * 0.25 + 5 * 1.0, 9, float(whole.square().sum()), 12, 12]
+    )
     assert found["model/s"] == [4.0, 1, 9.0, 1, 1]
     assert found["model/b"] == [0.0, 0, 2.0, 2, 2]  # this rank owns nothing of it
     with pytest.raises(RunError, match="model/new"):
@@ -74,7 +89,10 @@ def test_what_is_left_out_counts_neither_as_a_difference_nor_as_missing(tmp_path
     bias, other = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(3)
     here = strategy(Part.whole("model/bias", bias), Part.whole("model/other", other))
     save_reference(here, path, {"bias": torch.tensor([False, True, True, False])})
-    moved = [Part("model/bias", bias[:2] + torch.tensor([0.0, 9.0]), (4,), (0,)), Part("model/bias", bias[2:], (4,), (2,))]
+    moved = [
+        Part("model/bias", bias[:2] + torch.tensor([0.0, 9.0]), (4,), (0,)),
+        Part("model/bias", bias[2:], (4,), (2,)),
+    ]
     found = distances(strategy(*moved, Part.whole("model/other", other + 1e-3)), path)
     assert found["model/bias"] == [0.0, 4, 17.0, 4, 2]
     assert weight_difference([found]) == (pytest.approx(1e-3, rel=1e-3), "model/other", [])
@@ -95,8 +113,19 @@ def glm(seed: int = 0) -> Any:
     from transformers import Glm4Config, Glm4ForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "pad_token_id": 0}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "pad_token_id": 0,
+    }
     return Glm4ForCausalLM(Glm4Config(**sizes, **heads))
 
 
@@ -125,6 +154,9 @@ def test_at_most_a_hundredth_is_left_out_and_only_what_is_small_in_every_step() 
     scale = {"tiny": 1e-12, "wide": 1e-11, "late": 1e-12, "large": 1.0, "never": 0.0}
 
     def loss(step: int) -> torch.Tensor:
-        return sum(((scale[name] if (name, step) != ("late", 2) else 1e-3) * one).sum() for name, one in model.items())
+        return sum(
+            ((scale[name] if (name, step) != ("late", 2) else 1e-3) * one).sum()
+            for name, one in model.items()
+        )
 
     assert list(watched(model, 3, loss)) == ["tiny"]  # with "wide" it would be 45 elements of 2,052

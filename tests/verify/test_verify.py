@@ -1,4 +1,5 @@
-"""`paceline verify`: agreement is certified, a wrong strategy is named, a name that stands for nothing starts nothing."""
+"""`paceline verify`: agreement is certified, a wrong strategy is named, a name that stands for
+nothing starts nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +65,11 @@ def test_agreeing_modes_are_certified_with_their_costs(tmp_path: Path) -> None:
     assert (found["world_size"], found["reference"], found["ok"]) == (2, "single", True)
     assert [one["mode"] for one in found["modes"]] == ["single", "ddp", "zero1"]
     single, ddp, zero1 = found["modes"]
-    assert (single["loss_rel_diff"], single["weight_rel_diff"], single["traffic_bytes"]["measured"]) == (0, 0, 0)
+    assert (
+        single["loss_rel_diff"],
+        single["weight_rel_diff"],
+        single["traffic_bytes"]["measured"],
+    ) == (0, 0, 0)
     for one in (ddp, zero1):
         assert one["loss_rel_diff"] <= 1e-5
         assert one["weight_rel_diff"] <= 1e-3
@@ -78,10 +83,24 @@ def test_agreeing_modes_are_certified_with_their_costs(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]  # no output_dir, nothing else
 
 
-def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_down(tmp_path: Path) -> None:
+def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_down(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine_for_verify.py").write_text(WRONG)
-    done = run(*MICRO, "--world-size", "2", "--modes", "mine_for_verify:Crashing,mine_for_verify:Forgetful", "--steps", "4",
-               "--json", verb="verify", expect=1, env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path)  # fmt: skip
+    done = run(
+        *MICRO,
+        "--world-size",
+        "2",
+        "--modes",
+        "mine_for_verify:Crashing,mine_for_verify:Forgetful",
+        "--steps",
+        "4",
+        "--json",
+        verb="verify",
+        expect=1,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+    )
     found = json.loads(done.stdout)
     crashing, forgetful = found["modes"]
     assert found["ok"] is False
@@ -100,7 +119,9 @@ def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_do
         (("--world-size", "1"), "too few"),
     ],
 )
-def test_what_cannot_be_verified_is_said_before_anything_starts(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_verified_is_said_before_anything_starts(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
     done = run(*MICRO, *words, verb="verify", expect=2, cwd=tmp_path)
     assert said in done.stderr
     assert "step" not in done.stdout
@@ -108,8 +129,14 @@ def test_what_cannot_be_verified_is_said_before_anything_starts(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("asked", [None, "all"])
-def test_a_config_s_own_mode_that_is_another_training_is_listed_with_the_reason(asked: str | None) -> None:
-    config = Config(model="builtin:qwen2-micro", dataset="builtin:python-docs#80", parallel={"mode": "diloco", "device": "cpu"})
+def test_a_config_s_own_mode_that_is_another_training_is_listed_with_the_reason(
+    asked: str | None,
+) -> None:
+    config = Config(
+        model="builtin:qwen2-micro",
+        dataset="builtin:python-docs#80",
+        parallel={"mode": "diloco", "device": "cpu"},
+    )
     names = all_modes(config, 2)
     modes, refused = _modes(config, 2, names, asked)
     assert "diloco" not in [one.name for one in modes]
@@ -117,15 +144,21 @@ def test_a_config_s_own_mode_that_is_another_training_is_listed_with_the_reason(
     assert "diloco" in names
     assert found.ok is None
     assert "not held against `single`: it is another training" in str(found.reason)
-    assert "diloco" in [one.name for one in _modes(config, 2, ["diloco"], "diloco")[0]]  # unless it is asked for
-    assert "diloco" not in all_modes(config.model_copy(update={"parallel": Parallel(mode="ddp")}), 2)
+    # unless it is asked for
+    assert "diloco" in [one.name for one in _modes(config, 2, ["diloco"], "diloco")[0]]
+    assert "diloco" not in all_modes(
+        config.model_copy(update={"parallel": Parallel(mode="ddp")}), 2
+    )
 
 
 def test_servers_are_not_started_and_what_the_task_refuses_is_not_run() -> None:
     parallel = {"mode": "parameter_server", "device": "cpu"}
-    config = Config(model="builtin:dlrm", task="recommend", dataset="builtin:clicks", parallel=parallel)
+    config = Config(
+        model="builtin:dlrm", task="recommend", dataset="builtin:clicks", parallel=parallel
+    )
     modes, refused = _modes(config, 2, all_modes(config, 2), None)
-    assert not {"tensor", "pipeline", "pipeline-gpipe"} & {one.name for one in modes}  # which the task refuses
+    # which the task refuses
+    assert not {"tensor", "pipeline", "pipeline-gpipe"} & {one.name for one in modes}
     said = "`parameter_server` is not certified: it has servers beside its ranks"
     assert said in str(next(one.reason for one in refused if one.mode == "parameter_server"))
     with pytest.raises(ConfigError, match=said):
@@ -133,10 +166,22 @@ def test_servers_are_not_started_and_what_the_task_refuses_is_not_run() -> None:
 
 
 def test_the_names_of_the_modes() -> None:
-    config = Config(model="m", dataset="d", parallel={"pipeline_schedule": "gpipe", "tensor": 2, "data": 2})
+    config = Config(
+        model="m", dataset="d", parallel={"pipeline_schedule": "gpipe", "tensor": 2, "data": 2}
+    )
     names = all_modes(config, 4)
     assert len(names) == len(set(names))
-    assert {"single", "dp", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline", "deepspeed"} <= set(names)
+    assert {
+        "single",
+        "dp",
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "tensor",
+        "pipeline",
+        "deepspeed",
+    } <= set(names)
     assert "pipeline-1f1b" in names  # the other schedules; the config's own is `pipeline`
     assert "pipeline-gpipe" not in names
     assert hybrids(4) == [
@@ -147,7 +192,10 @@ def test_the_names_of_the_modes() -> None:
     for name in names:
         mode = make_mode(name, config, 4)
         assert (mode.name, mode.layout.axes.size) == (name, 1 if name == "single" else 4)
-    assert split_names("fsdp, pipeline-interleaved-1f1b,fsdp", config, 4) == ["zero3", "pipeline-interleaved_1f1b"]
+    assert split_names("fsdp, pipeline-interleaved-1f1b,fsdp", config, 4) == [
+        "zero3",
+        "pipeline-interleaved_1f1b",
+    ]
     tensor = make_mode("shard2-tensor2", config, 4).parallel
     assert (tensor.data, tensor.shard, tensor.tensor, tensor.mode) == (None, 2, 2, "hybrid")
     with pytest.raises(ConfigError, match="axis twice"):
@@ -155,9 +203,22 @@ def test_the_names_of_the_modes() -> None:
 
 
 def figures(**more: Any) -> dict[str, Any]:
-    costs = {"state_predicted": 1000, "state_measured": 1000, "traffic_predicted": 10_000, "traffic_measured": 10_100}
+    costs = {
+        "state_predicted": 1000,
+        "state_measured": 1000,
+        "traffic_predicted": 10_000,
+        "traffic_measured": 10_100,
+    }
     weights = {"model/a": [0.0, 8.0, 2.0, 8.0], "model/b": [0.0, 2.0, 2.0, 2.0]}
-    return {"status": "done", "losses": [2.0, 1.0], "step_time_s": 0.1, "weights": weights, "notices": [], **costs, **more}
+    return {
+        "status": "done",
+        "losses": [2.0, 1.0],
+        "step_time_s": 0.1,
+        "weights": weights,
+        "notices": [],
+        **costs,
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
@@ -167,7 +228,10 @@ def figures(**more: Any) -> dict[str, Any]:
         ({"losses": [2.0, 1.1]}, "the losses differ by 1.0e-01"),
         ({"losses": [2.0, math.nan]}, "the losses differ by nan"),
         ({"losses": [2.0, 1.000005]}, "differ from ddp's by 5.0e-06"),
-        ({"weights": {"model/a": [0.0, 8.0, 2.0, 8.0], "model/b": [2e-4, 2.0, 2.0, 2.0]}}, "the weights differ by 1.0e-02 (b)"),
+        (
+            {"weights": {"model/a": [0.0, 8.0, 2.0, 8.0], "model/b": [2e-4, 2.0, 2.0, 2.0]}},
+            "the weights differ by 1.0e-02 (b)",
+        ),
         (
             {"weights": {"model/a": [0.0, 4.0, 2.0, 8.0], "model/b": [0.0, 2.0, 2.0, 2.0]}},
             "not owned once by the ranks together (a)",
@@ -177,8 +241,13 @@ def figures(**more: Any) -> dict[str, Any]:
     ],
 )
 def test_each_bound_is_held(more: dict[str, Any], said: str | None) -> None:
-    right, wrong = combine([figures(), {"status": "idle"}]), combine([{"status": "idle"}, figures(**more)])
-    verdict = judge("zero2", "shard 2", wrong, right, right, Bounds(loss=1e-5, weights=1e-3, family=1e-6))
+    right, wrong = (
+        combine([figures(), {"status": "idle"}]),
+        combine([{"status": "idle"}, figures(**more)]),
+    )
+    verdict = judge(
+        "zero2", "shard 2", wrong, right, right, Bounds(loss=1e-5, weights=1e-3, family=1e-6)
+    )
     assert verdict.ok is (said is None)
     assert said is None or said in str(verdict.reason)
     json.dumps(verdict.as_dict(), allow_nan=False)
@@ -189,7 +258,8 @@ def test_differences_are_relative_and_see_what_is_no_number() -> None:
     assert math.isnan(loss_difference([math.nan, 1.0], [2.0, 1.0]))
     halves = [{"a": [4.0, 2.0, 100.0, 4.0]}, {"a": [5.0, 2.0, 100.0, 4.0]}]
     assert weight_difference(halves) == (pytest.approx(0.3), "a", [])
-    # A tensor without a size of its own is held against the model's: 1e-4 of difference in 1e-2 × 5.
+    # A tensor without a size of its own is held against the model's: 1e-4 of difference in 1e-2 ×
+    # 5.
     small = [{"a": [0.0, 4.0, 100.0, 4.0], "zero": [1e-8, 1.0, 0.0, 1.0]}]
     assert weight_difference(small)[0] == pytest.approx(1e-4 / (1e-2 * math.sqrt(100 / 5)))
 
@@ -202,7 +272,14 @@ def test_the_report_of_a_run_shows_its_certificate(tmp_path: Path) -> None:
     log.close()
     report = {**dict.fromkeys(REPORT_KEYS), "status": "done"}
     right = combine([figures()])
-    verdict = judge("<zero2>", "shard 2", combine([figures(losses=[2.0, 1.1])]), right, right, Bounds(1e-5, 1e-3, 1e-6))
+    verdict = judge(
+        "<zero2>",
+        "shard 2",
+        combine([figures(losses=[2.0, 1.1])]),
+        right,
+        right,
+        Bounds(1e-5, 1e-3, 1e-6),
+    )
     certificate = {
         "world_size": 2,
         "reference": "single",

@@ -12,7 +12,16 @@ from typing import Any
 
 from paceline.core.events import EventLog
 
-_PHASES = ("data_wait_s", "comm_wait_s", "data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", "other_s")
+_PHASES = (
+    "data_wait_s",
+    "comm_wait_s",
+    "data_s",
+    "forward_s",
+    "backward_s",
+    "communication_s",
+    "optimizer_s",
+    "other_s",
+)
 
 
 def begin(root: Path, *, steps: int = 1000, ranks: int = 2, **more: Any) -> EventLog:
@@ -21,12 +30,20 @@ def begin(root: Path, *, steps: int = 1000, ranks: int = 2, **more: Any) -> Even
     (root / "config.yaml").write_text("model: builtin:qwen2-micro\ntask: sft\n")
     log = EventLog(root / "events.jsonl")
     fields: dict[str, Any] = {
-        "config": {"model": "builtin:qwen2-micro", "task": "sft", "train_args": {"learning_rate": 0.001, "seed": 42}},
+        "config": {
+            "model": "builtin:qwen2-micro",
+            "task": "sft",
+            "train_args": {"learning_rate": 0.001, "seed": 42},
+        },
         "derived": {"steps": steps, "global_batch_size": 16, "world_size": ranks},
         "world_size": ranks,
         "device": "cpu",
         "strategy": "ddp",
-        "model": {"name": "builtin:qwen2-micro", "parameters": 623168, "trainable_parameters": 623168},
+        "model": {
+            "name": "builtin:qwen2-micro",
+            "parameters": 623168,
+            "trainable_parameters": 623168,
+        },
         "data": {"read": 90, "kept": 85, "truncated": 4, "dropped": {"empty": 5}},
         "versions": {"paceline": "0.1.0"},
         "pid": os.getpid(),
@@ -35,7 +52,10 @@ def begin(root: Path, *, steps: int = 1000, ranks: int = 2, **more: Any) -> Even
         "resumed_from_step": None,
         "mesh": {
             "axes": {"data": ranks},
-            "ranks": [{"rank": n, "host": "one", "device": f"cpu:{n}", "coordinates": {"data": n}} for n in range(ranks)],
+            "ranks": [
+                {"rank": n, "host": "one", "device": f"cpu:{n}", "coordinates": {"data": n}}
+                for n in range(ranks)
+            ],
         },
     }
     log.emit("run_start", **{**fields, **more})
@@ -70,19 +90,29 @@ def finished(root: Path, steps: int = 20, **more: Any) -> Path:
     for step in range(1, steps + 1):
         emit_steps(log, step, step)
         if step % 10 == 0:
-            log.emit("eval", step=step, loss=8 / step, count=100, wall_s=0.2, metrics={"accuracy": 0.5})
+            log.emit(
+                "eval", step=step, loss=8 / step, count=100, wall_s=0.2, metrics={"accuracy": 0.5}
+            )
             (root / f"checkpoints/step-{step:08d}").mkdir(parents=True)
-            log.emit("checkpoint", step=step, path=str(root / f"checkpoints/step-{step:08d}"), size_bytes=1 << 20, wall_s=0.1)
+            log.emit(
+                "checkpoint",
+                step=step,
+                path=str(root / f"checkpoints/step-{step:08d}"),
+                size_bytes=1 << 20,
+                wall_s=0.1,
+            )
     log.emit("run_end", status="done", step=steps, reason=None, wall_s=12.5)
     log.close()
-    (root / "report.json").write_text('{"status": "done", "wall_s": 12.5, "tokens_per_second": 13653.0, "restarts": 0}')
+    (root / "report.json").write_text(
+        '{"status": "done", "wall_s": 12.5, "tokens_per_second": 13653.0, "restarts": 0}'
+    )
     (root / "report.html").write_text("<!DOCTYPE html><title>report</title><script>1</script>")
     return root
 
 
 def write_long(path: Path, steps: int, ranks: int, resume_at: int | None = None) -> None:
-    """A log of so many steps, its lines as a run writes them: 1,000,000 with 8 ranks are 2.3 GB. ``resume_at``: the run fails
-    after that step, and goes on from half of it."""
+    """A log of so many steps, its lines as a run writes them: 1,000,000 with 8 ranks are 2.3 GB.
+    ``resume_at``: the run fails after that step, and goes on from half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = begin(path.parent, steps=steps, ranks=ranks)
     log.close()
@@ -94,15 +124,20 @@ def write_long(path: Path, steps: int, ranks: int, resume_at: int | None = None)
 def _long_lines(steps: int, ranks: int, resume_at: int | None) -> Iterator[bytes]:
     chance, now = random.Random(0), time.time() - steps * 0.25
     rows = []
-    for _ in range(64):  # parts of the lines, made once: writing must not take longer than what is to be measured
+    # parts of the lines, made once: writing must not take longer than what is to be measured
+    for _ in range(64):
         parts = []
         for rank in range(ranks):
             figures = ", ".join(f'"{name}": {chance.random() * 0.1:.6f}' for name in _PHASES)
-            parts.append(f'{{"rank": {rank}, {figures}, "memory_bytes": {chance.randrange(1 << 30, 1 << 34)}}}')
+            parts.append(
+                f'{{"rank": {rank}, {figures}, "memory_bytes": {chance.randrange(1 << 30, 1 << 34)}}}'
+            )
         memory = ", ".join(str(chance.randrange(1 << 30, 1 << 34)) for _ in range(ranks))
         waits = f'"data_wait_s": {chance.random() * 0.1:.6f}, "comm_wait_s": {chance.random() * 0.1:.6f}'
         traffic = '"traffic": {"all_reduce": 4985408}'
-        rows.append(f'{waits}, "memory_bytes": [{memory}], "ranks": [{", ".join(parts)}], {traffic}')
+        rows.append(
+            f'{waits}, "memory_bytes": [{memory}], "ranks": [{", ".join(parts)}], {traffic}'
+        )
     step, went_back = 0, False
     while step < steps:
         step += 1

@@ -36,10 +36,16 @@ def until_status(served: Any, id: str, *wanted: str, timeout_s: float = 120.0) -
 
 def until_step(served: Any, id: str, step: int) -> None:
     deadline = time.monotonic() + 120.0
-    while not any(one["id"] == id and (one["step"] or 0) >= step for one in served.get("/api/runs")["runs"]):
+    while not any(
+        one["id"] == id and (one["step"] or 0) >= step for one in served.get("/api/runs")["runs"]
+    ):
         assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.05)
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [one for one in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if one["type"] == kind]
+    return [
+        one
+        for one in map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        if one["type"] == kind
+    ]

@@ -1,4 +1,5 @@
-"""The API as its own OpenAPI document describes it, with values that nobody thought of: never a 500."""
+"""The API as its own OpenAPI document describes it, with values that nobody thought of: never a
+500."""
 
 from __future__ import annotations
 

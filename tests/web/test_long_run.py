@@ -1,4 +1,5 @@
-"""A run of a million steps with eight ranks: opened at once, read in the background, in little memory."""
+"""A run of a million steps with eight ranks: opened at once, read in the background, in little
+memory."""
 
 from __future__ import annotations
 
@@ -20,7 +21,17 @@ _MEMORY_BYTES = 300 << 20
 @pytest.mark.soak
 def test_a_million_steps_open_at_once_and_are_read_in_bounded_memory(tmp_path: Path) -> None:
     write_long(tmp_path / "one/events.jsonl", _STEPS, 8, resume_at=_STEPS // 2)
-    command = [sys.executable, "-m", "paceline", "ui", str(tmp_path), "--json", "--port", "0", "--no-browser"]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "ui",
+        str(tmp_path),
+        "--json",
+        "--port",
+        "0",
+        "--no-browser",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -42,9 +53,14 @@ def test_a_million_steps_open_at_once_and_are_read_in_bounded_memory(tmp_path: P
                     if series["exact"]:
                         break
                     time.sleep(0.5)
-                print(f"read in {time.perf_counter() - begun:.1f} s; an answer meanwhile at most {slowest:.2f} s")
+                print(
+                    f"read in {time.perf_counter() - begun:.1f} s; an answer meanwhile at most"
+                    f" {slowest:.2f} s"
+                )
                 assert series["num_steps"] == _STEPS
-                zoom = client.get(f"api/runs/{id}/series", params={"start": 400_000, "end": 400_500}).json()
+                zoom = client.get(
+                    f"api/runs/{id}/series", params={"start": 400_000, "end": 400_500}
+                ).json()
                 assert zoom["step"] == list(range(400_000, 400_501))
                 assert client.get(f"api/runs/{id}/series").json()["tokens"][-1] == _STEPS * 4096
                 assert len(client.get(f"api/runs/{id}/ranks").json()["ranks"]) == 8

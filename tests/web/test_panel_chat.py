@@ -1,4 +1,5 @@
-"""Chat with the model of a real run, tuned and base; the worker stops when told and ends when nobody asks."""
+"""Chat with the model of a real run, tuned and base; the worker stops when told and ends when
+nobody asks."""
 
 from __future__ import annotations
 
@@ -25,14 +26,19 @@ QUESTION = [{"role": "user", "content": "What is the Python module os for?"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with two models: one with adapters that were trained, and a whole one, which is as it began."""
+    """A folder with two models: one with adapters that were trained, and a whole one, which is as
+    it began."""
     place = tmp_path_factory.mktemp("runs")
     words = ["model=builtin:qwen2-micro", "dataset=builtin:python-docs#120", "parallel.device=cpu", "parallel.num_gpus=1",
              "max_steps=4", "max_length=64", "lora.enable=true", "learning_rate=1e-2", f"output_dir={place}/adapted",
         ]  # fmt: skip
-    subprocess.run([sys.executable, "-m", "paceline", "sft", *words], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "paceline", "sft", *words], check=True, capture_output=True
+    )
     finished(place / "whole", steps=4)
-    (place / "whole" / "config.yaml").write_text("model: builtin:qwen2-micro\ndataset: builtin:python-docs\n")
+    (place / "whole" / "config.yaml").write_text(
+        "model: builtin:qwen2-micro\ndataset: builtin:python-docs\n"
+    )
     shutil.copytree(resolve_model("builtin:qwen2-micro"), place / "whole" / "model")
     return place
 
@@ -79,7 +85,8 @@ def test_the_tuned_model_answers_beside_its_base(serve, folder, run):
     base = chat(served, run, model="base", temperature=1.5, seed=3)
     assert base[0][1]["state"] == "ready"  # the same worker
     again = chat(served, run, temperature=1.5, seed=3)
-    assert (text(again) != text(base)) == (run == "adapted")  # another model's words, unless the model is untrained
+    # another model's words, unless the model is untrained
+    assert (text(again) != text(base)) == (run == "adapted")
     assert len(workers()) == 1
 
 
@@ -90,10 +97,17 @@ def test_an_answer_that_nobody_reads_any_more_is_stopped(serve, folder):
     with served.client.stream("POST", path, json=body, headers=served.with_token) as answer:
         found = events_of(answer)  # kept: a generator that goes closes the connection
         assert next(name for name, _ in found if name == "token")
-        busy = served.client.post(path, json={**body, "max_new_tokens": 2}, headers=served.with_token)
+        busy = served.client.post(
+            path, json={**body, "max_new_tokens": 2}, headers=served.with_token
+        )
         assert (busy.status_code, "already" in busy.json()["error"]["what"]) == (400, True)
     deadline = time.monotonic() + 20
-    while served.client.post(path, json={**body, "max_new_tokens": 2}, headers=served.with_token).status_code != 200:
+    while (
+        served.client.post(
+            path, json={**body, "max_new_tokens": 2}, headers=served.with_token
+        ).status_code
+        != 200
+    ):
         assert time.monotonic() < deadline, "the answer goes on"
         time.sleep(0.05)
 
@@ -107,7 +121,8 @@ def test_the_worker_ends_when_nobody_asks(serve, folder, monkeypatch):
     while workers():
         assert time.monotonic() < deadline, "the worker lives on"
         time.sleep(0.05)
-    assert chat(served, "whole", max_new_tokens=1)[0][1]["state"] == "loading"  # and is there again for the next question
+    # and is there again for the next question
+    assert chat(served, "whole", max_new_tokens=1)[0][1]["state"] == "loading"
 
 
 def test_a_run_without_a_model_says_what_to_do(serve, tmp_path):

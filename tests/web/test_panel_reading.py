@@ -30,7 +30,12 @@ def test_a_finished_run_is_listed_with_its_figures(serve, tmp_path):
     assert (run["step"], run["steps"], run["loss"], run["eval_loss"]) == (20, 20, 9 / 20, 0.4)
     assert (run["strategy"], run["world_size"], run["device"]) == ("ddp", 2, "cpu")
     assert (run["model"], run["task"]) == ("builtin:qwen2-micro", "sft")
-    assert (run["wall_s"], run["tokens_per_second"], run["restarts"], run["eta_s"]) == (12.5, 13653.0, 0, None)
+    assert (run["wall_s"], run["tokens_per_second"], run["restarts"], run["eta_s"]) == (
+        12.5,
+        13653.0,
+        0,
+        None,
+    )
     assert run["problem"] is None
 
 
@@ -43,7 +48,10 @@ def test_what_a_run_says_once_is_in_its_detail(serve, tmp_path):
     assert run["data"]["dropped"] == {"empty": 5}
     assert [rank["device"] for rank in run["mesh"]["ranks"]] == ["cpu:0", "cpu:1"]
     assert [one["step"] for one in run["evals"]] == [10, 20]
-    assert [(one["name"], one["exists"]) for one in run["checkpoints"]] == [("step-00000010", True), ("step-00000020", True)]
+    assert [(one["name"], one["exists"]) for one in run["checkpoints"]] == [
+        ("step-00000010", True),
+        ("step-00000020", True),
+    ]
     assert run["report"]["wall_s"] == 12.5
     assert (run["pid"], run["exact"]) == (os.getpid(), True)
 
@@ -53,7 +61,12 @@ def test_a_live_run_grows_from_one_look_to_the_next(serve, tmp_path):
     emit_steps(log, 1, 3)
     served = serve(tmp_path)
     (run,) = served.get("/api/runs")["runs"]
-    assert (run["status"], run["step"], run["steps"], run["tokens_per_second"]) == ("live", 3, 100, pytest.approx(4096 / 0.3))
+    assert (run["status"], run["step"], run["steps"], run["tokens_per_second"]) == (
+        "live",
+        3,
+        100,
+        pytest.approx(4096 / 0.3),
+    )
     emit_steps(log, 4, 9)
     (run,) = served.get("/api/runs")["runs"]
     assert run["step"] == 9
@@ -90,7 +103,10 @@ def test_a_run_that_has_written_nothing_is_empty_or_waiting(serve, tmp_path):
         (tmp_path / name / ".lock").write_text(f"{pid} on {socket.gethostname()}")
         (tmp_path / name / "events.jsonl").touch()
     served = serve(tmp_path)
-    assert {one["name"]: one["status"] for one in served.get("/api/runs")["runs"]} == {"none": "empty", "some": "waiting"}
+    assert {one["name"]: one["status"] for one in served.get("/api/runs")["runs"]} == {
+        "none": "empty",
+        "some": "waiting",
+    }
     for name in ("none", "some"):
         id = served.the_run(name)
         for route in ("", "/series", "/ranks", "/traffic", "/log"):
@@ -106,7 +122,9 @@ def test_a_run_that_was_begun_a_moment_ago_is_found_by_its_id(serve, tmp_path):
     assert served.get(f"/api/runs/{run_id('new')}")["status"] == "done"
 
 
-def test_a_run_started_from_a_panel_is_waiting_until_it_writes_and_says_why_it_failed(serve, tmp_path):
+def test_a_run_started_from_a_panel_is_waiting_until_it_writes_and_says_why_it_failed(
+    serve, tmp_path
+):
     import socket
 
     def started(name: str, pid: int) -> None:
@@ -122,7 +140,11 @@ def test_a_run_started_from_a_panel_is_waiting_until_it_writes_and_says_why_it_f
     started("again", os.getpid())
     served = serve(tmp_path)
     runs = {one["name"]: one for one in served.get("/api/runs")["runs"]}
-    assert {name: one["status"] for name, one in runs.items()} == {"begins": "waiting", "failed": "failed", "again": "waiting"}
+    assert {name: one["status"] for name, one in runs.items()} == {
+        "begins": "waiting",
+        "failed": "failed",
+        "again": "waiting",
+    }
     assert runs["failed"]["problem"] == "error: the dataset has no rows"
     lines = served.get(f"/api/runs/{runs['failed']['id']}/log")["lines"]
     assert [one["text"] for one in lines] == ["loading", "error: the dataset has no rows"]
@@ -132,7 +154,9 @@ def test_a_line_cut_off_and_lines_that_are_no_event_are_passed_over_and_counted(
     log = begin(tmp_path / "one")
     emit_steps(log, 1, 2)
     with open(tmp_path / "one/events.jsonl", "ab") as handle:
-        handle.write(b'\x00\xff no JSON\n[1, 2]\n{"type": "step", "step": "two"}\n' + b"[" * 100_000 + b"\n")
+        handle.write(
+            b'\x00\xff no JSON\n[1, 2]\n{"type": "step", "step": "two"}\n' + b"[" * 100_000 + b"\n"
+        )
         handle.write(b'{"time": 3, "type": "step", "step": 3, "lo')
     served = serve(tmp_path)
     id = served.the_run()
@@ -144,12 +168,29 @@ def test_a_line_cut_off_and_lines_that_are_no_event_are_passed_over_and_counted(
 
 
 def test_events_of_a_newer_version_are_shown_as_far_as_they_go(serve, tmp_path):
-    log = begin(tmp_path / "one", config=[1], derived="many", mesh=7, world_size="two", model="m", predicted=[])
+    log = begin(
+        tmp_path / "one",
+        config=[1],
+        derived="many",
+        mesh=7,
+        world_size="two",
+        model="m",
+        predicted=[],
+    )
     emit_steps(log, 1, 2)
     log.emit("teleport", text="to \x1b[31mMars\x1b[0m", level="warning")
     log.emit("warp", factor={"x": [1]})
     log.emit("eval", step="ten", loss={"a": 1}, metrics=5)
-    log.emit("step", step=3, loss=[1], tokens="many", memory_bytes={"a": 1}, ranks={"a": 1}, traffic={"x": "y"}, time_s=10**400)
+    log.emit(
+        "step",
+        step=3,
+        loss=[1],
+        tokens="many",
+        memory_bytes={"a": 1},
+        ranks={"a": 1},
+        traffic={"x": "y"},
+        time_s=10**400,
+    )
     log.emit("step", step=4, loss=10**400, ranks=[1, {"rank": "x"}, {"rank": 0, "data_s": "z"}])
     log.emit("checkpoint", step=4, path=["a"], size_bytes="big")
     log.emit("memory", ranks=5)
@@ -187,7 +228,17 @@ def test_a_run_that_is_deleted_while_it_is_shown_is_not_found(serve, tmp_path):
     served = serve(tmp_path)
     id = served.the_run()
     shutil.rmtree(tmp_path / "one")
-    for route in ("", "/series", "/ranks", "/traffic", "/log", "/config", "/report", "/csv", "/stream"):
+    for route in (
+        "",
+        "/series",
+        "/ranks",
+        "/traffic",
+        "/log",
+        "/config",
+        "/report",
+        "/csv",
+        "/stream",
+    ):
         answer = served.client.get(f"/api/runs/{id}{route}")
         assert answer.status_code == 404, route
         assert set(answer.json()["error"]) == {"what", "allowed", "fix"}
@@ -207,7 +258,9 @@ def test_a_log_that_is_replaced_is_read_anew(serve, tmp_path):
     assert served.get(f"/api/runs/{id}")["status"] == "live"
 
 
-def test_runs_are_not_looked_for_in_checkpoints_models_hidden_folders_or_through_links(serve, tmp_path):
+def test_runs_are_not_looked_for_in_checkpoints_models_hidden_folders_or_through_links(
+    serve, tmp_path
+):
     outside = tmp_path / "outside"
     finished(outside / "secret")
     output = tmp_path / "output"
@@ -239,7 +292,9 @@ def test_a_lone_surrogate_in_a_log_is_carried(serve, tmp_path):
     log = begin(tmp_path / "one")
     log.close()
     with open(tmp_path / "one/events.jsonl", "ab") as handle:
-        handle.write(b'{"time": 1, "type": "notice", "level": "info", "text": "half \\ud83d of one"}\n')
+        handle.write(
+            b'{"time": 1, "type": "notice", "level": "info", "text": "half \\ud83d of one"}\n'
+        )
     served = serve(tmp_path)
     assert "half" in served.get(f"/api/runs/{served.the_run()}/log")["lines"][-1]["text"]
 
@@ -263,7 +318,10 @@ def test_the_config_is_given_as_it_is(serve, tmp_path):
 
 def test_two_runs_are_compared_by_the_keys_that_differ(serve, tmp_path):
     finished(tmp_path / "one")
-    finished(tmp_path / "two", config={"model": "builtin:qwen2-micro", "train_args": {"learning_rate": 0.01, "seed": 42}})
+    finished(
+        tmp_path / "two",
+        config={"model": "builtin:qwen2-micro", "train_args": {"learning_rate": 0.01, "seed": 42}},
+    )
     served = serve(tmp_path)
     one, two = served.the_run("one"), served.the_run("two")
     found = served.get("/api/compare", params={"ids": f"{one},{two}"})
@@ -273,7 +331,9 @@ def test_two_runs_are_compared_by_the_keys_that_differ(serve, tmp_path):
         {"key": "train_args.learning_rate", "values": {one: 0.001, two: 0.01}},
     ]
     assert served.client.get("/api/compare", params={"ids": ","}).status_code == 400
-    assert served.client.get("/api/compare", params={"ids": f"{one},000000000000"}).status_code == 404
+    assert (
+        served.client.get("/api/compare", params={"ids": f"{one},000000000000"}).status_code == 404
+    )
 
 
 def test_a_note_is_kept_beside_the_runs_and_never_in_one(serve, tmp_path):
@@ -282,10 +342,15 @@ def test_a_note_is_kept_beside_the_runs_and_never_in_one(serve, tmp_path):
     served = serve(tmp_path)
     id = served.the_run()
     note = {"note": "größer", "tags": ["a", "b", "a"]}
-    assert served.client.put(f"/api/runs/{id}/note", json=note, headers=served.with_token).status_code == 200
+    assert (
+        served.client.put(f"/api/runs/{id}/note", json=note, headers=served.with_token).status_code
+        == 200
+    )
     assert served.get(f"/api/runs/{id}")["tags"] == ["a", "b"]
     assert serve(tmp_path).get("/api/runs")["runs"][0]["note"] == "größer"
-    assert {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "one").rglob("*"))} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in sorted((tmp_path / "one").rglob("*"))
+    } == before
     for wrong in ({"note": "x" * 10_001}, {"tags": [""]}, {"tags": "a"}, {"note": 5}, []):
         answer = served.client.put(f"/api/runs/{id}/note", json=wrong, headers=served.with_token)
         assert answer.status_code == 422, wrong
@@ -296,7 +361,9 @@ def test_notes_that_another_program_has_spoilt_are_not_overwritten(serve, tmp_pa
     finished(tmp_path / "one")
     (tmp_path / ".paceline-ui.json").write_text("mine")
     served = serve(tmp_path)
-    answer = served.client.put(f"/api/runs/{served.the_run()}/note", json={"note": "x"}, headers=served.with_token)
+    answer = served.client.put(
+        f"/api/runs/{served.the_run()}/note", json={"note": "x"}, headers=served.with_token
+    )
     assert answer.status_code == 400
     assert (tmp_path / ".paceline-ui.json").read_text() == "mine"
 
@@ -329,12 +396,24 @@ def test_heartbeats_are_given_as_far_as_they_make_sense(serve, tmp_path):
     served = serve(tmp_path)
     path = f"/api/runs/{served.the_run()}/heartbeats"
     assert served.get(path) == {"time": None, "ranks": []}
-    known = {"rank": 1, "host": "a\x1b[2J", "pid": 7, "phase": "backward", "step": 3, "heard_at": 5.5, "moved_at": float("nan")}
+    known = {
+        "rank": 1,
+        "host": "a\x1b[2J",
+        "pid": 7,
+        "phase": "backward",
+        "step": 3,
+        "heard_at": 5.5,
+        "moved_at": float("nan"),
+    }
     rows = [known, {"rank": "2"}, 3, {"rank": 4, "phase": ["x"], "step": "many"}]
     (run / "heartbeats.json").write_text(json.dumps({"time": 6, "ranks": rows}))
     told = served.get(path)
     assert [one["rank"] for one in told["ranks"]] == [1, 4]
-    assert (told["ranks"][0]["phase"], told["ranks"][0]["heard_at"], told["ranks"][0]["moved_at"]) == ("backward", 5.5, None)
+    assert (
+        told["ranks"][0]["phase"],
+        told["ranks"][0]["heard_at"],
+        told["ranks"][0]["moved_at"],
+    ) == ("backward", 5.5, None)
     assert "\x1b" not in told["ranks"][0]["host"]
     assert (told["ranks"][1]["phase"], told["ranks"][1]["step"]) == (None, None)
     for text in ("", "[1]", '{"ranks": 5}', '{"time": 1, "ranks": [{"ra'):

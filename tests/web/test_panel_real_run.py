@@ -10,8 +10,16 @@ from panels import until
 @pytest.mark.slow
 def test_a_training_is_seen_from_its_start_to_its_end(serve, tmp_path):
     served = serve(tmp_path)
-    words = ("max_steps=8", "logging_steps=1", "eval_steps=4", "save_steps=4", "split_dataset_ratio=0.1")
-    process = start(*MICRO, *words, f"output_dir={tmp_path / 'one'}", "parallel.mode=ddp", "parallel.num_gpus=2")
+    words = (
+        "max_steps=8",
+        "logging_steps=1",
+        "eval_steps=4",
+        "save_steps=4",
+        "split_dataset_ratio=0.1",
+    )
+    process = start(
+        *MICRO, *words, f"output_dir={tmp_path / 'one'}", "parallel.mode=ddp", "parallel.num_gpus=2"
+    )
     try:
         seen: set[str] = set()
 
@@ -35,21 +43,37 @@ def test_a_training_is_seen_from_its_start_to_its_end(serve, tmp_path):
     assert [one["step"] for one in run["evals"]] == [4, 8]
     assert [one["exists"] for one in run["checkpoints"]] == [True, True]
     assert [rank["rank"] for rank in run["mesh"]["ranks"]] == [0, 1]
-    assert run["predicted"]["traffic_bytes_per_step"] == run["report"]["traffic_bytes_per_step"]["predicted"]
+    assert (
+        run["predicted"]["traffic_bytes_per_step"]
+        == run["report"]["traffic_bytes_per_step"]["predicted"]
+    )
     weights = pytest.approx(run["model_info"]["parameters"] * 4, rel=0.01)
     assert [rank["parameters"] for rank in run["memory"]] == [weights, weights]
     assert run["samples"]
     assert run["has"] == {"report_html": True, "model": True, "config": True}
     series = served.get(f"/api/runs/{id}/series")
     assert series["step"] == list(range(1, 9))
-    assert series["series"]["loss"]["mean"][0] == pytest.approx(run["report"]["first_train_loss"], rel=1e-6)
+    assert series["series"]["loss"]["mean"][0] == pytest.approx(
+        run["report"]["first_train_loss"], rel=1e-6
+    )
     for name, curve in series["series"].items():
         assert None not in curve["mean"], name
     ranks = served.get(f"/api/runs/{id}/ranks")
     for rank in ranks["ranks"]:
-        parts = [rank[name][-1] for name in ("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", "other_s")]
+        parts = [
+            rank[name][-1]
+            for name in (
+                "data_s",
+                "forward_s",
+                "backward_s",
+                "communication_s",
+                "optimizer_s",
+                "other_s",
+            )
+        ]
         assert min(parts) >= 0
-        assert rank["rank"] or sum(parts) == pytest.approx(ranks["step_time_s"][-1], rel=0.05)  # which is rank 0's
+        # which is rank 0's
+        assert rank["rank"] or sum(parts) == pytest.approx(ranks["step_time_s"][-1], rel=0.05)
         assert rank["memory_bytes"][-1] > 1 << 20
         assert (rank["host"], rank["device"]) == (run["host"], "cpu")
     traffic = served.get(f"/api/runs/{id}/traffic")
@@ -57,4 +81,6 @@ def test_a_training_is_seen_from_its_start_to_its_end(serve, tmp_path):
         traffic["measured_bytes"], rel=0.1
     )
     assert served.client.get(f"/api/runs/{id}/report").status_code == 200
-    assert "evaluation at step 8" in "\n".join(one["text"] for one in served.get(f"/api/runs/{id}/log")["lines"])
+    assert "evaluation at step 8" in "\n".join(
+        one["text"] for one in served.get(f"/api/runs/{id}/log")["lines"]
+    )

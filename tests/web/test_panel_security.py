@@ -1,4 +1,5 @@
-"""Nobody reaches the panel by a detour: another site's page, another name, a path, a link, a wrong token."""
+"""Nobody reaches the panel by a detour: another site's page, another name, a path, a link, a wrong
+token."""
 
 from __future__ import annotations
 
@@ -15,11 +16,16 @@ from panels import serving
 from paceline.web.security import MAX_BODY_BYTES
 
 
-def ask(port: int, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> http.client.HTTPResponse:
+def ask(
+    port: int, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+) -> http.client.HTTPResponse:
     """A request as it stands, nothing made good. A header's `_` stands for `-`."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.putrequest(method, path, skip_host=True)
-    given = {"Host": f"127.0.0.1:{port}", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    given = {
+        "Host": f"127.0.0.1:{port}",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
     if body is not None:
         given.setdefault("Content-Length", str(len(body)))
     for name, value in given.items():
@@ -40,9 +46,13 @@ def served(tmp_path_factory):
         yield found
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:{port}", "localhost:{port}", "LOCALHOST:{port}", "[::1]:{port}"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:{port}", "localhost:{port}", "LOCALHOST:{port}", "[::1]:{port}"]
+)
 def test_the_machines_own_names_are_answered(served, host):
-    assert ask(served.panel.port, "/api/runs", Host=host.format(port=served.panel.port)).status == 200
+    assert (
+        ask(served.panel.port, "/api/runs", Host=host.format(port=served.panel.port)).status == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,20 +74,40 @@ def test_a_name_that_leads_here_but_is_not_ours_is_refused(served, host, path):
 def test_two_host_headers_are_refused(served):
     port = served.panel.port
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-        lines = f"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
+        lines = (
+            f"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nHost: evil.example\r\nConnection:"
+            " close\r\n\r\n"
+        )
         connection.sendall(lines.encode())
         assert connection.recv(100).split(b" ")[1] in (b"400", b"403")
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://evil.example", "null", "https://127.0.0.1:{port}", "http://localhost:{port}", "http://127.0.0.1:1", ""]
+    "origin",
+    [
+        "http://evil.example",
+        "null",
+        "https://127.0.0.1:{port}",
+        "http://localhost:{port}",
+        "http://127.0.0.1:1",
+        "",
+    ],
 )
-@pytest.mark.parametrize("asked", ["GET /api/runs", "PUT /api/runs/x/note", "POST /api/start", "GET /"])
+@pytest.mark.parametrize(
+    "asked", ["GET /api/runs", "PUT /api/runs/x/note", "POST /api/start", "GET /"]
+)
 def test_a_page_of_another_site_is_refused_even_with_the_token(served, origin, asked):
     port = served.panel.port
     method, path = asked.split(" ")
     body = b"{}" if method != "GET" else None
-    answer = ask(port, path, method, body, Origin=origin.format(port=port), X_Paceline_Token=served.panel.token)
+    answer = ask(
+        port,
+        path,
+        method,
+        body,
+        Origin=origin.format(port=port),
+        X_Paceline_Token=served.panel.token,
+    )
     assert answer.status == 403
     assert "Origin" in json.loads(answer.text)["error"]["what"]
 
@@ -85,7 +115,8 @@ def test_a_page_of_another_site_is_refused_even_with_the_token(served, origin, a
 def test_a_request_that_the_browser_calls_cross_site_is_refused(served):
     assert ask(served.panel.port, "/api/runs", Sec_Fetch_Site="cross-site").status == 403
     assert ask(served.panel.port, "/api/runs", Sec_Fetch_Site="same-origin").status == 200
-    assert ask(served.panel.port, "/", Sec_Fetch_Site="cross-site").status == 200  # a link to the panel
+    # a link to the panel
+    assert ask(served.panel.port, "/", Sec_Fetch_Site="cross-site").status == 200
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH", "OPTIONS", "TRACE"])
@@ -94,15 +125,27 @@ def test_whatever_writes_needs_the_right_token(served, method, token):
     given = token and token.format(token=served.panel.token, short=served.panel.token[:-1])
     headers = {} if given is None else {"X_Paceline_Token": given}
     port, id = served.panel.port, served.the_run()
-    answer = ask(port, f"/api/runs/{id}/note", method, b'{"note": "x"}', Content_Type="application/json", **headers)
+    answer = ask(
+        port,
+        f"/api/runs/{id}/note",
+        method,
+        b'{"note": "x"}',
+        Content_Type="application/json",
+        **headers,
+    )
     assert answer.status == 401
     assert not (served.panel.folder / ".paceline-ui.json").exists()
 
 
 def test_the_token_is_not_taken_from_the_address_or_a_cookie_for_writing(served):
     id, token = served.the_run(), served.panel.token
-    cookie = {"Cookie": f"paceline-token-{served.panel.port}={token}", "Content_Type": "application/json"}
-    answer = ask(served.panel.port, f"/api/runs/{id}/note?token={token}", "PUT", b'{"note": "x"}', **cookie)
+    cookie = {
+        "Cookie": f"paceline-token-{served.panel.port}={token}",
+        "Content_Type": "application/json",
+    }
+    answer = ask(
+        served.panel.port, f"/api/runs/{id}/note?token={token}", "PUT", b'{"note": "x"}', **cookie
+    )
     assert answer.status == 401
 
 
@@ -133,9 +176,17 @@ def test_reading_over_the_network_needs_the_token(serve, tmp_path):
 def test_bound_to_all_addresses_a_number_is_a_name_and_a_strange_word_is_not(serve, tmp_path):
     served = serve(tmp_path, host="0.0.0.0")
     port, token = served.panel.port, served.panel.token
-    names = {"192.168.1.5": 200, "localhost": 200, socket.gethostname(): 200, "evil.example": 403, "0.0.0.0.evil.example": 403}
+    names = {
+        "192.168.1.5": 200,
+        "localhost": 200,
+        socket.gethostname(): 200,
+        "evil.example": 403,
+        "0.0.0.0.evil.example": 403,
+    }
     for name, status in names.items():
-        assert ask(port, "/api/runs", Host=f"{name}:{port}", X_Paceline_Token=token).status == status, name
+        assert (
+            ask(port, "/api/runs", Host=f"{name}:{port}", X_Paceline_Token=token).status == status
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -188,13 +239,22 @@ def test_the_notes_are_not_written_through_a_link(serve, tmp_path):
     aside.write_text('{"runs": {}}')
     (tmp_path / "output/.paceline-ui.json").symlink_to(aside)
     served = serve(tmp_path / "output")
-    served.client.put(f"/api/runs/{served.the_run()}/note", json={"note": "x"}, headers=served.with_token)
+    served.client.put(
+        f"/api/runs/{served.the_run()}/note", json={"note": "x"}, headers=served.with_token
+    )
     assert aside.read_text() == '{"runs": {}}'
 
 
 def test_every_answer_has_the_headers_that_shut_a_page_in(served):
     id = served.the_run()
-    for path in ("/", "/app.js", "/api/runs", "/api/runs/none", f"/api/runs/{id}/config", "/nothing"):
+    for path in (
+        "/",
+        "/app.js",
+        "/api/runs",
+        "/api/runs/none",
+        f"/api/runs/{id}/config",
+        "/nothing",
+    ):
         headers = ask(served.panel.port, path).headers
         policy = headers["content-security-policy"]
         assert "default-src 'self'" in policy, path
@@ -218,24 +278,42 @@ def test_a_report_is_shut_off_from_the_panel(served):
 
 def test_names_and_logs_are_data_never_html(serve, tmp_path):
     evil = "<img src=x onerror=alert(1)>"
-    log = begin(tmp_path / evil, strategy=evil, config={"task": "</script><script>alert(1)</script>"})
+    log = begin(
+        tmp_path / evil, strategy=evil, config={"task": "</script><script>alert(1)</script>"}
+    )
     log.notice(evil)
     served = serve(tmp_path)
     id = served.the_run(evil)
     for path in ("/api/runs", f"/api/runs/{id}", f"/api/runs/{id}/log", f"/api/runs/{id}/series"):
         assert ask(served.panel.port, path).headers["content-type"] == "application/json"
-    answer = ask(served.panel.port, "/api/runs/<script>alert(1)</script>".replace("<", "%3C").replace(">", "%3E"))
+    answer = ask(
+        served.panel.port,
+        "/api/runs/<script>alert(1)</script>".replace("<", "%3C").replace(">", "%3E"),
+    )
     assert answer.headers["content-type"] == "application/json"
 
 
 def test_a_body_that_is_too_large_is_refused(served):
     port, id = served.panel.port, served.the_run()
     headers = {"X_Paceline_Token": served.panel.token, "Content_Type": "application/json"}
-    told = ask(port, f"/api/runs/{id}/note", "PUT", b"{}", **headers, Content_Length=str(MAX_BODY_BYTES + 1))
+    told = ask(
+        port,
+        f"/api/runs/{id}/note",
+        "PUT",
+        b"{}",
+        **headers,
+        Content_Length=str(MAX_BODY_BYTES + 1),
+    )
     assert told.status == 413
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:  # and one that does not say how long it is
-        head = f"PUT /api/runs/{id}/note HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nX-Paceline-Token: {served.panel.token}\r\n"
-        connection.sendall(head.encode() + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+    # and one that does not say how long it is
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        head = (
+            f"PUT /api/runs/{id}/note HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nX-Paceline-Token:"
+            f" {served.panel.token}\r\n"
+        )
+        connection.sendall(
+            head.encode() + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         chunk = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20))
         sent, answer = 0, b""
         connection.setblocking(True)

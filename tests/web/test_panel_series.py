@@ -23,7 +23,12 @@ def test_a_short_run_is_given_step_by_step(serve, tmp_path):
     assert found["step"] == list(range(1, 21))
     assert set(found["series"]) == set(SERIES)
     loss = found["series"]["loss"]
-    assert loss["mean"] == loss["min"] == loss["max"] == [pytest.approx(9 / step, rel=1e-6) for step in range(1, 21)]
+    assert (
+        loss["mean"]
+        == loss["min"]
+        == loss["max"]
+        == [pytest.approx(9 / step, rel=1e-6) for step in range(1, 21)]
+    )
     assert found["tokens"] == [4096.0 * step for step in range(1, 21)]
     assert found["series"]["tokens_per_second"]["mean"][0] == pytest.approx(4096 / 0.3, rel=1e-6)
     assert found["series"]["memory_bytes"]["mean"][0] == 1001
@@ -46,7 +51,9 @@ def test_buckets_keep_the_mean_and_the_extremes(serve, tmp_path):
     for step, loss in enumerate(losses.tolist(), 1):
         log.emit("step", **{**step_fields(step), "loss": loss})
     served = serve(tmp_path)
-    found = served.get(f"/api/runs/{served.the_run()}/series", params={"points": 10, "names": "loss"})
+    found = served.get(
+        f"/api/runs/{served.the_run()}/series", params={"points": 10, "names": "loss"}
+    )
     assert found["step"] == list(range(100, 1001, 100))
     parts = losses.reshape(10, 100)
     assert found["series"]["loss"]["mean"] == pytest.approx(parts.mean(1), rel=1e-5)
@@ -81,10 +88,15 @@ def test_what_is_not_finite_is_null_and_leaves_the_rest_of_its_bucket(serve, tmp
 def test_an_unknown_series_is_refused_with_the_nearest(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
-    answer = served.client.get(f"/api/runs/{served.the_run()}/series", params={"names": "loss,grad_nrm"})
+    answer = served.client.get(
+        f"/api/runs/{served.the_run()}/series", params={"names": "loss,grad_nrm"}
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["fix"] == "did you mean `grad_norm`?"
-    assert served.client.get(f"/api/runs/{served.the_run()}/series", params={"points": 0}).status_code == 422
+    assert (
+        served.client.get(f"/api/runs/{served.the_run()}/series", params={"points": 0}).status_code
+        == 422
+    )
 
 
 def resumed_log(root):
@@ -108,7 +120,9 @@ def test_after_a_resume_only_what_counts_is_shown_and_the_marks_stay(serve, tmp_
     found = served.get(f"/api/runs/{id}/series")
     counting = effective_events(read_events(tmp_path / "one/events.jsonl"), "step")
     assert found["step"] == [one["step"] for one in counting] == [1, 2, 3, 4, 5, 6]
-    assert found["series"]["loss"]["mean"] == pytest.approx([one["loss"] for one in counting], rel=1e-6)
+    assert found["series"]["loss"]["mean"] == pytest.approx(
+        [one["loss"] for one in counting], rel=1e-6
+    )
     assert found["tokens"][-1] == 4096 * 6
     assert [one["step"] for one in found["evals"]] == [6]
     assert [one["type"] for one in found["marks"]] == ["run_start", "fault", "run_start", "resume"]
@@ -142,7 +156,11 @@ def test_chunks_and_lines_fall_apart_anywhere(tmp_path, monkeypatch):
         monkeypatch.setattr(index_module, "_CHUNK_BYTES", size)
         parts = RunIndex(tmp_path / "events.jsonl")
         assert parts.catch_up()
-        assert parts.columns.column("step").tolist() == whole.columns.column("step").tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        assert (
+            parts.columns.column("step").tolist()
+            == whole.columns.column("step").tolist()
+            == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        )
         assert list(parts.marks) == list(whole.marks)
         assert parts.position == os.path.getsize(tmp_path / "events.jsonl")
 
@@ -200,7 +218,9 @@ def test_a_long_log_is_shown_at_once_by_a_part_of_it_and_then_exactly(serve, tmp
     counting = effective_events(read_events(tmp_path / "one/events.jsonl"), "step")
     assert exact["num_steps"] == len(counting) == 12_000
     losses = np.array([one["loss"] for one in counting])
-    assert exact["series"]["loss"]["mean"] == pytest.approx(losses.reshape(300, 40).mean(1), rel=1e-5)
+    assert exact["series"]["loss"]["mean"] == pytest.approx(
+        losses.reshape(300, 40).mean(1), rel=1e-5
+    )
     assert exact["tokens"][-1] == 12_000 * 4096
     # The overview was near the truth.
     near = np.interp(exact["step"], found["step"], found["series"]["loss"]["mean"])
@@ -239,7 +259,10 @@ def test_ranks_have_their_parts_and_the_slowest_is_named(serve, tmp_path):
 def test_ranks_of_an_older_log_have_what_it_told(serve, tmp_path):
     log = begin(tmp_path / "one")
     for step in range(1, 5):
-        rows = [{"rank": 0, "data_wait_s": 0.01, "comm_wait_s": 0.2}, {"rank": 1, "data_wait_s": 0.01, "comm_wait_s": 0.0}]
+        rows = [
+            {"rank": 0, "data_wait_s": 0.01, "comm_wait_s": 0.2},
+            {"rank": 1, "data_wait_s": 0.01, "comm_wait_s": 0.0},
+        ]
         log.emit("step", **{**step_fields(step), "ranks": rows})
     served = serve(tmp_path)
     found = served.get(f"/api/runs/{served.the_run()}/ranks")
@@ -268,7 +291,10 @@ def test_traffic_is_told_by_collective_beside_what_was_predicted(serve, tmp_path
     assert found["by_collective"] == {"all_reduce": [4000.0] * 10, "broadcast": [96.0] * 10}
     assert (found["predicted_bytes"], found["measured_bytes"]) == (4000.0, 4096.0)
     assert found["compression"] == {"method": "topk", "ratio": None}
-    report = {"traffic_bytes_per_step": {"predicted": 4001, "measured": 4097}, "communication": {"ratio_sent": 49.9}}
+    report = {
+        "traffic_bytes_per_step": {"predicted": 4001, "measured": 4097},
+        "communication": {"ratio_sent": 49.9},
+    }
     (tmp_path / "one/report.json").write_text(json.dumps(report))
     found = served.get(f"/api/runs/{id}/traffic")
     assert (found["predicted_bytes"], found["measured_bytes"]) == (4001.0, 4097.0)
@@ -278,10 +304,15 @@ def test_traffic_is_told_by_collective_beside_what_was_predicted(serve, tmp_path
 def test_a_csv_has_every_step_that_counts(serve, tmp_path):
     resumed_log(tmp_path / "one")
     served = serve(tmp_path)
-    answer = served.client.get(f"/api/runs/{served.the_run()}/csv", params={"names": "loss,comm_wait_s"})
+    answer = served.client.get(
+        f"/api/runs/{served.the_run()}/csv", params={"names": "loss,comm_wait_s"}
+    )
     lines = answer.text.splitlines()
     assert lines[0] == "step,time,tokens,loss,comm_wait_s"
     assert [line.split(",")[0] for line in lines[1:]] == ["1", "2", "3", "4", "5", "6"]
     assert lines[-1].split(",")[2:] == ["24576", "106", "0.1"]
-    assert abs(float(lines[1].split(",")[1]) - read_events(tmp_path / "one/events.jsonl")[1]["time"]) < 1e-3
+    assert (
+        abs(float(lines[1].split(",")[1]) - read_events(tmp_path / "one/events.jsonl")[1]["time"])
+        < 1e-3
+    )
     assert answer.headers["content-type"].startswith("text/csv")

@@ -69,7 +69,8 @@ def test_what_is_written_is_soon_there_and_the_status_with_it(serve, tmp_path):
         emit_steps(log, 4, 4)
         until(lambda: len(events_of(heard)) == 1)
         at, _, data = next(one for one in heard if one[1] == "append")
-        assert at - data["events"][0]["time"] < 5  # in earnest under a second; a laden machine gets more
+        # in earnest under a second; a laden machine gets more
+        assert at - data["events"][0]["time"] < 5
         assert data["events"][0]["ranks"][0]["rank"] == 0
         assert data["bytes"] == os.path.getsize(tmp_path / "one/events.jsonl")
         assert data["dropped"] == 0
@@ -164,8 +165,15 @@ def test_viewers_that_do_not_read_cost_bounded_memory_and_no_time(serve, tmp_pat
             for number in range(30):
                 log.notice("x" * 100_000 + str(number))
                 time.sleep(0.02)
-            assert len(served.panel.streams._of_runs[id].viewers) == 101  # one reader of the log for all of them
-            until(lambda: len(events_of(heard)) + sum(data.get("dropped", 0) for _, _, data in list(heard)) == 30)
+            # one reader of the log for all of them
+            assert len(served.panel.streams._of_runs[id].viewers) == 101
+            until(
+                lambda: (
+                    len(events_of(heard))
+                    + sum(data.get("dropped", 0) for _, _, data in list(heard))
+                    == 30
+                )
+            )
             assert psutil.Process().memory_info().rss - before < 300 << 20
     finally:
         for one in asleep:
@@ -218,14 +226,22 @@ def test_the_list_tells_what_changed_and_what_is_gone(serve, tmp_path):
         emit_steps(log, 1, 1)
         until(lambda: heard[-1][2]["changed"] and heard[-1][2]["changed"][0]["step"] == 1)
         with listening(served, "/api/stream") as late:  # who comes later is told everything
-            until(lambda: sorted(one["name"] for _, _, data in late for one in data["changed"]) == ["one", "three"])
+            until(
+                lambda: (
+                    sorted(one["name"] for _, _, data in late for one in data["changed"])
+                    == ["one", "three"]
+                )
+            )
 
 
 def test_reading_leaves_a_run_as_it_is(serve, tmp_path):
     run = finished(tmp_path / "one")
 
     def state(root: Path) -> dict[str, tuple[int, int]]:
-        return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(root.rglob("*"))}
+        return {
+            str(path): (path.stat().st_mtime_ns, path.stat().st_size)
+            for path in sorted(root.rglob("*"))
+        }
 
     before = state(run)
     served = serve(tmp_path)
@@ -241,4 +257,6 @@ def test_reading_leaves_a_run_as_it_is(serve, tmp_path):
 def test_a_place_that_is_none_is_refused(serve, tmp_path, after):
     finished(tmp_path / "one")
     served = serve(tmp_path)
-    assert served.client.get(f"/api/runs/{served.the_run()}/stream?after={after}").status_code == 422
+    assert (
+        served.client.get(f"/api/runs/{served.the_run()}/stream?after={after}").status_code == 422
+    )

@@ -58,7 +58,9 @@ def test_a_preset_is_a_sound_config(preset):
 
 
 def test_a_sound_config_tells_what_it_sets(panel):
-    found = panel.ask("/api/check", yaml="model: m\ndataset: d\nlr: 1e-4\ntrain_args:\n  max_steps: 3\n")
+    found = panel.ask(
+        "/api/check", yaml="model: m\ndataset: d\nlr: 1e-4\ntrain_args:\n  max_steps: 3\n"
+    )
     assert (found["ok"], found["error"]) == (True, None)
     assert found["values"]["train_args.learning_rate"] == {"value": 1e-4, "line": 3}
     assert found["values"]["train_args.max_steps"] == {"value": 3, "line": 5}
@@ -66,7 +68,10 @@ def test_a_sound_config_tells_what_it_sets(panel):
 
 
 def test_every_mistake_has_its_line_and_key(panel):
-    found = panel.ask("/api/check", yaml="model: m\ntrain_args:\n  max_stepz: 3\n  precision: 7\n  max_length: 1\n")
+    found = panel.ask(
+        "/api/check",
+        yaml="model: m\ntrain_args:\n  max_stepz: 3\n  precision: 7\n  max_length: 1\n",
+    )
     assert not found["ok"]
     assert [(one["line"], one["key"]) for one in found["errors"]] == [
         (3, None), (4, "train_args.precision"), (5, "train_args.max_length"), (None, None),
@@ -90,11 +95,20 @@ def test_text_that_is_no_config_is_told(panel, text, line):
 
 def test_an_edit_keeps_the_comments(panel):
     text = "model: m # mine\ndataset: d\n"
-    found = panel.ask("/api/yaml", yaml=text, values={"lora.rank": "16", "train_args.learning_rate": "1e-4"})
-    assert found == {"yaml": f"{text}lora:\n  rank: 16\ntrain_args:\n  learning_rate: 1e-4\n", "kept": True}
-    found = panel.ask("/api/yaml", yaml=found["yaml"], remove=["lora.rank", "train_args.learning_rate"])
+    found = panel.ask(
+        "/api/yaml", yaml=text, values={"lora.rank": "16", "train_args.learning_rate": "1e-4"}
+    )
+    assert found == {
+        "yaml": f"{text}lora:\n  rank: 16\ntrain_args:\n  learning_rate: 1e-4\n",
+        "kept": True,
+    }
+    found = panel.ask(
+        "/api/yaml", yaml=found["yaml"], remove=["lora.rank", "train_args.learning_rate"]
+    )
     assert found["yaml"] == text
-    assert "no key" in panel.ask("/api/yaml", 400, yaml=text, values={"nothing": 1})["error"]["what"]
+    assert (
+        "no key" in panel.ask("/api/yaml", 400, yaml=text, values={"nothing": 1})["error"]["what"]
+    )
 
 
 def test_nothing_starts_without_the_token(panel):
@@ -105,7 +119,10 @@ def test_nothing_starts_without_the_token(panel):
 
 
 def test_a_plan_says_what_fits(panel):
-    found = panel.ask("/api/plan", yaml="model: builtin:qwen2-micro\ndataset: builtin:python-docs\nparallel: {device: cpu}\n")
+    found = panel.ask(
+        "/api/plan",
+        yaml="model: builtin:qwen2-micro\ndataset: builtin:python-docs\nparallel: {device: cpu}\n",
+    )
     assert found["chosen"] in [one["mode"] for one in found["modes"]]
     assert found["max_steps"] is None
     error = panel.ask("/api/plan", 400, yaml="model: m\ndataset: d\ntask: nothing\n")["error"]
@@ -114,11 +131,19 @@ def test_a_plan_says_what_fits(panel):
 
 
 def test_a_newer_plan_ends_the_older(panel):
-    body = {"yaml": "model: builtin:qwen2-micro\ndataset: builtin:python-docs\nparallel: {device: cpu}\n"}
+    body = {
+        "yaml": (
+            "model: builtin:qwen2-micro\ndataset: builtin:python-docs\nparallel: {device: cpu}\n"
+        )
+    }
     answers: list[httpx.Response] = []
 
     def ask() -> None:
-        answers.append(httpx.post(f"{panel.client.base_url}/api/plan", json=body, headers=panel.with_token, timeout=60))
+        answers.append(
+            httpx.post(
+                f"{panel.client.base_url}/api/plan", json=body, headers=panel.with_token, timeout=60
+            )
+        )
 
     older = threading.Thread(target=ask)
     older.start()
@@ -131,7 +156,10 @@ def test_a_newer_plan_ends_the_older(panel):
 
 
 def test_the_steps_follow_from_the_data(panel):
-    text = "model: builtin:qwen2-micro\ndataset: builtin:python-docs#40\nparallel: {device: cpu, num_gpus: 1}\n"
+    text = (
+        "model: builtin:qwen2-micro\ndataset: builtin:python-docs#40\nparallel: {device: cpu,"
+        " num_gpus: 1}\n"
+    )
     found = panel.ask("/api/steps", yaml=f"{text}train_args: {{num_train_epochs: 2}}\n")
     assert (found["derived"]["steps"], found["derived"]["global_batch_size"]) == (20, 4)
 
@@ -147,10 +175,15 @@ def words_of(text: str) -> dict[str, set[str]]:
 
 def test_every_word_is_there_in_both_languages():
     words = words_of((STATIC / "i18n" / "start.js").read_text(encoding="utf-8"))
-    of_sections = {f"group.{name}" for name in SECTIONS if name != "lora"}  # a section's name is the key's
+    # a section's name is the key's
+    of_sections = {f"group.{name}" for name in SECTIONS if name != "lora"}
     assert words["en"] - words["zh"] == of_sections
     assert words["zh"] <= words["en"]
-    pages = "".join(path.read_text(encoding="utf-8") for path in (STATIC / "pages").glob("*.js") if path.name != "run.js")
+    pages = "".join(
+        path.read_text(encoding="utf-8")
+        for path in (STATIC / "pages").glob("*.js")
+        if path.name != "run.js"
+    )
     used = set(re.findall(r'\bt\("((?:start|plan|data|chat|changes)\.[\w.]+)"', pages))
     assert used - words["en"] == set()
     assert {f"preset.{one['id']}" for one in PRESETS} <= words["en"]
@@ -158,7 +191,9 @@ def test_every_word_is_there_in_both_languages():
 
 def test_every_key_is_explained_in_chinese_too():
     text = (STATIC / "i18n" / "start_help.js").read_text(encoding="utf-8")
-    told = json.loads(re.search(r"export const help = (\{.*\});", text, re.DOTALL)[1].replace(",\n}", "\n}"))
+    told = json.loads(
+        re.search(r"export const help = (\{.*\});", text, re.DOTALL)[1].replace(",\n}", "\n}")
+    )
     assert set(KEYS) - set(told) == set()
     assert set(SECTIONS) - set(told) == set()
     assert set(told) <= set(KEYS) | set(SECTIONS)

@@ -17,7 +17,9 @@ ROW = json.dumps({"prompt": "What is a pace line?", "completion": "Riders in a r
 
 
 def upload(served, name: str, content: bytes, status: int = 200) -> dict:
-    answer = served.client.post("/api/upload", files={"file": (name, content)}, headers=served.with_token)
+    answer = served.client.post(
+        "/api/upload", files={"file": (name, content)}, headers=served.with_token
+    )
     assert answer.status_code == status, answer.text
     return answer.json()
 
@@ -29,10 +31,16 @@ def test_what_may_be_uploaded_is_what_is_read():
 
 def test_an_upload_lies_in_the_folder_and_never_over_another(serve, tmp_path):
     served = serve(tmp_path)
-    assert upload(served, "mine.jsonl", ROW.encode()) == {"path": "./datasets/mine.jsonl", "size_bytes": len(ROW)}
+    assert upload(served, "mine.jsonl", ROW.encode()) == {
+        "path": "./datasets/mine.jsonl",
+        "size_bytes": len(ROW),
+    }
     assert upload(served, "mine.jsonl", b"{}\n")["path"] == "./datasets/mine-2.jsonl"
     assert (tmp_path / "datasets" / "mine.jsonl").read_text() == ROW
-    assert sorted(one.name for one in (tmp_path / "datasets").iterdir()) == ["mine-2.jsonl", "mine.jsonl"]
+    assert sorted(one.name for one in (tmp_path / "datasets").iterdir()) == [
+        "mine-2.jsonl",
+        "mine.jsonl",
+    ]
     found = served.get("/api/datasets")["datasets"]
     assert {one["path"] for one in found} == {"./datasets/mine.jsonl", "./datasets/mine-2.jsonl"}
 
@@ -46,7 +54,9 @@ def test_a_name_is_reduced_to_a_safe_one(given, name):
     assert safe_name(given) == name
 
 
-@pytest.mark.parametrize("given", ["x.py", "x.pkl", "x.pt", ".jsonl", "", "..", "x.jsonl/", "x.safetensors", "x"])
+@pytest.mark.parametrize(
+    "given", ["x.py", "x.pkl", "x.pt", ".jsonl", "", "..", "x.jsonl/", "x.safetensors", "x"]
+)
 def test_what_is_no_data_is_refused(serve, tmp_path, given):
     with pytest.raises(uploading.ConfigError, match="no data that can be read"):
         safe_name(given)
@@ -59,7 +69,11 @@ def test_an_upload_that_is_no_data_leaves_nothing(serve, tmp_path):
 
 
 def test_bytes_are_counted_as_they_come(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "take_upload", lambda request, folder: uploading.take_upload(request, folder, 100_000))
+    monkeypatch.setattr(
+        datasets,
+        "take_upload",
+        lambda request, folder: uploading.take_upload(request, folder, 100_000),
+    )
     served = serve(tmp_path)
     assert upload(served, "small.csv", b"x" * 90_000)["size_bytes"] == 90_000
     assert "larger than" in upload(served, "large.csv", b"x" * 200_000, 413)["error"]["what"]
@@ -74,10 +88,14 @@ def test_bytes_are_counted_as_they_come(serve, tmp_path, monkeypatch):
     assert [one.name for one in (tmp_path / "datasets").iterdir()] == ["small.csv"]
 
 
-@pytest.mark.parametrize("kind", ["", "application/json", "multipart/form-data", "multipart/form-data; boundary=other"])
+@pytest.mark.parametrize(
+    "kind", ["", "application/json", "multipart/form-data", "multipart/form-data; boundary=other"]
+)
 def test_a_body_that_is_no_form_is_refused(serve, tmp_path, kind):
     served = serve(tmp_path)
-    answer = served.client.post("/api/upload", content=b"--b\r\n\r\n", headers={**served.with_token, "Content-Type": kind})
+    answer = served.client.post(
+        "/api/upload", content=b"--b\r\n\r\n", headers={**served.with_token, "Content-Type": kind}
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["fix"]
 
@@ -93,19 +111,33 @@ def test_uploads_do_not_follow_a_link_out_of_the_folder(serve, tmp_path):
 def test_runs_and_links_are_not_listed_as_data(serve, tmp_path):
     (tmp_path / "secret.csv").write_text("a\n")
     runs = tmp_path / "runs"
-    for name in ("run/events.jsonl", "run/rows.jsonl", "more/deep/rows.csv", ".hidden/rows.csv", "note.py"):
+    for name in (
+        "run/events.jsonl",
+        "run/rows.jsonl",
+        "more/deep/rows.csv",
+        ".hidden/rows.csv",
+        "note.py",
+    ):
         (runs / name).parent.mkdir(parents=True, exist_ok=True)
         (runs / name).write_text("")
     (runs / "link.csv").symlink_to(tmp_path / "secret.csv")
-    assert [one["path"] for one in serve(runs).get("/api/datasets")["datasets"]] == ["./more/deep/rows.csv"]
+    assert [one["path"] for one in serve(runs).get("/api/datasets")["datasets"]] == [
+        "./more/deep/rows.csv"
+    ]
 
 
 def test_the_first_rows_are_shown_as_the_model_sees_them(serve, tmp_path):
     served = serve(tmp_path)
     path = upload(served, "mine.jsonl", ROW.encode() * 7)["path"]
-    found = ask(served, "/api/preview", yaml=f"model: builtin:qwen2-micro\ndataset: {path}\n", rows=3)
+    found = ask(
+        served, "/api/preview", yaml=f"model: builtin:qwen2-micro\ndataset: {path}\n", rows=3
+    )
     assert len(found["rows"]) == 3
-    assert [one["text"] for one in found["rows"][0]["segments"] if one["label"]] == ["Riders in a row.<|im_end|>"]
-    error = ask(served, "/api/preview", 400, yaml="model: builtin:qwen2-micro\ndataset: ./nothing.csv\n")["error"]
+    assert [one["text"] for one in found["rows"][0]["segments"] if one["label"]] == [
+        "Riders in a row.<|im_end|>"
+    ]
+    error = ask(
+        served, "/api/preview", 400, yaml="model: builtin:qwen2-micro\ndataset: ./nothing.csv\n"
+    )["error"]
     assert "nothing.csv" in error["what"]
     assert "/tmp/paceline-panel" not in error["what"]

@@ -59,7 +59,9 @@ def test_a_run_is_stopped_with_a_checkpoint_and_resumed(serve, tmp_path):
     last = stopped_at + 3
     shorter = served.get(f"/api/runs/{id}/resume")["yaml"].replace("4000", str(last))
     changes = ask(served, f"/api/runs/{id}/diff", yaml=shorter)["changes"]
-    assert changes == [{"key": "train_args.max_steps", "old": 4000, "new": last, "needs_allow": True}]
+    assert changes == [
+        {"key": "train_args.max_steps", "old": 4000, "new": last, "needs_allow": True}
+    ]
     error = ask(served, f"/api/runs/{id}/resume", 400, yaml=shorter)["error"]
     assert f"train_args.max_steps: 4000 → {last}" in error["what"]
     assert "4000" in (run / "panel.yaml").read_text()  # what was refused is not kept
@@ -71,7 +73,13 @@ def test_a_run_is_stopped_with_a_checkpoint_and_resumed(serve, tmp_path):
 
 def test_what_the_command_refuses_is_handed_over(serve, tmp_path):
     served = serve(tmp_path)
-    error = ask(served, "/api/start", 400, yaml="model: builtin:nothing\ndataset: builtin:python-docs\n", name="bad")["error"]
+    error = ask(
+        served,
+        "/api/start",
+        400,
+        yaml="model: builtin:nothing\ndataset: builtin:python-docs\n",
+        name="bad",
+    )["error"]
     assert "`builtin:nothing`" in error["what"]
     assert "builtin:qwen2-micro" in error["allowed"]
     assert list(tmp_path.iterdir()) == []  # the name is free for the next try
@@ -79,7 +87,9 @@ def test_what_the_command_refuses_is_handed_over(serve, tmp_path):
     assert "`dataset` is missing" in error["what"]
 
 
-@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b", "x" * 101, "näme", "..", "a\n", "-rf"])
+@pytest.mark.parametrize(
+    "name", ["", "../up", "a/b", ".hidden", "a b", "x" * 101, "näme", "..", "a\n", "-rf"]
+)
 def test_a_name_that_leaves_the_folder_is_refused(serve, tmp_path, name):
     error = ask(serve(tmp_path / "runs"), "/api/start", 400, yaml=MICRO % 2, name=name)["error"]
     assert "no name for a run" in error["what"]
@@ -97,13 +107,25 @@ def test_a_name_that_is_a_link_elsewhere_is_taken(tmp_path):
 def test_a_run_outlives_the_panel(serve, tmp_path):
     folder = tmp_path / "runs"
     folder.mkdir()
-    command = [sys.executable, "-m", "paceline", "ui", str(folder), "--port", "0", "--no-browser", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "ui",
+        str(folder),
+        "--port",
+        "0",
+        "--no-browser",
+        "--json",
+    ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         told = json.loads(server.stdout.readline())
         url = told["url"].partition("?")[0]
         body = {"yaml": MICRO % 4000, "name": "on"}
-        answer = httpx.post(f"{url}api/start", json=body, headers={"X-Paceline-Token": told["token"]}, timeout=60)
+        answer = httpx.post(
+            f"{url}api/start", json=body, headers={"X-Paceline-Token": told["token"]}, timeout=60
+        )
         id = answer.json()["id"]
     finally:
         server.kill()
@@ -140,7 +162,12 @@ def test_a_process_that_only_has_the_number_of_a_run_is_never_told_to_stop(tmp_p
             if handle is not None:
                 handle.close()
         (run / "events.jsonl").unlink()
-        started = {"pid": other.pid, "host": host_name(), "cwd": str(tmp_path), "time": time.time() - 3600}
+        started = {
+            "pid": other.pid,
+            "host": host_name(),
+            "cwd": str(tmp_path),
+            "time": time.time() - 3600,
+        }
         runs.write_json_atomic(run / START, started)
         with pytest.raises(runs.ConfigError, match="is gone"):
             stop(run, Launches(tmp_path))
@@ -165,8 +192,14 @@ def test_relative_paths_count_from_where_the_run_was_started(tmp_path):
     path = run / "events.jsonl"
     told = events(run, "run_start")[0].get("output_dir")
     if told is None:
-        path.write_text(path.read_text().replace('"type": "run_start"', '"type": "run_start", "output_dir": "output/one"', 1))
+        path.write_text(
+            path.read_text().replace(
+                '"type": "run_start"', '"type": "run_start", "output_dir": "output/one"', 1
+            )
+        )
     else:
-        path.write_text(path.read_text().replace(f'"output_dir": "{told}"', '"output_dir": "output/one"', 1))
+        path.write_text(
+            path.read_text().replace(f'"output_dir": "{told}"', '"output_dir": "output/one"', 1)
+        )
     assert started_from(run, tmp_path / "output") == tmp_path
     assert os.path.isdir(started_from(tmp_path, tmp_path))

@@ -22,7 +22,9 @@ from event_logs import finished
 @contextmanager
 def ui(*words: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "paceline", "ui", *words, "--no-browser"]
-    with subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -54,7 +56,8 @@ def test_it_serves_until_ctrl_c_and_then_ends_well(tmp_path):
         assert "<script" in page.text
         base = url[0].partition("?")[0]
         assert httpx.get(f"{base}api/runs").json()["runs"][0]["name"] == "one"
-        with httpx.stream("GET", f"{base}api/stream") as open_stream:  # which must not hold up the end
+        # which must not hold up the end
+        with httpx.stream("GET", f"{base}api/stream") as open_stream:
             assert open_stream.status_code == 200
             _, err = stop(process)
     assert process.returncode == 0
@@ -67,7 +70,8 @@ def test_json_is_one_line_with_link_token_and_folder(tmp_path):
         answer = told(process)
         assert set(answer) == {"url", "token", "folder"}
         assert answer["url"].endswith(f"?token={answer['token']}")
-        assert answer["folder"] == str(tmp_path / "output")  # the usual place, made where it is not there
+        # the usual place, made where it is not there
+        assert answer["folder"] == str(tmp_path / "output")
         out, err = stop(process)
     assert out == ""
     assert "made the folder output" in err
@@ -132,7 +136,9 @@ create_app(Panel(Path("."), 8765)).openapi()
 heavy = {"torch", "transformers", "peft", "datasets", "sklearn", "paceline.train", "paceline.launch", "paceline.data"}
 print(sorted(heavy & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -142,7 +148,8 @@ def test_the_page_is_shipped_and_needs_no_network():
     for link in re.findall(r'(?:src|href)="([^"]+)"', index):
         assert (static / link).is_file(), link
     assert not re.search(r"https?://", index)
-    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bstyle=|\bon\w+=", index)  # the policy allows none of these
+    # the policy allows none of these
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bstyle=|\bon\w+=", index)
 
 
 def test_files_of_the_page_are_revalidated_and_compressed(serve, tmp_path):
@@ -150,7 +157,9 @@ def test_files_of_the_page_are_revalidated_and_compressed(serve, tmp_path):
     answer = served.client.get("/vendor/uPlot.esm.js", headers={"Accept-Encoding": "gzip"})
     assert answer.headers["content-encoding"] == "gzip"
     assert answer.headers["cache-control"] == "no-cache"
-    again = served.client.get("/vendor/uPlot.esm.js", headers={"If-None-Match": answer.headers["etag"]})
+    again = served.client.get(
+        "/vendor/uPlot.esm.js", headers={"If-None-Match": answer.headers["etag"]}
+    )
     assert again.status_code == 304
     assert served.client.get("/api/runs").headers["cache-control"] == "no-store"
 
@@ -164,4 +173,10 @@ def test_a_killed_server_leaves_runs_alone(tmp_path):
         process.kill()
         process.wait(20)
     assert (run / "events.jsonl").read_bytes() == before
-    assert sorted(os.listdir(run)) == ["checkpoints", "config.yaml", "events.jsonl", "report.html", "report.json"]
+    assert sorted(os.listdir(run)) == [
+        "checkpoints",
+        "config.yaml",
+        "events.jsonl",
+        "report.html",
+        "report.json",
+    ]

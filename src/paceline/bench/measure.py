@@ -20,16 +20,18 @@ _FEWEST, _MOST = 7, 30
 _WARM_UP = 2
 
 
-def measure_rank(world: World, sizes: Sequence[int], cases: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Time every case at every size, on this rank. The algorithms take turns, so that what else the machine does meets all
-    alike.
+def measure_rank(
+    world: World, sizes: Sequence[int], cases: Sequence[tuple[str, str]]
+) -> list[dict[str, Any]]:
+    """Time every case at every size, on this rank. The algorithms take turns, so that what else the
+    machine does meets all alike.
 
     Args:
         sizes: bytes of the tensor (float32).
         cases: pairs of collective and algorithm.
 
-    Returns: one entry a case and size: ``collective, algorithm, bytes, latency_s`` (median over the repeats of the slowest
-    rank's time) and ``repeats``.
+    Returns: one entry a case and size: ``collective, algorithm, bytes, latency_s`` (median over the
+    repeats of the slowest rank's time) and ``repeats``.
     """
     import torch
 
@@ -75,20 +77,24 @@ def _runner(world: World, tensor: Any, collective: str, algorithm: str) -> Any:
 
 
 def bus_bandwidth(collective: str, world_size: int, size_bytes: int, latency_s: float) -> float:
-    """Bytes a second, comparable between collectives and world sizes: 2(N-1)/N × bytes / time for an all-reduce, bytes / time
-    for a broadcast (nccl-tests, doc/PERFORMANCE.md)."""
+    """Bytes a second, comparable between collectives and world sizes: 2(N-1)/N × bytes / time for
+    an all-reduce, bytes / time for a broadcast (nccl-tests, doc/PERFORMANCE.md)."""
     factor = 2 * (world_size - 1) / world_size if collective == "all-reduce" else 1.0
     return factor * size_bytes / latency_s
 
 
 def load(collective: str, algorithm: str, world_size: int, size_bytes: int) -> tuple[int, int]:
-    """Messages and bytes of the rank that sends most; for the backend's own, those of a ring (its algorithm is its affair)."""
-    ranks = sent("ring" if algorithm == NATIVE else algorithm, world_size, size_bytes // 4, 4, collective)
+    """Messages and bytes of the rank that sends most; for the backend's own, those of a ring (its
+    algorithm is its affair)."""
+    ranks = sent(
+        "ring" if algorithm == NATIVE else algorithm, world_size, size_bytes // 4, 4, collective
+    )
     return max(one.messages for one in ranks), max(one.bytes for one in ranks)
 
 
 def fits(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The model of each collective, algorithm and world size that was measured at two sizes or more."""
+    """The model of each collective, algorithm and world size that was measured at two sizes or
+    more."""
     groups: dict[tuple[str, str, int], list[tuple[float, float, float]]] = {}
     for one in results:
         key = (one["collective"], one["algorithm"], one["world_size"])
@@ -97,5 +103,12 @@ def fits(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for (collective, algorithm, world_size), points in groups.items():
         model = fit(points)
         if model is not None:
-            found.append({"collective": collective, "algorithm": algorithm, "world_size": world_size, **model})
+            found.append(
+                {
+                    "collective": collective,
+                    "algorithm": algorithm,
+                    "world_size": world_size,
+                    **model,
+                }
+            )
     return found

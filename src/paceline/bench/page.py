@@ -45,28 +45,37 @@ def render(results: list[dict[str, Any]], models: list[dict[str, Any]]) -> str:
     parts = []
     groups = list(dict.fromkeys((one["collective"], one["world_size"]) for one in results))
     for collective, ranks in groups:
-        mine = [one for one in results if (one["collective"], one["world_size"]) == (collective, ranks)]
-        fitted = [one for one in models if (one["collective"], one["world_size"]) == (collective, ranks)]
+        mine = [
+            one for one in results if (one["collective"], one["world_size"]) == (collective, ranks)
+        ]
+        fitted = [
+            one for one in models if (one["collective"], one["world_size"]) == (collective, ranks)
+        ]
         parts.append(f"<h2>{escape(collective.capitalize())}, {ranks} ranks</h2>")
         time_plot = _plot("Time by size", mine, "latency_s", _time_text, fitted)
         rate_plot = _plot("Bus bandwidth by size", mine, "bus_bandwidth_bytes_s", _rate_text, [])
         parts.append(f'<div class="plots">{time_plot}{rate_plot}</div>')
         parts.append(_table(mine, fitted))
     about = (
-        "Measured on this machine between local ranks; the median of the slowest rank's times. Dashed: t = α · messages + β · "
-        "bytes, fitted by least squares; messages and bytes are those of the rank that sends most, the backend's own counted "
-        "as a ring."
+        "Measured on this machine between local ranks; the median of the slowest rank's times."
+        " Dashed: t = α · messages + β · bytes, fitted by least squares; messages and bytes are"
+        " those of the rank that sends most, the backend's own counted as a ring."
     )
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><title>Collectives · Paceline</title>'
     )
-    body = f'<main><div class="eyebrow">paceline bench</div><h1>Collectives</h1><p>{about}</p>{"".join(parts)}</main>'
+    body = (
+        '<main><div class="eyebrow">paceline'
+        f" bench</div><h1>Collectives</h1><p>{about}</p>{''.join(parts)}</main>"
+    )
     page = f'<html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{body}</body></html>'
     return f"<!DOCTYPE html>\n{page}\n"
 
 
-def _plot(title: str, results: list[dict[str, Any]], key: str, label: Any, models: list[dict[str, Any]]) -> str:
+def _plot(
+    title: str, results: list[dict[str, Any]], key: str, label: Any, models: list[dict[str, Any]]
+) -> str:
     from paceline.bench.measure import load
 
     sizes = sorted({one["bytes"] for one in results})
@@ -89,12 +98,19 @@ def _plot(title: str, results: list[dict[str, Any]], key: str, label: Any, model
     drawn = []
     for power in range(low, high + 1):
         at = y(10.0**power)
-        drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        drawn.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{label(10.0**power)}</text>')
+        drawn.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        )
+        drawn.append(
+            f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{label(10.0**power)}</text>'
+        )
     shown = [sizes[0], *(one for before, one in pairwise(sizes) if x(one) - x(before) > 50)]
     for size in shown:
         anchor = "end" if size == sizes[-1] and len(sizes) > 1 else "middle"
-        drawn.append(f'<text x="{x(size):.1f}" y="{_HEIGHT - 12}" text-anchor="{anchor}">{human_bytes(size)}</text>')
+        drawn.append(
+            f'<text x="{x(size):.1f}" y="{_HEIGHT - 12}"'
+            f' text-anchor="{anchor}">{human_bytes(size)}</text>'
+        )
     legend = []
     for name in dict.fromkeys(one["algorithm"] for one in results):
         colour = _COLOURS[name]
@@ -103,18 +119,29 @@ def _plot(title: str, results: list[dict[str, Any]], key: str, label: Any, model
         for size, value in points:
             tip = escape(f"{name}, {human_bytes(size)}: {label(value)}")
             drawn.append(
-                f'<circle cx="{x(size):.1f}" cy="{y(value):.1f}" r="3.5" fill="var(--{colour})"><title>{tip}</title></circle>'
+                f'<circle cx="{x(size):.1f}" cy="{y(value):.1f}" r="3.5"'
+                f' fill="var(--{colour})"><title>{tip}</title></circle>'
             )
         legend.append(f'<span><i style="background:var(--{colour})"></i>{name}</span>')
     for model in models:
         curve = []
         for at in range(41):
             size = 2 ** (first + (last - first) * at / 40)
-            messages, moved = load(model["collective"], model["algorithm"], model["world_size"], int(size))
-            curve.append((size, max(1e-9, model["alpha_s"] * messages + model["beta_s_per_byte"] * moved)))
+            messages, moved = load(
+                model["collective"], model["algorithm"], model["world_size"], int(size)
+            )
+            curve.append(
+                (size, max(1e-9, model["alpha_s"] * messages + model["beta_s_per_byte"] * moved))
+            )
         drawn.append(line(curve, "model", _COLOURS[model["algorithm"]]))
-    picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(drawn)}</svg>'
-    return f'<figure><figcaption>{escape(title)}</figcaption>{picture}<div class="legend">{"".join(legend)}</div></figure>'
+    picture = (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
+        f' aria-label="{escape(title)}">{"".join(drawn)}</svg>'
+    )
+    return (
+        f"<figure><figcaption>{escape(title)}</figcaption>{picture}<div"
+        f' class="legend">{"".join(legend)}</div></figure>'
+    )
 
 
 def _table(results: list[dict[str, Any]], models: list[dict[str, Any]]) -> str:
@@ -123,7 +150,15 @@ def _table(results: list[dict[str, Any]], models: list[dict[str, Any]]) -> str:
     for one in results:
         beside = f"{native[one['bytes']] / one['latency_s']:.2f}" if native else ""
         rate = f"{human_bytes(one['bus_bandwidth_bytes_s'])}/s"
-        rows.append((one["algorithm"], human_bytes(one["bytes"]), _time_text(one["latency_s"]), rate, beside))
+        rows.append(
+            (
+                one["algorithm"],
+                human_bytes(one["bytes"]),
+                _time_text(one["latency_s"]),
+                rate,
+                beside,
+            )
+        )
     tables = [_rows(("Algorithm", "Size", "Time", "Bus bandwidth", "× native"), rows)]
     if models:
         fitted = [(one["algorithm"], *model_words(one)) for one in models]
@@ -133,13 +168,19 @@ def _table(results: list[dict[str, Any]], models: list[dict[str, Any]]) -> str:
 
 def _rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     first = "".join(f"<th>{escape(one)}</th>" for one in head)
-    rest = "".join("<tr>" + "".join(f"<td>{escape(one)}</td>" for one in row) + "</tr>" for row in rows)
+    rest = "".join(
+        "<tr>" + "".join(f"<td>{escape(one)}</td>" for one in row) + "</tr>" for row in rows
+    )
     return f"<table><tr>{first}</tr>{rest}</table>"
 
 
 def model_words(one: dict[str, Any]) -> tuple[str, str, str]:
     """α, 1/β and the residual of a model, as they are shown: ``35.0 µs``, ``1.2 GiB/s``, ``8 %``."""
-    rate = f"{human_bytes(1 / one['beta_s_per_byte'])}/s" if one["beta_s_per_byte"] else "no limit seen"
+    rate = (
+        f"{human_bytes(1 / one['beta_s_per_byte'])}/s"
+        if one["beta_s_per_byte"]
+        else "no limit seen"
+    )
     return f"{1e6 * one['alpha_s']:.1f} µs", rate, f"{100 * one['residual']:.0f} %"
 
 

@@ -1,9 +1,11 @@
-"""Writing a checkpoint by many ranks into one hidden folder, and its commit by rank 0. The ranks speak through files alone, so
-all of this may run in threads beside the training: no collective is made here.
+"""Writing a checkpoint by many ranks into one hidden folder, and its commit by rank 0. The ranks
+speak through files alone, so all of this may run in threads beside the training: no collective is
+made here.
 
-In the hidden folder lies ``rank-00001.writing`` for each rank. A rank that has written and synced its file renames it to
-``rank-00001.json`` (size, SHA-256, pieces); one that could not, to ``rank-00001.failed-28`` (the system's error number): a
-rename needs no space. Rank 0 waits for all of them, checks that the pieces make up the state, and gives the folder its name.
+In the hidden folder lies ``rank-00001.writing`` for each rank. A rank that has written and synced
+its file renames it to ``rank-00001.json`` (size, SHA-256, pieces); one that could not, to
+``rank-00001.failed-28`` (the system's error number): a rename needs no space. Rank 0 waits for all
+of them, checks that the pieces make up the state, and gives the folder its name.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.format import INDEX, MANIFEST, META, index_from_json, index_to_json, merge, name_of, state_file
+from paceline.checkpoint.format import (
+    INDEX,
+    MANIFEST,
+    META,
+    index_from_json,
+    index_to_json,
+    merge,
+    name_of,
+    state_file,
+)
 from paceline.checkpoint.writer import size_of, write_state
 from paceline.core.errors import SaveError
 from paceline.core.files import fsync_dir, human_bytes
@@ -30,7 +41,8 @@ from paceline.core.files import fsync_dir, human_bytes
 if TYPE_CHECKING:
     from paceline.parallel.state import Part
 
-#: A rank whose files do not grow for so long is taken for dead (a sync of a large file on a slow disk shows no growth).
+#: A rank whose files do not grow for so long is taken for dead (a sync of a large file on a slow
+#: disk shows no growth).
 STALL_S = 900.0
 
 
@@ -56,7 +68,8 @@ class Writer:
 
     @property
     def has_ended(self) -> bool:
-        """True where the process is known to be gone; one on another host, or in another container, is not looked at."""
+        """True where the process is known to be gone; one on another host, or in another container,
+        is not looked at."""
         if self.host != _process_space():
             return False
         try:
@@ -71,10 +84,14 @@ class Writer:
 
 @cache
 def _process_space() -> str:
-    """Within it, process numbers mean the same: hosts may share a name, and containers of a host have numbers of their own."""
+    """Within it, process numbers mean the same: hosts may share a name, and containers of a host
+    have numbers of their own."""
     found = [socket.gethostname()]
     with suppress(OSError):
-        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        found += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return " ".join(found)
 
 
@@ -83,8 +100,8 @@ class PartFailed(Exception):
 
 
 def prepare(folder: Path, step: int, num_ranks: int) -> Path:
-    """The hidden folder for a save of ``step`` below ``folder``; what is left of saves that were cut is removed. OSError where
-    it cannot be made."""
+    """The hidden folder for a save of ``step`` below ``folder``; what is left of saves that were
+    cut is removed. OSError where it cannot be made."""
     aside = folder / aside_name(step, os.getpid())
     folder.mkdir(parents=True, exist_ok=True)
     clear_debris(folder)
@@ -125,14 +142,21 @@ def write_part(aside: Path, rank: int, num_ranks: int, parts: Sequence[Part]) ->
         if not parts:
             return {"file": None, "size_bytes": 0, "sha256": None, "tensors": {}}
         size_bytes, sha256, index = write_state(path, parts)
-        return {"file": path.name, "size_bytes": size_bytes, "sha256": sha256, "tensors": index_to_json(index)}
+        return {
+            "file": path.name,
+            "size_bytes": size_bytes,
+            "sha256": sha256,
+            "tensors": index_to_json(index),
+        }
 
     deliver(aside, rank, num_ranks, write)
 
 
-def deliver(aside: Path, rank: int, num_ranks: int, write: Callable[[Path], dict[str, Any]]) -> Exception | None:
-    """Let ``write`` bring a rank's file to the disk, and leave for rank 0 what it says of it, or why it could not. Raises
-    nothing; returns why."""
+def deliver(
+    aside: Path, rank: int, num_ranks: int, write: Callable[[Path], dict[str, Any]]
+) -> Exception | None:
+    """Let ``write`` bring a rank's file to the disk, and leave for rank 0 what it says of it, or
+    why it could not. Raises nothing; returns why."""
     writing = _marker(aside, rank, "writing")
     path = aside / state_file(rank, num_ranks)
     try:
@@ -142,8 +166,11 @@ def deliver(aside: Path, rank: int, num_ranks: int, write: Callable[[Path], dict
         with suppress(OSError):
             path.unlink(missing_ok=True)  # makes room for the reason
             writing.write_text(reason_of(error))
-        with suppress(OSError):  # where nothing can be said on this disk, rank 0 waits until its patience ends
-            os.replace(writing, _marker(aside, rank, f"failed-{getattr(error, 'errno', None) or 0}"))
+        # where nothing can be said on this disk, rank 0 waits until its patience ends
+        with suppress(OSError):
+            os.replace(
+                writing, _marker(aside, rank, f"failed-{getattr(error, 'errno', None) or 0}")
+            )
         return error
     return None
 
@@ -159,22 +186,32 @@ def wait_for_parts(
     patience_s: Callable[[], float] = lambda: STALL_S,
     tick: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """What each rank said of its file, in order of rank, when all have ended. ``tick`` is called as they grow.
+    """What each rank said of its file, in order of rank, when all have ended. ``tick`` is called as
+    they grow.
 
     Raises:
-        PartFailed: a rank could not write, or its process ended, or nothing has grown for ``patience_s()``.
+        PartFailed: a rank could not write, or its process ended, or nothing has grown for
+            ``patience_s()``.
     """
     seen, since, pause_s = -1, time.monotonic(), 0.001
     while True:
         names = {one.name for one in aside.iterdir()}
         open_ranks = [rank for rank in range(len(writers)) if f"rank-{rank:05d}.writing" in names]
         # A rank that ended before the folder was listed has left its last word in it.
-        lost = [rank for rank in open_ranks if writers[rank].has_ended and _marker(aside, rank, "writing").exists()]
+        lost = [
+            rank
+            for rank in open_ranks
+            if writers[rank].has_ended and _marker(aside, rank, "writing").exists()
+        ]
         grown = sum(_size(aside / name) for name in names) + len(writers) - len(open_ranks)
         if grown != seen:
             seen, since = grown, time.monotonic()
             tick()
-        if not open_ranks or len(lost) == len(open_ranks) or time.monotonic() - since > patience_s():
+        if (
+            not open_ranks
+            or len(lost) == len(open_ranks)
+            or time.monotonic() - since > patience_s()
+        ):
             break
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.05)
@@ -191,14 +228,19 @@ def _size(path: Path) -> int:
 def _outcome(aside: Path, rank: int, num_ranks: int) -> dict[str, Any]:
     who = f" (on rank {rank})" if num_ranks > 1 else ""
     for failed in aside.glob(f"rank-{rank:05d}.failed-*"):
-        number = int(failed.name.rpartition("-")[2])  # a disk that is full may have no room for the words
-        raise PartFailed((os.strerror(number) if number else failed.read_text() or "it is not known why") + who)
+        # a disk that is full may have no room for the words
+        number = int(failed.name.rpartition("-")[2])
+        raise PartFailed(
+            (os.strerror(number) if number else failed.read_text() or "it is not known why") + who
+        )
     if not _marker(aside, rank, "json").exists():
         raise PartFailed(f"rank {rank} ended, or stopped writing, before its part was on disk")
     return dict(json.loads(_marker(aside, rank, "json").read_text()))
 
 
-def commit(folder: Path, step: int, aside: Path, meta: dict[str, Any], said: Sequence[dict[str, Any]]) -> Saved:
+def commit(
+    folder: Path, step: int, aside: Path, meta: dict[str, Any], said: Sequence[dict[str, Any]]
+) -> Saved:
     """Give the folder its name, when every rank's file is in it.
 
     Raises:
@@ -207,17 +249,27 @@ def commit(folder: Path, step: int, aside: Path, meta: dict[str, Any], said: Seq
     """
     final = folder / name_of(step)
     index = merge([index_from_json(one["tensors"]) for one in said])
-    files = {one["file"]: {"size_bytes": one["size_bytes"], "sha256": one["sha256"]} for one in said if one["file"]}
-    for name, value in ((INDEX, {"format": 2, "tensors": index_to_json(index)}), (META, {**meta, "step": step})):
+    files = {
+        one["file"]: {"size_bytes": one["size_bytes"], "sha256": one["sha256"]}
+        for one in said
+        if one["file"]
+    }
+    for name, value in (
+        (INDEX, {"format": 2, "tensors": index_to_json(index)}),
+        (META, {**meta, "step": step}),
+    ):
         raw = (json.dumps(value, indent=2 if name == META else None) + "\n").encode()
         _write_synced(aside / name, raw)
         files[name] = {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    _write_synced(aside / MANIFEST, (json.dumps({"format": 2, "files": files}, indent=2) + "\n").encode())
+    _write_synced(
+        aside / MANIFEST, (json.dumps({"format": 2, "files": files}, indent=2) + "\n").encode()
+    )
     for rank in range(len(said)):
         _marker(aside, rank, "json").unlink()
     fsync_dir(aside)
     old = folder / f".{final.name}.{os.getpid()}.old"
-    if final.exists():  # left by an earlier life of the run that was rewound; the new one says the same
+    # left by an earlier life of the run that was rewound; the new one says the same
+    if final.exists():
         os.replace(final, old)
     try:
         os.replace(aside, final)
@@ -245,12 +297,16 @@ def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> SaveEr
     """The error of a save that failed, as a person reads it."""
     free = _free_bytes(folder)
     free_text = human_bytes(free) if free is not None else "not known"
-    missing = f"; missing: {size_bytes - free:,} bytes" if free is not None and free < size_bytes else ""
+    missing = (
+        f"; missing: {size_bytes - free:,} bytes" if free is not None and free < size_bytes else ""
+    )
     return SaveError(
         f"the checkpoint of step {step} could not be written to {folder / name_of(step)}: {reason} "
         f"(it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}; free: {free_text}{missing})",
-        fix="free some space, or set another `output_dir`; earlier checkpoints are untouched and the same command goes on "
-        "from the newest",
+        fix=(
+            "free some space, or set another `output_dir`; earlier checkpoints are untouched and"
+            " the same command goes on from the newest"
+        ),
     )
 
 

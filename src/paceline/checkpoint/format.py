@@ -1,9 +1,11 @@
-"""What lies in a checkpoint's folder: names, the index of tensors and pieces, the header of a safetensors file. No torch here.
+"""What lies in a checkpoint's folder: names, the index of tensors and pieces, the header of a
+safetensors file. No torch here.
 
-``checkpoints/step-00000040/`` holds one ``state-00001-of-00004.safetensors`` for each rank that owns a part of the state,
-``index.json`` (of each tensor the dtype, the whole shape, and its pieces), ``meta.json`` (step, config, who wrote it) and
-``manifest.json`` (size and SHA-256 of every other file). A checkpoint may also hold one ``state.safetensors`` with the whole
-tensors and no index, as they were written before there were pieces.
+``checkpoints/step-00000040/`` holds one ``state-00001-of-00004.safetensors`` for each rank that
+owns a part of the state, ``index.json`` (of each tensor the dtype, the whole shape, and its
+pieces), ``meta.json`` (step, config, who wrote it) and ``manifest.json`` (size and SHA-256 of every
+other file). A checkpoint may also hold one ``state.safetensors`` with the whole tensors and no
+index, as they were written before there were pieces.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ DTYPE_NAMES = {f"torch.{torch_name}": name for name, (torch_name, _) in DTYPES.i
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a part of a tensor lies: a box at ``offset`` of the whole, or, where ``flat``, a range of the flattened whole from
-    ``offset[0]`` on, as the tensor ``key`` of ``file``."""
+    """Where a part of a tensor lies: a box at ``offset`` of the whole, or, where ``flat``, a range
+    of the flattened whole from ``offset[0]`` on, as the tensor ``key`` of ``file``."""
 
     file: str
     key: str
@@ -88,7 +90,13 @@ def index_to_json(index: Index) -> dict[str, Any]:
             "dtype": one.dtype,
             "shape": one.shape,
             "pieces": [
-                {"file": piece.file, "key": piece.key, "offset": piece.offset, "shape": piece.shape, "flat": piece.flat}
+                {
+                    "file": piece.file,
+                    "key": piece.key,
+                    "offset": piece.offset,
+                    "shape": piece.shape,
+                    "flat": piece.flat,
+                }
                 for piece in one.pieces
             ],
         }
@@ -105,7 +113,13 @@ def _entry(raw: dict[str, Any]) -> Entry:
     if raw["dtype"] not in DTYPES:
         raise ValueError(f"dtype {raw['dtype']!r}")
     pieces = tuple(
-        Piece(str(one["file"]), str(one["key"]), _sizes(one["offset"]), _sizes(one["shape"]), bool(one["flat"]))
+        Piece(
+            str(one["file"]),
+            str(one["key"]),
+            _sizes(one["offset"]),
+            _sizes(one["shape"]),
+            bool(one["flat"]),
+        )
         for one in raw["pieces"]
     )
     for piece in pieces:
@@ -133,13 +147,16 @@ def read_index(path: Path) -> Index:
     found = {}
     for name, one in header.items():
         shape = _sizes(one["shape"])
-        found[name] = Entry(str(one["dtype"]), shape, (Piece(STATE, name, (0,) * len(shape), shape),))
+        found[name] = Entry(
+            str(one["dtype"]), shape, (Piece(STATE, name, (0,) * len(shape), shape),)
+        )
     return found
 
 
 def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """(where the tensors' bytes begin, {key: {dtype, shape, data_offsets}}) of a safetensors file: 8 bytes little-endian header
-    length, a JSON header, then the tensors' bytes (safetensors' README, "Format")."""
+    """(where the tensors' bytes begin, {key: {dtype, shape, data_offsets}}) of a safetensors file:
+    8 bytes little-endian header length, a JSON header, then the tensors' bytes (safetensors'
+    README, "Format")."""
     with open(file, "rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if length > file.stat().st_size:
@@ -162,7 +179,9 @@ def merge(parts: Sequence[Index]) -> Index:
     for name, one in merged.items():
         problem = cover_problem(one)
         if problem is not None:
-            raise ValueError(f"the ranks' pieces do not make up {name} of shape {list(one.shape)}: {problem}")
+            raise ValueError(
+                f"the ranks' pieces do not make up {name} of shape {list(one.shape)}: {problem}"
+            )
     return merged
 
 
@@ -171,7 +190,8 @@ def add(index: Index, name: str, entry: Entry) -> None:
     before = index.get(name, Entry(entry.dtype, entry.shape, ()))
     if (before.dtype, before.shape) != (entry.dtype, entry.shape):
         raise ValueError(
-            f"one part of {name} is of {before.dtype} {list(before.shape)}, another of {entry.dtype} {list(entry.shape)}"
+            f"one part of {name} is of {before.dtype} {list(before.shape)}, another of"
+            f" {entry.dtype} {list(entry.shape)}"
         )
     index[name] = Entry(entry.dtype, entry.shape, before.pieces + entry.pieces)
 
@@ -183,18 +203,25 @@ def cover_problem(entry: Entry) -> str | None:
         whole = (total,) if piece.flat else entry.shape
         if len(piece.offset) != len(whole) or len(piece.shape) != len(whole):
             return f"a piece has offset {list(piece.offset)} and shape {list(piece.shape)}"
-        if any(start + size > end for start, size, end in zip(piece.offset, piece.shape, whole, strict=True)):
+        if any(
+            start + size > end
+            for start, size, end in zip(piece.offset, piece.shape, whole, strict=True)
+        ):
             return f"a piece of shape {list(piece.shape)} at {list(piece.offset)} reaches beyond it"
     if held != total:
         return f"they hold {held:,} elements of {total:,}"
     flat = [piece.flat for piece in entry.pieces]
     if any(flat) and not all(flat):
         return "some are ranges and some are boxes"
-    pieces = sorted((piece for piece in entry.pieces if piece.numel), key=lambda piece: piece.offset)
+    pieces = sorted(
+        (piece for piece in entry.pieces if piece.numel), key=lambda piece: piece.offset
+    )
     open_boxes: list[Piece] = []
     for piece in pieces:
         if piece.offset:
-            open_boxes = [one for one in open_boxes if one.offset[0] + one.shape[0] > piece.offset[0]]
+            open_boxes = [
+                one for one in open_boxes if one.offset[0] + one.shape[0] > piece.offset[0]
+            ]
         if any(_overlap(one, piece) for one in open_boxes):
             return f"two hold what lies at {list(piece.offset)}"
         open_boxes.append(piece)
@@ -202,4 +229,7 @@ def cover_problem(entry: Entry) -> str | None:
 
 
 def _overlap(one: Piece, other: Piece) -> bool:
-    return all(a < b + n and b < a + m for a, m, b, n in zip(one.offset, one.shape, other.offset, other.shape, strict=True))
+    return all(
+        a < b + n and b < a + m
+        for a, m, b, n in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    )

@@ -1,5 +1,5 @@
-"""One save, on one rank: what it writes, and on rank 0 the commit. Speaks with the other ranks through files alone, in the
-foreground or in a thread."""
+"""One save, on one rank: what it writes, and on rank 0 the commit. Speaks with the other ranks
+through files alone, in the foreground or in a thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import transfer
-from paceline.checkpoint.commit import STALL_S, Saved, Writer, commit, not_written, reason_of, wait_for_parts, write_part
+from paceline.checkpoint.commit import (
+    STALL_S,
+    Saved,
+    Writer,
+    commit,
+    not_written,
+    reason_of,
+    wait_for_parts,
+    write_part,
+)
 from paceline.checkpoint.format import name_of
 from paceline.checkpoint.remote import CheckpointStore, ClaimLostError
 from paceline.checkpoint.remote import reason_of as store_reason_of
@@ -26,15 +35,13 @@ HURRY_S = 20.0
 
 
 class Flight:
-    """Args:
-    aside: the hidden folder it is written in; None where it could not be made.
-    writers: all ranks, in order.
-    keep: checkpoints that are kept; None: all.
-    superseded: steps of checkpoints that an earlier life of the run wrote, beyond the one that this life goes on from.
-    start: when the save was begun, on the clock of ``time.perf_counter``.
-    side: the group over which ranks that do not see the folder send what they own to rank 0.
-    senders: those of them that own something.
-    store: where the checkpoint is uploaded; on rank 0. The newest one alone is then kept in ``folder``.
+    """Args: aside: the hidden folder it is written in; None where it could not be made. writers:
+    all ranks, in order. keep: checkpoints that are kept; None: all. superseded: steps of
+    checkpoints that an earlier life of the run wrote, beyond the one that this life goes on from.
+    start: when the save was begun, on the clock of ``time.perf_counter``. side: the group over
+    which ranks that do not see the folder send what they own to rank 0. senders: those of them that
+    own something. store: where the checkpoint is uploaded; on rank 0. The newest one alone is then
+    kept in ``folder``.
     """
 
     def __init__(
@@ -81,8 +88,8 @@ class Flight:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the thread. If the run has failed (``patience_s`` is set), a transfer in which nothing moves any longer is
-        abandoned; it ends with the process."""
+        """Wait for the thread. If the run has failed (``patience_s`` is set), a transfer in which
+        nothing moves any longer is abandoned; it ends with the process."""
         if self._thread is None:
             return
         moved, since = -1, time.monotonic()
@@ -94,12 +101,15 @@ class Flight:
             if moved != num_moved:
                 moved, since = num_moved, time.monotonic()
             elif time.monotonic() - since > self.patience_s:
-                self.fail(f"{self.transfer} did not end within {self.patience_s:.0f} s after the run had failed")
+                self.fail(
+                    f"{self.transfer} did not end within {self.patience_s:.0f} s after the run had"
+                    " failed"
+                )
                 return
 
     def run(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Write this rank's part; on rank 0 wait for the others and commit. Raises nothing. ``tick`` is called as what travels
-        gets on."""
+        """Write this rank's part; on rank 0 wait for the others and commit. Raises nothing.
+        ``tick`` is called as what travels gets on."""
         assert self.aside is not None
         try:
             if self.side is not None and self.side.is_remote:
@@ -133,7 +143,9 @@ class Flight:
             gone = prune(self.folder, self.keep if self.store is None else 1, self.superseded)
             self._say_superseded(gone)
         except OSError as error:
-            self.warnings.append(f"older checkpoints in {self.folder} could not be removed: {reason_of(error)}")
+            self.warnings.append(
+                f"older checkpoints in {self.folder} could not be removed: {reason_of(error)}"
+            )
 
     def _upload(self, store: CheckpointStore, path: Path) -> bool:
         self.transfer = f"the upload to {store.url}"
@@ -142,20 +154,24 @@ class Flight:
             self.wall_s = time.perf_counter() - self.started
         except Exception as error:
             self.saved = None
-            self.error = error if isinstance(error, ClaimLostError) else _not_uploaded(store, path, error)
+            self.error = (
+                error if isinstance(error, ClaimLostError) else _not_uploaded(store, path, error)
+            )
             return False
         try:
             store.prune(self.keep, self.superseded)
         except Exception as error:
-            self.warnings.append(f"older checkpoints in {store.url} could not be removed: {store_reason_of(error)}")
+            self.warnings.append(
+                f"older checkpoints in {store.url} could not be removed: {store_reason_of(error)}"
+            )
         return True
 
     def _say_superseded(self, gone: Collection[Path]) -> None:
         names = [one.name for one in gone if step_of(one) in self.superseded]
         if names:
             self.warnings.append(
-                f"removed from {self.folder}: {', '.join(names)}, of an earlier life of this run beyond the step that it went "
-                f"on from; {name_of(self.step)} takes their place"
+                f"removed from {self.folder}: {', '.join(names)}, of an earlier life of this run"
+                f" beyond the step that it went on from; {name_of(self.step)} takes their place"
             )
 
     def _patience(self) -> float:
@@ -164,7 +180,9 @@ class Flight:
     def not_led(self) -> RunError:
         """The error of a save whose leader was lost before it gave the checkpoint its name."""
         size_bytes = sum(one.size_bytes for one in self.writers)
-        return not_written(self.folder, self.step, size_bytes, f"rank {self.leader}, which led it, has ended")
+        return not_written(
+            self.folder, self.step, size_bytes, f"rank {self.leader}, which led it, has ended"
+        )
 
     def fail(self, reason: str) -> None:
         """Remove what was begun, and keep the reason; on rank 0."""
@@ -172,11 +190,16 @@ class Flight:
             return
         if self.aside is not None:
             shutil.rmtree(self.aside, ignore_errors=True)
-        self.error = not_written(self.folder, self.step, sum(one.size_bytes for one in self.writers), reason)
+        self.error = not_written(
+            self.folder, self.step, sum(one.size_bytes for one in self.writers), reason
+        )
 
 
 def _not_uploaded(store: CheckpointStore, path: Path, error: Exception) -> SaveError:
     return SaveError(
         f"the checkpoint {path} could not be uploaded to {store.url}: {store_reason_of(error)}",
-        fix="check the connection and the credentials; the same command resumes from it, and earlier checkpoints are untouched",
+        fix=(
+            "check the connection and the credentials; the same command resumes from it, and"
+            " earlier checkpoints are untouched"
+        ),
     )

@@ -1,4 +1,5 @@
-"""Whether a checkpoint's folder holds what its manifest says, and nothing that it should not. No torch here."""
+"""Whether a checkpoint's folder holds what its manifest says, and nothing that it should not. No
+torch here."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from paceline.checkpoint.format import INDEX, MANIFEST, META, STATE, is_file_of_checkpoint, read_header, read_index
+from paceline.checkpoint.format import (
+    INDEX,
+    MANIFEST,
+    META,
+    STATE,
+    is_file_of_checkpoint,
+    read_header,
+    read_index,
+)
 from paceline.core.files import sha256_file
 
 _PICKLE_NAME = re.compile(r".+\.(pkl|pickle|pt|pth)", re.IGNORECASE)
@@ -17,7 +26,8 @@ _PICKLE_BEGINS = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
 
 
 def verify(path: Path) -> str | None:
-    """None where every file is there with the size and SHA-256 of the manifest; else what is wrong, with the file's name."""
+    """None where every file is there with the size and SHA-256 of the manifest; else what is wrong,
+    with the file's name."""
     if (path / MANIFEST).is_symlink():
         return f"{path / MANIFEST} is a link"
     try:
@@ -30,20 +40,32 @@ def verify(path: Path) -> str | None:
     for needed in (INDEX if INDEX in said_of or (path / INDEX).exists() else STATE, META):
         if needed not in said_of:
             return f"{path / MANIFEST} does not name {needed}"
-    return _files_problem(path, said_of) or _foreign_problem(path, set(said_of)) or _index_problem(path, set(said_of))
+    return (
+        _files_problem(path, said_of)
+        or _foreign_problem(path, set(said_of))
+        or _index_problem(path, set(said_of))
+    )
 
 
 def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     """name → (bytes, SHA-256)"""
     files = json.loads((path / MANIFEST).read_text())["files"]
-    return {str(name): (int(said["size_bytes"]), str(said["sha256"])) for name, said in files.items()}
+    return {
+        str(name): (int(said["size_bytes"]), str(said["sha256"])) for name, said in files.items()
+    }
 
 
 def _files_problem(path: Path, said_of: dict[str, tuple[int, str]]) -> str | None:
     for name, (size_bytes, sha256) in said_of.items():
-        file, wanted = path / name, f"the manifest says {size_bytes:,} with the SHA-256 {_short(sha256)}"
+        file, wanted = (
+            path / name,
+            f"the manifest says {size_bytes:,} with the SHA-256 {_short(sha256)}",
+        )
         if file.is_symlink():
-            return f"{file} is a link to {os.readlink(file)}; a checkpoint's files lie in its own folder"
+            return (
+                f"{file} is a link to {os.readlink(file)}; a checkpoint's files lie in its own"
+                " folder"
+            )
         if not file.is_file():
             return f"{file} is missing; {wanted.replace(' with', ' bytes with')}"
         if file.stat().st_size != size_bytes:
@@ -55,7 +77,10 @@ def _files_problem(path: Path, said_of: dict[str, tuple[int, str]]) -> str | Non
             return f"{error.filename} cannot be read: {error.strerror}"
     for (name, (_, sha256)), actual in zip(said_of.items(), found, strict=True):
         if actual != sha256:
-            return f"{path / name} does not have the SHA-256 that the manifest says ({_short(sha256)}), but {_short(actual)}"
+            return (
+                f"{path / name} does not have the SHA-256 that the manifest says"
+                f" ({_short(sha256)}), but {_short(actual)}"
+            )
     return None
 
 
@@ -85,14 +110,21 @@ def foreign_files(path: Path) -> list[str]:
 
 
 def _foreign_problem(path: Path, said: set[str]) -> str | None:
-    """Links, which may lead out of the folder, and pickles, which run what they like when they are read."""
+    """Links, which may lead out of the folder, and pickles, which run what they like when they are
+    read."""
     for file in sorted(path.iterdir()):
         if file.name in said or file.name == MANIFEST:
             continue
         if file.is_symlink():
-            return f"{file} is a link to {os.readlink(file)}; a checkpoint's files lie in its own folder"
+            return (
+                f"{file} is a link to {os.readlink(file)}; a checkpoint's files lie in its own"
+                " folder"
+            )
         if file.is_file() and _is_pickle(file):
-            return f"{file} is a pickle, which runs code when it is read: no checkpoint of Paceline holds one"
+            return (
+                f"{file} is a pickle, which runs code when it is read: no checkpoint of Paceline"
+                " holds one"
+            )
     return None
 
 

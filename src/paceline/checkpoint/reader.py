@@ -1,7 +1,8 @@
-"""Reading a checkpoint in another layout than the one it was written in: boxes or flat ranges, put together from the pieces.
+"""Reading a checkpoint in another layout than the one it was written in: boxes or flat ranges, put
+together from the pieces.
 
-Only the bytes that are needed are read, in blocks of bounded size, into the result's own memory. Torch is imported where a
-tensor is asked for, and not before."""
+Only the bytes that are needed are read, in blocks of bounded size, into the result's own memory.
+Torch is imported where a tensor is asked for, and not before."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.checkpoint.format import DTYPES, META, STATE, Entry, Index, Piece, name_of, read_header, read_index
+from paceline.checkpoint.format import (
+    DTYPES,
+    META,
+    STATE,
+    Entry,
+    Index,
+    Piece,
+    name_of,
+    read_header,
+    read_index,
+)
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +41,8 @@ _RUN_BYTES = 64 << 10
 
 
 class CheckpointReader:
-    """The state in a checkpoint's folder, as a :class:`~paceline.parallel.base.StateSource`. Use it in a ``with``.
+    """The state in a checkpoint's folder, as a :class:`~paceline.parallel.base.StateSource`. Use it
+    in a ``with``.
 
     Raises:
         ConfigError: ``path`` is no checkpoint, or a broken one.
@@ -47,7 +59,12 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -55,7 +72,8 @@ class CheckpointReader:
             handle.close()
         self._files.clear()
 
-    # -- a StateSource --------------------------------------------------------------------------------------------------
+    # -- a StateSource
+    # --------------------------------------------------------------------------------------------------
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each whole tensor, by name."""
         return {name: (_torch_dtype(one.dtype), one.shape) for name, one in self._index.items()}
@@ -74,12 +92,15 @@ class CheckpointReader:
         self._fill_flat(name, entry, start, out)
         return _as_tensor(out, entry)
 
-    # -- in blocks ------------------------------------------------------------------------------------------------------
+    # -- in blocks
+    # ------------------------------------------------------------------------------------------------------
     @property
     def entries(self) -> Index:
         return self._index
 
-    def box_blocks(self, name: str, offset: Sequence[int], shape: Sequence[int], block_bytes: int) -> Iterator[memoryview]:
+    def box_blocks(
+        self, name: str, offset: Sequence[int], shape: Sequence[int], block_bytes: int
+    ) -> Iterator[memoryview]:
         """The bytes of a box of a tensor in row-major order, in blocks of bounded size."""
         entry = self._entry(name)
         total, step = math.prod(shape), max(1, block_bytes // _item_type(entry).itemsize)
@@ -93,7 +114,9 @@ class CheckpointReader:
                 filled += count
             yield out.view(np.uint8).data
 
-    def flat_blocks(self, name: str, start: int, count: int, block_bytes: int) -> Iterator[memoryview]:
+    def flat_blocks(
+        self, name: str, start: int, count: int, block_bytes: int
+    ) -> Iterator[memoryview]:
         """The bytes of ``count`` elements of the flattened tensor, in blocks of bounded size."""
         entry = self._entry(name)
         step = max(1, block_bytes // _item_type(entry).itemsize)
@@ -102,15 +125,18 @@ class CheckpointReader:
             self._fill_flat(name, entry, begin, out)
             yield out.view(np.uint8).data
 
-    # -- without torch --------------------------------------------------------------------------------------------------
+    # -- without torch
+    # --------------------------------------------------------------------------------------------------
     def describe(self, name: str) -> dict[str, Any]:
-        """``{dtype, shape, sha256}`` of a whole tensor, its bytes in row-major order, read in blocks."""
+        """``{dtype, shape, sha256}`` of a whole tensor, its bytes in row-major order, read in
+        blocks."""
         entry = self._entry(name)
         digest = hashlib.sha256()
         total = math.prod(entry.shape)
         row = max(1, total // max(1, entry.shape[0])) if entry.shape else 1
         block = max(1, _BLOCK_BYTES // _item_type(entry).itemsize)
-        block = max(row, block // row * row) if row <= block else block  # whole rows, where a row is not too long
+        # whole rows, where a row is not too long
+        block = max(row, block // row * row) if row <= block else block
         for start in range(0, total, block):
             out = np.empty((min(block, total - start),), _item_type(entry))
             self._fill_flat(name, entry, start, out)
@@ -121,12 +147,14 @@ class CheckpointReader:
     def names(self) -> list[str]:
         return sorted(self._index)
 
-    # -- how it is put together -------------------------------------------------------------------------------------------
+    # -- how it is put together
+    # -------------------------------------------------------------------------------------------
     def _entry(self, name: str) -> Entry:
         entry = self._index.get(name)
         if entry is None:
             raise ConfigError(
-                f"the checkpoint {self.path} holds no tensor {name!r}: it is one of another model, or of other settings",
+                f"the checkpoint {self.path} holds no tensor {name!r}: it is one of another model,"
+                " or of other settings",
                 fix="resume with the config that wrote it, or set another `output_dir`",
             )
         return entry
@@ -136,15 +164,25 @@ class CheckpointReader:
         if out.size == 0:
             return
         if any(piece.flat for piece in entry.pieces):
-            _gather(lambda start, into: self._fill_flat(name, entry, start, into), entry.shape, offset, out)
+            _gather(
+                lambda start, into: self._fill_flat(name, entry, start, into),
+                entry.shape,
+                offset,
+                out,
+            )
             return
         filled = 0
         for piece in entry.pieces:
             start = tuple(map(max, offset, piece.offset))
-            end = tuple(min(a + n, b + m) for a, n, b, m in zip(offset, out.shape, piece.offset, piece.shape, strict=True))
+            end = tuple(
+                min(a + n, b + m)
+                for a, n, b, m in zip(offset, out.shape, piece.offset, piece.shape, strict=True)
+            )
             if any(a >= b for a, b in zip(start, end, strict=True)):
                 continue
-            slices: Any = tuple(slice(a - o, b - o) for a, b, o in zip(start, end, offset, strict=True))
+            slices: Any = tuple(
+                slice(a - o, b - o) for a, b, o in zip(start, end, offset, strict=True)
+            )
             target = out[(..., *slices)]  # a view, of a scalar too
             inside = tuple(a - o for a, o in zip(start, piece.offset, strict=True))
             _gather(self._fetch(piece, entry), piece.shape, inside, target)
@@ -162,9 +200,14 @@ class CheckpointReader:
             return
         filled = 0
         for piece in entry.pieces:
-            first, last = max(start, piece.offset[0]), min(start + out.size, piece.offset[0] + piece.numel)
+            first, last = (
+                max(start, piece.offset[0]),
+                min(start + out.size, piece.offset[0] + piece.numel),
+            )
             if first < last:
-                self._fetch(piece, entry)(first - piece.offset[0], out[first - start : last - start])
+                self._fetch(piece, entry)(
+                    first - piece.offset[0], out[first - start : last - start]
+                )
                 filled += last - first
         self._check_filled(name, filled, out.size)
 
@@ -176,7 +219,11 @@ class CheckpointReader:
         handle, base, header = self._open(piece.file)
         said = header.get(piece.key)
         size_bytes = piece.numel * _item_type(entry).itemsize
-        if said is None or said["dtype"] != entry.dtype or said["data_offsets"][1] - said["data_offsets"][0] != size_bytes:
+        if (
+            said is None
+            or said["dtype"] != entry.dtype
+            or said["data_offsets"][1] - said["data_offsets"][0] != size_bytes
+        ):
             raise _broken(self.path, f"{piece.file} does not hold {piece.key} as the index says")
         at = base + int(said["data_offsets"][0])
 
@@ -198,17 +245,20 @@ class CheckpointReader:
                 if file.is_symlink():
                     raise ValueError(f"{file} is a link")
                 base, header = read_header(file)
-                self._files[name] = (open(file, "rb", buffering=0), base, header)  # noqa: SIM115  (until close)
+                stream = open(file, "rb", buffering=0)  # noqa: SIM115  (until close)
+                self._files[name] = (stream, base, header)
             except (OSError, ValueError) as error:
                 raise _broken(self.path, f"{name}: {error}") from error
         return self._files[name]
 
 
 def _gather(fetch: Fetch, shape: tuple[int, ...], offset: tuple[int, ...], out: Array) -> None:
-    """Fill ``out`` with the box at ``offset`` of an array of ``shape`` that lies in row-major order behind ``fetch``."""
+    """Fill ``out`` with the box at ``offset`` of an array of ``shape`` that lies in row-major order
+    behind ``fetch``."""
     strides = _strides(shape)
     first = sum(a * s for a, s in zip(offset, strides, strict=True))
-    span = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True)) + 1  # elements from the box's first to its last
+    # elements from the box's first to its last
+    span = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True)) + 1
     span_bytes, whole = span * out.itemsize, span == out.size
     if whole and out.flags.c_contiguous:
         fetch(first, out.reshape(-1))
@@ -219,7 +269,9 @@ def _gather(fetch: Fetch, shape: tuple[int, ...], offset: tuple[int, ...], out: 
     if axis is None or (span_bytes <= _BLOCK_BYTES and not wasteful):
         block = np.empty((span,), out.dtype)
         fetch(first, block)
-        out[...] = np.lib.stride_tricks.as_strided(block, out.shape, [s * out.itemsize for s in strides], writeable=False)
+        out[...] = np.lib.stride_tricks.as_strided(
+            block, out.shape, [s * out.itemsize for s in strides], writeable=False
+        )
         return
     rows = 1 if wasteful else max(1, _BLOCK_BYTES // (strides[axis] * out.itemsize))
     for start in range(0, out.shape[axis], rows):
@@ -231,9 +283,12 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def _boxes(shape: tuple[int, ...], start: int, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, shape) of the boxes that, one after the other, make up ``count`` elements from ``start`` on in row-major order:
-    the rest of a row, whole rows, the begin of a row; at most two for each dimension."""
+def _boxes(
+    shape: tuple[int, ...], start: int, count: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, shape) of the boxes that, one after the other, make up ``count`` elements from
+    ``start`` on in row-major order: the rest of a row, whole rows, the begin of a row; at most two
+    for each dimension."""
     strides = _strides(shape)
     end = start + count
     while start < end:
@@ -253,11 +308,14 @@ def _boxes(shape: tuple[int, ...], start: int, count: int) -> Iterator[tuple[tup
             start += 1
 
 
-def _check_inside(name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]) -> None:
+def _check_inside(
+    name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
+) -> None:
     fits = len(shape) == len(offset) == len(size)
     if not fits or any(a < 0 or a + n > m for a, n, m in zip(offset, size, shape, strict=True)):
         raise ConfigError(
-            f"{name} has shape {list(shape)} in the checkpoint; {list(size)} at {list(offset)} was asked for",
+            f"{name} has shape {list(shape)} in the checkpoint; {list(size)} at {list(offset)} was"
+            " asked for",
             fix="resume with the model that wrote the checkpoint, or set another `output_dir`",
         )
 
@@ -283,12 +341,18 @@ def _as_tensor(values: Array, entry: Entry) -> torch.Tensor:
 def read_state(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, on the CPU."""
     with CheckpointReader(path) as reader:
-        return {name: reader.read(name, (0,) * len(shape), shape) for name, (_, shape) in reader.tensors().items()}
+        return {
+            name: reader.read(name, (0,) * len(shape), shape)
+            for name, (_, shape) in reader.tensors().items()
+        }
 
 
 def _broken(path: Path, what: str | None = None) -> ConfigError:
     if what is not None:
-        return ConfigError(f"the checkpoint {path} is broken: {what}", fix="use the one before it, or resume: auto, which does")
+        return ConfigError(
+            f"the checkpoint {path} is broken: {what}",
+            fix="use the one before it, or resume: auto, which does",
+        )
     return ConfigError(
         f"{path} is no checkpoint: {STATE} and its index are missing or broken, or {META} is",
         allowed=f"a folder such as RUN/checkpoints/{name_of(40)}",

@@ -1,13 +1,16 @@
-"""Checkpoints outside the run's folder: ``checkpoint_dir``, an object store or another folder, through fsspec.
+"""Checkpoints outside the run's folder: ``checkpoint_dir``, an object store or another folder,
+through fsspec.
 
-A checkpoint is written to ``output_dir/checkpoints`` as always; then the host of rank 0 uploads it. Its manifest is uploaded
-last and is the commit: a checkpoint without one does not exist, and what an interrupted upload left is removed by the next run
-that claims the place. At a start the newest whole checkpoint of the store is downloaded if ``output_dir`` does not hold it, so
-everything else reads local files.
+A checkpoint is written to ``output_dir/checkpoints`` as always; then the host of rank 0 uploads it.
+Its manifest is uploaded last and is the commit: a checkpoint without one does not exist, and what
+an interrupted upload left is removed by the next run that claims the place. At a start the newest
+whole checkpoint of the store is downloaded if ``output_dir`` does not hold it, so everything else
+reads local files.
 
-Two runs that write to the same place exclude each other by claims: objects ``claims/claim-00000003.json`` with increasing
-numbers, each created on the condition that it does not exist. The highest number owns the place; a run that finds a higher one
-when it is about to commit ends. No torch here.
+Two runs that write to the same place exclude each other by claims: objects
+``claims/claim-00000003.json`` with increasing numbers, each created on the condition that it does
+not exist. The highest number owns the place; a run that finds a higher one when it is about to
+commit ends. No torch here.
 """
 
 from __future__ import annotations
@@ -34,8 +37,13 @@ from paceline.core.processes import host_name
 Warn = Callable[[str], None]
 
 _CLAIMS = "claims"
-#: URL scheme → (package that fsspec needs for it, extra of Paceline that installs it; None: it has none).
-_PACKAGES: dict[str, tuple[str, str | None]] = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", None)}
+#: URL scheme → (package that fsspec needs for it, extra of Paceline that installs it; None: it has
+#: none).
+_PACKAGES: dict[str, tuple[str, str | None]] = {
+    "s3": ("s3fs", "s3"),
+    "s3a": ("s3fs", "s3"),
+    "gs": ("gcsfs", None),
+}
 
 
 class ClaimLostError(ConfigError):
@@ -54,25 +62,32 @@ def check_url(key: str, text: str) -> None:
     if "@" in parts.netloc:
         raise ConfigError(
             f"`{key}` contains credentials, and it is written to config.yaml",
-            fix="remove them from the URL and set them in the environment (`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, a "
-            "profile or a role)",
+            fix=(
+                "remove them from the URL and set them in the environment (`AWS_ACCESS_KEY_ID`,"
+                " `AWS_SECRET_ACCESS_KEY`, a profile or a role)"
+            ),
         )
     if parts.scheme not in _PACKAGES:
         raise ConfigError(
             f"`{key}: {text}` has the scheme {parts.scheme!r}",
-            allowed="a folder, or a URL that begins with " + ", ".join(f"{one}://" for one in _PACKAGES),
+            allowed="a folder, or a URL that begins with "
+            + ", ".join(f"{one}://" for one in _PACKAGES),
         )
     if not parts.netloc:
-        raise ConfigError(f"`{key}: {text}` names no bucket", allowed=f"{parts.scheme}://BUCKET/PREFIX")
+        raise ConfigError(
+            f"`{key}: {text}` names no bucket", allowed=f"{parts.scheme}://BUCKET/PREFIX"
+        )
     package, extra = _PACKAGES[parts.scheme]
     if importlib.util.find_spec(package) is None:
         install = f"paceline[{extra}]" if extra else package
-        raise ConfigError(f"`{key}: {text}` needs the package {package}", fix=f"`pip install '{install}'`")
+        raise ConfigError(
+            f"`{key}: {text}` needs the package {package}", fix=f"`pip install '{install}'`"
+        )
 
 
 class CheckpointStore:
-    """A place with checkpoints of one run below ``url``. Methods raise OSError (fsspec's errors are of that type) or what
-    the store's own library raises.
+    """A place with checkpoints of one run below ``url``. Methods raise OSError (fsspec's errors are
+    of that type) or what the store's own library raises.
 
     Args:
         url: ``s3://bucket/prefix``, or a folder.
@@ -85,15 +100,20 @@ class CheckpointStore:
 
         self.url, self.key = url.rstrip("/"), key
         options = {"use_listings_cache": False} if is_url(url) else {"auto_mkdir": True}
-        self._fs, root = url_to_fs(self.url if is_url(url) else os.path.abspath(url), skip_instance_cache=True, **options)
+        self._fs, root = url_to_fs(
+            self.url if is_url(url) else os.path.abspath(url), skip_instance_cache=True, **options
+        )
         self._root = root.rstrip("/")
         self._is_folder = not is_url(url)
         self._number: int | None = None  # of this run's claim
 
-    # -- what is there ----------------------------------------------------------------------------------------------------
+    # -- what is there
+    # ----------------------------------------------------------------------------------------------------
     def names(self) -> list[str]:
         """The committed checkpoints, oldest first."""
-        return sorted((one.split("/")[0] for one in self._objects() if _is_manifest(one)), key=_step_of)
+        return sorted(
+            (one.split("/")[0] for one in self._objects() if _is_manifest(one)), key=_step_of
+        )
 
     def _objects(self) -> list[str]:
         """Paths of all objects, relative to the place."""
@@ -120,14 +140,19 @@ class CheckpointStore:
         except Exception as error:
             raise ConfigError(
                 f"`{self.key}: {self.url}` cannot be used: {reason_of(error)}",
-                fix="check the bucket's name and the credentials in the environment (for S3: `AWS_ACCESS_KEY_ID` and "
-                "`AWS_SECRET_ACCESS_KEY`, `AWS_PROFILE` or a role; `AWS_ENDPOINT_URL` for other services than AWS)",
+                fix=(
+                    "check the bucket's name and the credentials in the environment (for S3:"
+                    " `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, `AWS_PROFILE` or a role;"
+                    " `AWS_ENDPOINT_URL` for other services than AWS)"
+                ),
             ) from error
 
-    # -- reading ------------------------------------------------------------------------------------------------------------
+    # -- reading
+    # ------------------------------------------------------------------------------------------------------------
     def fetch_newest(self, folder: Path, warn: Warn) -> None:
-        """Download the newest whole checkpoint to ``folder``, unless it is there. ``warn`` gets what is wrong with each newer
-        one. Processes of a host that do this at the same time download it once.
+        """Download the newest whole checkpoint to ``folder``, unless it is there. ``warn`` gets
+        what is wrong with each newer one. Processes of a host that do this at the same time
+        download it once.
 
         Raises:
             ConfigError: the place cannot be read.
@@ -157,7 +182,9 @@ class CheckpointStore:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 problem = self._fetch(name, folder)
         if problem is not None:
-            raise ConfigError(problem, fix="use an earlier checkpoint, or `resume: auto`, which does")
+            raise ConfigError(
+                problem, fix="use an earlier checkpoint, or `resume: auto`, which does"
+            )
         return folder / name
 
     def _fetch(self, name: str, folder: Path) -> str | None:
@@ -177,7 +204,10 @@ class CheckpointStore:
                 return f"{self.url}/{name}/{MANIFEST} is broken"
             for one in files:
                 if one == MANIFEST or not is_file_of_checkpoint(one):
-                    return f"{self.url}/{name}/{MANIFEST} names {one!r}, which does not belong to a checkpoint"
+                    return (
+                        f"{self.url}/{name}/{MANIFEST} names {one!r}, which does not belong to a"
+                        " checkpoint"
+                    )
                 try:
                     self._fs.get_file(self._path(name, one), str(aside / one))
                 except FileNotFoundError:
@@ -191,10 +221,11 @@ class CheckpointStore:
             remove(aside)
         return None
 
-    # -- writing ------------------------------------------------------------------------------------------------------------
+    # -- writing
+    # ------------------------------------------------------------------------------------------------------------
     def claim(self, output_dir: Path) -> dict[str, Any] | None:
-        """Make this run the one that writes here, and remove what interrupted uploads left. Returns the record of the run
-        that wrote here before, if that was another one.
+        """Make this run the one that writes here, and remove what interrupted uploads left. Returns
+        the record of the run that wrote here before, if that was another one.
 
         Raises:
             ConfigError: the place cannot be written.
@@ -202,21 +233,31 @@ class CheckpointStore:
         with self._as_config_error():
             before, claims = None, []
             began = time.time()
-            record = {"host": host_name(), "pid": os.getpid(), "output_dir": str(output_dir.absolute()), "time": began}
+            record = {
+                "host": host_name(),
+                "pid": os.getpid(),
+                "output_dir": str(output_dir.absolute()),
+                "time": began,
+            }
             while self._number is None:
                 claims = self._claims()
                 number = claims[-1] + 1 if claims else 1
                 if claims:
                     before = self._record(claims[-1])
                 try:
-                    self._create(self._path(_CLAIMS, _claim_name(number)), json.dumps(record).encode())
+                    self._create(
+                        self._path(_CLAIMS, _claim_name(number)), json.dumps(record).encode()
+                    )
                 except FileExistsError:
                     continue  # another run was faster: the next number
                 self._number = number
             for old in claims:
                 self._delete(f"{_CLAIMS}/{_claim_name(old)}")
             self._clear_debris()
-        same = before is not None and (before.get("host"), before.get("output_dir")) == (record["host"], record["output_dir"])
+        same = before is not None and (before.get("host"), before.get("output_dir")) == (
+            record["host"],
+            record["output_dir"],
+        )
         return None if same else before
 
     def publish(self, path: Path) -> None:
@@ -228,7 +269,8 @@ class CheckpointStore:
         self._check_claim()
         name = path.name
         manifest = self._path(name, MANIFEST)
-        if self._fs.exists(manifest):  # left by this run before a rollback, or damaged: it is replaced
+        # left by this run before a rollback, or damaged: it is replaced
+        if self._fs.exists(manifest):
             self._delete(f"{name}/{MANIFEST}")
         for file in sorted(read_manifest(path)):
             self._fs.put_file(str(path / file), self._path(name, file))
@@ -239,8 +281,9 @@ class CheckpointStore:
             raise self._lost(None) from error
 
     def prune(self, keep: int | None, superseded: Collection[int] = ()) -> None:
-        """Remove all but the newest ``keep`` checkpoints (None keeps all), and those of the steps ``superseded``. The manifest
-        goes first, so a removal that is cut leaves no checkpoint that looks whole."""
+        """Remove all but the newest ``keep`` checkpoints (None keeps all), and those of the steps
+        ``superseded``. The manifest goes first, so a removal that is cut leaves no checkpoint that
+        looks whole."""
         names = self.names()
         gone = [one for one in names if _step_of(one) in superseded]
         if keep is not None:
@@ -264,18 +307,28 @@ class CheckpointStore:
         self._abort_uploads()
 
     def _abort_uploads(self) -> None:
-        """Parts of a file whose upload was interrupted are invisible, and the store charges for them."""
+        """Parts of a file whose upload was interrupted are invisible, and the store charges for
+        them."""
         if not hasattr(self._fs, "call_s3"):
             return
         bucket, _, prefix = self._root.partition("/")
-        found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/step-" if prefix else "step-")
+        found = self._fs.call_s3(
+            "list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/step-" if prefix else "step-"
+        )
         for one in found.get("Uploads") or []:
-            self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
+            self._fs.call_s3(
+                "abort_multipart_upload", Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"]
+            )
 
-    # -- claims -------------------------------------------------------------------------------------------------------------
+    # -- claims
+    # -------------------------------------------------------------------------------------------------------------
     def _claims(self) -> list[int]:
-        found = [one.partition("/")[2] for one in self._objects() if one.startswith(f"{_CLAIMS}/claim-")]
-        return sorted(int(one[len("claim-") : -len(".json")]) for one in found if one.endswith(".json"))
+        found = [
+            one.partition("/")[2] for one in self._objects() if one.startswith(f"{_CLAIMS}/claim-")
+        ]
+        return sorted(
+            int(one[len("claim-") : -len(".json")]) for one in found if one.endswith(".json")
+        )
 
     def _record(self, number: int) -> dict[str, Any] | None:
         try:
@@ -293,14 +346,17 @@ class CheckpointStore:
         if other is not None:
             began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(float(other.get("time", 0))))
             who = (
-                f"the run in {other.get('output_dir')} on host {other.get('host')} (process {other.get('pid')}, since {began})"
+                f"the run in {other.get('output_dir')} on host {other.get('host')} (process"
+                f" {other.get('pid')}, since {began})"
             )
         return ClaimLostError(
-            f"`{self.key}: {self.url}` now belongs to {who}, so this run writes no more checkpoints there",
+            f"`{self.key}: {self.url}` now belongs to {who}, so this run writes no more checkpoints"
+            " there",
             fix="stop one of the two runs, or give this one another `checkpoint_dir`",
         )
 
-    # -- objects ------------------------------------------------------------------------------------------------------------
+    # -- objects
+    # ------------------------------------------------------------------------------------------------------------
     def _path(self, *names: str) -> str:
         return "/".join((self._root, *names))
 
@@ -328,7 +384,8 @@ class CheckpointStore:
 
 
 def fetch_checkpoint(text: str, folder: Path, warn: Warn, key: str = "resume") -> Path:
-    """Download the checkpoint that a URL names to ``folder``: ``…/step-00000040``, or the newest whole one below it.
+    """Download the checkpoint that a URL names to ``folder``: ``…/step-00000040``, or the newest
+    whole one below it.
 
     Raises:
         ConfigError: there is none, or it is not whole.

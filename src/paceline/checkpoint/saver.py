@@ -1,4 +1,5 @@
-"""Saves of a running training: in the foreground, or in threads that write from a copy while the training goes on."""
+"""Saves of a running training: in the foreground, or in threads that write from a copy while the
+training goes on."""
 
 from __future__ import annotations
 
@@ -29,21 +30,24 @@ MakeParts = Callable[[], list[Part]]
 _LONG_WAIT_S = 10.0
 #: How often a save is tried again while the run stands still for it.
 _RETRY_S = 5.0
-#: What the first rank may ask of all (:meth:`Saver.wish`): a save as any other, or one for which the run stands still.
+#: What the first rank may ask of all (:meth:`Saver.wish`): a save as any other, or one for which
+#: the run stands still.
 _SAVE, _STAND_STILL = 1.0, 2.0
 
 
 class Saver:
-    """Saves the state of a run below ``folder`` (``RUN/checkpoints``), each rank what it owns. Use it in a ``with``, so that
-    what is being written when the training ends is waited for.
+    """Saves the state of a run below ``folder`` (``RUN/checkpoints``), each rank what it owns. Use
+    it in a ``with``, so that what is being written when the training ends is waited for.
 
     Args:
         keep: how many checkpoints are kept; None keeps all.
-        background: let training go on while a save is written, from a copy in the host's memory of what this rank owns. One
-            save is in flight at most.
+        background: let training go on while a save is written, from a copy in the host's memory of
+            what this rank owns. One save is in flight at most.
         every_s: ask for a save whenever so many seconds have passed since the last was begun.
-        pause: where a save cannot be written, stand still until it can be, or until ``stop()`` is true on some rank.
-        side: the group over which ranks that do not see ``folder`` send what they own to rank 0; None if all see it.
+        pause: where a save cannot be written, stand still until it can be, or until ``stop()`` is
+            true on some rank.
+        side: the group over which ranks that do not see ``folder`` send what they own to rank 0;
+            None if all see it.
         store: where checkpoints are uploaded (``checkpoint_dir``); on rank 0.
     """
 
@@ -78,7 +82,8 @@ class Saver:
         self._asked = 0.0  # by the first rank, of all
         self._failed = False  # the first rank has a failed save to tell of
         self._flight: Flight | None = None
-        self._error: Failure | None = None  # of the last save in the background; known to rank 0 alone
+        # of the last save in the background; known to rank 0 alone
+        self._error: Failure | None = None
         self._copy = HostCopy(world.device)
         self._said_unpinned = False
         if world.is_first:
@@ -88,12 +93,18 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.finish(hurry=error is not None)
 
     def wish(self) -> float:
-        """What this rank asks of all, to be told to each of them at the same step (:meth:`hear`): on the first rank, and once
-        each time, that a save is due by the clock, or that one failed for which the run shall stand still. Else 0."""
+        """What this rank asks of all, to be told to each of them at the same step (:meth:`hear`):
+        on the first rank, and once each time, that a save is due by the clock, or that one failed
+        for which the run shall stand still. Else 0."""
         if not self.world.is_first or self._flight is not None:
             return 0.0
         if self._failed:
@@ -105,8 +116,8 @@ class Saver:
         return _SAVE
 
     def hear(self, wish: float, num_begun: int) -> None:
-        """Keep a wish until the next save, which fulfils it. ``num_begun`` when it was uttered: a save that was begun since
-        then has fulfilled it."""
+        """Keep a wish until the next save, which fulfils it. ``num_begun`` when it was uttered: a
+        save that was begun since then has fulfilled it."""
         if num_begun == self.num_begun:
             self._asked = max(self._asked, wish)
 
@@ -120,17 +131,22 @@ class Saver:
         """Whether a save is asked for now; the same on all ranks."""
         return self._asked > 0
 
-    def save(self, step: int, make_parts: MakeParts, meta: dict[str, Any], *, must_succeed: bool) -> None:
+    def save(
+        self, step: int, make_parts: MakeParts, meta: dict[str, Any], *, must_succeed: bool
+    ) -> None:
         """Save the state of ``step``, unless it is saved or being saved. A collective.
 
-        Where it cannot be written, an event says so, and training goes on, or stands still until it can be. With
-        ``must_succeed`` it is waited for, a save of this very step that failed in the background is made once more, and where
-        that fails too (and the run does not stand still for it) every rank raises the same RunError.
+        Where it cannot be written, an event says so, and training goes on, or stands still until it
+        can be. With ``must_succeed`` it is waited for, a save of this very step that failed in the
+        background is made once more, and where that fails too (and the run does not stand still for
+        it) every rank raises the same RunError.
         """
         with PULSE.during("saving"):
             self._save(step, make_parts, meta, must_succeed)
 
-    def _save(self, step: int, make_parts: MakeParts, meta: dict[str, Any], must_succeed: bool) -> None:
+    def _save(
+        self, step: int, make_parts: MakeParts, meta: dict[str, Any], must_succeed: bool
+    ) -> None:
         asked, self._asked = self._asked, 0.0
         if step == self.last_step:
             if not must_succeed:
@@ -147,7 +163,8 @@ class Saver:
         error = self._begin(step, make_parts, meta, background)
         if isinstance(error, ClaimLostError):
             raise error
-        while error is not None and must_succeed and self.world.lost != lost:  # once more without the rank that was lost
+        # once more without the rank that was lost
+        while error is not None and must_succeed and self.world.lost != lost:
             lost = self.world.lost
             error = self._begin(step, make_parts, meta, background=False)
         if error is not None and self.pause:
@@ -155,17 +172,25 @@ class Saver:
         if error is not None and must_succeed:
             raise error
 
-    def _stand_still(self, error: Failure, step: int, make_parts: MakeParts, meta: dict[str, Any]) -> Failure | None:
+    def _stand_still(
+        self, error: Failure, step: int, make_parts: MakeParts, meta: dict[str, Any]
+    ) -> Failure | None:
         """Try again until it is written, or until a rank is asked to stop. Said once. On all ranks."""
         start = time.monotonic()
         found: Failure | None = error
         if self.world.is_first and not self.stop():
-            text = f"training stands still at step {step} (`recovery.on_save_error: pause`), and goes on when this is mended"
+            text = (
+                f"training stands still at step {step} (`recovery.on_save_error: pause`), and goes"
+                " on when this is mended"
+            )
             self.events.notice(f"{text}: {error.what}", level="warning")
         while found is not None and not self._wait_for_retry():
             found = self._begin(step, make_parts, meta, background=False, quiet=True)
         if found is None and self.world.is_first:
-            self.events.notice(f"the checkpoint is written: training goes on after {time.monotonic() - start:.0f} s")
+            self.events.notice(
+                "the checkpoint is written: training goes on after"
+                f" {time.monotonic() - start:.0f} s"
+            )
         return found
 
     def _wait_for_retry(self) -> bool:
@@ -178,7 +203,8 @@ class Saver:
             return self.world.sum(float(self.stop()))[0] > 0
 
     def poll(self) -> None:
-        """Say what has become of a save in the background, where it has ended. Called at every step; no collective."""
+        """Say what has become of a save in the background, where it has ended. Called at every
+        step; no collective."""
         if self._flight is not None and self._flight.ended:
             self._land(wait=False)
 
@@ -189,9 +215,15 @@ class Saver:
         self._land(wait=True)
 
     def _begin(
-        self, step: int, make_parts: MakeParts, meta: dict[str, Any], background: bool, quiet: bool = False
+        self,
+        step: int,
+        make_parts: MakeParts,
+        meta: dict[str, Any],
+        background: bool,
+        quiet: bool = False,
     ) -> Failure | None:
-        """Write a checkpoint, or begin to. Returns the error on which all ranks agree; ``quiet``: it is known already."""
+        """Write a checkpoint, or begin to. Returns the error on which all ranks agree; ``quiet``:
+        it is known already."""
         start = time.perf_counter()
         aside, problem = self._prepare(step)
         parts = make_parts()
@@ -204,22 +236,46 @@ class Saver:
         idle = remote and not parts  # sees no folder to say so in
         broken = self.side is not None and self.side.is_broken
         with uncounted():
-            told: list[Any] = self.world.gather_objects((Writer.here(parts), aside, problem, self._copy.unpinned, idle, broken))
+            told: list[Any] = self.world.gather_objects(
+                (Writer.here(parts), aside, problem, self._copy.unpinned, idle, broken)
+            )
         senders = self._senders(told)
         asides = [one[1] for one in told if one is not None and one[1] is not None]
-        problems = [(rank, one[2]) for rank, one in enumerate(told) if one is not None and one[2] is not None]
+        problems = [
+            (rank, one[2])
+            for rank, one in enumerate(told)
+            if one is not None and one[2] is not None
+        ]
         if self.world.is_first and asides:
             # A rank that the others do without, or that has nothing to send.
             for rank in (rank for rank, one in enumerate(told) if one is None or one[4]):
                 write_part(asides[0], rank, len(told), ())
-        self._say_unpinned({rank: one[3] for rank, one in enumerate(told) if one is not None and one[3] is not None})
+        self._say_unpinned(
+            {
+                rank: one[3]
+                for rank, one in enumerate(told)
+                if one is not None and one[3] is not None
+            }
+        )
         if not asides and not problems:
             problems = [(0, "the rank that led it has ended")]
         writers = [Writer.here(()) if one is None else one[0] for one in told]
         superseded = frozenset(one for one in self._found if one > self.first_step)
         aside = asides[0] if asides else None
         ways = (self.side, senders, self.store)
-        flight = Flight(self.world, self.folder, step, parts, meta, aside, writers, self.keep, superseded, start, *ways)
+        flight = Flight(
+            self.world,
+            self.folder,
+            step,
+            parts,
+            meta,
+            aside,
+            writers,
+            self.keep,
+            superseded,
+            start,
+            *ways,
+        )
         if problems:
             rank, text = problems[0]
             flight.fail(text + (f" (on rank {rank})" if self.world.size > 1 else ""))
@@ -232,7 +288,11 @@ class Saver:
         else:
             flight.run(PULSE.tick if self.side is not None else lambda: None)
         error = self._agree(flight.error)
-        if error is None and flight.leader in self.world.lost and not (self.folder / name_of(step)).is_dir():
+        if (
+            error is None
+            and flight.leader in self.world.lost
+            and not (self.folder / name_of(step)).is_dir()
+        ):
             error = flight.not_led()
         flight.blocked_s = time.perf_counter() - start
         if error is None:
@@ -242,13 +302,15 @@ class Saver:
         return error
 
     def _senders(self, told: Sequence[Any]) -> list[int]:
-        """The ranks that send what they own of this save to rank 0. Makes new connections if an earlier transfer failed on some
-        rank. The same on all ranks."""
+        """The ranks that send what they own of this save to rank 0. Makes new connections if an
+        earlier transfer failed on some rank. The same on all ranks."""
         if self.side is None:
             return []
         if any(one is not None and one[5] for one in told) and not self.world.lost:
             self.side.reopen()
-        return [rank for rank in self.side.remote_ranks if told[rank] is not None and not told[rank][4]]
+        return [
+            rank for rank in self.side.remote_ranks if told[rank] is not None and not told[rank][4]
+        ]
 
     def _prepare(self, step: int) -> tuple[Path | None, str | None]:
         if not self.world.is_first:
@@ -271,16 +333,22 @@ class Saver:
         flight.join()
         waited_s = time.perf_counter() - start if wait else 0.0
         flight.blocked_s += waited_s
-        if self.world.is_first and not flight.leads and not (self.folder / name_of(flight.step)).is_dir():
+        if (
+            self.world.is_first
+            and not flight.leads
+            and not (self.folder / name_of(flight.step)).is_dir()
+        ):
             flight.error = flight.not_led()
         self._flight, self._error = None, flight.error
-        self._failed = flight.error is not None and (self.pause or isinstance(flight.error, ClaimLostError))
+        self._failed = flight.error is not None and (
+            self.pause or isinstance(flight.error, ClaimLostError)
+        )
         if flight.saved is not None or flight.error is not None:
             self._say(flight)
         if waited_s > _LONG_WAIT_S and self.world.is_first:
             self.events.notice(
-                f"training stood still for {waited_s:.0f} s until the checkpoint of step {flight.step} was written; "
-                "a higher `save_steps` saves more seldom",
+                f"training stood still for {waited_s:.0f} s until the checkpoint of step"
+                f" {flight.step} was written; a higher `save_steps` saves more seldom",
                 level="warning",
             )
 
@@ -290,8 +358,9 @@ class Saver:
         self._said_unpinned = True
         where = f" of rank {', '.join(map(str, reasons))}" if self.world.size > 1 else ""
         self.events.notice(
-            f"the copy{where} that is saved from in the background lies in ordinary memory, for no more could be pinned: "
-            f"training stands still longer at each save ({next(iter(reasons.values()))})",
+            f"the copy{where} that is saved from in the background lies in ordinary memory, for no"
+            " more could be pinned: training stands still longer at each save"
+            f" ({next(iter(reasons.values()))})",
             level="warning",
         )
 

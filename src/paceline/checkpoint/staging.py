@@ -19,7 +19,8 @@ class _Block:
 
 
 class HostCopy:
-    """Copies of parts in the host's memory, pinned where there is an accelerator. The memory is kept for the next save.
+    """Copies of parts in the host's memory, pinned where there is an accelerator. The memory is
+    kept for the next save.
 
     Attributes:
         unpinned: why the rest of the memory is not pinned, where no more could be; else None.
@@ -49,7 +50,9 @@ class HostCopy:
         if self.pinned:
             try:
                 return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:  # the device or the system pins no more: the copy is slower, and as good
+            except (
+                RuntimeError
+            ) as error:  # the device or the system pins no more: the copy is slower, and as good
                 self.pinned, self.unpinned = False, str(error).partition("\n")[0]
         return torch.empty(size_bytes, dtype=torch.uint8)
 
@@ -62,6 +65,7 @@ class HostCopy:
             block = self._blocks[place]
             if block.used + size_bytes <= block.memory.numel():
                 room = block.memory[block.used : block.used + size_bytes]
-                block.used += -(-size_bytes // 16) * 16  # so that each tensor lies at a multiple of its item
+                # so that each tensor lies at a multiple of its item
+                block.used += -(-size_bytes // 16) * 16
                 return place, room
             place += 1

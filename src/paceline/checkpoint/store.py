@@ -1,7 +1,9 @@
-"""Checkpoints: a folder that appears whole or not at all, with a manifest of sizes and SHA-256. No pickle, no torch here.
+"""Checkpoints: a folder that appears whole or not at all, with a manifest of sizes and SHA-256. No
+pickle, no torch here.
 
-What lies in the folder is said in :mod:`paceline.checkpoint.format`. It is written beside under a hidden name, synced,
-and renamed (:mod:`paceline.checkpoint.commit`); what is left over of a save that was cut is cleared by the next.
+What lies in the folder is said in :mod:`paceline.checkpoint.format`. It is written beside under a
+hidden name, synced, and renamed (:mod:`paceline.checkpoint.commit`); what is left over of a save
+that was cut is cleared by the next.
 """
 
 from __future__ import annotations
@@ -60,11 +62,12 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def save(folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str, Any]) -> Saved:
-    """Write a checkpoint of ``step`` below ``folder`` (``RUN/checkpoints``) out of whole tensors, in this process alone.
+    """Write a checkpoint of ``step`` below ``folder`` (``RUN/checkpoints``) out of whole tensors,
+    in this process alone.
 
     Raises:
-        RunError: it could not be written (full disk, no permission); every earlier checkpoint is untouched and what was
-            begun is removed.
+        RunError: it could not be written (full disk, no permission); every earlier checkpoint is
+            untouched and what was begun is removed.
     """
     from paceline.parallel.state import Part
 
@@ -81,18 +84,19 @@ def save(folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str
 
 
 def prune(folder: Path, keep: int | None, superseded: Collection[int] = ()) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints (None keeps all), and those of the steps ``superseded``, which do not
-    count among the newest. Returns what was removed.
+    """Remove all but the newest ``keep`` checkpoints (None keeps all), and those of the steps
+    ``superseded``, which do not count among the newest. Returns what was removed.
 
-    Which are whole is not looked at. So that the newest whole one is never removed, call it when a checkpoint has just been
-    written, with every later step ``superseded``.
+    Which are whole is not looked at. So that the newest whole one is never removed, call it when a
+    checkpoint has just been written, with every later step ``superseded``.
     """
     gone = [one for one in committed(folder) if step_of(one) in superseded]
     if keep is not None:
         gone += [one for one in committed(folder) if one not in gone][:-keep]
     for path in gone:
         aside = folder / f".{path.name}.{os.getpid()}.old"
-        os.replace(path, aside)  # gone in one step: a cut here leaves no half checkpoint under a good name
+        # gone in one step: a cut here leaves no half checkpoint under a good name
+        os.replace(path, aside)
         fsync_dir(folder)  # nor does a power cut
         remove(aside)
     return gone
@@ -102,7 +106,9 @@ def committed(folder: Path) -> list[Path]:
     """The checkpoints below ``folder``, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted((one for one in folder.iterdir() if _NAME.fullmatch(one.name) and one.is_dir()), key=step_of)
+    return sorted(
+        (one for one in folder.iterdir() if _NAME.fullmatch(one.name) and one.is_dir()), key=step_of
+    )
 
 
 def step_of(path: Path) -> int:
@@ -128,7 +134,10 @@ def _leads_out(path: Path, folder: Path) -> str | None:
     target = path.resolve()
     if any(target.is_relative_to(one.resolve()) for one in (folder, folder.parent)):
         return None
-    return f"{path} is a link that leads out of the run's folder, to {target}; `resume: {target}` takes it"
+    return (
+        f"{path} is a link that leads out of the run's folder, to {target}; `resume: {target}`"
+        " takes it"
+    )
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -149,16 +158,18 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds: ``{step, strategy, world_size, digest, model_digest, tensors: {name: {dtype, shape, sha256}}}``,
-    over the whole tensors, whatever pieces they were written in.
+    """What a checkpoint holds: ``{step, strategy, world_size, digest, model_digest, tensors: {name:
+    {dtype, shape, sha256}}}``, over the whole tensors, whatever pieces they were written in.
 
-    The digest is the SHA-256 over the lines "name dtype shape sha256" in order of name: equal digests mean equal bits.
+    The digest is the SHA-256 over the lines "name dtype shape sha256" in order of name: equal
+    digests mean equal bits.
     """
     problem = verify(path)
     meta = read_meta(path)
     if problem is not None:
         raise ConfigError(
-            f"the checkpoint {path} is not whole: {problem}", fix="use the one before it, or resume: auto, which does"
+            f"the checkpoint {path} is not whole: {problem}",
+            fix="use the one before it, or resume: auto, which does",
         )
     with CheckpointReader(path) as reader:
         tensors = {name: reader.describe(name) for name in reader.names}
@@ -167,19 +178,24 @@ def inspect(path: Path) -> dict[str, Any]:
         "strategy": meta["strategy"],
         "world_size": meta["world_size"],
         "digest": _digest(tensors),
-        "model_digest": _digest({name: one for name, one in tensors.items() if name.startswith("model/")}),
+        "model_digest": _digest(
+            {name: one for name, one in tensors.items() if name.startswith("model/")}
+        ),
         "tensors": tensors,
     }
 
 
 def _digest(tensors: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{name} {one['dtype']} {one['shape']} {one['sha256']}\n" for name, one in sorted(tensors.items())]
+    lines = [
+        f"{name} {one['dtype']} {one['shape']} {one['sha256']}\n"
+        for name, one in sorted(tensors.items())
+    ]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def find(path: Path, say: Callable[[str], None] = lambda text: None) -> Path:
-    """The checkpoint meant by ``path``: itself, or the newest whole one of a run's folder or its ``checkpoints``. ``say`` gets
-    what is wrong with each newer one.
+    """The checkpoint meant by ``path``: itself, or the newest whole one of a run's folder or its
+    ``checkpoints``. ``say`` gets what is wrong with each newer one.
 
     Raises:
         ConfigError: there is none.

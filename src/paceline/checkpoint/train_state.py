@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def training_state(session: Session) -> list[Part]:
-    """What this rank writes into a checkpoint: parameters, buffers and optimizer by the strategy; schedule, random state and
-    data position as numbers, by rank 0.
+    """What this rank writes into a checkpoint: parameters, buffers and optimizer by the strategy;
+    schedule, random state and data position as numbers, by rank 0.
 
-    Random state is (seed, step): every draw is a function of them (see :mod:`paceline.distributed.seeds`), so nothing else is
-    needed to go on exactly.
+    Random state is (seed, step): every draw is a function of them (see
+    :mod:`paceline.distributed.seeds`), so nothing else is needed to go on exactly.
     """
     parts = session.strategy.state()
     if not session.world.is_first:
@@ -34,18 +34,24 @@ def training_state(session: Session) -> list[Part]:
         "data/epoch": epoch,
         "data/position": place * session.order.batch_size,
     }
-    tensors = {name: torch.tensor(value) for name, value in numbers.items()} | session.precision.state()
+    tensors = {
+        name: torch.tensor(value) for name, value in numbers.items()
+    } | session.precision.state()
     return parts + [Part.whole(name, value) for name, value in tensors.items()]
 
 
-#: Elements of each frozen parameter that its digest is made of: another model differs in nearly all.
+#: Elements of each frozen parameter that its digest is made of: another model differs in nearly
+#: all.
 _SAMPLED = 256
 
 
 def frozen_digest(model: nn.Module) -> str | None:
-    """Changes when the parameters do that are not trained, and that a checkpoint therefore does not hold: SHA-256 over their
-    names, dtypes, shapes, and some of their elements. None where all are trained."""
-    frozen = sorted((name, one.detach()) for name, one in model.named_parameters() if not one.requires_grad)
+    """Changes when the parameters do that are not trained, and that a checkpoint therefore does not
+    hold: SHA-256 over their names, dtypes, shapes, and some of their elements. None where all are
+    trained."""
+    frozen = sorted(
+        (name, one.detach()) for name, one in model.named_parameters() if not one.requires_grad
+    )
     digest = hashlib.sha256()
     for name, one in frozen:
         digest.update(f"{name} {one.dtype} {list(one.shape)}\n".encode())
@@ -55,10 +61,16 @@ def frozen_digest(model: nn.Module) -> str | None:
     return digest.hexdigest() if frozen else None
 
 
-def check_same_model(opened: OpenCheckpoint, path: str, shape: ModelShape, frozen: str | None) -> None:
-    """Raise ConfigError if the checkpoint ``path`` is not of a model of this shape with these frozen weights (see
-    :func:`frozen_digest`): nothing was written yet."""
-    stored = {name.removeprefix("model/"): one[1] for name, one in opened.tensors().items() if name.startswith("model/")}
+def check_same_model(
+    opened: OpenCheckpoint, path: str, shape: ModelShape, frozen: str | None
+) -> None:
+    """Raise ConfigError if the checkpoint ``path`` is not of a model of this shape with these
+    frozen weights (see :func:`frozen_digest`): nothing was written yet."""
+    stored = {
+        name.removeprefix("model/"): one[1]
+        for name, one in opened.tensors().items()
+        if name.startswith("model/")
+    }
     trained = {one.name: one.shape for one in shape.trained}
     lines = [f"{name}: {list(stored[name])} there, {list(trained[name])} here" for name in stored.keys() & trained.keys()
              if tuple(stored[name]) != trained[name]]  # fmt: skip
@@ -68,31 +80,46 @@ def check_same_model(opened: OpenCheckpoint, path: str, shape: ModelShape, froze
         more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
         raise ConfigError(
             f"{path} is a checkpoint of another model: {'; '.join(sorted(lines)[:3])}{more}",
-            allowed=f"a checkpoint with the {len(trained)} trained weights of this model, in their shapes",
-            fix="set `model`, `lora` and the task as they were, or another `output_dir` for a new run",
+            allowed=(
+                f"a checkpoint with the {len(trained)} trained weights of this model, in their"
+                " shapes"
+            ),
+            fix=(
+                "set `model`, `lora` and the task as they were, or another `output_dir` for a"
+                " new run"
+            ),
         )
     stored_digest = opened.meta.get("frozen")
     if None not in (stored_digest, frozen) and stored_digest != frozen:
         raise ConfigError(
-            f"{path} was trained on top of other weights: the frozen ones of the model, which no checkpoint holds, are not "
-            "what they were",
-            fix="put the files of `model` back as they were (of a hub model, the same revision), or set another `output_dir` "
-            "for a new run",
+            f"{path} was trained on top of other weights: the frozen ones of the model, which no"
+            " checkpoint holds, are not what they were",
+            fix=(
+                "put the files of `model` back as they were (of a hub model, the same revision), or"
+                " set another `output_dir` for a new run"
+            ),
         )
 
 
 def load_training_state(session: Session, source: StateSource, step: int) -> None:
     """The reverse, on every rank."""
     strategy = session.strategy
-    scaler = {name: float(source.read(name, (), ())) for name in source.tensors() if name.startswith("scaler/")}
+    scaler = {
+        name: float(source.read(name, (), ()))
+        for name in source.tensors()
+        if name.startswith("scaler/")
+    }
     session.precision.load_state(scaler)  # before what a strategy has of its own scale
     strategy.load_state(source)
     if not strategy.trains_apart and any(name.startswith("local/") for name in source.tensors()):
         strategy.notices.append(
             (
                 "warning",
-                "the checkpoint is of workers that trained on their own: this goes on from the mean of their parameters and "
-                "the first one's optimizer; the rest of their state is dropped",
+                (
+                    "the checkpoint is of workers that trained on their own: this goes on from the"
+                    " mean of their parameters and the first one's optimizer; the rest of their"
+                    " state is dropped"
+                ),
             )
         )
     session.step = session.first_step = step

@@ -1,7 +1,9 @@
-"""Checkpoints of ranks that do not see the run's folder: rank 0 writes what they own, and reads for them.
+"""Checkpoints of ranks that do not see the run's folder: rank 0 writes what they own, and reads for
+them.
 
 Nothing is written on the host of such a rank. Both directions use staging buffers of fixed size
-(:mod:`paceline.distributed.side_group`), and the SHA-256 of every transfer is compared at the receiving end.
+(:mod:`paceline.distributed.side_group`), and the SHA-256 of every transfer is compared at the
+receiving end.
 """
 
 from __future__ import annotations
@@ -42,10 +44,14 @@ Tick = Callable[[], None]
 _LONG_SAVE_S = 60.0
 
 
-# -- saving -----------------------------------------------------------------------------------------------------------------
-def send_part(side: SideGroup, rank: int, num_ranks: int, parts: Sequence[Part], tick: Tick) -> None:
-    """Send what this rank owns to rank 0, which writes it as :func:`~paceline.checkpoint.commit.write_part` does. Raises
-    nothing: rank 0 reports a failure as one of the save."""
+# -- saving
+# -----------------------------------------------------------------------------------------------------------------
+def send_part(
+    side: SideGroup, rank: int, num_ranks: int, parts: Sequence[Part], tick: Tick
+) -> None:
+    """Send what this rank owns to rank 0, which writes it as
+    :func:`~paceline.checkpoint.commit.write_part` does. Raises nothing: rank 0 reports a failure as
+    one of the save."""
     try:
         try:
             file = StateFile(state_file(rank, num_ranks), parts)
@@ -63,9 +69,12 @@ def send_part(side: SideGroup, rank: int, num_ranks: int, parts: Sequence[Part],
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def receive_parts(side: SideGroup, aside: Path, senders: Sequence[int], num_ranks: int, tick: Tick) -> None:
-    """On rank 0: write what the ranks ``senders`` own, one rank after another, into the hidden folder of a save. Raises
-    nothing; what fails is marked in the folder, as by a rank that writes there itself."""
+def receive_parts(
+    side: SideGroup, aside: Path, senders: Sequence[int], num_ranks: int, tick: Tick
+) -> None:
+    """On rank 0: write what the ranks ``senders`` own, one rank after another, into the hidden
+    folder of a save. Raises nothing; what fails is marked in the folder, as by a rank that writes
+    there itself."""
     for rank in senders:
         if has_failed(aside):
             _decline(side, aside, rank, num_ranks)
@@ -105,11 +114,18 @@ def _receive_part(side: SideGroup, rank: int, tick: Tick, path: Path) -> dict[st
             if "problem" in ending:
                 raise ValueError(ending["problem"])
             if ending["sha256"] != writer.digest.hexdigest():
-                raise ValueError(f"the part of {host} arrived with another SHA-256 than it was sent with")
+                raise ValueError(
+                    f"the part of {host} arrived with another SHA-256 than it was sent with"
+                )
             os.fsync(handle.fileno())
     except TransferError as error:
         raise ValueError(f"the part of {host} did not arrive: {error}") from error
-    return {"file": path.name, "size_bytes": size_bytes, "sha256": ending["sha256"], "tensors": ending["tensors"]}
+    return {
+        "file": path.name,
+        "size_bytes": size_bytes,
+        "sha256": ending["sha256"],
+        "tensors": ending["tensors"],
+    }
 
 
 def _open_for(path: Path, size_bytes: int) -> Any:
@@ -119,8 +135,8 @@ def _open_for(path: Path, size_bytes: int) -> Any:
 
 
 class _Writer:
-    """Writes chunks as they arrive. After an error of the disk the rest is received and dropped: the sender does not wait for
-    an answer in between."""
+    """Writes chunks as they arrive. After an error of the disk the rest is received and dropped:
+    the sender does not wait for an answer in between."""
 
     def __init__(self, handle: Any, tick: Tick) -> None:
         self.handle, self.tick = handle, tick
@@ -139,7 +155,8 @@ class _Writer:
             self.error = error
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------------
+# -- reading
+# ------------------------------------------------------------------------------------------------------------------
 class OpenCheckpoint(StateSource, Protocol):
     """The state in a checkpoint together with its ``meta.json``."""
 
@@ -154,8 +171,8 @@ class _LocalCheckpoint(CheckpointReader):
 
 @contextmanager
 def open_checkpoint(path: Path, side: SideGroup | None) -> Iterator[OpenCheckpoint]:
-    """A checkpoint, read from its folder by the ranks that see it and through rank 0 by the others. A collective of the members
-    of ``side``; ``path`` is rank 0's.
+    """A checkpoint, read from its folder by the ranks that see it and through rank 0 by the others.
+    A collective of the members of ``side``; ``path`` is rank 0's.
 
     Raises:
         ConfigError: it is broken, or one of another model.
@@ -167,7 +184,11 @@ def open_checkpoint(path: Path, side: SideGroup | None) -> Iterator[OpenCheckpoi
         finally:
             remote.close()
         return
-    servers = [] if side is None or not side.is_root else [_Server(side, rank, path) for rank in side.remote_ranks]
+    servers = (
+        []
+        if side is None or not side.is_root
+        else [_Server(side, rank, path) for rank in side.remote_ranks]
+    )
     with _LocalCheckpoint(path) as reader:
         yield reader
     for server in servers:  # not after an error: the other ranks may never end
@@ -175,7 +196,8 @@ def open_checkpoint(path: Path, side: SideGroup | None) -> Iterator[OpenCheckpoi
 
 
 class _RemoteCheckpoint:
-    """A checkpoint that rank 0 reads for this rank: each request names a box or a flat range, which arrives in chunks."""
+    """A checkpoint that rank 0 reads for this rank: each request names a box or a flat range, which
+    arrives in chunks."""
 
     def __init__(self, side: SideGroup) -> None:
         self.side = side
@@ -184,7 +206,9 @@ class _RemoteCheckpoint:
         if "error" in opened:
             raise _error_from(opened["error"])
         self.meta: dict[str, Any] = opened["meta"]
-        self._tensors = {name: (str(dtype), tuple(shape)) for name, (dtype, shape) in opened["tensors"].items()}
+        self._tensors = {
+            name: (str(dtype), tuple(shape)) for name, (dtype, shape) in opened["tensors"].items()
+        }
 
     def close(self) -> None:
         if not self.side.is_broken:
@@ -192,20 +216,32 @@ class _RemoteCheckpoint:
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each whole tensor, by name."""
-        return {name: (getattr(torch, DTYPES[dtype][0]), shape) for name, (dtype, shape) in self._tensors.items()}
+        return {
+            name: (getattr(torch, DTYPES[dtype][0]), shape)
+            for name, (dtype, shape) in self._tensors.items()
+        }
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """A box of a tensor, on the CPU."""
-        found = self._read(name, math.prod(shape), {"do": "read", "name": name, "offset": [*offset], "shape": [*shape]})
+        found = self._read(
+            name,
+            math.prod(shape),
+            {"do": "read", "name": name, "offset": [*offset], "shape": [*shape]},
+        )
         return found.view(tuple(shape))
 
     def read_flat(self, name: str, start: int, count: int) -> torch.Tensor:
         """``count`` elements from ``start`` on of the flattened tensor, on the CPU."""
-        return self._read(name, count, {"do": "read_flat", "name": name, "start": start, "count": count})
+        return self._read(
+            name, count, {"do": "read_flat", "name": name, "start": start, "count": count}
+        )
 
     def _read(self, name: str, count: int, request: dict[str, Any]) -> torch.Tensor:
-        known = self._tensors.get(name)  # rank 0 answers a request for a name that it does not have with the error
-        values = torch.empty(count if known else 0, dtype=getattr(torch, DTYPES[known[0] if known else "U8"][0]))
+        # rank 0 answers a request for a name that it does not have with the error
+        known = self._tensors.get(name)
+        values = torch.empty(
+            count if known else 0, dtype=getattr(torch, DTYPES[known[0] if known else "U8"][0])
+        )
         memory = values.view(torch.uint8).numpy()
         digest = hashlib.sha256()
         self._request({**request, "size_bytes": len(memory)})
@@ -213,7 +249,10 @@ class _RemoteCheckpoint:
         if "error" in ending:
             raise _error_from(ending["error"])
         if ending.get("sha256") != digest.hexdigest():
-            raise RunError(f"{name} of the checkpoint arrived with another SHA-256 than rank {self.side.root} read it with")
+            raise RunError(
+                f"{name} of the checkpoint arrived with another SHA-256 than rank {self.side.root}"
+                " read it with"
+            )
         return values
 
     def _request(self, request: dict[str, Any]) -> None:
@@ -223,7 +262,9 @@ class _RemoteCheckpoint:
         try:
             return transfer()
         except TransferError as error:
-            raise RunError(f"the checkpoint cannot be read through rank {self.side.root}: {error}") from error
+            raise RunError(
+                f"the checkpoint cannot be read through rank {self.side.root}: {error}"
+            ) from error
 
 
 class _Server(threading.Thread):
@@ -282,7 +323,12 @@ def _blocks(reader: CheckpointReader, request: dict[str, Any]) -> Iterator[memor
 def _error_to(error: Exception) -> dict[str, Any]:
     if isinstance(error, ConfigError):
         return {"what": error.what, "allowed": error.allowed, "fix": error.fix, "is_config": True}
-    return {"what": str(error) or type(error).__name__, "allowed": None, "fix": None, "is_config": False}
+    return {
+        "what": str(error) or type(error).__name__,
+        "allowed": None,
+        "fix": None,
+        "is_config": False,
+    }
 
 
 def _error_from(raw: dict[str, Any]) -> ConfigError | RunError:
@@ -290,7 +336,8 @@ def _error_from(raw: dict[str, Any]) -> ConfigError | RunError:
     return kind(raw["what"], allowed=raw["allowed"], fix=raw["fix"])
 
 
-# -- what it costs ------------------------------------------------------------------------------------------------------------
+# -- what it costs
+# ------------------------------------------------------------------------------------------------------------
 def transfer_notices(session: Session, side: SideGroup | None) -> list[tuple[str, str]]:
     """What travels to rank 0 at each save, as (level, text). A collective."""
     if side is None:
@@ -302,16 +349,23 @@ def transfer_notices(session: Session, side: SideGroup | None) -> list[tuple[str
         if part.owned or strategy.trains_apart:
             size_bytes += part.tensor.numel() * (item + (moments if part.key is not None else 0))
         elif session.config.compression.chain and part.key is not None:
-            size_bytes += part.tensor.numel() * item  # what compression keeps of the gradient until later
+            # what compression keeps of the gradient until later
+            size_bytes += part.tensor.numel() * item
     with uncounted():
         sizes: list[Any] = session.world.gather_objects(size_bytes if side.is_remote else None)
         rate = side.measure_bytes_per_s()
     if not session.world.is_first:
         return []
-    return [transfer_text([one for one in sizes if one is not None], rate, session.config.parallel.timeout_s)]
+    return [
+        transfer_text(
+            [one for one in sizes if one is not None], rate, session.config.parallel.timeout_s
+        )
+    ]
 
 
-def transfer_text(sizes: Sequence[int], bytes_per_s: float | None, timeout_s: float) -> tuple[str, str]:
+def transfer_text(
+    sizes: Sequence[int], bytes_per_s: float | None, timeout_s: float
+) -> tuple[str, str]:
     """(level, text) of what travels to rank 0 at each save.
 
     Args:
@@ -331,10 +385,13 @@ def transfer_text(sizes: Sequence[int], bytes_per_s: float | None, timeout_s: fl
     if wall_s < _LONG_SAVE_S:
         return "info", text
     text += (
-        ". To save less often, raise `save_steps`. To send less, shard within a host (`parallel.shard`: the number of its "
-        "devices; `parallel.data`: the number of hosts) or use `mode: ddp`. To send nothing, use an `output_dir` that all "
-        "hosts share"
+        ". To save less often, raise `save_steps`. To send less, shard within a host"
+        " (`parallel.shard`: the number of its devices; `parallel.data`: the number of hosts) or"
+        " use `mode: ddp`. To send nothing, use an `output_dir` that all hosts share"
     )
     if 2 * wall_s > timeout_s:
-        text += f". The last save must end within `parallel.timeout_s` ({timeout_s:.0f} s): set it to {4 * wall_s:.0f}"
+        text += (
+            f". The last save must end within `parallel.timeout_s` ({timeout_s:.0f} s): set it to"
+            f" {4 * wall_s:.0f}"
+        )
     return "warning", text

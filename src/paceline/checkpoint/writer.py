@@ -1,4 +1,5 @@
-"""The file of a checkpoint that one rank writes: the parts of the state that it owns, as safetensors, hashed on their way."""
+"""The file of a checkpoint that one rank writes: the parts of the state that it owns, as
+safetensors, hashed on their way."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def size_of(parts: Sequence[Part]) -> int:
 
 
 def write_state(path: Path, parts: Sequence[Part]) -> tuple[int, str, Index]:
-    """Write the parts as one safetensors file, synced. Returns (bytes, SHA-256 of the file, its tensors)."""
+    """Write the parts as one safetensors file, synced. Returns (bytes, SHA-256 of the file, its
+    tensors)."""
     file = StateFile(path.name, parts)
     with open(path, "wb", buffering=0) as handle:
         sha256 = file.write(handle)
@@ -48,12 +50,18 @@ class StateFile:
     def __init__(self, name: str, parts: Sequence[Part]) -> None:
         self._keys = _keys(parts)
         # so that each tensor lies at a multiple of its item
-        self._order = sorted(self._keys, key=lambda key: (-self._keys[key].tensor.element_size(), key))
+        self._order = sorted(
+            self._keys, key=lambda key: (-self._keys[key].tensor.element_size(), key)
+        )
         header, at = {}, 0
         for key in self._order:
             part = self._keys[key]
             end = at + part.tensor.numel() * part.tensor.element_size()
-            header[key] = {"dtype": dtype_name(part), "shape": list(part.tensor.shape), "data_offsets": [at, end]}
+            header[key] = {
+                "dtype": dtype_name(part),
+                "shape": list(part.tensor.shape),
+                "data_offsets": [at, end],
+            }
             at = end
         raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         raw += b" " * (-len(raw) % 8)
@@ -91,14 +99,21 @@ def _index(file: str, keys: dict[str, Part]) -> Index:
         elif part.flat:
             shape = (part.tensor.numel(),)
         piece = Piece(file, key, tuple(offset), shape, flat)
-        add(found, part.name, Entry(dtype_name(part), tuple(part.shape), (piece,) if piece.numel else ()))
+        add(
+            found,
+            part.name,
+            Entry(dtype_name(part), tuple(part.shape), (piece,) if piece.numel else ()),
+        )
     return found
 
 
 def dtype_name(part: Part) -> str:
     name = DTYPE_NAMES.get(str(part.tensor.dtype))
     if name is None:
-        raise TypeError(f"{part.name} is {part.tensor.dtype}, which a checkpoint cannot hold ({', '.join(DTYPES)})")
+        raise TypeError(
+            f"{part.name} is {part.tensor.dtype}, which a checkpoint cannot hold"
+            f" ({', '.join(DTYPES)})"
+        )
     return name
 
 

@@ -1,1 +1,2 @@
-"""Runs over several hosts: rendezvous, numbering of ranks, failures, and the schedulers that start them."""
+"""Runs over several hosts: rendezvous, numbering of ranks, failures, and the schedulers that start
+them."""

@@ -1,10 +1,13 @@
-"""The difference between the clocks of the hosts, measured through the rendezvous store before the rendezvous.
+"""The difference between the clocks of the hosts, measured through the rendezvous store before the
+rendezvous.
 
-torch elastic compares the heartbeat times of other hosts with the local wall clock, and removes a host whose last heartbeat
-seems too old. With clocks that differ by more than a few seconds it removes healthy hosts.
+torch elastic compares the heartbeat times of other hosts with the local wall clock, and removes a
+host whose last heartbeat seems too old. With clocks that differ by more than a few seconds it
+removes healthy hosts.
 
-The endpoint host runs a :class:`ClockServer`; every other host calls :func:`check_clock`. Messages are JSON in queues of the
-store (TCPStore and HashStore have queues, FileStore does not); nothing is unpickled.
+The endpoint host runs a :class:`ClockServer`; every other host calls :func:`check_clock`. Messages
+are JSON in queues of the store (TCPStore and HashStore have queues, FileStore does not); nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ from paceline.core.processes import host_name
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: With keep_alive_interval × keep_alive_max_attempt above this, elastic does not mistake skew for a lost host.
+#: With keep_alive_interval × keep_alive_max_attempt above this, elastic does not mistake skew for a
+#: lost host.
 MAX_SKEW_S = 5.0
 _NUM_ROUND_TRIPS = 5
 _REQUESTS = "paceline/clock/requests"
 _ANSWERS = "paceline/clock/answers/"
-#: A queue read that times out makes torch log warnings; the server waits for a request or for its own stop message.
+#: A queue read that times out makes torch log warnings; the server waits for a request or for its
+#: own stop message.
 _FOREVER = timedelta(days=365)
 
 Clock = Callable[[], float]
@@ -63,7 +68,9 @@ class ClockServer:
         clock: replaces the system's wall clock in tests.
     """
 
-    def __init__(self, store: Store, *, limit_s: float = MAX_SKEW_S, clock: Clock = time.time) -> None:
+    def __init__(
+        self, store: Store, *, limit_s: float = MAX_SKEW_S, clock: Clock = time.time
+    ) -> None:
         self._limit_s = limit_s
         self._clock = clock
         self._stop_token = uuid.uuid4().hex
@@ -73,7 +80,8 @@ class ClockServer:
         self._store.set_timeout(_FOREVER)
         self._thread = threading.Thread(target=self._serve, name="clock server", daemon=True)
         self._thread.start()
-        # A daemon thread that is inside a C++ call while the interpreter ends can abort the process.
+        # A daemon thread that is inside a C++ call while the interpreter ends can abort the
+        # process.
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -87,7 +95,12 @@ class ClockServer:
     def __enter__(self) -> ClockServer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _serve(self) -> None:
@@ -104,19 +117,29 @@ class ClockServer:
                 return
 
     def _compare(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Accept a host's measured skew, or name a host that was accepted before and is too far from it."""
-        host, skew_s, round_trip_s = request.get("host"), finite(request.get("skew_s")), finite(request.get("round_trip_s"))
+        """Accept a host's measured skew, or name a host that was accepted before and is too far
+        from it."""
+        host, skew_s, round_trip_s = (
+            request.get("host"),
+            finite(request.get("skew_s")),
+            finite(request.get("round_trip_s")),
+        )
         if not isinstance(host, str) or skew_s is None or round_trip_s is None:
             return {}
         for other in self._accepted.values():
-            if other.host != host and _exceeds(skew_s - other.skew_s, round_trip_s + other.round_trip_s, self._limit_s):
+            if other.host != host and _exceeds(
+                skew_s - other.skew_s, round_trip_s + other.round_trip_s, self._limit_s
+            ):
                 return {"conflict": {"host": other.host, "skew_s": other.skew_s}}
         self._accepted[host] = ClockSkew(host, host_name(), skew_s, round_trip_s)
         return {}
 
 
-def check_clock(store: Store, limit_s: float = MAX_SKEW_S, *, timeout_s: float = 60.0, clock: Clock = time.time) -> ClockSkew:
-    """Compare this host's clock with the endpoint host's, and with those of the hosts that were checked before.
+def check_clock(
+    store: Store, limit_s: float = MAX_SKEW_S, *, timeout_s: float = 60.0, clock: Clock = time.time
+) -> ClockSkew:
+    """Compare this host's clock with the endpoint host's, and with those of the hosts that were
+    checked before.
 
     Args:
         store: a client of the rendezvous store; a clone of it is used.
@@ -130,7 +153,10 @@ def check_clock(store: Store, limit_s: float = MAX_SKEW_S, *, timeout_s: float =
     """
     client = store.clone()
     client.set_timeout(timedelta(seconds=timeout_s))
-    skew = min((_round_trip(client, clock, timeout_s) for _ in range(_NUM_ROUND_TRIPS)), key=lambda trip: trip.round_trip_s)
+    skew = min(
+        (_round_trip(client, clock, timeout_s) for _ in range(_NUM_ROUND_TRIPS)),
+        key=lambda trip: trip.round_trip_s,
+    )
     if _exceeds(skew.skew_s, skew.round_trip_s, limit_s):
         raise _too_far(skew.host, skew.endpoint_host, skew.skew_s, limit_s, endpoint=True)
     report = {"host": skew.host, "skew_s": skew.skew_s, "round_trip_s": skew.round_trip_s}
@@ -142,14 +168,22 @@ def check_clock(store: Store, limit_s: float = MAX_SKEW_S, *, timeout_s: float =
 
 
 def _round_trip(store: Store, clock: Clock, timeout_s: float) -> ClockSkew:
-    """As in NTP (RFC 5905, section 8): the other clock against the midpoint of the request and the answer."""
+    """As in NTP (RFC 5905, section 8): the other clock against the midpoint of the request and the
+    answer."""
     sent_at, start = clock(), time.monotonic()
     answer = _ask(store, {}, timeout_s)
     round_trip_s = time.monotonic() - start
     endpoint_time = finite(answer.get("time"))
     if endpoint_time is None:
-        raise RunError("the rendezvous store contains an answer that is not from Paceline's clock server")
-    return ClockSkew(host_name(), str(answer.get("host")), sent_at + round_trip_s / 2 - endpoint_time, round_trip_s)
+        raise RunError(
+            "the rendezvous store contains an answer that is not from Paceline's clock server"
+        )
+    return ClockSkew(
+        host_name(),
+        str(answer.get("host")),
+        sent_at + round_trip_s / 2 - endpoint_time,
+        round_trip_s,
+    )
 
 
 def _ask(store: Store, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -161,9 +195,12 @@ def _ask(store: Store, request: dict[str, Any], timeout_s: float) -> dict[str, A
         return _parse(store.queue_pop(_ANSWERS + identifier))
     except DistStoreError as error:  # the timeout; a lost connection is a DistNetworkError
         raise RunError(
-            f"the rendezvous store accepted a connection, but no clock server answered within {timeout_s:g} s",
-            fix="check that the host at `parallel.rdzv_endpoint` runs the same version of Paceline, and that no other program "
-            "uses that port",
+            "the rendezvous store accepted a connection, but no clock server answered within"
+            f" {timeout_s:g} s",
+            fix=(
+                "check that the host at `parallel.rdzv_endpoint` runs the same version of Paceline,"
+                " and that no other program uses that port"
+            ),
         ) from error
 
 
@@ -176,16 +213,24 @@ def _parse(message: bytes) -> dict[str, Any]:
 
 
 def _exceeds(skew_s: float, round_trip_s: float, limit_s: float) -> bool:
-    """Whether the clocks differ by more than the limit even if the measurement is wrong by as much as it can be."""
+    """Whether the clocks differ by more than the limit even if the measurement is wrong by as much
+    as it can be."""
     return abs(skew_s) - round_trip_s / 2 > limit_s
 
 
-def _too_far(host: str, other: str, skew_s: float, limit_s: float, *, endpoint: bool = False) -> ConfigError:
+def _too_far(
+    host: str, other: str, skew_s: float, limit_s: float, *, endpoint: bool = False
+) -> ConfigError:
     direction = "ahead of" if skew_s > 0 else "behind"
     whose = "the rendezvous endpoint's host" if endpoint else "host"
     return ConfigError(
         f"the clock of host {host} is {abs(skew_s):.1f} s {direction} the clock of {whose} {other}",
-        allowed=f"at most {limit_s:g} s, because the hosts detect a lost host by comparing heartbeat times",
-        fix="synchronize the clocks of all hosts with NTP (chrony or systemd-timesyncd); `chronyc makestep` corrects a clock "
-        "at once",
+        allowed=(
+            f"at most {limit_s:g} s, because the hosts detect a lost host by comparing heartbeat"
+            " times"
+        ),
+        fix=(
+            "synchronize the clocks of all hosts with NTP (chrony or systemd-timesyncd); `chronyc"
+            " makestep` corrects a clock at once"
+        ),
     )

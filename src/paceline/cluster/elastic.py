@@ -1,4 +1,5 @@
-"""A run over several hosts on torch.distributed.elastic: this host's agent, and the entry of its workers."""
+"""A run over several hosts on torch.distributed.elastic: this host's agent, and the entry of its
+workers."""
 
 from __future__ import annotations
 
@@ -40,15 +41,18 @@ Target = Callable[[Any, Membership, StopFlag], Outcome]
 RUN_ID = "paceline"
 _SAY_EVERY_S = 15.0
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
-#: Hosts that arrive so long after the minimum is reached still take part in the round; later ones cost a checkpoint and a new
-#: round. Elastic's default is 30 s.
+#: Hosts that arrive so long after the minimum is reached still take part in the round; later ones
+#: cost a checkpoint and a new round. Elastic's default is 30 s.
 _LAST_CALL_S = 1
-#: An agent that sends no heartbeat for their product is taken out of the rendezvous. Elastic's defaults are 5 s and 3. Every
-#: heartbeat rewrites the state that a joining host rewrites too, so that a short interval can delay it on a busy machine.
+#: An agent that sends no heartbeat for their product is taken out of the rendezvous. Elastic's
+#: defaults are 5 s and 3. Every heartbeat rewrites the state that a joining host rewrites too, so
+#: that a short interval can delay it on a busy machine.
 _KEEP_ALIVE_S, _KEEP_ALIVE_ATTEMPTS = 3, 3
-#: The restart policy is Paceline's own (cluster/rounds.py): the agent starts the workers again after every failure.
+#: The restart policy is Paceline's own (cluster/rounds.py): the agent starts the workers again
+#: after every failure.
 _MAX_RESTARTS = 100_000
-#: For a rank that is asked to end because another one has failed, or because a host has joined and a checkpoint is written.
+#: For a rank that is asked to end because another one has failed, or because a host has joined and
+#: a checkpoint is written.
 _SHUTDOWN_S = 30
 _EXIT_CODE_AFTER_S = 0.5
 _STORE_WITHIN_S = 20.0
@@ -79,8 +83,16 @@ class ElasticRun:
         target, payload: what each worker does (see :data:`Target`).
     """
 
-    def __init__(self, config: Config, num_ranks: int, target: Target, payload: Any, say: Say) -> None:
-        self.config, self.num_ranks, self.target, self.payload, self.say = config, num_ranks, target, payload, say
+    def __init__(
+        self, config: Config, num_ranks: int, target: Target, payload: Any, say: Say
+    ) -> None:
+        self.config, self.num_ranks, self.target, self.payload, self.say = (
+            config,
+            num_ranks,
+            target,
+            payload,
+            say,
+        )
         self.signals = Signals(lambda: "finishing this step and saving a checkpoint, on all hosts")
         self._is_endpoint: bool | None = None
         self._announced: str | None = None
@@ -89,8 +101,10 @@ class ElasticRun:
         check_endpoint(config.parallel)
 
     def run(self) -> Outcome:
-        """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves no process and no file."""
-        # After a restart, the survivors' store would never be published again to a host that joins (torch 2.13).
+        """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves
+        no process and no file."""
+        # After a restart, the survivors' store would never be published again to a host that joins
+        # (torch 2.13).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         with Scratch() as folder, hidden_main(), self.signals, self.signals.to(_Workers(folder)):
@@ -99,7 +113,11 @@ class ElasticRun:
                 return self._run(folder)
             except _Stopped:
                 assert self.signals.number is not None
-                return {"status": "stopped", "exit_code": stop_code(self.signals.number), "report": None}
+                return {
+                    "status": "stopped",
+                    "exit_code": stop_code(self.signals.number),
+                    "report": None,
+                }
             finally:
                 if self._clock is not None:
                     self._clock.close()
@@ -107,7 +125,8 @@ class ElasticRun:
                 _Workers(folder).kill(wait_s=2.0)
 
     def _run(self, folder: Path) -> Outcome:
-        """Enter the rendezvous, and again when its store was lost, until the run ends or nobody answers for too long."""
+        """Enter the rendezvous, and again when its store was lost, until the run ends or nobody
+        answers for too long."""
         from torch.distributed import DistError
         from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -132,7 +151,10 @@ class ElasticRun:
             except (RendezvousError, DistError, ConnectionError) as error:
                 last_error = str(error).splitlines()[0] if str(error) else type(error).__name__
                 if type(error).__name__ == "RendezvousClosedError":
-                    return _failed(f"the run at {endpoint} has ended already: a host cannot join it any more", EXIT_FAILED)
+                    return _failed(
+                        f"the run at {endpoint} has ended already: a host cannot join it any more",
+                        EXIT_FAILED,
+                    )
                 if type(error).__name__ == "RendezvousTimeoutError":
                     if has_run(AgentFolder(folder)):
                         return self._nobody_came(self.config.recovery.rejoin_s, False, last_error)
@@ -144,10 +166,12 @@ class ElasticRun:
             time.sleep(_BACK_OFF_S[min(attempt, len(_BACK_OFF_S) - 1)])
             attempt += 1
 
-    # -- the endpoint -----------------------------------------------------------------------------------------------------
+    # -- the endpoint
+    # -----------------------------------------------------------------------------------------------------
     def _find_endpoint(self, left_s: float, limit_s: float) -> Endpoint | None:
-        """The endpoint once it answers, or once this host serves it; None where that takes too long. Its name is resolved
-        anew each time: it may not be known yet, and it may get another address."""
+        """The endpoint once it answers, or once this host serves it; None where that takes too
+        long. Its name is resolved anew each time: it may not be known yet, and it may get another
+        address."""
         deadline, said_at, problem = time.monotonic() + left_s, time.monotonic(), ""
         while True:
             try:
@@ -171,9 +195,10 @@ class ElasticRun:
             time.sleep(0.3)
 
     def _serves(self, endpoint: Endpoint) -> bool:
-        """Whether this process serves the rendezvous store; opens it the first time. Of two processes on one host the first
-        one serves, or the one with `node_rank: 0`. That this host does not serve may change while the name of a host that came
-        back still has the address that the host had before."""
+        """Whether this process serves the rendezvous store; opens it the first time. Of two
+        processes on one host the first one serves, or the one with `node_rank: 0`. That this host
+        does not serve may change while the name of a host that came back still has the address that
+        the host had before."""
         from torch.distributed import DistError, TCPStore
 
         if self._is_endpoint is not None:
@@ -198,7 +223,10 @@ class ElasticRun:
     def _announce(self, endpoint: Endpoint, is_endpoint: bool) -> None:
         """Say once which part this host has."""
         where = f"{endpoint.local_address} on {endpoint.interface}"
-        role = f"{'endpoint' if is_endpoint else 'host'} {host_name()}: {where}; the rendezvous is at {endpoint}"
+        role = (
+            f"{'endpoint' if is_endpoint else 'host'} {host_name()}: {where}; the rendezvous is at"
+            f" {endpoint}"
+        )
         if role == self._announced:
             return
         self._announced = role
@@ -211,18 +239,24 @@ class ElasticRun:
                 self.say("warning", warning)
 
     def _check_clock(self, endpoint: Endpoint) -> None:
-        """Raise ConfigError where this host's clock differs from another's: elastic compares heartbeats with wall clocks."""
+        """Raise ConfigError where this host's clock differs from another's: elastic compares
+        heartbeats with wall clocks."""
         from torch.distributed import TCPStore
 
         if self._is_endpoint:
             self._clock = self._clock or ClockServer(self._store)
             return
         store = TCPStore(
-            endpoint.address, endpoint.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_WITHIN_S)
+            endpoint.address,
+            endpoint.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_STORE_WITHIN_S),
         )
         check_clock(store, timeout_s=_STORE_WITHIN_S)
 
-    # -- a rendezvous -----------------------------------------------------------------------------------------------------
+    # -- a rendezvous
+    # -----------------------------------------------------------------------------------------------------
     def _launch(self, endpoint: Endpoint, folder: Path, join_timeout_s: int) -> Outcome:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -255,7 +289,8 @@ class ElasticRun:
             start_method="forkserver",
             local_addr=endpoint.local_address,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-            # This process handles its signals itself: elastic would end the workers without a checkpoint.
+            # This process handles its signals itself: elastic would end the workers without a
+            # checkpoint.
             signals_to_handle="SIGUSR2",
             shutdown_timeout=_SHUTDOWN_S,
         )
@@ -280,28 +315,40 @@ class ElasticRun:
         wanted = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
         where = self.config.parallel.rdzv_endpoint
         text = (
-            f"the rendezvous at {where} did not bring {wanted} hosts together within {limit_s:.0f} s ({problem}). To fix: "
-            "start the same command on every host; check `parallel.rdzv_endpoint`, and that no firewall blocks its port; or "
-            "lower `parallel.nnodes`"
+            f"the rendezvous at {where} did not bring {wanted} hosts together within {limit_s:.0f}"
+            f" s ({problem}). To fix: start the same command on every host; check"
+            " `parallel.rdzv_endpoint`, and that no firewall blocks its port; or lower"
+            " `parallel.nnodes`"
         )
-        # Hosts that a scheduler starts may be late, which no change of the config would mend: not EXIT_USAGE, after which
-        # the job would not be tried again.
+        # Hosts that a scheduler starts may be late, which no change of the config would mend: not
+        # EXIT_USAGE, after which the job would not be tried again.
         return _failed(text, EXIT_USAGE if is_first and scheduled_host() is None else EXIT_FAILED)
 
 
 def _failed(text: str, exit_code: int) -> Outcome:
-    return {"status": "failed", "exit_code": exit_code, "text": text, "traceback": "", "report": None}
+    return {
+        "status": "failed",
+        "exit_code": exit_code,
+        "text": text,
+        "traceback": "",
+        "report": None,
+    }
 
 
 def _in_use(endpoint: Endpoint) -> ConfigError:
     return ConfigError(
-        f"port {endpoint.port} of {endpoint.address} is in use: another run, or another program, listens there",
-        fix=f"set another port, the same on every host: `parallel.rdzv_endpoint={endpoint.name}:{endpoint.port + 1}`",
+        f"port {endpoint.port} of {endpoint.address} is in use: another run, or another program,"
+        " listens there",
+        fix=(
+            "set another port, the same on every host:"
+            f" `parallel.rdzv_endpoint={endpoint.name}:{endpoint.port + 1}`"
+        ),
     )
 
 
 class _Workers:
-    """The workers of this host, by what they have written into the agent's folder; for :class:`Signals`."""
+    """The workers of this host, by what they have written into the agent's folder; for
+    :class:`Signals`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -329,7 +376,8 @@ class _Workers:
 
 
 class _ExitWatch:
-    """Records when each worker ended and with which exit code, for the ranks of the next round. A killed rank cannot."""
+    """Records when each worker ended and with which exit code, for the ranks of the next round. A
+    killed rank cannot."""
 
     def __init__(self, folder: AgentFolder) -> None:
         self.folder = folder
@@ -344,14 +392,18 @@ class _ExitWatch:
             for local_rank, pid in self.folder.pids().items():
                 if pid_alive(pid):
                     if pid not in self._known:
-                        self._known.update({child.pid or 0: child for child in multiprocessing.active_children()})
+                        self._known.update(
+                            {child.pid or 0: child for child in multiprocessing.active_children()}
+                        )
                     continue
                 gone_at = self._gone_at.setdefault(pid, time.time())
                 process = self._known.get(pid)
-                # Elastic polls its workers in the main thread. The exit code is read from a pipe once, so it is asked for here
-                # only after elastic has read it.
+                # Elastic polls its workers in the main thread. The exit code is read from a pipe
+                # once, so it is asked for here only after elastic has read it.
                 if process is not None and time.time() > gone_at + _EXIT_CODE_AFTER_S:
-                    self.folder.write(local_rank, "exit", {"code": process.exitcode, "time": gone_at, "pid": pid})
+                    self.folder.write(
+                        local_rank, "exit", {"code": process.exitcode, "time": gone_at, "pid": pid}
+                    )
                     del self._known[pid]
 
     def close(self) -> None:
@@ -359,10 +411,11 @@ class _ExitWatch:
         self._thread.join(1.0)
 
 
-# -- a worker -----------------------------------------------------------------------------------------------------------------
+# -- a worker
+# -----------------------------------------------------------------------------------------------------------------
 def worker_main(work: Work) -> Outcome:
-    """Entry of a worker. A failure that a restart may mend ends the process, so that the agents of all hosts start a new
-    round; every other outcome is returned, since the agent would retry it."""
+    """Entry of a worker. A failure that a restart may mend ends the process, so that the agents of
+    all hosts start a new round; every other outcome is returned, since the agent would retry it."""
     end_with_launcher()
     os.setpgid(0, 0)  # a Ctrl-C in the terminal reaches the agent alone, which passes it on once
     os.environ.update(work.environment)
@@ -399,27 +452,42 @@ def _work(work: Work) -> Outcome | None:
     try:
         outcome = work.target(work.payload, member, stop)
         if outcome["status"] == "stopped":
-            # A person stops the run on one host, and all hosts end. Where nobody did, a host joins: a new round follows.
+            # A person stops the run on one host, and all hosts end. Where nobody did, a host joins:
+            # a new round follows.
             is_asked = any(member.round.gather("stopped", (folder.path / STOP_FILE).exists()))
         member.round.leave()
-    except (DistError, ConnectionError) as error:  # a rank has gone before there was a process group
-        outcome = {**_failed(describe(error), EXIT_FAILED), "fault": True, "traceback": traceback.format_exc()}
+    except (
+        DistError,
+        ConnectionError,
+    ) as error:  # a rank has gone before there was a process group
+        outcome = {
+            **_failed(describe(error), EXIT_FAILED),
+            "fault": True,
+            "traceback": traceback.format_exc(),
+        }
     except Exception as error:  # a mistake in Paceline: all ranks end with it in the next round
         outcome = {**_failed(describe(error), EXIT_FAILED), "traceback": traceback.format_exc()}
         member.end({**outcome, "is_final": True})
         return None
-    if (outcome["status"] == "stopped" and not is_asked) or (outcome["status"] == "failed" and not outcome.get("is_final")):
+    if (outcome["status"] == "stopped" and not is_asked) or (
+        outcome["status"] == "failed" and not outcome.get("is_final")
+    ):
         member.end(outcome)
         return None
     return outcome
 
 
 def _not_joined(folder: AgentFolder, error: Exception) -> Outcome | None:
-    """The ranks of a round could not reach each other; after several such rounds in a row it is not tried again."""
+    """The ranks of a round could not reach each other; after several such rounds in a row it is not
+    tried again."""
     failures = int(folder.read_state().get("not_joined", 0)) + 1
     folder.write_state(not_joined=failures)
     text = error.paragraph() if isinstance(error, RunError) else describe(error)
     if failures < _JOIN_ATTEMPTS:
-        print(f"warning: {text}. A new round follows ({failures} of {_JOIN_ATTEMPTS})", file=sys.stderr, flush=True)
+        print(
+            f"warning: {text}. A new round follows ({failures} of {_JOIN_ATTEMPTS})",
+            file=sys.stderr,
+            flush=True,
+        )
         return None
     return _failed(text, EXIT_FAILED)

@@ -1,4 +1,5 @@
-"""The rendezvous endpoint of a run over several hosts: its address, whether it is this host, the interface that leads to it."""
+"""The rendezvous endpoint of a run over several hosts: its address, whether it is this host, the
+interface that leads to it."""
 
 from __future__ import annotations
 
@@ -41,25 +42,30 @@ def check_endpoint(parallel: Parallel) -> None:
     """Check what can be known without a network.
 
     Raises:
-        ConfigError: no endpoint, a port that is not a number, a `node_rank` that does not exist, an unknown interface.
+        ConfigError: no endpoint, a port that is not a number, a `node_rank` that does not exist, an
+            unknown interface.
     """
     if parallel.rdzv_endpoint is None:
         raise ConfigError(
             f"`parallel.nnodes: {parallel.nnodes}` needs the address at which the hosts meet",
-            fix="set `parallel.rdzv_endpoint` to an address of one of the hosts, the same on every host, e.g. "
-            "`parallel.rdzv_endpoint=10.0.0.1`",
+            fix=(
+                "set `parallel.rdzv_endpoint` to an address of one of the hosts, the same on every"
+                " host, e.g. `parallel.rdzv_endpoint=10.0.0.1`"
+            ),
         )
     parse_endpoint(parallel.rdzv_endpoint)
     node_rank = parallel.node_rank
     if node_rank != "auto" and int(node_rank) >= parallel.hosts[1]:
         raise ConfigError(
-            f"`parallel.node_rank: {node_rank}` does not exist with `parallel.nnodes: {parallel.nnodes}`",
+            f"`parallel.node_rank: {node_rank}` does not exist with `parallel.nnodes:"
+            f" {parallel.nnodes}`",
             allowed=f"0 to {parallel.hosts[1] - 1}, or auto",
         )
     names = [name for _, name in socket.if_nameindex()]
     if parallel.interface is not None and parallel.interface not in names:
         raise ConfigError(
-            f"this host has no network interface `{parallel.interface}` (`parallel.interface`)", allowed=", ".join(names)
+            f"this host has no network interface `{parallel.interface}` (`parallel.interface`)",
+            allowed=", ".join(names),
         )
 
 
@@ -74,17 +80,19 @@ def parse_endpoint(text: str) -> tuple[str, int]:
         return text.strip("[]"), DEFAULT_PORT
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(
-            f"`parallel.rdzv_endpoint: {text}` has no valid port: {port!r}", allowed="HOST or HOST:PORT, with 1 to 65535"
+            f"`parallel.rdzv_endpoint: {text}` has no valid port: {port!r}",
+            allowed="HOST or HOST:PORT, with 1 to 65535",
         )
     return name.strip("[]"), int(port)
 
 
 def resolve_endpoint(config: Config) -> Endpoint:
-    """Resolve the endpoint's name now. Names may change their address during a run, so it is resolved before each rendezvous.
+    """Resolve the endpoint's name now. Names may change their address during a run, so it is
+    resolved before each rendezvous.
 
     Raises:
-        OSError: the name does not resolve (yet), or there is no route to its address; or this host is node 0, and the name has
-            another host's address (still).
+        OSError: the name does not resolve (yet), or there is no route to its address; or this host
+            is node 0, and the name has another host's address (still).
         ConfigError: this host is node 0, and the address in the config is another host's.
     """
     parallel = config.parallel
@@ -93,13 +101,19 @@ def resolve_endpoint(config: Config) -> Endpoint:
     is_local = is_local_address(address)
     local_address = address if is_local else source_address(address, port)
     if parallel.node_rank == 0 and not is_local and not _is_literal(name):
-        # A host or a pod that came back has another address, and its name may still have the old one for a while.
-        raise OSError(f"{name} is {address}, which is not an address of this host, although it is node 0")
+        # A host or a pod that came back has another address, and its name may still have the old
+        # one for a while.
+        raise OSError(
+            f"{name} is {address}, which is not an address of this host, although it is node 0"
+        )
     if parallel.node_rank == 0 and not is_local:
         raise ConfigError(
-            f"this host is `parallel.node_rank: 0`, but `parallel.rdzv_endpoint: {parallel.rdzv_endpoint}` is the address of "
-            "another host",
-            fix="set `parallel.rdzv_endpoint` to an address of node 0, or leave `parallel.node_rank` out",
+            "this host is `parallel.node_rank: 0`, but `parallel.rdzv_endpoint:"
+            f" {parallel.rdzv_endpoint}` is the address of another host",
+            fix=(
+                "set `parallel.rdzv_endpoint` to an address of node 0, or leave"
+                " `parallel.node_rank` out"
+            ),
         )
     interface = parallel.interface or interface_of(local_address)
     if interface is None:
@@ -121,7 +135,9 @@ def source_address(address: str, port: int) -> str:
 
 def is_local_address(address: str) -> bool:
     """Return whether the address is one of this host's."""
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback or interface_of(address) is not None
+    return (
+        ipaddress.ip_address(address.split("%")[0]).is_loopback or interface_of(address) is not None
+    )
 
 
 def _is_literal(name: str) -> bool:

@@ -1,8 +1,9 @@
-"""Notices that the rendezvous endpoint has gone without closing its connections: power loss, a cut cable, a new address.
+"""Notices that the rendezvous endpoint has gone without closing its connections: power loss, a cut
+cable, a new address.
 
-torch's store has no timeout for a request on an open connection. An agent that asks a host that has vanished would wait until
-TCP gives up, about 15 minutes later. The watch closes such connections itself, so that the agent gets an error and enters the
-rendezvous again.
+torch's store has no timeout for a request on an open connection. An agent that asks a host that has
+vanished would wait until TCP gives up, about 15 minutes later. The watch closes such connections
+itself, so that the agent gets an error and enters the rendezvous again.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from paceline.cluster.endpoint import Endpoint, is_listening
 
 _EVERY_S = 2.0
 _CONNECT_S = 3.0
-#: The endpoint is given up after so long without an answer. A cut that is shorter ends nothing. The kernel of a host whose
-#: processes are paused still accepts connections, so a pause of any length does not count.
+#: The endpoint is given up after so long without an answer. A cut that is shorter ends nothing. The
+#: kernel of a host whose processes are paused still accepts connections, so a pause of any length
+#: does not count.
 _LOST_AFTER_S = 30.0
 
 
 class EndpointWatch:
-    """A context in which this process's connections to the endpoint are closed once it cannot be reached any more, or once its
-    name leads to another address that answers. Does nothing on the endpoint's own host."""
+    """A context in which this process's connections to the endpoint are closed once it cannot be
+    reached any more, or once its name leads to another address that answers. Does nothing on the
+    endpoint's own host."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -40,7 +43,12 @@ class EndpointWatch:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(1.0)
@@ -57,7 +65,9 @@ class EndpointWatch:
     def _has_moved(self) -> bool:
         """Whether the endpoint answers at another address of its name."""
         try:
-            found = socket.getaddrinfo(self.endpoint.name, self.endpoint.port, type=socket.SOCK_STREAM)
+            found = socket.getaddrinfo(
+                self.endpoint.name, self.endpoint.port, type=socket.SOCK_STREAM
+            )
         except OSError:
             return False
         addresses = {str(entry[4][0]) for entry in found} - {self.endpoint.address}
@@ -65,7 +75,8 @@ class EndpointWatch:
 
 
 def close_connections(address: str, port: int) -> None:
-    """Shut down every TCP connection of this process to this address: whoever waits for an answer there gets an error now."""
+    """Shut down every TCP connection of this process to this address: whoever waits for an answer
+    there gets an error now."""
     for one in _own_sockets():
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile
             there = one.getpeername()
@@ -81,9 +92,13 @@ def _own_sockets() -> Iterator[socket.socket]:
         return
     for number in numbers:
         with contextlib.suppress(OSError):
-            # Asked before it is duplicated: a duplicate that cannot become a socket object would stay open, with its locks.
+            # Asked before it is duplicated: a duplicate that cannot become a socket object would
+            # stay open, with its locks.
             if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(number))) as duplicate:
-                if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
+                if (
+                    duplicate.family in (socket.AF_INET, socket.AF_INET6)
+                    and duplicate.type == socket.SOCK_STREAM
+                ):
                     yield duplicate

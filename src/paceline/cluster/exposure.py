@@ -1,7 +1,8 @@
 """Warnings for ports of a run that the public internet may be able to reach.
 
-Whoever reaches the rendezvous store can run code on the hosts: torch elastic unpickles its state from it without authentication
-(``torch/distributed/elastic/rendezvous/dynamic_rendezvous.py``). See docs/security.md.
+Whoever reaches the rendezvous store can run code on the hosts: torch elastic unpickles its state
+from it without authentication (``torch/distributed/elastic/rendezvous/dynamic_rendezvous.py``). See
+docs/security.md.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 _CONSEQUENCE = (
-    "Anyone who reaches this port can run code on your hosts. Use a private network, or block the port for all other addresses "
-    "(docs/security.md)."
+    "Anyone who reaches this port can run code on your hosts. Use a private network, or block the"
+    " port for all other addresses (docs/security.md)."
 )
 
 
 def is_public(address: str) -> bool:
-    """Whether this is a global unicast address of IPv4 or IPv6. False for a host name: resolve it first."""
+    """Whether this is a global unicast address of IPv4 or IPv6. False for a host name: resolve it
+    first."""
     try:
         parsed: IPv4Address | IPv6Address = ip_address(address.partition("%")[0].strip("[]"))
     except ValueError:
@@ -29,7 +31,10 @@ def public_address_warning(address: str) -> str | None:
     """Return a warning if the rendezvous endpoint's address is public."""
     if not is_public(address):
         return None
-    return f"The rendezvous endpoint {address} is a public address, and the rendezvous has no authentication. {_CONSEQUENCE}"
+    return (
+        f"The rendezvous endpoint {address} is a public address, and the rendezvous has no"
+        f" authentication. {_CONSEQUENCE}"
+    )
 
 
 def public_listener_warning(port: int, local_addresses: list[str] | None = None) -> str | None:
@@ -45,8 +50,8 @@ def public_listener_warning(port: int, local_addresses: list[str] | None = None)
     if not public:
         return None
     return (
-        f"The rendezvous store listens on port {port} of all addresses of this host, including the public "
-        f"{', '.join(public)}. {_CONSEQUENCE}"
+        f"The rendezvous store listens on port {port} of all addresses of this host, including the"
+        f" public {', '.join(public)}. {_CONSEQUENCE}"
     )
 
 

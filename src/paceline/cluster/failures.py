@@ -1,9 +1,10 @@
 """What became of the ranks of the round before, and which failure was the first.
 
-Each rank leaves records in a folder of its host's agent, which outlives the rank: that it runs, how it ended, that it was asked
-to end. The agent adds the exit code of its workers where it can see it. At the next rendezvous the ranks exchange the records,
-and the earliest failure that is not a consequence of another one is named. A rank without a record of its end was killed. A
-host that is missing was lost.
+Each rank leaves records in a folder of its host's agent, which outlives the rank: that it runs, how
+it ended, that it was asked to end. The agent adds the exit code of its workers where it can see it.
+At the next rendezvous the ranks exchange the records, and the earliest failure that is not a
+consequence of another one is named. A rank without a record of its end was killed. A host that is
+missing was lost.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from paceline.core.processes import pid_alive
 
 #: How Gloo, NCCL and torch's stores report that a peer has gone.
 _PEER_GONE = re.compile(
-    r"connection (closed|reset|refused|was likely closed)|broken pipe|timed? ?out|remote process exited|DistNetworkError|"
-    r"failed to recv|store.*(closed|unreachable)|NCCL communicator was aborted|recvValue failed|sendBytes failed",
+    r"connection (closed|reset|refused|was likely closed)|broken pipe|timed? ?out|remote process"
+    r" exited|DistNetworkError|"
+    r"failed to recv|store.*(closed|unreachable)|NCCL communicator was aborted|recvValue"
+    r" failed|sendBytes failed",
     re.IGNORECASE,
 )
 
@@ -63,7 +66,9 @@ class AgentFolder:
         found = {}
         for file in self.path.glob("rank-*.start.json"):
             with contextlib.suppress(OSError, ValueError, KeyError):
-                found[int(file.name.split("-")[1].partition(".")[0])] = int(json.loads(file.read_text())["pid"])
+                found[int(file.name.split("-")[1].partition(".")[0])] = int(
+                    json.loads(file.read_text())["pid"]
+                )
         return found
 
     def read_state(self) -> dict[str, Any]:
@@ -104,8 +109,9 @@ def folder_of_agent(call: int = 0) -> AgentFolder:
 
 
 def watch_termination(folder: AgentFolder, local_rank: int) -> None:
-    """Record SIGTERM at the moment it arrives, also while the main thread waits inside a collective: an agent that ends the
-    others after a failure sends it, and such a rank has not failed by itself."""
+    """Record SIGTERM at the moment it arrives, also while the main thread waits inside a
+    collective: an agent that ends the others after a failure sends it, and such a rank has not
+    failed by itself."""
     if threading.current_thread() is not threading.main_thread():
         return
     reading, writing = os.pipe()
@@ -122,12 +128,15 @@ def watch_termination(folder: AgentFolder, local_rank: int) -> None:
 
 def is_secondary(outcome: dict[str, Any]) -> bool:
     """Return whether an outcome only reports that a peer has gone."""
-    return outcome.get("of_all") is not True and bool(_PEER_GONE.search(str(outcome.get("text", ""))))
+    return outcome.get("of_all") is not True and bool(
+        _PEER_GONE.search(str(outcome.get("text", "")))
+    )
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure of the round before. ``outcome``: as of :func:`paceline.launch.local.outcome_of`, for the restart policy."""
+    """A failure of the round before. ``outcome``: as of :func:`paceline.launch.local.outcome_of`,
+    for the restart policy."""
 
     ranks: list[int]
     host: str
@@ -135,8 +144,11 @@ class Failure:
     outcome: dict[str, Any]
 
 
-def first_failure(records: Sequence[Record], hosts: Sequence[str], previous_hosts: Sequence[str]) -> Failure | None:
-    """The failure that ended the round before; None where there was none (a host joined, or this is the first round).
+def first_failure(
+    records: Sequence[Record], hosts: Sequence[str], previous_hosts: Sequence[str]
+) -> Failure | None:
+    """The failure that ended the round before; None where there was none (a host joined, or this is
+    the first round).
 
     Args:
         records: what each rank of this round has taken from its agent's folder.
@@ -156,8 +168,8 @@ def first_failure(records: Sequence[Record], hosts: Sequence[str], previous_host
 
 
 def _precedence(failure: Failure) -> tuple[bool, bool, float]:
-    # What a rank reports about all of them first; then by time, and those whose time is not known before the others: a killed
-    # process cannot write when it ended.
+    # What a rank reports about all of them first; then by time, and those whose time is not known
+    # before the others: a killed process cannot write when it ended.
     return not failure.outcome.get("of_all"), failure.time is not None, failure.time or 0.0
 
 
@@ -172,7 +184,13 @@ def _failure_of(record: Record) -> Failure | None:
         named = end.get("blamed") or [rank]
         says_all = end["exit_code"] == 2 or end.get("of_all") or end.get("every_rank")
         text = end["text"] if says_all else f"rank {rank} on host {host} failed. {end['text']}"
-        outcome = {**end, "text": text, "ranks": named, "hosts": [host], "secondary": is_secondary(end)}
+        outcome = {
+            **end,
+            "text": text,
+            "ranks": named,
+            "hosts": [host],
+            "secondary": is_secondary(end),
+        }
         return Failure(named, host, float(end["time"]), outcome)
     ended_at = None if exit_ is None else float(exit_["time"])
     terminated = record.get("terminated")
@@ -198,7 +216,9 @@ def _lost_host(host: str, ranks: list[int], came_back: bool) -> Failure:
     plural = "s" if len(ranks) > 1 else ""
     span = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     what = "was lost and has come back" if came_back else "was lost"
-    return Failure(ranks, host, None, _fault(f"host {host} with rank{plural} {span} {what}", ranks, host))
+    return Failure(
+        ranks, host, None, _fault(f"host {host} with rank{plural} {span} {what}", ranks, host)
+    )
 
 
 def _fault(reason: str, ranks: list[int], host: str) -> dict[str, Any]:

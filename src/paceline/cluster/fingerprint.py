@@ -14,7 +14,11 @@ def config_values(config: Config) -> dict[str, Any]:
     """What must be the same on every host: the config by dotted key, without what is a host's own."""
     found: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json").items():
-        found.update({f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value})
+        found.update(
+            {f"{name}.{key}": one for key, one in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
     for name in ("node_rank", "interface", "num_gpus"):
         del found[f"parallel.{name}"]
     return found
@@ -55,8 +59,11 @@ def _code_digest() -> str:
     return found.hexdigest()[:16]
 
 
-def difference(first: dict[str, Any], other: dict[str, Any], first_host: str, other_host: str) -> str | None:
-    """How the values of ``other_host`` differ from those of ``first_host``, for an error message; None where they are equal."""
+def difference(
+    first: dict[str, Any], other: dict[str, Any], first_host: str, other_host: str
+) -> str | None:
+    """How the values of ``other_host`` differ from those of ``first_host``, for an error message;
+    None where they are equal."""
     differing = [
         f"{name}: {other.get(name)!r} on {other_host}, {first.get(name)!r} on {first_host}"
         for name in {**first, **other}
@@ -65,6 +72,6 @@ def difference(first: dict[str, Any], other: dict[str, Any], first_host: str, ot
     if not differing:
         return None
     return (
-        f"host {other_host} would not train the same run as host {first_host}. {'; '.join(differing)}. To fix: give every host "
-        "the same code, config and data"
+        f"host {other_host} would not train the same run as host {first_host}."
+        f" {'; '.join(differing)}. To fix: give every host the same code, config and data"
     )

@@ -1,6 +1,8 @@
-"""What a rank under an agent does before it trains: the ranks of all hosts check that they fit together, and plan alike.
+"""What a rank under an agent does before it trains: the ranks of all hosts check that they fit
+together, and plan alike.
 
-Rank 0 alone reads the run's folder, which may be another host's; the other ranks plan with what it has found there.
+Rank 0 alone reads the run's folder, which may be another host's; the other ranks plan with what it
+has found there.
 """
 
 from __future__ import annotations
@@ -35,7 +37,21 @@ MIXED_DEVICES = ("ddp", "local_sgd")
 _SEEN_WITHIN_S = 10.0
 #: File systems of one machine: what another host has written there is never seen.
 _LOCAL_FILE_SYSTEMS = frozenset(
-    {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "vfat", "ntfs3", "apfs", "ramfs"}
+    {
+        "ext2",
+        "ext3",
+        "ext4",
+        "xfs",
+        "btrfs",
+        "zfs",
+        "tmpfs",
+        "overlay",
+        "f2fs",
+        "vfat",
+        "ntfs3",
+        "apfs",
+        "ramfs",
+    }
 )
 
 
@@ -65,8 +81,13 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
 
     def say(level: str, text: str) -> None:
         if is_first and text not in request.said:
-            with contextlib.suppress(OSError, ValueError):  # whoever read this has gone; the run continues
-                print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
+            # whoever read this has gone; the run continues
+            with contextlib.suppress(OSError, ValueError):
+                print(
+                    f"{'warning: ' if level == 'warning' else ''}{text}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     restart = follow(member, request.loaded.config, say)
     if restart.failed is not None:
@@ -80,7 +101,10 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
         if plan.finished is not None:
             return {"status": "finished", "exit_code": 0, "report": plan.finished}
         if member.round.env.local_rank == 0:
-            member.folder.write_state(global_batch_size=plan.job.derived.global_batch_size, resume_from=plan.job.resume_from)
+            member.folder.write_state(
+                global_batch_size=plan.job.derived.global_batch_size,
+                resume_from=plan.job.resume_from,
+            )
         launcher = member.agent_pid if member.can_restart else None
         fault = restart.fault or request.options.fault
         job = replace(plan.job, fault=fault, launcher=launcher, reports_everywhere=True)
@@ -117,7 +141,8 @@ def _plan(
 
     def prepare() -> Any:
         host = prepare_host(request.loaded, env, say)
-        load_task(host.loaded.config).prepare()  # each host tokenizes at the same time, into its own cache
+        # each host tokenizes at the same time, into its own cache
+        load_task(host.loaded.config).prepare()
         return host
 
     host = together("prepared", prepare)
@@ -125,7 +150,9 @@ def _plan(
     config, devices = host.loaded.config, host.devices
     if round_.is_first:
         run_dir = RunDir(Path(config.output_dir))
-    together("locked", lambda: stack.enter_context(LaunchLock(run_dir, say)) if round_.is_first else None)
+    together(
+        "locked", lambda: stack.enter_context(LaunchLock(run_dir, say)) if round_.is_first else None
+    )
     sees_folder = _sees_run_folder(member, Path(config.output_dir))
 
     def plan(layout: Layout, leader: LeaderPlan | None) -> Plan:
@@ -143,12 +170,19 @@ def _plan(
         )
 
     planned = together(
-        "leader", lambda: plan(choose_layout(config, env.world_size, devices.type, env, say), None) if round_.is_first else None
+        "leader",
+        lambda: (
+            plan(choose_layout(config, env.world_size, devices.type, env, say), None)
+            if round_.is_first
+            else None
+        ),
     )
     word = round_.broadcast("plan", _described(planned) if round_.is_first else None)
     if word["finished"] is not None:
         return Plan(None, None, word["finished"])
-    layout = Layout(word["layout"]["strategy"], Axes(**word["layout"]["axes"]), word["layout"]["num_processes"])
+    layout = Layout(
+        word["layout"]["strategy"], Axes(**word["layout"]["axes"]), word["layout"]["num_processes"]
+    )
     leader = LeaderPlan(word["resume_from"], word["global_batch_size"])
     mine = together("planned", lambda: planned if round_.is_first else plan(layout, leader))
     _compare(round_, "plans", plan_values(mine.job))
@@ -178,7 +212,8 @@ def _compare(round_: Any, name: str, values: dict[str, Any]) -> None:
             raise _Refused({**config_problem(text), "is_final": True})
 
 
-# -- the run's folder ---------------------------------------------------------------------------------------------------------
+# -- the run's folder
+# ---------------------------------------------------------------------------------------------------------
 def _sees_run_folder(member: Membership, output_dir: Path) -> bool:
     """Whether this rank's host sees the run's folder of rank 0's host. A collective."""
     round_ = member.round
@@ -192,7 +227,12 @@ def _sees_run_folder(member: Membership, output_dir: Path) -> bool:
             token = f"error: {error.strerror or error}"
     token = round_.broadcast("folder", token)
     if token.startswith("error: "):
-        raise _Refused({**config_problem(f"`output_dir: {output_dir}` cannot be written: {token[7:]}"), "is_final": True})
+        raise _Refused(
+            {
+                **config_problem(f"`output_dir: {output_dir}` cannot be written: {token[7:]}"),
+                "is_final": True,
+            }
+        )
     is_seen = round_.is_first or _sees(file, token)
     round_.gather("sees folder", is_seen)
     if round_.is_first:

@@ -1,8 +1,10 @@
-"""One round of a run that an elastic agent starts: the ranks' numbers, and what the ranks tell each other before they train.
+"""One round of a run that an elastic agent starts: the ranks' numbers, and what the ranks tell each
+other before they train.
 
-torch elastic numbers the hosts by (address, process id) at every rendezvous, so that rank 0 may move to another host after a
-restart. That would change the order in which gradients are summed, and the host that writes the run's folder. The ranks
-therefore number themselves: the endpoint host first, then the others in the order of the round before.
+torch elastic numbers the hosts by (address, process id) at every rendezvous, so that rank 0 may
+move to another host after a restart. That would change the order in which gradients are summed, and
+the host that writes the run's folder. The ranks therefore number themselves: the endpoint host
+first, then the others in the order of the round before.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ class HostEntry:
 
 
 def ordered(hosts: Sequence[HostEntry]) -> list[HostEntry]:
-    """The hosts in the order of their ranks: the endpoint host first, then each at its `node_rank` or its previous number
-    where that is free; the others fill the gaps in elastic's order."""
+    """The hosts in the order of their ranks: the endpoint host first, then each at its `node_rank`
+    or its previous number where that is free; the others fill the gaps in elastic's order."""
     by_group = sorted(hosts, key=lambda host: host.group_rank)
     first = next((host for host in by_group if host.is_endpoint), None)
     rest = [host for host in by_group if host is not first]
@@ -92,7 +94,8 @@ class Round:
         return self.env.rank == 0
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Each rank's value (JSON), in the order of the ranks. Every rank calls this, once for each ``name``."""
+        """Each rank's value (JSON), in the order of the ranks. Every rank calls this, once for each
+        ``name``."""
         self.store.set(f"{name}/{self.env.rank}", json.dumps(value))
         return [self._get(f"{name}/{rank}") for rank in range(self.env.world_size)]
 
@@ -104,7 +107,8 @@ class Round:
         return self._get(name)
 
     def leave(self) -> None:
-        """Called last, by every rank that can: the rank that serves the store waits until the others have read from it."""
+        """Called last, by every rank that can: the rank that serves the store waits until the
+        others have read from it."""
         from torch.distributed import DistError
 
         with contextlib.suppress(DistError, RuntimeError):
@@ -117,17 +121,20 @@ class Round:
                 time.sleep(_POLL_S)
 
     def _get(self, key: str) -> Any:
-        # Not `wait`, which holds the interpreter: a signal would not be seen, and a rank may tokenize for long.
+        # Not `wait`, which holds the interpreter: a signal would not be seen, and a rank may
+        # tokenize for long.
         while not self.store.check([key]):
             time.sleep(_POLL_S)
         return json.loads(self.store.get(key))
 
 
-_server: Any = None  # the store of this round, where this process serves it; it lives as long as the process
+# the store of this round, where this process serves it; it lives as long as the process
+_server: Any = None
 
 
 def enter_round(entry: HostEntry, call: int = 0) -> Round:
-    """Number the ranks of this round, put the numbers into the environment, and return what the ranks share.
+    """Number the ranks of this round, put the numbers into the environment, and return what the
+    ranks share.
 
     Args:
         entry: of this process's host.
@@ -140,20 +147,31 @@ def enter_round(entry: HostEntry, call: int = 0) -> Round:
     store.set(f"numbering/{env.rank}", json.dumps({**asdict(entry), "local_rank": env.local_rank}))
     unnumbered = Round(env, [], 0, store)
     posted = [unnumbered._get(f"numbering/{rank}") for rank in range(env.world_size)]
-    hosts = [HostEntry(**{key: value for key, value in one.items() if key != "local_rank"}) for one in posted]
-    distinct = list({host.group_rank: host for host, one in zip(hosts, posted, strict=True) if one["local_rank"] == 0}.values())
+    hosts = [
+        HostEntry(**{key: value for key, value in one.items() if key != "local_rank"})
+        for one in posted
+    ]
+    distinct = list(
+        {
+            host.group_rank: host
+            for host, one in zip(hosts, posted, strict=True)
+            if one["local_rank"] == 0
+        }.values()
+    )
     order = ordered(distinct)
     names = [host.host for host in order for _ in range(host.num_ranks)]
     number = next(index for index, host in enumerate(order) if host.group_rank == entry.group_rank)
     first_rank = sum(host.num_ranks for host in order[:number])
     env = replace(env, rank=first_rank + env.local_rank)
-    # From here on everything reads these: torch's own rendezvous (env://), DeepSpeed, the parameter server.
+    # From here on everything reads these: torch's own rendezvous (env://), DeepSpeed, the parameter
+    # server.
     os.environ.update(RANK=str(env.rank), GROUP_RANK=str(number))
     return Round(env, names, number, store)
 
 
 def _open_store(call: int) -> Any:
-    """The store of this round, at MASTER_ADDR. All ranks are its clients from here on, whichever process serves it."""
+    """The store of this round, at MASTER_ADDR. All ranks are its clients from here on, whichever
+    process serves it."""
     global _server
     from torch.distributed import DistError, PrefixStore, TCPStore, is_initialized
 
@@ -163,16 +181,20 @@ def _open_store(call: int) -> Any:
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or is_initialized()
     try:
         if not is_served and int(os.environ["RANK"]) == 0:
-            _server = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout)
+            _server = TCPStore(
+                address, port, is_master=True, wait_for_workers=False, timeout=timeout
+            )
         client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except (DistError, OSError, RuntimeError) as error:
         raise RunError(
-            f"the ranks cannot reach the store of this round at {address}:{port}: {str(error).splitlines()[0]}",
+            f"the ranks cannot reach the store of this round at {address}:{port}:"
+            f" {str(error).splitlines()[0]}",
             fix="see `paceline doctor` for what blocks the ports between the hosts",
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not is_served:
-        # A host that has joined later counts its restarts from 0. The store is of this round alone, so one prefix does.
+        # A host that has joined later counts its restarts from 0. The store is of this round alone,
+        # so one prefix does.
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
         attempt = "0"
     return PrefixStore(f"paceline/{attempt}/{call}", client)

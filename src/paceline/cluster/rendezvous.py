@@ -1,4 +1,5 @@
-"""Elastic's c10d rendezvous with two time limits: one for the first round, one for a host that must come back later."""
+"""Elastic's c10d rendezvous with two time limits: one for the first round, one for a host that must
+come back later."""
 
 from __future__ import annotations
 
@@ -6,21 +7,30 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 
 from paceline.cluster.failures import AgentFolder
 
-#: To give as ``rdzv_backend``. Needs ``join_timeout``, ``rejoin_timeout``, ``last_call_timeout``, ``keep_alive_interval``,
-#: ``keep_alive_max_attempt`` and ``agent_folder`` in ``rdzv_configs``.
+#: To give as ``rdzv_backend``. Needs ``join_timeout``, ``rejoin_timeout``, ``last_call_timeout``,
+#: ``keep_alive_interval``, ``keep_alive_max_attempt`` and ``agent_folder`` in ``rdzv_configs``.
 BACKEND = "paceline-c10d"
 
 
 class TwoLimits(RendezvousTimeout):
     """As elastic's timeouts; ``rejoin`` takes the place of ``join`` once ``has_run()`` is true."""
 
-    def __init__(self, join: timedelta, rejoin: timedelta, last_call: timedelta, has_run: Callable[[], bool]) -> None:
+    def __init__(
+        self, join: timedelta, rejoin: timedelta, last_call: timedelta, has_run: Callable[[], bool]
+    ) -> None:
         super().__init__(join=join, last_call=last_call)
         self._rejoin, self._has_run = rejoin, has_run
 
@@ -50,7 +60,8 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
     backend, store = create_backend(params)
     folder = AgentFolder(Path(params.get("agent_folder")))
     join, rejoin, last_call = (
-        timedelta(seconds=float(params.get(name))) for name in ("join_timeout", "rejoin_timeout", "last_call_timeout")
+        timedelta(seconds=float(params.get(name)))
+        for name in ("join_timeout", "rejoin_timeout", "last_call_timeout")
     )
     return _Handler.from_backend(
         params.run_id,

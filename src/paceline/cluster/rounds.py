@@ -1,6 +1,8 @@
-"""A rank of a run that an agent starts: what it does with the round before, and how its end is recorded for the next one.
+"""A rank of a run that an agent starts: what it does with the round before, and how its end is
+recorded for the next one.
 
-The same code runs under Paceline's own agent (:mod:`paceline.cluster.elastic`), torchrun and `accelerate launch`.
+The same code runs under Paceline's own agent (:mod:`paceline.cluster.elastic`), torchrun and
+`accelerate launch`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ class Membership:
     def end(self, outcome: Outcome) -> None:
         """Record how this rank ended."""
         content = {key: value for key, value in outcome.items() if key != "report"}
-        self.folder.write(self.round.env.local_rank, "end", {**content, "rank": self.round.env.rank, "time": time.time()})
+        self.folder.write(
+            self.round.env.local_rank,
+            "end",
+            {**content, "rank": self.round.env.rank, "time": time.time()},
+        )
 
     def policy_state(self) -> dict[str, Any] | None:
         """What the restart policy has counted so far."""
@@ -49,7 +55,8 @@ class Membership:
         return state
 
     def fail(self, text: str, blamed: Sequence[int]) -> None:
-        """End this process and record a fault of the run. Any thread may call this while the main thread is blocked."""
+        """End this process and record a fault of the run. Any thread may call this while the main
+        thread is blocked."""
         self.end({
             "status": "failed", "exit_code": EXIT_FAILED, "text": text, "fault": True, "traceback": "", "of_all": True,
             "blamed": list(blamed),
@@ -61,17 +68,25 @@ _num_calls = 0
 
 
 def next_call() -> int:
-    """The number of this call of ``paceline.train()`` in this process. Later calls have nothing to do with the records and the
-    keys of earlier ones, which the agent's folder and store still hold."""
+    """The number of this call of ``paceline.train()`` in this process. Later calls have nothing to
+    do with the records and the keys of earlier ones, which the agent's folder and store still hold.
+    """
     global _num_calls
     _num_calls += 1
     return _num_calls - 1
 
 
 def join_round(
-    folder: AgentFolder, agent_pid: int, *, is_endpoint: bool | None, node_rank: int | None, can_restart: bool, call: int = 0
+    folder: AgentFolder,
+    agent_pid: int,
+    *,
+    is_endpoint: bool | None,
+    node_rank: int | None,
+    can_restart: bool,
+    call: int = 0,
 ) -> Membership:
-    """Number the ranks of the round that the environment describes, and leave a record that this rank runs.
+    """Number the ranks of the round that the environment describes, and leave a record that this
+    rank runs.
 
     Args:
         call: of :func:`next_call`.
@@ -83,7 +98,11 @@ def join_round(
     record = folder.take(local_rank)
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
     # torchrun sets GROUP_RANK; Ray Train and other launchers set NODE_RANK.
-    group_rank = int(os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK") or int(os.environ["RANK"]) // num_ranks)
+    group_rank = int(
+        os.environ.get("GROUP_RANK")
+        or os.environ.get("NODE_RANK")
+        or int(os.environ["RANK"]) // num_ranks
+    )
     previous = folder.read_state().get("node_rank")
     entry = HostEntry(host_name(), group_rank, num_ranks, is_endpoint, node_rank, previous)
     joined = enter_round(entry, call)
@@ -99,8 +118,10 @@ class Restart:
 
     Args:
         is_first: there was none.
-        fault: what is recorded of the failure that ended it (the `fault` event); None where there was none.
-        failed: the outcome with which all ranks end now: a failure after which nothing is started again.
+        fault: what is recorded of the failure that ended it (the `fault` event); None where there
+            was none.
+        failed: the outcome with which all ranks end now: a failure after which nothing is started
+            again.
         global_batch_size: of the round before.
     """
 
@@ -111,7 +132,8 @@ class Restart:
 
 
 def follow(member: Membership, config: Config, say: Say) -> Restart:
-    """Decide on rank 0, from the records of all ranks, whether the run continues after the round before. A collective."""
+    """Decide on rank 0, from the records of all ranks, whether the run continues after the round
+    before. A collective."""
     round_ = member.round
     records = round_.gather("records", member.record)
     states = round_.gather("states", member.folder.read_state())
@@ -119,17 +141,27 @@ def follow(member: Membership, config: Config, say: Say) -> Restart:
     decision = round_.broadcast("restart", decision)
     policy = decision.pop("policy")
     if round_.env.local_rank == 0:
-        # On every host: where the one of rank 0 is lost with its agent, the others still know what was before.
-        member.folder.write_state(node_rank=round_.node_rank, hosts=round_.hosts, recovery=policy, entered_at=time.time())
+        # On every host: where the one of rank 0 is lost with its agent, the others still know what
+        # was before.
+        member.folder.write_state(
+            node_rank=round_.node_rank, hosts=round_.hosts, recovery=policy, entered_at=time.time()
+        )
     return Restart(**decision)
 
 
 def _latest(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """What rank 0's agent knows of the round before or, where that agent is new, what the agent knows that was in one last."""
-    return states[0] if "hosts" in states[0] else max(states, key=lambda state: state.get("entered_at", 0.0))
+    """What rank 0's agent knows of the round before or, where that agent is new, what the agent
+    knows that was in one last."""
+    return (
+        states[0]
+        if "hosts" in states[0]
+        else max(states, key=lambda state: state.get("entered_at", 0.0))
+    )
 
 
-def _decide(member: Membership, records: list[Record], state: dict[str, Any], config: Config, say: Say) -> dict[str, Any]:
+def _decide(
+    member: Membership, records: list[Record], state: dict[str, Any], config: Config, say: Say
+) -> dict[str, Any]:
     round_ = member.round
     previous_hosts = state.get("hosts", [])
     policy = Recovery(config, state.get("resume_from"), say, state.get("recovery"))
@@ -143,7 +175,10 @@ def _decide(member: Membership, records: list[Record], state: dict[str, Any], co
             fault["seen_at"] = failure.time
         failed = {**outcome, "is_final": True} if fault is None else None
     elif previous_hosts and len(previous_hosts) != len(round_.hosts):
-        say("info", f"the run continues on {len(round_.hosts)} ranks; there were {len(previous_hosts)}")
+        say(
+            "info",
+            f"the run continues on {len(round_.hosts)} ranks; there were {len(previous_hosts)}",
+        )
         policy.begin()
     return {
         "policy": policy.state(),
@@ -155,15 +190,25 @@ def _decide(member: Membership, records: list[Record], state: dict[str, Any], co
 
 
 def agree(member: Membership, name: str, problem: Outcome | None) -> Outcome | None:
-    """The first problem of any rank, in the order of the ranks, on all of them: then all end with it. A collective."""
+    """The first problem of any rank, in the order of the ranks, on all of them: then all end with
+    it. A collective."""
     problems = member.round.gather(name, problem)
     for rank, found in enumerate(problems):
         if found is not None:
-            where = "" if len(set(member.round.hosts)) == 1 else f"on host {member.round.hosts[rank]}: "
+            where = (
+                "" if len(set(member.round.hosts)) == 1 else f"on host {member.round.hosts[rank]}: "
+            )
             return {**found, "text": f"{where}{found['text']}", "is_final": True}
     return None
 
 
 def config_problem(text: str, exit_code: int = EXIT_USAGE) -> Outcome:
     """The outcome of a rank that has found a mistake before anything was started."""
-    return {"status": "failed", "exit_code": exit_code, "text": text, "traceback": "", "fault": False, "report": None}
+    return {
+        "status": "failed",
+        "exit_code": exit_code,
+        "text": text,
+        "traceback": "",
+        "fault": False,
+        "report": None,
+    }

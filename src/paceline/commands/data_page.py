@@ -1,4 +1,5 @@
-"""The page of `paceline data stats`: a length histogram, what each `max_length` cuts, tables; one HTML file, opens offline."""
+"""The page of `paceline data stats`: a length histogram, what each `max_length` cuts, tables; one
+HTML file, opens offline."""
 
 from __future__ import annotations
 
@@ -38,36 +39,57 @@ th { color:var(--soft); font-weight:500; } .text { text-align:left; white-space:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The whole page. ``result``: as :func:`paceline.data.stats.dataset_stats` gives it, with the dataset's name."""
-    told = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in facts(result))
+    """The whole page. ``result``: as :func:`paceline.data.stats.dataset_stats` gives it, with the
+    dataset's name."""
+    told = "".join(
+        f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in facts(result)
+    )
     legend = (
         '<p class="legend"><i class="key" style="background:var(--c1)"></i>samples that are longer'
         '<i class="key" style="background:var(--c2)"></i>tokens lost</p>'
     )
     plots = (
-        f"<figure><figcaption>Samples by length in tokens</figcaption>{_bars(result)}</figure>"
-        f"<figure><figcaption>What each max_length would cut</figcaption>{_curves(result)}{legend}</figure>"
+        "<figure><figcaption>Samples by length in"
+        f" tokens</figcaption>{_bars(result)}</figure><figure><figcaption>What each max_length"
+        f" would cut</figcaption>{_curves(result)}{legend}</figure>"
     )
     head = "".join(f"<th>{escape(one)}</th>" for one in HEADS)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in limit_rows(result))
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in limit_rows(result)
+    )
     limits = (
-        f'<div class="table"><table><tr>{head}</tr>{rows}</table><p class="legend">{escape(overlong_text(result))}</p></div>'
+        f'<div class="table"><table><tr>{head}</tr>{rows}</table><p'
+        f' class="legend">{escape(overlong_text(result))}</p></div>'
     )
     meta = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>{escape(result["dataset"])} · Paceline</title>'
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width,'
+        ' initial-scale=1"><meta name="color-scheme" content="light'
+        f' dark"><title>{escape(result["dataset"])} · Paceline</title>'
     )
     title = f'<div class="eyebrow">paceline data stats</div><h1>{escape(result["dataset"])}</h1>'
-    body = f'<main>{title}<dl>{told}</dl><div class="plots">{plots}</div>{limits}{_repeats(result)}</main>'
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{meta}<style>{_STYLE}</style></head><body>{body}</body></html>\n'
+    body = (
+        f"<main>{title}<dl>{told}</dl><div"
+        f' class="plots">{plots}</div>{limits}{_repeats(result)}</main>'
+    )
+    return (
+        "<!DOCTYPE html>\n<html"
+        f' lang="en"><head>{meta}<style>{_STYLE}</style></head><body>{body}</body></html>\n'
+    )
 
 
 def _repeats(result: dict[str, Any]) -> str:
     found = result["duplicates"]["most_repeated"]
     if not found:
         return ""
-    rows = "".join(f'<tr><td>{one["times"]:,}</td><td class="text">{escape(one["text"])}</td></tr>' for one in found)
-    return f'<div class="table"><table><tr><th>times</th><th class="text">most repeated</th></tr>{rows}</table></div>'
+    rows = "".join(
+        f'<tr><td>{one["times"]:,}</td><td class="text">{escape(one["text"])}</td></tr>'
+        for one in found
+    )
+    return (
+        '<div class="table"><table><tr><th>times</th><th class="text">most'
+        f" repeated</th></tr>{rows}</table></div>"
+    )
 
 
 def _bars(result: dict[str, Any]) -> str:
@@ -84,8 +106,8 @@ def _bars(result: dict[str, Any]) -> str:
         x, y = _LEFT + place * step, _HEIGHT - _BOTTOM - tall
         tip = f"{one['from']:,} to {one['to'] - 1:,} tokens: {one['samples']:,} samples"
         drawn.append(
-            f'<rect class="bar" x="{x + 0.5:.1f}" y="{y:.1f}" width="{max(0.5, step - 1):.1f}" height="{tall:.1f}">'
-            f"<title>{tip}</title></rect>"
+            f'<rect class="bar" x="{x + 0.5:.1f}" y="{y:.1f}" width="{max(0.5, step - 1):.1f}"'
+            f' height="{tall:.1f}"><title>{tip}</title></rect>'
         )
         is_rest = one["to"] - one["from"] > width
         if is_rest or (place % every == 0 and place < len(bins) - every // 2 - 1):
@@ -94,19 +116,27 @@ def _bars(result: dict[str, Any]) -> str:
     limit = result["max_length"]
     if bins[0]["from"] <= limit <= bins[-1]["from"]:
         x = _LEFT + (limit - bins[0]["from"]) / width * step
-        drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        drawn.append(f'<text x="{x:.1f}" y="{_TOP - 7}" text-anchor="middle">max_length {limit:,}</text>')
+        drawn.append(
+            f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+        )
+        drawn.append(
+            f'<text x="{x:.1f}" y="{_TOP - 7}" text-anchor="middle">max_length {limit:,}</text>'
+        )
     return _svg("Samples by length in tokens", drawn)
 
 
 def _curves(result: dict[str, Any]) -> str:
-    """Share of samples cut and of tokens lost, over the limits of the table (evenly spaced, as their doublings are)."""
+    """Share of samples cut and of tokens lost, over the limits of the table (evenly spaced, as
+    their doublings are)."""
     limits = result["limits"]
     top = max(0.01, *(max(one["share_cut"], one["share_lost"]) for one in limits))
     step = (_WIDTH - _LEFT - _RIGHT - 40) / max(1, len(limits) - 1)
 
     def at(place: int, share: float) -> str:
-        return f"{_LEFT + 20 + place * step:.1f} {_HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * share / top:.1f}"
+        return (
+            f"{_LEFT + 20 + place * step:.1f}"
+            f" {_HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * share / top:.1f}"
+        )
 
     drawn = _grid([(share, f"{100 * top * share:.3g} %") for share in (0.0, 0.25, 0.5, 0.75, 1.0)])
     for key, style, colour in (("share_cut", "cut", "c1"), ("share_lost", "lost", "c2")):
@@ -115,10 +145,15 @@ def _curves(result: dict[str, Any]) -> str:
         for place, one in enumerate(limits):
             x, y = at(place, one[key]).split()
             tip = f"max_length {one['max_length']:,}: {100 * one[key]:.2f} %"
-            drawn.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="var(--{colour})"><title>{tip}</title></circle>')
+            drawn.append(
+                f'<circle cx="{x}" cy="{y}" r="3.5"'
+                f' fill="var(--{colour})"><title>{tip}</title></circle>'
+            )
     for place, one in enumerate(limits):
         x = at(place, 0).split()[0]
-        drawn.append(f'<text x="{x}" y="{_HEIGHT - 20}" text-anchor="middle">{one["max_length"]:,}</text>')
+        drawn.append(
+            f'<text x="{x}" y="{_HEIGHT - 20}" text-anchor="middle">{one["max_length"]:,}</text>'
+        )
     return _svg("What each max_length would cut", drawn)
 
 
@@ -126,10 +161,15 @@ def _grid(ticks: list[tuple[float, str]]) -> list[str]:
     drawn = []
     for share, text in ticks:
         y = _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * share
-        drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        drawn.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
         drawn.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     return drawn
 
 
 def _svg(title: str, drawn: list[str]) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">{"".join(drawn)}</svg>'
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
+        f' aria-label="{title}">{"".join(drawn)}</svg>'
+    )

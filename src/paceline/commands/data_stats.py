@@ -21,18 +21,27 @@ def show_stats(tokens: list[str], output: str | None, as_json: bool) -> int:
     """Read the config, prepare its data, print its figures, write the page. Returns the exit code.
 
     Raises:
-        ConfigError: everything that can be wrong with the config or the data; a page that could not be written.
+        ConfigError: everything that can be wrong with the config or the data; a page that could not
+            be written.
     """
     page = Path(output).expanduser() if output is not None else None
     if page is not None and (not output or page.is_dir() or not page.absolute().parent.is_dir()):
         raise ConfigError(
-            f"`--output {output}` cannot be written", allowed="a file in a folder that exists", fix="name an HTML file"
+            f"`--output {output}` cannot be written",
+            allowed="a file in a folder that exists",
+            fix="name an HTML file",
         )
     path, overrides = split_cli(tokens)
     if path is None and not overrides:
-        raise ConfigError("no dataset is given", allowed="paceline data stats CONFIG.yaml, or dataset=FILE", fix="name one")
+        raise ConfigError(
+            "no dataset is given",
+            allowed="paceline data stats CONFIG.yaml, or dataset=FILE",
+            fix="name one",
+        )
     if path is None and not any(one.partition("=")[0] == "model" for one in overrides):
-        named = next((one.partition("=")[2] for one in overrides if one.startswith("tokenizer=")), _MODEL)
+        named = next(
+            (one.partition("=")[2] for one in overrides if one.startswith("tokenizer=")), _MODEL
+        )
         overrides = [*overrides, f"model={named}"]
         print(f"no model is given: tokens are those of {named}", file=sys.stderr)
     from paceline.data.stats import dataset_stats
@@ -57,7 +66,11 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures that stand above the plots, as pairs of label and value."""
     lengths, repeats, words = result["lengths"], result["duplicates"], result["vocabulary"]
     held = f", {result['held_out']:,} of them held out for validation" if result["held_out"] else ""
-    uncut = ", each document as one, before it is cut" if result["overlong"] == "cut into samples" else ""
+    uncut = (
+        ", each document as one, before it is cut"
+        if result["overlong"] == "cut into samples"
+        else ""
+    )
     spread = f"{lengths['min']:,} to {lengths['max']:,}"
     return [
         ("samples", f"{result['samples']:,}{uncut}{held}"),
@@ -69,10 +82,12 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def limit_rows(result: dict[str, Any]) -> list[list[str]]:
-    """One row a `max_length`: limit, samples cut, their share, left out whole, tokens lost, their share."""
+    """One row a `max_length`: limit, samples cut, their share, left out whole, tokens lost, their
+    share."""
     return [
         [
-            f"{one['max_length']:,}" + (" (config)" if one["max_length"] == result["max_length"] else ""),
+            f"{one['max_length']:,}"
+            + (" (config)" if one["max_length"] == result["max_length"] else ""),
             f"{one['samples_cut']:,}",
             f"{100 * one['share_cut']:.2f} %",
             f"{one['samples_left_out']:,}",
@@ -86,7 +101,10 @@ def limit_rows(result: dict[str, Any]) -> list[list[str]]:
 def overlong_text(result: dict[str, Any]) -> str:
     """What becomes of a sample that is too long, for a person."""
     words = {"truncate": "is truncated", "drop": "is left out"}
-    return f"A sample longer than max_length {words.get(result['overlong'], 'is ' + result['overlong'])}."
+    return (
+        "A sample longer than max_length"
+        f" {words.get(result['overlong'], 'is ' + result['overlong'])}."
+    )
 
 
 HEADS = ("max_length", "longer samples", "share", "left out", "tokens lost", "share")
@@ -105,5 +123,8 @@ def table(result: dict[str, Any]) -> str:
     lines += ["", overlong_text(result), ""]
     rows = [list(HEADS), *limit_rows(result)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(HEADS))]
-    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines += [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
     return "\n".join(lines)

@@ -63,10 +63,14 @@ def check_ray_options(tokens: list[str]) -> None:
         name = token[2:].partition("=")[0].replace("_", "-")
         near = nearest(name, [*VALUES, *FLAGS], cutoff=0.8) if token.startswith("--") else None
         if near is not None:
-            raise ConfigError(f"`paceline ray` has no option `--{name}`", fix=f"did you mean `--{near}`?")
+            raise ConfigError(
+                f"`paceline ray` has no option `--{name}`", fix=f"did you mean `--{near}`?"
+            )
 
 
-def make_options(path: Path | None, overrides: list[str], values: dict[str, Any], flags: dict[str, bool]) -> RayOptions:
+def make_options(
+    path: Path | None, overrides: list[str], values: dict[str, Any], flags: dict[str, bool]
+) -> RayOptions:
     """Check the options of the command line.
 
     Raises:
@@ -74,11 +78,14 @@ def make_options(path: Path | None, overrides: list[str], values: dict[str, Any]
     """
     if "num-workers" not in values:
         raise ConfigError(
-            "`paceline ray` needs the number of workers", fix="add `--num-workers N`: with GPUs, one worker for each of them"
+            "`paceline ray` needs the number of workers",
+            fix="add `--num-workers N`: with GPUs, one worker for each of them",
         )
     for name, least in (("num-workers", 1), ("cpus-per-worker", 1), ("max-failures", -1)):
         if name in values and values[name] < least:
-            raise ConfigError(f"`--{name} {values[name]}` is out of range", allowed=f"{least} or more")
+            raise ConfigError(
+                f"`--{name} {values[name]}` is out of range", allowed=f"{least} or more"
+            )
     address = values.get("address")
     if address == "" or (address or "").startswith("ray://"):
         raise ConfigError(
@@ -88,7 +95,9 @@ def make_options(path: Path | None, overrides: list[str], values: dict[str, Any]
         )
     working_dir = values.get("working-dir")
     if working_dir is not None and not working_dir.is_dir():
-        raise ConfigError(f"`--working-dir {working_dir}` is not a folder", fix="give a folder, such as `.`")
+        raise ConfigError(
+            f"`--working-dir {working_dir}` is not a folder", fix="give a folder, such as `.`"
+        )
     return RayOptions(
         path, overrides, values["num-workers"], address, flags["use-gpu"], values.get("cpus-per-worker", 1),
         values.get("max-failures"), working_dir, flags["allow-config-change"],
@@ -107,8 +116,12 @@ def train_on_ray(options: RayOptions, as_json: bool) -> int:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     needed_cpus = options.num_workers * options.cpus_per_worker
-    # Ray prints what workers write to standard output to the driver's; with --json that is the report's alone.
-    with contextlib.redirect_stdout(sys.stderr), connected(options.address, needed_cpus, options.working_dir) as connection:
+    # Ray prints what workers write to standard output to the driver's; with --json that is the
+    # report's alone.
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        connected(options.address, needed_cpus, options.working_dir) as connection,
+    ):
         trainer = _trainer(options, connection)
         results = _until_done(trainer)
     result = results[0]
@@ -128,11 +141,17 @@ def _trainer(options: RayOptions, connection: Connection) -> TorchTrainer:
     trainer = TorchTrainer(
         options.config,
         overrides=options.overrides,
-        scaling_config=ScalingConfig(num_workers=options.num_workers, use_gpu=use_gpu, resources_per_worker=resources),
+        scaling_config=ScalingConfig(
+            num_workers=options.num_workers, use_gpu=use_gpu, resources_per_worker=resources
+        ),
         max_failures=options.max_failures,
         allow_config_change=options.allow_config_change,
     )
-    where = f"the cluster at {connection.address}" if connection.address else "a cluster on this machine, started for this run"
+    where = (
+        f"the cluster at {connection.address}"
+        if connection.address
+        else "a cluster on this machine, started for this run"
+    )
     kind = "GPU" if use_gpu else "CPU"
     _say(f"Ray: {options.num_workers} {kind} workers on {where}")
     for name, per_worker in resources.items():
@@ -146,9 +165,12 @@ def _trainer(options: RayOptions, connection: Connection) -> TorchTrainer:
 
 
 def _uses_gpus(options: RayOptions, device: str, connection: Connection) -> bool:
-    """One GPU for each worker: if requested, if the config does, or if the cluster has enough of them."""
+    """One GPU for each worker: if requested, if the config does, or if the cluster has enough of
+    them."""
     if options.use_gpu and device == "cpu":
-        raise ConfigError("`--use-gpu` contradicts `parallel.device: cpu`", fix="leave one of them out")
+        raise ConfigError(
+            "`--use-gpu` contradicts `parallel.device: cpu`", fix="leave one of them out"
+        )
     num_gpus = int(connection.resources.get("GPU", 0))
     if options.use_gpu or device not in ("auto", "cpu"):
         return True
@@ -164,8 +186,8 @@ def _uses_gpus(options: RayOptions, device: str, connection: Connection) -> bool
 
 
 def _until_done(trainer: TorchTrainer) -> list[dict[str, Any]]:
-    """Run the trainer in a thread, so that this one answers signals: the first one asks the ranks to write a checkpoint and
-    stop, a second one disconnects from Ray, which ends the workers.
+    """Run the trainer in a thread, so that this one answers signals: the first one asks the ranks
+    to write a checkpoint and stop, a second one disconnects from Ray, which ends the workers.
 
     Raises:
         StoppedError: by a second signal.
@@ -188,13 +210,18 @@ def _until_done(trainer: TorchTrainer) -> list[dict[str, Any]]:
             return  # a terminal that is closed sends it twice
         received.append(number)
         if len(received) == 2:
-            raise StoppedError(f"a second {name} ended the run at once, without a checkpoint", 128 + received[0])
+            raise StoppedError(
+                f"a second {name} ended the run at once, without a checkpoint", 128 + received[0]
+            )
         if len(received) > 2:
             os._exit(128 + received[0])
         _say(f"{name}: finishing this step and saving a checkpoint; once more ends the run at once")
         trainer.request_stop(number)
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         thread.start()
         while thread.is_alive():

@@ -23,8 +23,15 @@ if TYPE_CHECKING:
 DEFAULT_FOLDER = Path("output")
 
 
-def serve(folder: Path | None, port: int = PORT, host: str = "127.0.0.1", browser: bool = True, as_json: bool = False) -> int:
-    """Serve the runs below ``folder`` (``./output`` by default, made where it is not there) until Ctrl-C.
+def serve(
+    folder: Path | None,
+    port: int = PORT,
+    host: str = "127.0.0.1",
+    browser: bool = True,
+    as_json: bool = False,
+) -> int:
+    """Serve the runs below ``folder`` (``./output`` by default, made where it is not there) until
+    Ctrl-C.
 
     Raises:
         ConfigError: there is no such folder, or ``host`` is no address of this machine.
@@ -32,15 +39,20 @@ def serve(folder: Path | None, port: int = PORT, host: str = "127.0.0.1", browse
     """
     place = _folder(folder)
     bound = bind(host, port)
-    own, token, place_text = bound.getsockname()[1], secrets.token_urlsafe(24), shown(os.path.realpath(place))
+    own, token, place_text = (
+        bound.getsockname()[1],
+        secrets.token_urlsafe(24),
+        shown(os.path.realpath(place)),
+    )
     url = f"http://{shown_host(host)}:{own}/?token={token}"
     if own != port and port != 0:
         _say(f"port {port} is in use; this is {own}.")
     if not is_loopback(host):
         _say(
-            f"warning: bound to {host}: everyone in this network who has the link can see the runs of {place_text}, "
-            "start and stop them. The link holds the token, and nothing is encrypted: who listens in the network reads it. "
-            "To keep the panel to this machine: leave out --host."
+            f"warning: bound to {host}: everyone in this network who has the link can see the runs"
+            f" of {place_text}, start and stop them. The link holds the token, and nothing is"
+            " encrypted: who listens in the network reads it. To keep the panel to this machine:"
+            " leave out --host."
         )
     if as_json:
         print(json.dumps({"url": url, "token": token, "folder": place_text}), flush=True)
@@ -56,7 +68,8 @@ def serve(folder: Path | None, port: int = PORT, host: str = "127.0.0.1", browse
 
 
 def _server(folder: Path, port: int, host: str, token: str) -> PanelServer:
-    """Loads what a server is made of, while the browser starts; who connects meanwhile waits in the socket's queue."""
+    """Loads what a server is made of, while the browser starts; who connects meanwhile waits in the
+    socket's queue."""
     gc.disable()  # nothing of it is garbage; to look for some takes a tenth of the time
     from paceline.web.server import PanelServer
     from paceline.web.state import Panel
@@ -73,7 +86,11 @@ def _folder(given: Path | None) -> Path:
         return folder
     if given is not None:
         what = "is no folder" if folder.exists() else "is not there"
-        raise ConfigError(f"`{folder}` {what}", allowed="a folder below which runs are, or will be", fix=f"mkdir -p {folder}")
+        raise ConfigError(
+            f"`{folder}` {what}",
+            allowed="a folder below which runs are, or will be",
+            fix=f"mkdir -p {folder}",
+        )
     folder.mkdir()
     _say(f"made the folder {folder}: runs that are started from the panel go there.")
     return folder
@@ -87,7 +104,10 @@ def _open(url: str) -> None:
     if screen:
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
     else:
-        _say("there is no screen here: open the link in a browser (from another machine through `ssh -L`, with the same port).")
+        _say(
+            "there is no screen here: open the link in a browser (from another machine through `ssh"
+            " -L`, with the same port)."
+        )
 
 
 def _say(text: str) -> None:

@@ -11,5 +11,6 @@ ROLES = {
     "tool_result": "tool", "function_call": CALL, "function-call": CALL, "tool_call": CALL, "tool-call": CALL,
     "function_calls": CALL, "tool_calls": CALL,
 }  # fmt: skip
-#: What a role may be mapped to by `roles` of a source; LLaMA-Factory and axolotl have these under names of their own.
+#: What a role may be mapped to by `roles` of a source; LLaMA-Factory and axolotl have these under
+#: names of their own.
 STANDARD_ROLES = ("system", "user", "assistant", "tool", CALL)

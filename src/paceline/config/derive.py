@@ -11,19 +11,25 @@ from paceline.core.formatting import counted, shares_text
 
 
 def optimizer_bytes_per_element(args: TrainArgs) -> int:
-    """Bytes of float32 state an optimizer keeps for each trained element (Adafactor: its factored state counts as 0)."""
-    return {"adamw": 8, "adam": 8, "sgd": 4 if args.momentum else 0, "rmsprop": 8 if args.momentum else 4, "adagrad": 4}.get(
-        args.optim, 0
-    )
+    """Bytes of float32 state an optimizer keeps for each trained element (Adafactor: its factored
+    state counts as 0)."""
+    return {
+        "adamw": 8,
+        "adam": 8,
+        "sgd": 4 if args.momentum else 0,
+        "rmsprop": 8 if args.momentum else 4,
+        "adagrad": 4,
+    }.get(args.optim, 0)
 
 
 @dataclass(frozen=True)
 class Derived:
     """What the numbers in the config come to.
 
-    ``steps`` are updates of the weights; ``tokens_per_step`` is the mean over the data, None where samples have no tokens.
-    Where a run goes on with its global batch on another number of replicas, that number may not divide it: then some
-    micro-batches, and some replicas' shares, have one sample less than others, and none has more than ``micro_batch_size``.
+    ``steps`` are updates of the weights; ``tokens_per_step`` is the mean over the data, None where
+    samples have no tokens. Where a run goes on with its global batch on another number of replicas,
+    that number may not divide it: then some micro-batches, and some replicas' shares, have one
+    sample less than others, and none has more than ``micro_batch_size``.
     """
 
     world_size: int
@@ -51,29 +57,52 @@ class Derived:
 
     @property
     def shares(self) -> str:
-        """Samples of each replica, for a person. Where samples have tokens these may be what is shared evenly."""
+        """Samples of each replica, for a person. Where samples have tokens these may be what is
+        shared evenly."""
         about = "" if self.tokens_per_step is None else "about "
         return about + shares_text(self.global_batch_size, self.replicas)
 
     def _spread(self) -> str:
         ranks = counted(self.world_size, "rank")
-        return ranks if self.replicas == self.world_size else f"{counted(self.replicas, 'replica')} on {ranks}"
+        return (
+            ranks
+            if self.replicas == self.world_size
+            else f"{counted(self.replicas, 'replica')} on {ranks}"
+        )
 
     def _factors(self) -> str:
         accumulation = f"{self.gradient_accumulation_steps} accumulation"
         size = self.samples_per_micro_batch
         if size == int(size):
             return f"{int(size)} a micro-batch × {accumulation} × {self._spread()}"
-        return f"{self.shares} on {self._spread()}: at most {math.ceil(size)} a micro-batch × {accumulation}"
+        return (
+            f"{self.shares} on {self._spread()}: at most {math.ceil(size)} a micro-batch ×"
+            f" {accumulation}"
+        )
 
     def lines(self) -> list[str]:
         """For a person, one value a line."""
-        tokens = f", about {self.tokens_per_step:,} tokens a step" if self.tokens_per_step is not None else ""
-        every = f"every {counted(self.eval_every_steps, 'step')}" if self.eval_every_steps else "none"
+        tokens = (
+            f", about {self.tokens_per_step:,} tokens a step"
+            if self.tokens_per_step is not None
+            else ""
+        )
+        every = (
+            f"every {counted(self.eval_every_steps, 'step')}" if self.eval_every_steps else "none"
+        )
         return [
-            f"global batch   {counted(self.global_batch_size, 'sample')} = {self._factors()}{tokens}",
-            f"steps          {self.steps:,} ({self.steps_per_epoch:,} an epoch, {self.epochs:.3g} epochs)",
-            f"warm-up        {counted(self.warmup_steps, 'step')} to learning rate {self.learning_rate:g}",
+            (
+                f"global batch   {counted(self.global_batch_size, 'sample')} ="
+                f" {self._factors()}{tokens}"
+            ),
+            (
+                f"steps          {self.steps:,} ({self.steps_per_epoch:,} an epoch,"
+                f" {self.epochs:.3g} epochs)"
+            ),
+            (
+                f"warm-up        {counted(self.warmup_steps, 'step')} to learning rate"
+                f" {self.learning_rate:g}"
+            ),
             f"evaluation     {every}",
         ]
 
@@ -93,23 +122,39 @@ def derive(
 
     Args:
         num_train, num_eval: samples after filtering.
-        replicas: ranks, or groups of them, that each have micro-batches of their own (default: every rank).
-        global_batch_size: of a run that goes on: it stays what it was, and accumulation is as much as the micro-batches of the
-            config need for it. Default: micro-batch × accumulation × replicas.
+        replicas: ranks, or groups of them, that each have micro-batches of their own (default:
+            every rank).
+        global_batch_size: of a run that goes on: it stays what it was, and accumulation is as much
+            as the micro-batches of the config need for it. Default: micro-batch × accumulation ×
+            replicas.
 
-    An epoch has ceil(num_train / global batch) steps: the last batch may be short, no sample is left out.
+    An epoch has ceil(num_train / global batch) steps: the last batch may be short, no sample is
+    left out.
     """
     args = config.train_args
     replicas = world_size if replicas is None else replicas
-    accumulation, together = args.gradient_accumulation_steps, args.per_device_train_batch_size * replicas
+    accumulation, together = (
+        args.gradient_accumulation_steps,
+        args.per_device_train_batch_size * replicas,
+    )
     batch = together * accumulation
     if global_batch_size is not None:
         batch, accumulation = global_batch_size, math.ceil(global_batch_size / together)
     per_epoch = max(1, math.ceil(num_train / batch))
-    steps = args.max_steps if args.max_steps is not None else max(1, math.ceil(args.num_train_epochs * per_epoch))
-    warmup = args.warmup_steps if args.warmup_steps is not None else math.ceil(args.warmup_ratio * steps)
+    steps = (
+        args.max_steps
+        if args.max_steps is not None
+        else max(1, math.ceil(args.num_train_epochs * per_epoch))
+    )
+    warmup = (
+        args.warmup_steps if args.warmup_steps is not None else math.ceil(args.warmup_ratio * steps)
+    )
     rate = args.learning_rate if args.learning_rate is not None else default_learning_rate
-    tokens = round(train_tokens / num_train * min(batch, num_train)) if train_tokens is not None else None
+    tokens = (
+        round(train_tokens / num_train * min(batch, num_train))
+        if train_tokens is not None
+        else None
+    )
     return Derived(
         world_size=world_size,
         micro_batch_size=args.per_device_train_batch_size,
@@ -129,6 +174,7 @@ def derive(
 
 
 def count_of_steps(every: float, steps: int) -> int:
-    """Return a number of steps, of which a value below 1 is a share of all ``steps``, rounded up as transformers does."""
+    """Return a number of steps, of which a value below 1 is a share of all ``steps``, rounded up as
+    transformers does."""
     # A product such as 30 * (1 / 10) must not be rounded up because of its last binary digit.
     return math.ceil(every * steps - 1e-9) if 0 < every < 1 else int(every)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-#: Modes that are another training than `single`: to hold them against it says nothing, and `auto` never takes them.
+#: Modes that are another training than `single`: to hold them against it says nothing, and `auto`
+#: never takes them.
 OTHER_TRAINING = ("local_sgd", "diloco", "parameter_server")
 
 #: Keys that change no number of the training; all others must stay as they were when a run goes on.
@@ -19,7 +20,8 @@ FREE_KEYS = (
 
 
 def changes_training(key: str, old: object, new: object) -> bool:
-    """Whether a change of ``key`` changes the numbers of the training: a run goes on with it only where it is allowed to."""
+    """Whether a change of ``key`` changes the numbers of the training: a run goes on with it only
+    where it is allowed to."""
     if key == "parallel.mode" and (old in OTHER_TRAINING or new in OTHER_TRAINING):
         return True
     return not key.startswith(FREE_KEYS)

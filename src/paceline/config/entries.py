@@ -1,4 +1,5 @@
-"""From what a person wrote to what it sets: each key of a file or a command line becomes an entry, each entry assignments."""
+"""From what a person wrote to what it sets: each key of a file or a command line becomes an entry,
+each entry assignments."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ FILE, OVERRIDE = 0, 1
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One key as a person wrote it. ``layer`` is FILE or OVERRIDE; ``token`` the words on the command line; ``source`` the
-    other file that the value comes from, such as a DeepSpeed JSON."""
+    """One key as a person wrote it. ``layer`` is FILE or OVERRIDE; ``token`` the words on the
+    command line; ``source`` the other file that the value comes from, such as a DeepSpeed JSON."""
 
     path: tuple[str, ...]
     value: Any
@@ -55,7 +56,8 @@ class Entry:
 
 @dataclass
 class Problem:
-    """Something wrong with the config. ``target``: the native key it concerns, if an override of that could settle it."""
+    """Something wrong with the config. ``target``: the native key it concerns, if an override of
+    that could settle it."""
 
     what: str
     entry: Entry | None = None
@@ -118,7 +120,12 @@ class Walk:
 def split_key(key: str) -> tuple[str, ...]:
     """``lora.rank`` → (lora, rank); a key of which the first part is no section stays whole."""
     parts = tuple(key.split("."))
-    if parts[0] in SECTIONS or parts[0] in FREE or parts[0] in SOURCE_KEYS or f"train_args.{parts[0]}" in FREE:
+    if (
+        parts[0] in SECTIONS
+        or parts[0] in FREE
+        or parts[0] in SOURCE_KEYS
+        or f"train_args.{parts[0]}" in FREE
+    ):
         return parts
     return (key,)
 
@@ -137,17 +144,21 @@ def _plain(value: Any) -> Any:
 
 
 def meaning_of(entry: Entry) -> Meaning:
-    """What an entry's key is. Paceline's own keys come first; those of train_args may stand at the top level, and those of
-    the top level under train_args."""
+    """What an entry's key is. Paceline's own keys come first; those of train_args may stand at the
+    top level, and those of the top level under train_args."""
     methods = methods_of(entry.name, entry.value) if _may_be_foreign(entry) else ()
     target = _native(entry)
     if target is not None:
-        return Meaning(entry, target=target, moved=not entry.key.startswith(target), methods=methods)
+        return Meaning(
+            entry, target=target, moved=not entry.key.startswith(target), methods=methods
+        )
     if len(entry.path) <= (2 if entry.section else 1):
         alias = alias_of(entry.section, entry.name)
         if alias is not None:
             return Meaning(entry, alias=alias, methods=methods)
-        return Meaning(entry, ignored=ignored_of(entry.name) or method_setting(entry.name), methods=methods)
+        return Meaning(
+            entry, ignored=ignored_of(entry.name) or method_setting(entry.name), methods=methods
+        )
     return Meaning(entry)
 
 
@@ -158,7 +169,11 @@ def _may_be_foreign(entry: Entry) -> bool:
 
 def _native(entry: Entry) -> str | None:
     rest = entry.path[2:] if entry.section else entry.path[1:]
-    candidates = [f"{entry.section}.{entry.name}"] if entry.section else [entry.name, f"train_args.{entry.name}"]
+    candidates = (
+        [f"{entry.section}.{entry.name}"]
+        if entry.section
+        else [entry.name, f"train_args.{entry.name}"]
+    )
     if entry.section == "train_args":
         candidates.append(entry.name)
     for target in candidates:
@@ -170,12 +185,20 @@ def _native(entry: Entry) -> str | None:
 def unknown(entry: Entry) -> Problem:
     """The error for a key that nobody knows, with the nearest one that is known."""
     close = _close(entry)
-    fix = f"did you mean `{close}`?" if close else f"remove it; docs/config.md lists all keys{_of_section(entry)}"
+    fix = (
+        f"did you mean `{close}`?"
+        if close
+        else f"remove it; docs/config.md lists all keys{_of_section(entry)}"
+    )
     return Problem(f"there is no key `{entry.key}`", entry, fix=fix)
 
 
 def _of_section(entry: Entry) -> str:
-    return f", and `{entry.section}` has {_listed(SECTIONS[entry.section].model_fields)}" if entry.section else ""
+    return (
+        f", and `{entry.section}` has {_listed(SECTIONS[entry.section].model_fields)}"
+        if entry.section
+        else ""
+    )
 
 
 def _close(entry: Entry) -> str | None:
@@ -186,14 +209,24 @@ def _close(entry: Entry) -> str | None:
     if name in by_last:
         return "` or `".join(by_last[name])
     prefix = f"{entry.section}." if entry.section else ""
-    own = [key.removeprefix(prefix) for key in KEYS if key.startswith(prefix) and "." not in key.removeprefix(prefix)]
+    own = [
+        key.removeprefix(prefix)
+        for key in KEYS
+        if key.startswith(prefix) and "." not in key.removeprefix(prefix)
+    ]
     if not entry.section:
         own += list(SECTIONS) + list(SECTIONS["train_args"].model_fields)
-    found = [one for one in (nearest(name, own), nearest(name, by_last), nearest(name, all_foreign())) if one]
+    found = [
+        one
+        for one in (nearest(name, own), nearest(name, by_last), nearest(name, all_foreign()))
+        if one
+    ]
     if not found:
         return None
     # a key of the same section is likelier than one that is a letter nearer elsewhere
-    best = max(found, key=lambda one: SequenceMatcher(None, name, one).ratio() + (0.1 if one in own else 0))
+    best = max(
+        found, key=lambda one: SequenceMatcher(None, name, one).ratio() + (0.1 if one in own else 0)
+    )
     if best in own:
         return prefix + best
     return by_last[best][0] if best in by_last else best

@@ -67,11 +67,15 @@ def takes_none(info: FieldInfo) -> bool:
 
 def takes(info: FieldInfo, *kinds: type) -> bool:
     """True where a member of the field's type is one of ``kinds`` (``list`` stands for any list)."""
-    return any(kind in kinds or get_origin(kind) in kinds for kind, _ in _parts(info.annotation, info.metadata))
+    return any(
+        kind in kinds or get_origin(kind) in kinds
+        for kind, _ in _parts(info.annotation, info.metadata)
+    )
 
 
 def describe(info: FieldInfo) -> str:
-    """What a field takes, in plain words: ``a whole number of at least 1``, ``` `auto` or true/false ```."""
+    """What a field takes, in plain words: ``a whole number of at least 1``, ``` `auto` or
+    true/false ```."""
     words = [_one(kind, metadata) for kind, metadata in _parts(info.annotation, info.metadata)]
     return " or ".join(dict.fromkeys(words))
 
@@ -82,12 +86,20 @@ def _one(kind: Any, metadata: list[Any]) -> str:
         return ", ".join(f"`{word}`" for word in get_args(kind))
     if origin is list:
         (inner,) = get_args(kind)
-        return "a list of " + " or ".join(dict.fromkeys(_one(k, m).removeprefix("a ") for k, m in _parts(inner)))
+        return "a list of " + " or ".join(
+            dict.fromkeys(_one(k, m).removeprefix("a ") for k, m in _parts(inner))
+        )
     if origin is dict:
         return "a mapping"
     if kind is DatasetSource:
         return "a mapping with " + ", ".join(f"`{name}`" for name in DatasetSource.model_fields)
-    simple = {type(None): "null", bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+    simple = {
+        type(None): "null",
+        bool: "true or false",
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+    }
     return simple.get(kind, str(kind)) + (_range(metadata) if kind in (int, float) else "")
 
 

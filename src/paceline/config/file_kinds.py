@@ -1,4 +1,5 @@
-"""Files of other tools that are not a config of a training run: named as what they are, with how to use them."""
+"""Files of other tools that are not a config of a training run: named as what they are, with how to
+use them."""
 
 from __future__ import annotations
 
@@ -28,14 +29,25 @@ def check_kind(tree: Mapping[str, Any], file: Path) -> None:
         kind = "a DeepSpeed config" + (f" (ZeRO stage {stage})" if stage is not None else "")
         raise ConfigError(
             f"{file} is {kind}, not a config of a run: it has no model and no dataset",
-            fix=f"name it in your config as `deepspeed: {file}`, or pass it beside the config: "
-            f"`paceline sft CONFIG.yaml --deepspeed {file}`",
+            fix=(
+                f"name it in your config as `deepspeed: {file}`, or pass it beside the config: "
+                f"`paceline sft CONFIG.yaml --deepspeed {file}`"
+            ),
         )
-    if any("_component_" in str(key) or (isinstance(value, Mapping) and "_component_" in value) for key, value in tree.items()):
+    if any(
+        "_component_" in str(key) or (isinstance(value, Mapping) and "_component_" in value)
+        for key, value in tree.items()
+    ):
         raise ConfigError(
-            f"{file} is a config of torchtune (it has `_component_`), whose keys Paceline does not read",
-            allowed="a config of Paceline, LLaMA-Factory, ms-swift, axolotl, TRL or alignment-handbook",
-            fix="write a config with `model: FOLDER_OR_HUB_ID` and `dataset: ...` (docs/config.md), or use torchtune",
+            f"{file} is a config of torchtune (it has `_component_`), whose keys Paceline does not"
+            " read",
+            allowed=(
+                "a config of Paceline, LLaMA-Factory, ms-swift, axolotl, TRL or alignment-handbook"
+            ),
+            fix=(
+                "write a config with `model: FOLDER_OR_HUB_ID` and `dataset: ...` (docs/config.md),"
+                " or use torchtune"
+            ),
         )
     rest = [key for key in tree if not key.startswith(("_", "fsdp"))]
     if not rest and any(key.startswith("fsdp") for key in tree):
@@ -53,8 +65,10 @@ def accelerate_problem(file: Path, settings: Mapping[str, Any]) -> Problem:
     """
     lines = "; ".join(f"`{key}: {value}`" for key, value in settings.items())
     return Problem(
-        "this is a config of Accelerate: it says how processes start, and names no model and no dataset"
-        + (f". It is read as {lines}" if lines else ""),
-        fix=f"pass the model and the dataset with it (`paceline sft {file} model=... dataset=...`), or copy its keys into "
-        "your own config",
+        "this is a config of Accelerate: it says how processes start, and names no model and no"
+        " dataset" + (f". It is read as {lines}" if lines else ""),
+        fix=(
+            f"pass the model and the dataset with it (`paceline sft {file} model=... dataset=...`),"
+            " or copy its keys into your own config"
+        ),
     )

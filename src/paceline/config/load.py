@@ -1,4 +1,5 @@
-"""Loading a config: defaults < file < overrides, with the keys of other tools, every mistake at once, and nothing in silence.
+"""Loading a config: defaults < file < overrides, with the keys of other tools, every mistake at
+once, and nothing in silence.
 
 The environment plays no part.
 """
@@ -19,7 +20,16 @@ from paceline.config.compat.merge import RESET, Merge
 from paceline.config.compat.methods_refusal import hints_of, refusal
 from paceline.config.compat.parallel_keys import expand
 from paceline.config.compat.parallel_keys import notices as json_notices
-from paceline.config.entries import FILE, OVERRIDE, Entry, Problem, Walk, meaning_of, short, split_key
+from paceline.config.entries import (
+    FILE,
+    OVERRIDE,
+    Entry,
+    Problem,
+    Walk,
+    meaning_of,
+    short,
+    split_key,
+)
 from paceline.config.file_kinds import accelerate_problem, check_kind, is_accelerate
 from paceline.config.messages import explain, strict_problems
 from paceline.config.overrides import parse_tokens, split_cli
@@ -27,12 +37,22 @@ from paceline.config.schema import Config, Parallel
 from paceline.config.yaml_read import Document, Dumper, as_config, parse_yaml, read_config_file
 from paceline.core.errors import ConfigError
 
-__all__ = ["ConfigMistakes", "Loaded", "Mistake", "diff_configs", "load_config", "load_text", "split_cli", "to_yaml"]
+__all__ = [
+    "ConfigMistakes",
+    "Loaded",
+    "Mistake",
+    "diff_configs",
+    "load_config",
+    "load_text",
+    "split_cli",
+    "to_yaml",
+]
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong with a config. ``key``: the native key it concerns, ``line``: from 1; None where not known."""
+    """One thing that is wrong with a config. ``key``: the native key it concerns, ``line``: from 1;
+    None where not known."""
 
     key: str | None
     line: int | None
@@ -60,23 +80,28 @@ class Loaded:
         return replace(self, config=self.config.model_copy(update={"parallel": parallel}))
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Loaded:
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Loaded:
     """Load a config file (or none) with overrides.
 
     Args:
         path: a YAML file, or None where the overrides give all that is needed.
-        overrides: words of a command line (``key=value``, ``--key value``, ``--key=value``, ``--flag``; dotted keys), or a
-            mapping (dotted or nested keys, values as they are). They go before the file.
+        overrides: words of a command line (``key=value``, ``--key value``, ``--key=value``,
+            ``--flag``; dotted keys), or a mapping (dotted or nested keys, values as they are). They
+            go before the file.
 
     Raises:
-        ConfigError: with the line, the key, the value, and what to write instead; all mistakes in one message.
+        ConfigError: with the line, the key, the value, and what to write instead; all mistakes in
+            one message.
     """
     file = Path(path) if path is not None else None
     return _load(None if file is None else read_config_file(file), file, overrides)
 
 
 def load_stored(stored: Mapping[str, Any]) -> Config:
-    """The config in a checkpoint's ``meta.json``; keys that an older version wrote are read as the present ones."""
+    """The config in a checkpoint's ``meta.json``; keys that an older version wrote are read as the
+    present ones."""
     try:
         return Config.model_validate(stored)
     except ValidationError:
@@ -88,7 +113,9 @@ def load_text(text: str, name: str) -> Loaded:
     return _load(as_config(parse_yaml(text, name), Path(name)), Path(name), ())
 
 
-def _load(document: Document | None, file: Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> Loaded:
+def _load(
+    document: Document | None, file: Path | None, overrides: Sequence[str] | Mapping[str, Any]
+) -> Loaded:
     walks = []
     if document is not None and file is not None:
         check_kind(document.value, file)
@@ -98,7 +125,9 @@ def _load(document: Document | None, file: Path | None, overrides: Sequence[str]
         walks.append(walk)
     walks.append(_overrides(overrides))
     meanings = [meaning_of(entry) for walk in walks for entry in walk.entries]
-    foreign = [one for one in meanings if one.ignored or one.methods or (one.alias and one.alias.tools)]
+    foreign = [
+        one for one in meanings if one.ignored or one.methods or (one.alias and one.alias.tools)
+    ]
     merge = Merge(bool(foreign), tool_scores(one.tools for one in foreign))
     merge.problems.extend(problem for walk in walks for problem in walk.problems)
     for meaning in meanings:
@@ -110,9 +139,15 @@ def _load(document: Document | None, file: Path | None, overrides: Sequence[str]
         raise _error([refusal(asking, hints_of((one.entry for one in meanings), file))], file)
     settled = [*settle(merge), *json_notices(merge)]
     if document is not None and file is not None and is_accelerate(document.value):
-        named = {one.target for one in merge.winners.values()} | {one.target for one in merge.problems if one.target}
+        named = {one.target for one in merge.winners.values()} | {
+            one.target for one in merge.problems if one.target
+        }
         if not named & {"model", "dataset"}:
-            settings = {key: short(one.value) for key, one in merge.winners.items() if one.value is not RESET}
+            settings = {
+                key: short(one.value)
+                for key, one in merge.winners.items()
+                if one.value is not RESET
+            }
             raise _error([accelerate_problem(file, settings), *merge.problems], file)
     config = _validate(merge, file)
     notices = [*merge.notices(), *settled, *_summary(merge)]
@@ -149,7 +184,9 @@ def _validate(merge: Merge, file: Path | None) -> Config:
     except ValidationError as error:
         for problem in explain(error, data, find):
             missing = problem.entry is None and problem.what.endswith("is missing")
-            if missing and (_guessed(problem, merge.problems) or problem.what.split("`")[1] in refused):
+            if missing and (
+                _guessed(problem, merge.problems) or problem.what.split("`")[1] in refused
+            ):
                 continue  # the same mistake, already told as a misspelt or refused key
             if problem.entry is None or id(problem.entry) not in told:
                 problems.append(problem)
@@ -172,8 +209,12 @@ def _nested(merge: Merge) -> dict[str, Any]:
         place = data
         for part in parents:
             inner = place.get(part)
-            if isinstance(inner, list) and part in ("dataset", "val_dataset"):  # `dataset.format=alpaca` is for each of them
-                place[part] = [{**({"path": one} if isinstance(one, str) else one), last: winner.value} for one in inner]
+            # `dataset.format=alpaca` is for each of them
+            if isinstance(inner, list) and part in ("dataset", "val_dataset"):
+                place[part] = [
+                    {**({"path": one} if isinstance(one, str) else one), last: winner.value}
+                    for one in inner
+                ]
                 break
             if isinstance(inner, str) and part in ("dataset", "val_dataset"):
                 inner = {"path": inner}  # `dataset.format=alpaca` beside `dataset: data.jsonl`
@@ -193,7 +234,15 @@ def _summary(merge: Merge) -> list[tuple[str, str]]:
     if merge.empty:
         out.append(("info", f"left empty, so without effect: {_names(merge.empty)}"))
     if merge.foreign:
-        out.append(("info", "what the config leaves out has Paceline's defaults, not those of the tool it was written for"))
+        out.append(
+            (
+                "info",
+                (
+                    "what the config leaves out has Paceline's defaults, not those of the tool it"
+                    " was written for"
+                ),
+            )
+        )
     return out
 
 
@@ -207,11 +256,16 @@ def _error(problems: list[Problem], file: Path | None) -> ConfigError:
         return 10**9 if entry is None or entry.line is None else entry.line
 
     ordered = sorted(problems, key=line)
-    errors = [ConfigMistakes(_stop(_placed(one, file)), allowed=_stop(one.allowed), fix=_stop(one.fix)) for one in ordered]
+    errors = [
+        ConfigMistakes(_stop(_placed(one, file)), allowed=_stop(one.allowed), fix=_stop(one.fix))
+        for one in ordered
+    ]
     told = [one.paragraph() for one in errors]
     whole = errors[0]
     if len(told) > 1:
-        whole = ConfigMistakes(f"{len(told)} things in the config are wrong:\n" + "\n".join(f"- {one}" for one in told))
+        whole = ConfigMistakes(
+            f"{len(told)} things in the config are wrong:\n" + "\n".join(f"- {one}" for one in told)
+        )
     whole.mistakes = [_mistake(one) for one in ordered]
     return whole
 
@@ -221,7 +275,9 @@ def _mistake(problem: Problem) -> Mistake:
     if key is None and entry is not None:
         meaning = meaning_of(entry)
         key = meaning.target or (meaning.alias.target if meaning.alias else None)
-    return Mistake(key or None, entry.line if entry else None, problem.what, problem.allowed, problem.fix)
+    return Mistake(
+        key or None, entry.line if entry else None, problem.what, problem.allowed, problem.fix
+    )
 
 
 def _stop(text: str | None) -> str:
@@ -240,7 +296,13 @@ def _placed(problem: Problem, file: Path | None) -> str:
 
 def to_yaml(config: Config) -> str:
     """The whole config, defaults and all, as YAML that loads again to an equal config."""
-    text = yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.dump(
+        config.model_dump(mode="json"),
+        Dumper=Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=120,
+    )
     return str(text)
 
 
@@ -248,7 +310,9 @@ def diff_configs(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """Every key in which two configs differ, as (dotted key, old value, new value)."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     keys = [*before, *(key for key in after if key not in before)]
-    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+    return [
+        (key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)
+    ]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -26,7 +26,10 @@ def explain(error: ValidationError, data: dict[str, Any], find: Find) -> list[Pr
     by_key: dict[str, list[dict[str, Any]]] = {}
     for one in error.errors(include_url=False):
         loc = one["loc"]
-        key = ".".join(str(part) for part in (loc[:2] if loc and loc[0] in SECTIONS and len(loc) > 1 else loc[:1]))
+        key = ".".join(
+            str(part)
+            for part in (loc[:2] if loc and loc[0] in SECTIONS and len(loc) > 1 else loc[:1])
+        )
         by_key.setdefault(key, []).append(dict(one))
     return [_one(key, errors, data, find) for key, errors in by_key.items()]
 
@@ -34,7 +37,9 @@ def explain(error: ValidationError, data: dict[str, Any], find: Find) -> list[Pr
 def _one(key: str, errors: list[dict[str, Any]], data: dict[str, Any], find: Find) -> Problem:
     first = errors[0]
     if first["type"] == "missing" and key in _EXAMPLES and first["loc"] == (key,):
-        return Problem(f"`{key}` is missing", fix=f"{_EXAMPLES[key]} (or {key}=... on the command line)")
+        return Problem(
+            f"`{key}` is missing", fix=f"{_EXAMPLES[key]} (or {key}=... on the command line)"
+        )
     if key not in KEYS or first["type"] == "value_error":
         return _between_keys(key, first, find)
     value, entry = _lookup(data, key), find(key)
@@ -58,34 +63,51 @@ def refuse(key: str, value: Any, entry: Entry | None, reason: str) -> Problem:
 def _reason(value: Any, types: list[str]) -> str:
     if any(one.startswith(("greater_than", "less_than")) for one in types):
         return "is out of range"
-    if all(one in ("literal_error", "list_type") for one in types) and isinstance(value, str | list):
+    if all(one in ("literal_error", "list_type") for one in types) and isinstance(
+        value, str | list
+    ):
         return "is not one of the values it takes"
     if "int_from_float" in types:
         return "is not a whole number"
     return (
-        "holds a value it does not take" if isinstance(value, list | dict) else f"is {kind_of(value)}, which it does not take"
+        "holds a value it does not take"
+        if isinstance(value, list | dict)
+        else f"is {kind_of(value)}, which it does not take"
     )
 
 
 def _source(key: str, value: Any, errors: list[dict[str, Any]], entry: Entry | None) -> Problem:
     """Of a union's complaints, those about a mapping say most."""
-    inner = [one for one in errors if "DatasetSource" in one["loc"] and one["type"] not in ("model_type",)]
+    inner = [
+        one
+        for one in errors
+        if "DatasetSource" in one["loc"] and one["type"] not in ("model_type",)
+    ]
     shown = entry.shown() if entry else f"`{key}: {short(value)}`"
     fix: str | None
     for one in inner:
         name = str(one["loc"][-1])
         if one["type"] == "missing":
-            return Problem(f"{shown}: a source of samples has no `path`", entry, fix="add path: a file, a folder or a hub id")
+            return Problem(
+                f"{shown}: a source of samples has no `path`",
+                entry,
+                fix="add path: a file, a folder or a hub id",
+            )
         if one["type"] == "extra_forbidden":
             close = nearest(name, DatasetSource.model_fields)
             fix = f"did you mean `{close}`?" if close else "remove it"
-            return Problem(f"{shown}: a source of samples has no key `{name}`", entry, describe(KEYS[key]), fix)
+            return Problem(
+                f"{shown}: a source of samples has no key `{name}`", entry, describe(KEYS[key]), fix
+            )
         info = DatasetSource.model_fields.get(name)
         if info is not None:
             close = nearest(str(one["input"]), literals(info))
             fix = f"did you mean `{close}`?" if close else None
             return Problem(
-                f"{shown}: `{name}: {short(one['input'])}` is not taken", entry, f"for `{name}`: {describe(info)}", fix
+                f"{shown}: `{name}: {short(one['input'])}` is not taken",
+                entry,
+                f"for `{name}`: {describe(info)}",
+                fix,
             )
     return Problem(f"{shown} is not a source of samples", entry, describe(KEYS[key]))
 
@@ -93,10 +115,20 @@ def _source(key: str, value: Any, errors: list[dict[str, Any]], entry: Entry | N
 def _between_keys(key: str, first: dict[str, Any], find: Find) -> Problem:
     """A rule about several keys: its own words, with the place of each key that it names."""
     words = str(first["msg"]).removeprefix("Value error, ")
-    named = [(name, find(name)) for name in KEYS if name.rpartition(".")[2] in words.replace("`", " ").split()]
-    places = [f"`{name}` ({entry.shown()}, {entry.place()})" for name, entry in named if entry is not None]
-    entries = [entry for _, entry in named if entry is not None] or [entry for entry in [find(key)] if entry]
-    return Problem(words + (f": {' and '.join(places)}" if places else ""), entries[-1] if entries else None)
+    named = [
+        (name, find(name))
+        for name in KEYS
+        if name.rpartition(".")[2] in words.replace("`", " ").split()
+    ]
+    places = [
+        f"`{name}` ({entry.shown()}, {entry.place()})" for name, entry in named if entry is not None
+    ]
+    entries = [entry for _, entry in named if entry is not None] or [
+        entry for entry in [find(key)] if entry
+    ]
+    return Problem(
+        words + (f": {' and '.join(places)}" if places else ""), entries[-1] if entries else None
+    )
 
 
 def _lookup(data: dict[str, Any], key: str) -> Any:
@@ -107,7 +139,8 @@ def _lookup(data: dict[str, Any], key: str) -> Any:
 
 
 def strict_problems(data: dict[str, Any], find: Find) -> list[Problem]:
-    """What the schema would let pass: true and false as numbers, text as true or false, numbers that are not finite."""
+    """What the schema would let pass: true and false as numbers, text as true or false, numbers
+    that are not finite."""
     out = []
     for key, info in KEYS.items():
         value = _lookup(data, key)

@@ -33,7 +33,8 @@ _HSDP = ("hsdp", "hybridshard")
 def read_mode(text: str) -> dict[str, Any]:
     """The settings of `parallel` that a spelling of the mode stands for, the mode among them.
 
-    An unknown spelling is returned as it is, for the registry of strategies to refuse; ``package.module:Class`` too.
+    An unknown spelling is returned as it is, for the registry of strategies to refuse;
+    ``package.module:Class`` too.
     """
     word = text.strip()
     if ":" in word:
@@ -48,13 +49,17 @@ def read_mode(text: str) -> dict[str, Any]:
 
 
 def stage_settings(stage: int, deepspeed: bool, offload: bool = False) -> dict[str, Any]:
-    """The settings of `parallel` for a ZeRO stage, by DeepSpeed itself or by Paceline's own strategies.
+    """The settings of `parallel` for a ZeRO stage, by DeepSpeed itself or by Paceline's own
+    strategies.
 
-    Stage 0 shards nothing, which is `ddp`. DeepSpeed offloads the optimizer's state alone below stage 3.
+    Stage 0 shards nothing, which is `ddp`. DeepSpeed offloads the optimizer's state alone below
+    stage 3.
     """
     if stage == 0:
         return {"mode": "ddp"}
-    settings: dict[str, Any] = {"mode": "deepspeed", "deepspeed_stage": stage} if deepspeed else {"mode": f"zero{stage}"}
+    settings: dict[str, Any] = (
+        {"mode": "deepspeed", "deepspeed_stage": stage} if deepspeed else {"mode": f"zero{stage}"}
+    )
     if offload:
         settings["offload"] = "optimizer" if deepspeed and stage < 3 else "all"
     return settings

@@ -35,9 +35,9 @@ _FLAGS = {
 def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Split the words after a verb into the config file (or None) and the overrides.
 
-    Takes ``config.yaml key=value``, ``--config config.yaml --key value``, ``--key=value``, ``--flag``; the file may
-    be left out.
-    The overrides come back as ``key=value``, for :func:`paceline.config.load.load_config`.
+    Takes ``config.yaml key=value``, ``--config config.yaml --key value``, ``--key=value``,
+    ``--flag``; the file may be left out. The overrides come back as ``key=value``, for
+    :func:`paceline.config.load.load_config`.
 
     Raises:
         ConfigError: for a word that is neither, a file that is not there, or two files.
@@ -59,7 +59,8 @@ def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
             files.append(_as_file(token))
     if len(files) > 1:
         raise ConfigError(
-            f"two config files are given: {files[0]} and {files[1]}", fix="give one, and change its keys with key=value"
+            f"two config files are given: {files[0]} and {files[1]}",
+            fix="give one, and change its keys with key=value",
         )
     path = Path(files[0]) if files else None
     if path is not None and not path.exists():
@@ -87,7 +88,11 @@ def parse_tokens(tokens: Iterable[str]) -> list[tuple[str, Any, str]]:
             raise ConfigError(
                 f"`{token}` is not an override",
                 allowed="key=value, --key value and --key=value, dotted for nested keys",
-                fix=f"write for example lora.rank={token}" if re.fullmatch(r"-?[\d.]+", token) else "write key=value",
+                fix=(
+                    f"write for example lora.rank={token}"
+                    if re.fullmatch(r"-?[\d.]+", token)
+                    else "write key=value"
+                ),
             )
         out.append((match["key"], parse_value(match["value"], f"{match['key']}="), token))
     return out
@@ -98,7 +103,11 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
     name, equals, inline = token[2:].partition("=")
     key = name.replace("-", "_")
     if not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-        raise ConfigError(f"`{token}` is not an option", allowed="--key value or --key=value", fix="write --key value")
+        raise ConfigError(
+            f"`{token}` is not an option",
+            allowed="--key value or --key=value",
+            fix="write --key value",
+        )
     if equals:
         return key, [inline]
     if not rest or _is_next(rest[0]) or (_is_flag(key) and rest[0].lower() not in _WORDS):
@@ -108,7 +117,12 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
             raise ConfigError("`--config` names no file", fix="write --config FILE.yaml")
         return key, ["true"]
     values = [rest.pop(0)]
-    while _takes_several(key) and rest and not _is_next(rest[0]) and not rest[0].endswith((".yaml", ".yml")):
+    while (
+        _takes_several(key)
+        and rest
+        and not _is_next(rest[0])
+        and not rest[0].endswith((".yaml", ".yml"))
+    ):
         values.append(rest.pop(0))
     return key, values
 
@@ -139,7 +153,9 @@ def _is_flag(key: str) -> bool:
     target = _target(key)
     name = key.removeprefix("train_args.")
     if name in _FLAGS or not target:
-        return name in _FLAGS or key.startswith(("use_", "do_", "load_in_", "save_only_", "disable_"))
+        return name in _FLAGS or key.startswith(
+            ("use_", "do_", "load_in_", "save_only_", "disable_")
+        )
     last = key.rpartition(".")[2]
     return takes(KEYS[target], bool) and last not in (
         "finetuning_type",
@@ -155,7 +171,8 @@ def _is_list(key: str) -> bool:
 
 
 def _takes_several(key: str) -> bool:
-    """True for lists, and for keys of other tools, which may take several words (`--loss_scale a b`)."""
+    """True for lists, and for keys of other tools, which may take several words (`--loss_scale a
+    b`)."""
     return _is_list(key) or (key not in KEYS and f"train_args.{key}" not in KEYS)
 
 
@@ -165,5 +182,9 @@ def _as_file(token: str) -> str:
     raise ConfigError(
         f"`{token}` is neither a config file nor an override",
         allowed="one config file, then key=value or --key value",
-        fix="write the key too, as key=value" if not token.startswith("-") else f"options start with two dashes: -{token}",
+        fix=(
+            "write the key too, as key=value"
+            if not token.startswith("-")
+            else f"options start with two dashes: -{token}"
+        ),
     )

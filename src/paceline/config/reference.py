@@ -1,4 +1,5 @@
-"""Writes the generated pages of ``docs/``: config.md, config.schema.json and keys-of-other-tools.md.
+"""Writes the generated pages of ``docs/``: config.md, config.schema.json and
+keys-of-other-tools.md.
 
 ``python -m paceline.config.reference`` writes them, ``--check`` exits with 1 where they are stale.
 """
@@ -94,7 +95,10 @@ def markdown() -> str:
 
 def schema_json() -> str:
     """The text of docs/config.schema.json (JSON Schema, draft 2020-12)."""
-    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+    schema: dict[str, Any] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Config.model_json_schema(),
+    }
     schema["title"] = "Paceline config"
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
@@ -117,19 +121,27 @@ def _default(info: Any) -> str:
 
 
 def _rows(fields: dict[str, Any]) -> list[list[str]]:
-    return [[f"`{name}`", describe(info), _default(info), info.description or ""] for name, info in fields.items()]
+    return [
+        [f"`{name}`", describe(info), _default(info), info.description or ""]
+        for name, info in fields.items()
+    ]
 
 
 def _section(title: str, words: str, keys: list[str]) -> str:
     rows = _rows({key: KEYS[key] for key in keys})
-    return f"## {title}\n\n" + (f"{words}\n\n" if words else "") + _table(["key", "takes", "default", "meaning"], rows)
+    return (
+        f"## {title}\n\n"
+        + (f"{words}\n\n" if words else "")
+        + _table(["key", "takes", "default", "meaning"], rows)
+    )
 
 
 def _source_section() -> str:
     rows = _rows(dict(DatasetSource.model_fields))
     return (
-        "## A source of samples\n\nWhere a path or hub id does not say enough, `dataset` and `val_dataset` take a mapping, "
-        "or a list of them.\n\n" + _table(["key", "takes", "default", "meaning"], rows)
+        "## A source of samples\n\nWhere a path or hub id does not say enough, `dataset` and"
+        " `val_dataset` take a mapping, or a list of them.\n\n"
+        + _table(["key", "takes", "default", "meaning"], rows)
     )
 
 
@@ -138,15 +150,27 @@ def _tools(letters: str) -> str:
 
 
 def _mapped() -> str:
-    rows = [[f"`{key}`", _tools(one.tools), f"`{one.target}`", one.meaning] for key, one in ALIASES.items() if one.target]
-    rows += [[f"`{key}`", _tools(one.tools), f"`{one.target}`", one.meaning] for key, one in SECTION_ALIASES.items()]
-    return "### Read as a key of Paceline\n\n" + _table(["key", "of", "read as", "how"], sorted(rows))
+    rows = [
+        [f"`{key}`", _tools(one.tools), f"`{one.target}`", one.meaning]
+        for key, one in ALIASES.items()
+        if one.target
+    ]
+    rows += [
+        [f"`{key}`", _tools(one.tools), f"`{one.target}`", one.meaning]
+        for key, one in SECTION_ALIASES.items()
+    ]
+    return "### Read as a key of Paceline\n\n" + _table(
+        ["key", "of", "read as", "how"], sorted(rows)
+    )
 
 
 def _values() -> str:
     shared: dict[str, Alias] = {**SHARED, **SHARED_IF_FOREIGN}
     rows = [[f"`{key}`", _tools(one.tools)] for key, one in shared.items()]
-    words = "These keys have the same name here; values that only other tools know are converted, or refused with the reason."
+    words = (
+        "These keys have the same name here; values that only other tools know are converted, or"
+        " refused with the reason."
+    )
     return f"### Shared names\n\n{words}\n\n" + _table(["key", "values of"], sorted(rows))
 
 
@@ -159,7 +183,10 @@ def _ignored() -> str:
     for key, alias in ALIASES.items():
         if not alias.target:
             by_reason.setdefault(("by value", alias.meaning), []).append(key)
-    rows = [[", ".join(f"`{key}`" for key in sorted(keys)), level, reason] for (level, reason), keys in by_reason.items()]
+    rows = [
+        [", ".join(f"`{key}`" for key in sorted(keys)), level, reason]
+        for (level, reason), keys in by_reason.items()
+    ]
     return "### Named as ignored\n\n" + _table(["keys", "level", "why"], rows)
 
 
@@ -167,14 +194,20 @@ def _refused() -> str:
     by_methods: dict[tuple[str, ...], list[str]] = {}
     for key, (_, methods) in METHOD_KEYS.items():
         by_methods.setdefault(methods, []).append(key)
-    rows = [[", ".join(f"`{key}`" for key in sorted(keys)), ", ".join(methods)] for methods, keys in by_methods.items()]
+    rows = [
+        [", ".join(f"`{key}`" for key in sorted(keys)), ", ".join(methods)]
+        for methods, keys in by_methods.items()
+    ]
     words = (
-        "Paceline does not have these training methods. A config that names one (`stage: dpo`, `rl: kto`, `rlhf_type: grpo`, "
-        "`reward_model: true`), or that has a key that only their trainers read, is refused with exit code 2. In a config that "
-        "names its task (`task: sft`, `stage: sft`), such a key is a warning."
+        "Paceline does not have these training methods. A config that names one (`stage: dpo`, `rl:"
+        " kto`, `rlhf_type: grpo`, `reward_model: true`), or that has a key that only their"
+        " trainers read, is refused with exit code 2. In a config that names its task (`task: sft`,"
+        " `stage: sft`), such a key is a warning."
     )
     listed = "\n".join(f"- `{name}`: {text}" for name, text in METHODS.items())
-    return f"### Refused: other training methods\n\n{words}\n\n{listed}\n\n" + _table(["keys", "read by trainers of"], rows)
+    return f"### Refused: other training methods\n\n{words}\n\n{listed}\n\n" + _table(
+        ["keys", "read by trainers of"], rows
+    )
 
 
 def by_tool() -> str:
@@ -192,7 +225,10 @@ def by_tool() -> str:
         for key, (tools, methods) in METHOD_KEYS.items():
             if letter in tools:
                 rows[key] = [f"`{key}`", "refused", f"a setting of {', '.join(methods)}"]
-        parts.append(f"## {tool}\n\n" + _table(["key", "becomes", "how, or why"], [rows[key] for key in sorted(rows)]))
+        parts.append(
+            f"## {tool}\n\n"
+            + _table(["key", "becomes", "how, or why"], [rows[key] for key in sorted(rows)])
+        )
     return "\n".join(parts)
 
 
@@ -205,9 +241,16 @@ def main(arguments: Sequence[str]) -> int:
         folder / "keys-of-other-tools.md": by_tool(),
     }
     if "--check" in arguments:
-        stale = [path.name for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+        stale = [
+            path.name
+            for path, text in texts.items()
+            if not path.is_file() or path.read_text(encoding="utf-8") != text
+        ]
         if stale:
-            print(f"stale: {', '.join(stale)}; run python -m paceline.config.reference", file=sys.stderr)
+            print(
+                f"stale: {', '.join(stale)}; run python -m paceline.config.reference",
+                file=sys.stderr,
+            )
         return 1 if stale else 0
     folder.mkdir(exist_ok=True)
     for path, text in texts.items():

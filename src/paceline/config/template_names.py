@@ -40,7 +40,9 @@ _NAMES: dict[str, str] = {
 }  # fmt: skip
 
 TEMPLATE_NAMES = tuple(_NAMES)
-_CANONICAL = {name: canonical for canonical, others in _NAMES.items() for name in (canonical, *others.split())}
+_CANONICAL = {
+    name: canonical for canonical, others in _NAMES.items() for name in (canonical, *others.split())
+}
 TOKENIZER_DEFAULT = "tokenizer_default"
 FALLBACK = "tokenizer_default_fallback_"
 

@@ -1,4 +1,5 @@
-"""Changing keys in a config's text and nothing else in it: comments, order and spelling of all other lines stay as they are."""
+"""Changing keys in a config's text and nothing else in it: comments, order and spelling of all
+other lines stay as they are."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ from paceline.config.fields import KEYS, SECTIONS, takes
 from paceline.config.yaml_read import Dumper, parse_value, parse_yaml, scalar
 from paceline.core.errors import ConfigError
 
-_ORDER = list(dict.fromkeys(key.split(".")[0] for key in KEYS)) + [one for one in SECTIONS if one not in KEYS]
+_ORDER = list(dict.fromkeys(key.split(".")[0] for key in KEYS)) + [
+    one for one in SECTIONS if one not in KEYS
+]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A key in the text: the mapping it stands in, its node and its value's, and that of the section around it."""
+    """A key in the text: the mapping it stands in, its node and its value's, and that of the
+    section around it."""
 
     key: yaml.Node
     value: yaml.Node
@@ -32,12 +36,13 @@ def edit_yaml(text: str, values: Mapping[str, Any], remove: Iterable[str] = ()) 
 
     Args:
         text: YAML, perhaps empty.
-        values: dotted native key → value. Text for a key that takes numbers, lists or mappings is read as YAML would read it,
-            and a number stays as it is spelt.
+        values: dotted native key → value. Text for a key that takes numbers, lists or mappings is
+            read as YAML would read it, and a number stays as it is spelt.
         remove: dotted native keys to take out, which gives them their defaults.
 
     Returns:
-        The new text, and whether all the rest of it is as it was (False: it had to be written anew, without comments).
+        The new text, and whether all the rest of it is as it was (False: it had to be written anew,
+        without comments).
 
     Raises:
         ConfigError: the text is no YAML mapping, or a key is not known.
@@ -47,7 +52,10 @@ def edit_yaml(text: str, values: Mapping[str, Any], remove: Iterable[str] = ()) 
         if key not in KEYS:
             raise ConfigError(f"there is no key `{key}`", fix="docs/config.md lists all keys")
     if not isinstance(parse_yaml(text, "the config").value, dict | None):
-        raise ConfigError("the text is no mapping of keys to values", fix="write lines such as `model: Qwen/Qwen2.5-0.5B`")
+        raise ConfigError(
+            "the text is no mapping of keys to values",
+            fix="write lines such as `model: Qwen/Qwen2.5-0.5B`",
+        )
     kept = True
     for key, value in [*((key, None) for key in remove), *values.items()]:
         wanted, written = (_REMOVED, "") if key not in values else _spelt(key, value)
@@ -60,8 +68,8 @@ def edit_yaml(text: str, values: Mapping[str, Any], remove: Iterable[str] = ()) 
 
 
 def _edited(text: str, key: str, written: str | None) -> str | None:
-    """The text with one key set, or taken out (None); None where it holds what PyYAML's own parser, which knows the places of
-    things, reads otherwise than libyaml does."""
+    """The text with one key set, or taken out (None); None where it holds what PyYAML's own parser,
+    which knows the places of things, reads otherwise than libyaml does."""
     try:
         return _remove(text, key) if written is None else _set(text, key, written)
     except (yaml.YAMLError, ValueError, IndexError, RecursionError):
@@ -84,7 +92,14 @@ def _spelt(key: str, value: Any) -> tuple[Any, str]:
         if stripped[:1] in ("[", "{") and takes(info, list, dict):
             value = parse_value(stripped, key)
     try:
-        line = yaml.dump(value, Dumper=Dumper, default_flow_style=True, allow_unicode=True, width=10**9, sort_keys=False)
+        line = yaml.dump(
+            value,
+            Dumper=Dumper,
+            default_flow_style=True,
+            allow_unicode=True,
+            width=10**9,
+            sort_keys=False,
+        )
     except RecursionError:
         raise ConfigError(f"the value of `{key}` is nested too deeply to be a config's") from None
     return value, line.removesuffix("\n").removesuffix("\n...")
@@ -98,9 +113,11 @@ def _number(text: str) -> int | float | None:
     return found if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
-# -- what the text says -----------------------------------------------------------------------------------------------------
+# -- what the text says
+# -----------------------------------------------------------------------------------------------------
 def _native(text: str) -> dict[str, Any]:
-    """Native key → value for what is written under such a key; keys of other tools under their own names."""
+    """Native key → value for what is written under such a key; keys of other tools under their own
+    names."""
     tree = parse_yaml(text, "the config").value
     walk = Walk(FILE)
     walk.tree(tree if isinstance(tree, dict) else {})
@@ -126,7 +143,11 @@ def _reads_as(text: str, expected: dict[str, Any]) -> bool:
         found = _native(text)
     except ConfigError:
         return False
-    flat = {name: one for name, one in expected.items() if not (isinstance(one, dict) and name in SECTIONS)}
+    flat = {
+        name: one
+        for name, one in expected.items()
+        if not (isinstance(one, dict) and name in SECTIONS)
+    }
     return found == flat
 
 
@@ -141,9 +162,11 @@ def _anew(native: dict[str, Any]) -> str:
     return str(yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-# -- places in the text -----------------------------------------------------------------------------------------------------
+# -- places in the text
+# -----------------------------------------------------------------------------------------------------
 def _root(text: str) -> yaml.MappingNode | None:
-    found = yaml.compose(text, Loader=yaml.SafeLoader)  # its marks count characters; values are not read from it
+    # its marks count characters; values are not read from it
+    found = yaml.compose(text, Loader=yaml.SafeLoader)
     return found if isinstance(found, yaml.MappingNode) else None
 
 
@@ -156,7 +179,9 @@ def _places(root: yaml.MappingNode, key: str) -> list[_Place]:
         if len(path) == 1 and path[0] in SECTIONS and isinstance(value, yaml.MappingNode):
             inner = [(one, (path[0], *str(one[0].value).split("."))) for one in value.value]
             found += [
-                _Place(key_node, of_it, value, place) for (key_node, of_it), inner_path in inner if _means(inner_path) == key
+                _Place(key_node, of_it, value, place)
+                for (key_node, of_it), inner_path in inner
+                if _means(inner_path) == key
             ]
         elif _means(path) == key:
             found.append(place)
@@ -164,7 +189,8 @@ def _places(root: yaml.MappingNode, key: str) -> list[_Place]:
 
 
 def _is_native(place: _Place, key: str) -> bool:
-    """Whether the place has the key's own name (the section may be left out), and may so be given another value."""
+    """Whether the place has the key's own name (the section may be left out), and may so be given
+    another value."""
     return str(place.key.value).rpartition(".")[2] == key.rpartition(".")[2]
 
 
@@ -179,7 +205,11 @@ def _end(text: str, place: _Place) -> int:
         item = last.value[-1]
         last = item[1] if isinstance(item, tuple) else item
         if last.start_mark.index < value.start_mark.index:  # an alias again
-            return text.find("\n", value.start_mark.index) if "\n" in text[value.start_mark.index :] else len(text)
+            return (
+                text.find("\n", value.start_mark.index)
+                if "\n" in text[value.start_mark.index :]
+                else len(text)
+            )
     return last.start_mark.index + len(text[last.start_mark.index : last.end_mark.index].rstrip())
 
 
@@ -225,7 +255,11 @@ def _remove_one(text: str, key: str, keep: int | None = None) -> str:
         start, end = place.key.start_mark.index, _end(text, place)
         after = re.compile(r"\s*,\s*").match(text, end)
         before = re.search(r",\s*$", text[:start])
-        return text[:start] + text[after.end() :] if after else text[: before.start() if before else start] + text[end:]
+        return (
+            text[:start] + text[after.end() :]
+            if after
+            else text[: before.start() if before else start] + text[end:]
+        )
     start = text.rfind("\n", 0, place.key.start_mark.index) + 1
     return text[:start] + text[_line_end(text, _end(text, place)) :]
 
@@ -241,8 +275,14 @@ def _insert(text: str, key: str, written: str) -> str:
     if isinstance(inside, yaml.MappingNode) and inside.value:
         return _insert_into(text, inside, name, written)
     if inside is None:
-        return _insert_into(text, root, section, f"{{{name}: {written}}}" if root.flow_style else f"\n  {name}: {written}")
-    holder = next(_Place(one, value, root) for one, value in root.value if one.value == section)  # `lora:` or `lora: {}`
+        return _insert_into(
+            text,
+            root,
+            section,
+            f"{{{name}: {written}}}" if root.flow_style else f"\n  {name}: {written}",
+        )
+    # `lora:` or `lora: {}`
+    holder = next(_Place(one, value, root) for one, value in root.value if one.value == section)
     colon = text.index(":", holder.key.end_mark.index)
     return f"{text[: colon + 1]} {{{name}: {written}}}{text[max(_end(text, holder), colon + 1) :]}"
 

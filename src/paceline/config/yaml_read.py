@@ -25,7 +25,8 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """Only its composer is used: text to nodes with line numbers. Values are made by :class:`_Builder`."""
+    """Only its composer is used: text to nodes with line numbers. Values are made by
+    :class:`_Builder`."""
 
 
 class Dumper(yaml.SafeDumper):
@@ -55,18 +56,23 @@ def read_config_file(path: Path) -> Document:
         raise missing_file(path)
     if path.is_dir():
         inside = sorted(one.name for one in path.iterdir() if one.suffix in (".yaml", ".yml"))
-        hint = f"give a file, such as {path / inside[0]}" if inside else "give the path of a YAML file"
+        hint = (
+            f"give a file, such as {path / inside[0]}" if inside else "give the path of a YAML file"
+        )
         raise ConfigError(f"{path} is a folder, not a config file", fix=hint)
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", fix="check the file's permissions") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}", fix="check the file's permissions"
+        ) from None
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} on line {line} does not fit", fix="save it as UTF-8"
+            f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} on line {line} does not fit",
+            fix="save it as UTF-8",
         ) from None
     return as_config(parse_yaml(text, str(path)), path)
 
@@ -79,11 +85,13 @@ def as_config(document: Document, path: Path) -> Document:
     """
     if document.value is None:
         raise ConfigError(
-            f"{path} is empty", fix="write at least `model:` and `dataset:` into it; docs/config.md lists all keys"
+            f"{path} is empty",
+            fix="write at least `model:` and `dataset:` into it; docs/config.md lists all keys",
         )
     if not isinstance(document.value, dict):
         raise ConfigError(
-            f"{path} holds {kind_of(document.value)}, not keys with values", allowed="lines such as `model: Qwen/Qwen2.5-0.5B`"
+            f"{path} holds {kind_of(document.value)}, not keys with values",
+            allowed="lines such as `model: Qwen/Qwen2.5-0.5B`",
         )
     return document
 
@@ -92,24 +100,35 @@ def missing_file(path: Path) -> ConfigError:
     """The error for a config file that is not there, with the files that are near."""
     folder = path.parent
     if not folder.is_dir():
-        return ConfigError(f"there is no config file {path}: the folder {folder} does not exist", fix="check the path")
+        return ConfigError(
+            f"there is no config file {path}: the folder {folder} does not exist",
+            fix="check the path",
+        )
     near = sorted(
-        one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml") and one.is_file() and one.name[0] != "."
+        one.name
+        for one in folder.iterdir()
+        if one.suffix in (".yaml", ".yml") and one.is_file() and one.name[0] != "."
     )
     if not near:
-        return ConfigError(f"there is no config file {path}, and no *.yaml in {folder.resolve()}", fix="check the path")
+        return ConfigError(
+            f"there is no config file {path}, and no *.yaml in {folder.resolve()}",
+            fix="check the path",
+        )
     close = nearest(path.name, near)
     guess = f"did you mean {folder / close}? " if close else ""
     listed = ", ".join(near[:8]) + (f" and {len(near) - 8} more" if len(near) > 8 else "")
-    return ConfigError(f"there is no config file {path}", fix=f"{guess}In {folder.resolve()} there are: {listed}")
+    return ConfigError(
+        f"there is no config file {path}", fix=f"{guess}In {folder.resolve()} there are: {listed}"
+    )
 
 
 def parse_yaml(text: str, name: str) -> Document:
-    """Parse YAML text into plain values (mappings, lists, text, numbers, true/false, null) with line numbers.
+    """Parse YAML text into plain values (mappings, lists, text, numbers, true/false, null) with
+    line numbers.
 
     Raises:
-        ConfigError: with line and column where the text is not YAML, where a key stands twice in one mapping, or where a
-            tag asks for an object.
+        ConfigError: with line and column where the text is not YAML, where a key stands twice in
+            one mapping, or where a tag asks for an object.
     """
     try:
         loader = _Loader(text)
@@ -124,13 +143,16 @@ def parse_yaml(text: str, name: str) -> Document:
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(error, text, name) from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}", fix="remove that character") from None
+        raise ConfigError(
+            f"{name} is not valid YAML: {' '.join(str(error).split())}", fix="remove that character"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a config") from None
 
 
 def parse_value(text: str, name: str) -> Any:
-    """Parse a value of the command line: a YAML scalar, or a flow list or mapping (``[a, b]``, ``{x: 1}``)."""
+    """Parse a value of the command line: a YAML scalar, or a flow list or mapping (``[a, b]``,
+    ``{x: 1}``)."""
     stripped = text.strip()
     if stripped[:1] in ("[", "{", '"', "'"):
         try:
@@ -158,13 +180,21 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigEr
     if mark is not None and mark.line >= len(lines) and error.context_mark is not None:
         mark = error.context_mark  # the file ended: what was left open says more than its end
     if mark is None or mark.line >= len(lines):
-        return ConfigError(f"{name} is not valid YAML: {error.problem or error.context}", fix="close what was opened")
+        return ConfigError(
+            f"{name} is not valid YAML: {error.problem or error.context}",
+            fix="close what was opened",
+        )
     place = f"{name} line {mark.line + 1}, column {mark.column + 1}"
     shown = lines[mark.line].rstrip()
     if "\t" in shown[: mark.column + 1]:
-        return ConfigError(f"{place}: a tab; YAML indents with spaces only", fix="put spaces in the place of the tab")
+        return ConfigError(
+            f"{place}: a tab; YAML indents with spaces only",
+            fix="put spaces in the place of the tab",
+        )
     if "single document" in str(error.context):
-        return ConfigError(f"{place}: a second document begins (`---`)", fix="keep one config in a file")
+        return ConfigError(
+            f"{place}: a second document begins (`---`)", fix="keep one config in a file"
+        )
     problem = str(error.problem or error.context or "cannot be read")
     return ConfigError(
         f"{place}: not valid YAML ({problem}): `{shown.strip()[:80]}`",
@@ -185,13 +215,16 @@ class _Builder:
         self.count += 1
         if self.count > _MAX_VALUES:
             raise ConfigError(
-                f"{self.name} has more than {_MAX_VALUES:,} values: not a config", fix="check its anchors (`&`, `*`)"
+                f"{self.name} has more than {_MAX_VALUES:,} values: not a config",
+                fix="check its anchors (`&`, `*`)",
             )
         self.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         if id(node) in self.open:
-            raise ConfigError(f"{self._place(node)}: an anchor refers to itself", fix="write the value out")
+            raise ConfigError(
+                f"{self._place(node)}: an anchor refers to itself", fix="write the value out"
+            )
         self.open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
@@ -215,7 +248,8 @@ class _Builder:
             key = self._key(key_node)
             if key in first:
                 raise ConfigError(
-                    f"{self.name} line {line}: the key `{key}` stands twice, first on line {first[key]}",
+                    f"{self.name} line {line}: the key `{key}` stands twice, first on line"
+                    f" {first[key]}",
                     fix="keep one of the two",
                 )
             first[key] = line
@@ -228,7 +262,10 @@ class _Builder:
         out: dict[str, Any] = {}
         for part in parts:
             if not isinstance(part, yaml.MappingNode):
-                raise ConfigError(f"{self._place(part)}: `<<` takes a mapping", fix="refer to an anchor that is a mapping")
+                raise ConfigError(
+                    f"{self._place(part)}: `<<` takes a mapping",
+                    fix="refer to an anchor that is a mapping",
+                )
             out.update(self.build(part, path))
         return out
 
@@ -236,14 +273,19 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode):
             self._check_tag(node, "str", "int", "float", "bool", "null", "timestamp", "value")
             return str(node.value)
-        raise ConfigError(f"{self._place(node)}: a key that is a list or a mapping", allowed="a word as a key, then a colon")
+        raise ConfigError(
+            f"{self._place(node)}: a key that is a list or a mapping",
+            allowed="a word as a key, then a colon",
+        )
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         self._check_tag(node, "str", "int", "float", "bool", "null", "timestamp", "value", "merge")
         try:
             return _plain(str(node.tag), str(node.value))
         except ValueError:
-            raise ConfigError(f"{self._place(node)}: `{node.value}` does not fit its tag `{node.tag}`") from None
+            raise ConfigError(
+                f"{self._place(node)}: `{node.value}` does not fit its tag `{node.tag}`"
+            ) from None
 
     def _check_tag(self, node: yaml.Node, *allowed: str) -> None:
         tag = str(node.tag)
@@ -251,7 +293,8 @@ class _Builder:
             return
         shown = tag.replace(_TAG, "!!")
         raise ConfigError(
-            f"{self._place(node)}: the YAML tag `{shown}` is refused: tags build objects and run code; a config is data only",
+            f"{self._place(node)}: the YAML tag `{shown}` is refused: tags build objects and run"
+            " code; a config is data only",
             allowed="text, numbers, true/false, null, lists and mappings",
             fix="remove the tag and write the plain value",
         )
@@ -266,7 +309,8 @@ def _plain(tag: str, text: str) -> Any:
         return None
     if kind == "bool":
         return _BOOLS[text.lower()] if text.lower() in _BOOLS else bool(int(text))
-    if ":" not in text and kind == "int":  # with a colon it is YAML 1.1's base 60: text, to everyone else
+    # with a colon it is YAML 1.1's base 60: text, to everyone else
+    if ":" not in text and kind == "int":
         digits = text.replace("_", "")
         return int(digits, 0) if re.match(r"^[-+]?0[xb]", digits) else int(digits)
     if ":" not in text and kind == "float":
@@ -286,4 +330,10 @@ def kind_of(value: object) -> str:
         return "a number"
     if isinstance(value, str):
         return "text"
-    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else type(value).__name__
+    return (
+        "a list"
+        if isinstance(value, list)
+        else "a mapping"
+        if isinstance(value, dict)
+        else type(value).__name__
+    )

@@ -53,19 +53,26 @@ class RunError(PacelineError):
 
 
 class SaveError(RunError):
-    """A checkpoint that must be written could not be. Every rank raises it; the text names the rank whose part failed."""
+    """A checkpoint that must be written could not be. Every rank raises it; the text names the rank
+    whose part failed."""
 
 
 class FaultError(RunError):
-    """A rank, a device, a link or a number went wrong in a way that going back to the newest checkpoint may mend. The launcher
-    starts the ranks again, up to ``recovery.max_restarts`` times. Any other :class:`PacelineError` would only come again.
+    """A rank, a device, a link or a number went wrong in a way that going back to the newest
+    checkpoint may mend. The launcher starts the ranks again, up to ``recovery.max_restarts`` times.
+    Any other :class:`PacelineError` would only come again.
 
     Args:
         ranks: those to blame, where it is not the one that raises it.
     """
 
     def __init__(
-        self, what: str, *, allowed: str | None = None, fix: str | None = None, ranks: Iterable[int] | None = None
+        self,
+        what: str,
+        *,
+        allowed: str | None = None,
+        fix: str | None = None,
+        ranks: Iterable[int] | None = None,
     ) -> None:
         super().__init__(what, allowed=allowed, fix=fix)
         self.ranks = None if ranks is None else list(ranks)
@@ -75,7 +82,8 @@ class FaultError(RunError):
 
 
 class ReportedError(RunError):
-    """A failure that a rank has already described in one paragraph, with the exit code of its process.
+    """A failure that a rank has already described in one paragraph, with the exit code of its
+    process.
 
     Args:
         text: the whole paragraph.
@@ -107,11 +115,13 @@ class StoppedError(RunError):
 
 
 class MismatchError(RunError):
-    """The ranks have issued different collectives. It may be why other ranks are gone without a word, and would only come
-    again."""
+    """The ranks have issued different collectives. It may be why other ranks are gone without a
+    word, and would only come again."""
 
 
-def _rebuild(kind: type[PacelineError], what: str, allowed: str | None, fix: str | None) -> PacelineError:
+def _rebuild(
+    kind: type[PacelineError], what: str, allowed: str | None, fix: str | None
+) -> PacelineError:
     return kind(what, allowed=allowed, fix=fix)
 
 
@@ -120,6 +130,7 @@ def _sentence(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word closest to ``word``, or None where nothing comes near (a likeness of ``cutoff``, 1 is equal)."""
+    """The known word closest to ``word``, or None where nothing comes near (a likeness of
+    ``cutoff``, 1 is equal)."""
     found = get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return found[0] if found else None

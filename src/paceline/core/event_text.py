@@ -1,4 +1,5 @@
-"""What an event says to a person, in one sentence: for the console, the log and the marks of the panel."""
+"""What an event says to a person, in one sentence: for the console, the log and the marks of the
+panel."""
 
 from __future__ import annotations
 
@@ -13,12 +14,18 @@ _LONGEST = 4000  # characters
 
 
 def event_text(event: Event) -> tuple[str, str]:
-    """(level, text). An event of a type that is not known, of a newer version perhaps, is shown by its type and its ``text`` or
-    fields."""
+    """(level, text). An event of a type that is not known, of a newer version perhaps, is shown by
+    its type and its ``text`` or fields."""
     known = _WORDED.get(event["type"]) if isinstance(event["type"], str) else None
     try:
         level, text = known(event) if known is not None else _other(event)
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError):  # fields of another kind than this version writes
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        KeyError,
+        IndexError,
+    ):  # fields of another kind than this version writes
         level, text = _other(event)
     return level, formatting.clean(text)[:_LONGEST]
 
@@ -32,7 +39,11 @@ def _other(event: Event) -> tuple[str, str]:
 
 
 def _run_start(event: Event) -> tuple[str, str]:
-    resumed = f", from step {formatting.count(event['resumed_from_step'])} on" if event.get("resumed_from_step") else ""
+    resumed = (
+        f", from step {formatting.count(event['resumed_from_step'])} on"
+        if event.get("resumed_from_step")
+        else ""
+    )
     ranks = formatting.ranks(event.get("world_size"))
     return INFO, f"run starts{resumed}: {event.get('strategy')}, {ranks}, {event.get('device')}"
 
@@ -40,7 +51,9 @@ def _run_start(event: Event) -> tuple[str, str]:
 def _run_end(event: Event) -> tuple[str, str]:
     status, step = str(event.get("status")), event.get("step")
     text = status if step is None else f"{status} at step {formatting.count(step)}"
-    text += f" after {formatting.duration(event['wall_s'])}" if event.get("wall_s") is not None else ""
+    text += (
+        f" after {formatting.duration(event['wall_s'])}" if event.get("wall_s") is not None else ""
+    )
     text += f": {event['reason']}" if event.get("reason") else ""
     return {"done": INFO, "stopped": WARNING}.get(status, ERROR), text
 
@@ -52,23 +65,47 @@ def _resume(event: Event) -> tuple[str, str]:
 
 def _fault(event: Event) -> tuple[str, str]:
     text = f"fault{_who(event)}: {event.get('reason')}"
-    return ERROR, f"{text} (restart {formatting.count(event['restart'])})" if event.get("restart") is not None else text
+    return ERROR, (
+        f"{text} (restart {formatting.count(event['restart'])})"
+        if event.get("restart") is not None
+        else text
+    )
 
 
 def _skipped(event: Event) -> tuple[str, str]:
     cause = f" ({event['cause']})" if event.get("cause") else ""
     many = formatting.count(event.get("updates"))
-    return WARNING, f"step {formatting.count(event.get('step'))}: {many} update(s) left out, not finite{cause}{_who(event)}"
+    return (
+        WARNING,
+        (
+            f"step {formatting.count(event.get('step'))}: {many} update(s) left out, not"
+            f" finite{cause}{_who(event)}"
+        ),
+    )
 
 
 def _drift(event: Event) -> tuple[str, str]:
-    where = f"{formatting.count(event.get('tensors'))} tensor(s), the first {event.get('parameter')}"
-    return ERROR, f"step {formatting.count(event.get('step'))}: replicas differ{_who(event)}: {where}"
+    where = (
+        f"{formatting.count(event.get('tensors'))} tensor(s), the first {event.get('parameter')}"
+    )
+    return (
+        ERROR,
+        f"step {formatting.count(event.get('step'))}: replicas differ{_who(event)}: {where}",
+    )
 
 
 def _rewind(event: Event) -> tuple[str, str]:
-    jump = f"the loss jumped to {formatting.loss(event.get('loss'))} (median {formatting.loss(event.get('median'))})"
-    return WARNING, f"step {formatting.count(event.get('step'))}: {jump}; back to step {formatting.count(event.get('to_step'))}"
+    jump = (
+        f"the loss jumped to {formatting.loss(event.get('loss'))} (median"
+        f" {formatting.loss(event.get('median'))})"
+    )
+    return (
+        WARNING,
+        (
+            f"step {formatting.count(event.get('step'))}: {jump}; back to step"
+            f" {formatting.count(event.get('to_step'))}"
+        ),
+    )
 
 
 def _worker_lost(event: Event) -> tuple[str, str]:
@@ -76,10 +113,17 @@ def _worker_lost(event: Event) -> tuple[str, str]:
 
 
 def _eval(event: Event) -> tuple[str, str]:
-    parts = [f"evaluation at step {formatting.count(event.get('step'))}: loss {formatting.loss(event.get('loss'))}"]
-    parts += [f"{name} {formatting.loss(value)}" for name, value in (event.get("metrics") or {}).items()]
+    parts = [
+        f"evaluation at step {formatting.count(event.get('step'))}: loss"
+        f" {formatting.loss(event.get('loss'))}"
+    ]
+    parts += [
+        f"{name} {formatting.loss(value)}" for name, value in (event.get("metrics") or {}).items()
+    ]
     parts += [f"over {formatting.count(event['count'])}"] if event.get("count") is not None else []
-    parts += [f"in {formatting.duration(event['wall_s'])}"] if event.get("wall_s") is not None else []
+    parts += (
+        [f"in {formatting.duration(event['wall_s'])}"] if event.get("wall_s") is not None else []
+    )
     return INFO, ", ".join(parts)
 
 
@@ -88,7 +132,13 @@ def _checkpoint(event: Event) -> tuple[str, str]:
     if event.get("error"):
         return WARNING, f"no checkpoint at step {step}: {event['error']}"
     took = f" in {formatting.duration(event['wall_s'])}" if event.get("wall_s") is not None else ""
-    return INFO, f"checkpoint at step {step}: {formatting.size(event.get('size_bytes'))}{took}, {event.get('path', '')}"
+    return (
+        INFO,
+        (
+            f"checkpoint at step {step}: {formatting.size(event.get('size_bytes'))}{took},"
+            f" {event.get('path', '')}"
+        ),
+    )
 
 
 def _sample(event: Event) -> tuple[str, str]:

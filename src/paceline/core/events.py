@@ -1,62 +1,80 @@
-"""The event log: rank 0 appends one JSON line for each thing that happens; everything else only reads it.
+"""The event log: rank 0 appends one JSON line for each thing that happens; everything else only
+reads it.
 
 Types and their fields (every line also has ``time``, seconds since the epoch, and ``type``):
 
-- ``run_start``: ``config`` (resolved), ``derived`` (see :class:`paceline.config.derive.Derived`), ``world_size``,
-  ``device``, ``precision``, ``strategy``, ``model`` {name, parameters, trainable_parameters}, ``data`` {read, kept, truncated,
-  dropped, and excluded_turns where the loss is switched off for turns}, ``versions``; ``mesh`` {axes: {name: size}, ranks:
-  [{rank, host, device, coordinates: {axis: n}}]} (no coordinates and a ``role`` where a rank only serves others); ``predicted``
-  {memory_bytes: {parameters, gradients, optimizer, activations, total}, traffic_bytes_per_step, traffic_bytes: {collective:
-  bytes}, traffic_is_bound}, as the strategy declares it: memory of the fullest rank, traffic of the busiest. ``total`` is the
-  sum of what is known.
-- ``resume``: ``step``, ``path``. Steps logged after that step by an earlier life of the run no longer count.
-- ``fault``: ``step`` (the last one logged), ``ranks``, ``hosts``, ``reason``, ``restart`` (how often since the newest
-  checkpoint), ``seen_at``: a life of the run ended, and this one goes on from the checkpoint that ``resume`` names.
-- ``skipped``: ``step``, ``updates``, ``ranks``, ``hosts``, ``cause`` (loss | gradient | overflow, null where not known): a
-  gradient was not finite, on these ranks, and its update was not made. Where ranks train on their own: so many updates by each
-  of these at most, since the last ``step`` line.
-- ``drift``: ``step``, ``ranks``, ``hosts``, ``parameter`` (the first that differs), ``tensors`` (so many differ): replicas that
-  should hold the same bits do not.
-- ``rewind``: ``step`` (at which the loss jumped), ``to_step``, ``loss``, ``median``: the run goes back, and the batch of that
-  step is left out. A ``resume`` follows where a checkpoint was loaded.
-- ``worker_lost``: ``step``, ``rank``, ``pid``, ``reason``, ``samples_unseen``: a rank ended, and the others went on.
-- ``hang``: ``rank`` (null: the ranks wait for one another), ``host``, ``phase``, ``step``, ``since_s``, ``why``, ``stack``
-  (lines, innermost first), ``mismatch`` (where the ranks have issued different collectives), ``text``: a rank holds up the
-  others. ``hang_end``: ``rank``, ``since_s``, ``text``: it goes on again. Where rank 0 itself hangs, the others print it alone.
-- ``straggler``: ``rank``, ``host``, ``step``, ``slower_by_s`` (a step, than the median of the others), ``share`` {data_s,
-  compute_s, communication_s}, ``steps`` (that were looked at), ``text``; ``straggler_end``: ``rank``, ``host``, ``step``,
-  ``text``: it is even with the others again. A rank whose process was paused in a step is reported by the first of these alone,
-  with ``steps`` 1.
-- ``link``: ``rank``, ``host``, ``step``, ``resent_share`` (0 to 1), ``segments``, ``seconds``, ``text``: this rank had to send
-  that share of the last TCP segments to other hosts again. ``link_end``: the same fields: the link has recovered.
-- ``balance``: ``step``, ``shares`` (micro-batches per step, by rank), ``reason``, ``text``: the shares of the ranks with
-  ``parallel.balance``. ``reason``: ``weights`` (configured), ``checkpoint`` (stored in it), ``measured`` (with ``seconds`` per
-  micro-batch, by rank, and the predicted ``gain``; equal shares may be kept), ``withdrawn`` (new shares made steps longer, and
+- ``run_start``: ``config`` (resolved), ``derived`` (see :class:`paceline.config.derive.Derived`),
+  ``world_size``, ``device``, ``precision``, ``strategy``, ``model`` {name, parameters,
+  trainable_parameters}, ``data`` {read, kept, truncated, dropped, and excluded_turns where the loss
+  is switched off for turns}, ``versions``; ``mesh`` {axes: {name: size}, ranks: [{rank, host,
+  device, coordinates: {axis: n}}]} (no coordinates and a ``role`` where a rank only serves others);
+  ``predicted`` {memory_bytes: {parameters, gradients, optimizer, activations, total},
+  traffic_bytes_per_step, traffic_bytes: {collective: bytes}, traffic_is_bound}, as the strategy
+  declares it: memory of the fullest rank, traffic of the busiest. ``total`` is the sum of what is
+  known.
+- ``resume``: ``step``, ``path``. Steps logged after that step by an earlier life of the run no
+  longer count.
+- ``fault``: ``step`` (the last one logged), ``ranks``, ``hosts``, ``reason``, ``restart`` (how
+  often since the newest checkpoint), ``seen_at``: a life of the run ended, and this one goes on
+  from the checkpoint that ``resume`` names.
+- ``skipped``: ``step``, ``updates``, ``ranks``, ``hosts``, ``cause`` (loss | gradient | overflow,
+  null where not known): a gradient was not finite, on these ranks, and its update was not made.
+  Where ranks train on their own: so many updates by each of these at most, since the last ``step``
+  line.
+- ``drift``: ``step``, ``ranks``, ``hosts``, ``parameter`` (the first that differs), ``tensors`` (so
+  many differ): replicas that should hold the same bits do not.
+- ``rewind``: ``step`` (at which the loss jumped), ``to_step``, ``loss``, ``median``: the run goes
+  back, and the batch of that step is left out. A ``resume`` follows where a checkpoint was loaded.
+- ``worker_lost``: ``step``, ``rank``, ``pid``, ``reason``, ``samples_unseen``: a rank ended, and
+  the others went on.
+- ``hang``: ``rank`` (null: the ranks wait for one another), ``host``, ``phase``, ``step``,
+  ``since_s``, ``why``, ``stack`` (lines, innermost first), ``mismatch`` (where the ranks have
+  issued different collectives), ``text``: a rank holds up the others. ``hang_end``: ``rank``,
+  ``since_s``, ``text``: it goes on again. Where rank 0 itself hangs, the others print it alone.
+- ``straggler``: ``rank``, ``host``, ``step``, ``slower_by_s`` (a step, than the median of the
+  others), ``share`` {data_s, compute_s, communication_s}, ``steps`` (that were looked at),
+  ``text``; ``straggler_end``: ``rank``, ``host``, ``step``, ``text``: it is even with the others
+  again. A rank whose process was paused in a step is reported by the first of these alone, with
+  ``steps`` 1.
+- ``link``: ``rank``, ``host``, ``step``, ``resent_share`` (0 to 1), ``segments``, ``seconds``,
+  ``text``: this rank had to send that share of the last TCP segments to other hosts again.
+  ``link_end``: the same fields: the link has recovered.
+- ``balance``: ``step``, ``shares`` (micro-batches per step, by rank), ``reason``, ``text``: the
+  shares of the ranks with ``parallel.balance``. ``reason``: ``weights`` (configured),
+  ``checkpoint`` (stored in it), ``measured`` (with ``seconds`` per micro-batch, by rank, and the
+  predicted ``gain``; equal shares may be kept), ``withdrawn`` (new shares made steps longer, and
   the previous ones are restored), ``reset`` (those of the checkpoint are not used).
 - ``notice``: ``level`` (info | warning), ``text``.
-- ``step``: ``step, epoch, loss, grad_norm, learning_rate, tokens, step_time_s, data_wait_s, comm_wait_s, memory_bytes,
-  ranks`` (null where not known). ``tokens`` is the number of tokens of the global batch, ``step_time_s`` the mean over the
-  steps since the last such line. Each of ``ranks`` has ``rank, data_wait_s, comm_wait_s, memory_bytes`` and the parts that its
-  step is made of, means likewise: ``data_s, forward_s, backward_s, optimizer_s``, out of each of which the waits for other
-  ranks are taken, that no computing hid: these are ``communication_s``; ``other_s`` is the rest. With
-  ``recovery.watchdog: false`` only the waits of Paceline's own collectives are seen, and those of FSDP and pipelines stay in
-  the phase. Where micro-batches run in threads (``dp``), time is of the phase that any of them entered last. On an
-  accelerator all of these are times of the host, which hands work to the device and goes on: a phase is what it took to
-  queue its kernels, ``communication_s`` what the host waited, and ``other_s`` mostly the device's work that was waited for
-  at the line. ``traffic`` {collective: bytes}: sent in a step by the rank that sends most, a mean over the same steps; where
-  traffic has a period (``local_sgd``, ``diloco``) over the last whole one, null before there was one; collectives are
-  counted as an algorithm optimal in bandwidth sends them. ``devices`` [{rank, utilisation (0 to 1), temperature_c, power_w}]
-  where NVML tells of them, read every few seconds.
-- ``memory``, once, after the second step of a life: ``step``, ``ranks`` [{parameters, gradients, optimizer, activations,
-  total}] in rank order: bytes measured at the fullest moment of a step, each storage once, of what is cut over ranks the
-  local part. ``activations``: the device's peak in that step less the others, work space among them; null on a CPU.
+- ``step``: ``step, epoch, loss, grad_norm, learning_rate, tokens, step_time_s, data_wait_s,
+  comm_wait_s, memory_bytes, ranks`` (null where not known). ``tokens`` is the number of tokens of
+  the global batch, ``step_time_s`` the mean over the steps since the last such line. Each of
+  ``ranks`` has ``rank, data_wait_s, comm_wait_s, memory_bytes`` and the parts that its step is made
+  of, means likewise: ``data_s, forward_s, backward_s, optimizer_s``, out of each of which the waits
+  for other ranks are taken, that no computing hid: these are ``communication_s``; ``other_s`` is
+  the rest. With ``recovery.watchdog: false`` only the waits of Paceline's own collectives are seen,
+  and those of FSDP and pipelines stay in the phase. Where micro-batches run in threads (``dp``),
+  time is of the phase that any of them entered last. On an accelerator all of these are times of
+  the host, which hands work to the device and goes on: a phase is what it took to queue its
+  kernels, ``communication_s`` what the host waited, and ``other_s`` mostly the device's work that
+  was waited for at the line. ``traffic`` {collective: bytes}: sent in a step by the rank that sends
+  most, a mean over the same steps; where traffic has a period (``local_sgd``, ``diloco``) over the
+  last whole one, null before there was one; collectives are counted as an algorithm optimal in
+  bandwidth sends them. ``devices`` [{rank, utilisation (0 to 1), temperature_c, power_w}] where
+  NVML tells of them, read every few seconds.
+- ``memory``, once, after the second step of a life: ``step``, ``ranks`` [{parameters, gradients,
+  optimizer, activations, total}] in rank order: bytes measured at the fullest moment of a step,
+  each storage once, of what is cut over ranks the local part. ``activations``: the device's peak in
+  that step less the others, work space among them; null on a CPU.
 - ``eval``: ``step``, ``loss``, ``count``, ``wall_s``, ``metrics``.
-- ``sample``, at each evaluation of a language task: ``step``, ``samples`` [{prompt, text, reference}], ``wall_s``: what the
-  model answers by greedy decoding, the same held-out prompts each time.
-- ``checkpoint``: ``step``, ``path``, ``size_bytes``, ``wall_s``, ``blocked_s`` (how long training stood still for it; it is
-  written in the background); or with ``error`` where it could not be written. ``url``: its place in ``checkpoint_dir``.
-- ``run_end``: ``status`` (done | stopped | failed), ``step``, ``reason``, ``wall_s`` (since the command was given); ``network``
-  where there is something to say of the time that communication took.
+- ``sample``, at each evaluation of a language task: ``step``, ``samples`` [{prompt, text,
+  reference}], ``wall_s``: what the model answers by greedy decoding, the same held-out prompts each
+  time.
+- ``checkpoint``: ``step``, ``path``, ``size_bytes``, ``wall_s``, ``blocked_s`` (how long training
+  stood still for it; it is written in the background); or with ``error`` where it could not be
+  written. ``url``: its place in ``checkpoint_dir``.
+- ``run_end``: ``status`` (done | stopped | failed), ``step``, ``reason``, ``wall_s`` (since the
+  command was given); ``network`` where there is something to say of the time that communication
+  took.
 """
 
 from __future__ import annotations
@@ -75,12 +93,16 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """Appends events to a file and hands each to the listeners (the console). A listener must not raise. Threads may emit.
+    """Appends events to a file and hands each to the listeners (the console). A listener must not
+    raise. Threads may emit.
 
-    A write that fails (full disk) never stops the training: it is counted in ``lost`` and said once by the listeners.
+    A write that fails (full disk) never stops the training: it is counted in ``lost`` and said once
+    by the listeners.
     """
 
-    def __init__(self, path: Path | None, listeners: list[Callable[[Event], None]] | None = None) -> None:
+    def __init__(
+        self, path: Path | None, listeners: list[Callable[[Event], None]] | None = None
+    ) -> None:
         self.listeners = listeners or []
         self.lost = 0
         self.path: Path | None = None
@@ -112,9 +134,19 @@ class EventLog:
             except OSError as error:
                 self.lost += 1
                 if self.lost == 1:
-                    text = f"{self.path} cannot be written ({error.strerror}); training goes on, events are lost."
+                    text = (
+                        f"{self.path} cannot be written ({error.strerror}); training goes on,"
+                        " events are lost."
+                    )
                     for listener in self.listeners:
-                        listener({"time": time.time(), "type": "notice", "level": "warning", "text": text})
+                        listener(
+                            {
+                                "time": time.time(),
+                                "type": "notice",
+                                "level": "warning",
+                                "text": text,
+                            }
+                        )
 
     def _append(self, line: bytes) -> None:
         # A disk that fills takes a part of a line; the next one that fits must not be glued to it.
@@ -135,7 +167,8 @@ class EventLog:
 
 
 def _end_cut_line(path: Path) -> None:
-    # A run killed in the middle of a write leaves half a line; the next line must not be glued to it.
+    # A run killed in the middle of a write leaves half a line; the next line must not be glued to
+    # it.
     if not path.exists() or path.stat().st_size == 0:
         return
     with open(path, "rb+") as handle:
@@ -175,7 +208,9 @@ def tail_events(path: Path, size_bytes: int = 1 << 18) -> list[Event]:
     return [event for line in lines if (event := parse_event(line)) is not None]
 
 
-def follow_events(path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | None = None) -> Iterator[Event]:
+def follow_events(
+    path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | None = None
+) -> Iterator[Event]:
     """Yield the events that are there, then each new one, until ``stop()`` is true."""
     while not path.exists():
         if stop is not None and stop():
@@ -212,7 +247,8 @@ def effective_steps(events: list[Event]) -> list[Event]:
 
 
 def effective_events(events: Sequence[Event], type: str) -> list[Event]:
-    """The events of a type that count: where a run went back to a checkpoint, the later life's replace the earlier's."""
+    """The events of a type that count: where a run went back to a checkpoint, the later life's
+    replace the earlier's."""
     found: list[Event] = []
     for event in events:
         if event["type"] == "resume":

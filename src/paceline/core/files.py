@@ -26,7 +26,8 @@ def fsync_dir(folder: Path) -> None:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write ``data`` aside, sync it, and rename it over ``path``: a reader sees the old file or the new one."""
+    """Write ``data`` aside, sync it, and rename it over ``path``: a reader sees the old file or the
+    new one."""
     raw = data.encode() if isinstance(data, str) else data
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -59,7 +60,8 @@ def sync_tree(folder: Path) -> None:
 
 
 def replace_dir(aside: Path, final: Path) -> None:
-    """Put the finished folder ``aside`` in the place of ``final``. ``aside`` must be on the same file system."""
+    """Put the finished folder ``aside`` in the place of ``final``. ``aside`` must be on the same
+    file system."""
     sync_tree(aside)
     old = final.with_name(f".{final.name}.{os.getpid()}.old")
     if final.exists():
@@ -90,7 +92,8 @@ def human_bytes(size_bytes: float) -> str:
 
 
 def cache_dir() -> Path:
-    """Where tokenised data and the built-in models are kept: ``$XDG_CACHE_HOME/paceline`` or ``~/.cache/paceline``."""
+    """Where tokenised data and the built-in models are kept: ``$XDG_CACHE_HOME/paceline`` or
+    ``~/.cache/paceline``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "paceline"
 
@@ -99,8 +102,9 @@ _LOCK = "lock"
 
 
 class Scratch:
-    """A folder ``path`` in the system's folder for temporary files, which :meth:`close` removes. It is locked: the lock of a
-    process that was killed is free, and so the next one sees that its folder can go.
+    """A folder ``path`` in the system's folder for temporary files, which :meth:`close` removes. It
+    is locked: the lock of a process that was killed is free, and so the next one sees that its
+    folder can go.
 
     Args:
         above: instead of the system's folder for temporary files.
@@ -122,12 +126,18 @@ class Scratch:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 def _clear(prefix: str, above: str) -> None:
     for lock in Path(above).glob(f"{prefix}*/{_LOCK}"):
-        with suppress(OSError), open(lock, "r+") as handle:  # another user's, or another process has just removed it
+        # another user's, or another process has just removed it
+        with suppress(OSError), open(lock, "r+") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)

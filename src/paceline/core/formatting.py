@@ -11,10 +11,12 @@ from paceline.core.files import human_bytes
 
 
 def edges(total: int, parts: int) -> list[int]:
-    """Where each of ``parts`` consecutive shares of ``range(total)`` begins, and the end: ``8, 3`` → ``[0, 3, 6, 8]``.
+    """Where each of ``parts`` consecutive shares of ``range(total)`` begins, and the end: ``8, 3``
+    → ``[0, 3, 6, 8]``.
 
-    Sizes differ by at most one, and the larger ones are spread: any ``k`` shares in a row that begin at a multiple of ``k``
-    come, where ``k`` divides ``parts``, to what ``edges(total, parts // k)`` says.
+    Sizes differ by at most one, and the larger ones are spread: any ``k`` shares in a row that
+    begin at a multiple of ``k`` come, where ``k`` divides ``parts``, to what ``edges(total, parts
+    // k)`` says.
     """
     return [-(-total * part // parts) for part in range(parts + 1)]
 
@@ -33,7 +35,8 @@ def shares_text(total: int, parts: int) -> str:
 
 
 def weighted_shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Split ``total`` in proportion to ``weights`` by the largest-remainder method, at least 1 each.
+    """Split ``total`` in proportion to ``weights`` by the largest-remainder method, at least 1
+    each.
 
     ``4, [3, 1]`` → ``[3, 1]``. Ties go to the lower index, so the result is the same on every rank.
 
@@ -44,7 +47,9 @@ def weighted_shares(total: int, weights: Sequence[float]) -> list[int]:
     sum_of_weights = sum(weights)
     quotas = [total * weight / sum_of_weights for weight in weights]
     counts = [int(quota) for quota in quotas]
-    by_remainder = sorted(range(len(weights)), key=lambda index: (counts[index] - quotas[index], index))
+    by_remainder = sorted(
+        range(len(weights)), key=lambda index: (counts[index] - quotas[index], index)
+    )
     for index in by_remainder[: total - sum(counts)]:
         counts[index] += 1
     while 0 in counts:
@@ -55,8 +60,8 @@ def weighted_shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def counts_text(counts: Sequence[int]) -> str:
-    """Return ``3+1``, in the order of the ranks; runs of equal numbers are shortened if there are more than eight:
-    ``8 × 3 + 8 × 1``."""
+    """Return ``3+1``, in the order of the ranks; runs of equal numbers are shortened if there are
+    more than eight: ``8 × 3 + 8 × 1``."""
     if len(counts) <= 8:
         return "+".join(map(str, counts))
     runs: list[list[int]] = []
@@ -72,7 +77,8 @@ UNKNOWN = "–"
 
 
 def number(value: Any) -> float | None:
-    """A figure of an event as a float; None where it is unknown. The strings "nan", "inf", "-inf" become those floats."""
+    """A figure of an event as a float; None where it is unknown. The strings "nan", "inf", "-inf"
+    become those floats."""
     if value is None or isinstance(value, bool | dict | list):
         return None
     try:
@@ -147,7 +153,8 @@ def duration(value: Any) -> str:
 
 
 def short_duration(value: Any) -> str:
-    """Seconds of a step or a message: ``0.12 ms``, ``12 ms``, ``2.8 s``; from a minute on as :func:`duration`."""
+    """Seconds of a step or a message: ``0.12 ms``, ``12 ms``, ``2.8 s``; from a minute on as
+    :func:`duration`."""
     seconds = finite(value)
     if seconds is None:
         return UNKNOWN
@@ -192,8 +199,12 @@ def ranks(world_size: Any) -> str:
 
 
 def clean(text: Any) -> str:
-    """``text`` without control characters: what a config or a data set holds must not steer a terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else " " if char == "\t" else "\ufffd" for char in str(text))
+    """``text`` without control characters: what a config or a data set holds must not steer a
+    terminal."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else " " if char == "\t" else "\ufffd"
+        for char in str(text)
+    )
 
 
 def fullest(memory_bytes: Any) -> float | None:
@@ -204,8 +215,13 @@ def fullest(memory_bytes: Any) -> float | None:
 
 
 def throughput(step: dict[str, Any], global_batch_size: Any = None) -> tuple[float | None, str]:
-    """Of a ``step`` event: tokens a second, or samples a second where samples have no tokens. With the unit."""
-    seconds, tokens, samples = finite(step.get("step_time_s")), finite(step.get("tokens")), finite(step.get("samples"))
+    """Of a ``step`` event: tokens a second, or samples a second where samples have no tokens. With
+    the unit."""
+    seconds, tokens, samples = (
+        finite(step.get("step_time_s")),
+        finite(step.get("tokens")),
+        finite(step.get("samples")),
+    )
     if samples is None:
         samples = finite(global_batch_size)
     what, unit = (tokens, "tokens/s") if tokens is not None else (samples, "samples/s")
@@ -213,7 +229,8 @@ def throughput(step: dict[str, Any], global_batch_size: Any = None) -> tuple[flo
 
 
 def data_line(data: dict[str, Any]) -> str:
-    """The counts of ``data``: ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long), 7 turns without loss``."""
+    """The counts of ``data``: ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long), 7
+    turns without loss``."""
     dropped = data.get("dropped") or {}
     reasons = dropped if isinstance(dropped, dict) else {}
     total = sum(reasons.values()) if isinstance(dropped, dict) else dropped

@@ -1,6 +1,7 @@
 """Whether the Hugging Face hub can be reached, found out once and within two seconds.
 
-The hub's own client retries every request for half a minute, which is too long to learn that a machine has no network.
+The hub's own client retries every request for half a minute, which is too long to learn that a
+machine has no network.
 """
 
 from __future__ import annotations
@@ -18,13 +19,26 @@ from urllib.request import getproxies, proxy_bypass
 #: Variables of huggingface_hub, transformers and datasets that turn every request off.
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 FIX = (
-    "connect to a network; or set HF_ENDPOINT to a mirror that this machine can reach; or download it on another machine and "
-    "give its folder"
+    "connect to a network; or set HF_ENDPOINT to a mirror that this machine can reach; or download"
+    " it on another machine and give its folder"
 )
 _TIMEOUT_S = 1.5
 
 
-_FILE_SUFFIXES = {".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".bz2", ".xz", ".zst", ".py"}
+_FILE_SUFFIXES = {
+    ".json",
+    ".jsonl",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".arrow",
+    ".txt",
+    ".gz",
+    ".bz2",
+    ".xz",
+    ".zst",
+    ".py",
+}
 
 
 def endpoint() -> str:
@@ -33,8 +47,8 @@ def endpoint() -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name of a model or a dataset means one on the hub: not a built-in one, not one of
-    ModelScope, and not a path."""
+    """Return whether a name of a model or a dataset means one on the hub: not a built-in one, not
+    one of ModelScope, and not a path."""
     if name.startswith((".", "/", "~", "builtin:", "modelscope:")) or name.count("/") > 1:
         return False
     return not Path(name).expanduser().exists()
@@ -44,29 +58,38 @@ def modelscope_name(name: str) -> str:
     """Return a hub id, perhaps with ``#N``, as one of ModelScope; any other name as it is."""
     place = name.partition("#")[0]
     is_file = Path(place).suffix.lower() in _FILE_SUFFIXES
-    return f"modelscope:{name}" if place.count("/") == 1 and not is_file and is_hub_id(place) else name
+    return (
+        f"modelscope:{name}" if place.count("/") == 1 and not is_file and is_hub_id(place) else name
+    )
 
 
 @cache
 def unreachable() -> str | None:
-    """Return why the hub cannot be reached, or None if it can. A server that answers with an error can be reached."""
+    """Return why the hub cannot be reached, or None if it can. A server that answers with an error
+    can be reached."""
     for name in OFFLINE_VARIABLES:
         if os.environ.get(name, "").strip().upper() in ("1", "ON", "YES", "TRUE"):
             return f"offline mode is on ({name}={os.environ[name]})"
     parts = urlsplit(endpoint())
     if parts.hostname is None:
-        return f"HF_ENDPOINT={os.environ.get('HF_ENDPOINT')} is not an address such as https://hf-mirror.com"
+        return (
+            f"HF_ENDPOINT={os.environ.get('HF_ENDPOINT')} is not an address such as"
+            " https://hf-mirror.com"
+        )
     through = getproxies().get(parts.scheme) or getproxies().get("all")
     if through and not proxy_bypass(parts.hostname):
         proxy = urlsplit(through if "://" in through else f"http://{through}")
         if proxy.hostname is None:
             return None  # not understood here; the client decides
         return _problem(proxy.hostname, proxy.port or 80, f"the proxy {proxy.hostname}")
-    return _problem(parts.hostname, parts.port or (80 if parts.scheme == "http" else 443), endpoint())
+    return _problem(
+        parts.hostname, parts.port or (80 if parts.scheme == "http" else 443), endpoint()
+    )
 
 
 def _problem(host: str, port: int, name: str) -> str | None:
-    """Why no connection to ``host`` can be opened. Resolving a name has no time limit of its own, so a thread does it."""
+    """Why no connection to ``host`` can be opened. Resolving a name has no time limit of its own,
+    so a thread does it."""
     outcome: list[str | None] = []
 
     def connect() -> None:
@@ -92,6 +115,7 @@ def go_offline() -> None:
 
 
 def go_offline_if_unreachable(name: str) -> None:
-    """Before a library looks up ``name``: without a network, keep it from retrying. A name that is not on the hub passes."""
+    """Before a library looks up ``name``: without a network, keep it from retrying. A name that is
+    not on the hub passes."""
     if is_hub_id(name) and unreachable() is not None:
         go_offline()

@@ -1,7 +1,9 @@
-"""The right to run in a folder: held by one launcher at a time, from before it reads anything until it ends.
+"""The right to run in a folder: held by one launcher at a time, from before it reads anything until
+it ends.
 
-The lock is a file in the run's folder that is locked with ``flock``, so the kernel releases it when its process ends, however
-it ends. A launcher that ends normally also removes the file, and the folders that it created for it if they are still empty.
+The lock is a file in the run's folder that is locked with ``flock``, so the kernel releases it when
+its process ends, however it ends. A launcher that ends normally also removes the file, and the
+folders that it created for it if they are still empty.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Say = Callable[[str, str], None]
 
 #: How long to wait for a run that has written its end and whose process is still exiting.
 _ENDING_S = 15.0
-#: How long a lock may belong to a process that has not signed it: one that is about to, or one that only checks the lock.
+#: How long a lock may belong to a process that has not signed it: one that is about to, or one that
+#: only checks the lock.
 _UNSIGNED_S = 2.0
 _POLL_S = 0.05
 
@@ -40,7 +43,8 @@ class LaunchLock:
         say: gets (level, text) of what to report.
 
     Raises:
-        ConfigError: another process holds the lock (the message names it), or the folder cannot be written.
+        ConfigError: another process holds the lock (the message names it), or the folder cannot be
+            written.
     """
 
     def __init__(self, run_dir: RunDir, say: Say) -> None:
@@ -107,14 +111,15 @@ class LaunchLock:
                 return False
             self.say(
                 "warning",
-                f"the file system of {self.run_dir.root} does not support locks ({error.strerror}): Paceline cannot prevent "
-                "a second run in this folder",
+                f"the file system of {self.run_dir.root} does not support locks ({error.strerror}):"
+                " Paceline cannot prevent a second run in this folder",
             )
         return True
 
     def _in_use(self, holder: str | None) -> ConfigError:
         return ConfigError(
-            f"`output_dir: {self.run_dir.root}` is in use by another run: {holder or 'a process whose number is not known'}",
+            f"`output_dir: {self.run_dir.root}` is in use by another run:"
+            f" {holder or 'a process whose number is not known'}",
             fix="wait until it ends, stop it, or set another `output_dir`",
         )
 
@@ -142,7 +147,8 @@ def is_unsupported(error: OSError) -> bool:
 
 
 def is_launching(run_dir: RunDir) -> bool:
-    """Return whether a launcher holds the folder and has not written the end of its run. Changes nothing on disk."""
+    """Return whether a launcher holds the folder and has not written the end of its run. Changes
+    nothing on disk."""
     try:
         with open(run_dir.launch_lock, encoding="utf-8", errors="replace") as handle:
             try:
@@ -158,7 +164,8 @@ def is_launching(run_dir: RunDir) -> bool:
 
 
 def has_ended(run_dir: RunDir, since: float) -> bool:
-    """Return whether the newest event of the run is its end, written after ``since`` (seconds since the epoch)."""
+    """Return whether the newest event of the run is its end, written after ``since`` (seconds since
+    the epoch)."""
     events = tail_events(run_dir.events, 1 << 14)
     return bool(events) and events[-1]["type"] == "run_end" and events[-1]["time"] >= since
 
@@ -182,7 +189,8 @@ def _sign(handle: IO[str]) -> None:
 
 
 def _read_holder(handle: IO[str]) -> tuple[str | None, float | None]:
-    """Return (its process and command, when it took the lock) as the holder signed them; None for a process that is gone."""
+    """Return (its process and command, when it took the lock) as the holder signed them; None for a
+    process that is gone."""
     handle.seek(0)
     signed = re.fullmatch(r"(\d{1,9}) on (.+)\n([\d.]+)\n(.*)\n", handle.read(2000))
     if signed is None:

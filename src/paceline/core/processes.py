@@ -22,14 +22,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however it ends (Linux; elsewhere nothing is done)."""
+    """Have the kernel kill this process when its parent ends, however it ends (Linux; elsewhere
+    nothing is done)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_by_parent_alone(number: int) -> None:
-    """Have a signal end this process only where its parent has sent it. One that goes to a whole group of processes is for the
-    parent to answer, which still needs this one. (Where the sender cannot be known, on macOS, any ends it.)"""
+    """Have a signal end this process only where its parent has sent it. One that goes to a whole
+    group of processes is for the parent to answer, which still needs this one. (Where the sender
+    cannot be known, on macOS, any ends it.)"""
     if not hasattr(signal, "sigwaitinfo"):
         signal.signal(number, signal.SIG_DFL)
         return
@@ -49,11 +51,16 @@ _hidden: list[dict[str, Any]] = []  # what was hidden, once for each block under
 
 @contextmanager
 def hidden_main() -> Iterator[None]:
-    """Keep multiprocessing from running the caller's script again in every process it starts: a script that calls
-    paceline.train() needs no ``if __name__ == "__main__"``. Blocks of several threads may overlap."""
+    """Keep multiprocessing from running the caller's script again in every process it starts: a
+    script that calls paceline.train() needs no ``if __name__ == "__main__"``. Blocks of several
+    threads may overlap."""
     names = vars(sys.modules["__main__"])
     with _hiding:
-        _hidden.append({name: names.pop(name) for name in ("__file__", "__spec__") if name in names} if not _hidden else {})
+        _hidden.append(
+            {name: names.pop(name) for name in ("__file__", "__spec__") if name in names}
+            if not _hidden
+            else {}
+        )
         names["__spec__"] = None
     try:
         yield
@@ -72,8 +79,8 @@ def host_name() -> str:
 
 
 def process_alive(start: Event) -> bool | None:
-    """Whether a run goes on, by its launcher, which outlives its ranks, or else by rank 0's process; None where that cannot be
-    known from here. ``start``: its ``run_start`` event."""
+    """Whether a run goes on, by its launcher, which outlives its ranks, or else by rank 0's
+    process; None where that cannot be known from here. ``start``: its ``run_start`` event."""
     pid, host = start.get("launcher") or start.get("pid"), start.get("host")
     if not isinstance(pid, int) or pid <= 0 or host != host_name():
         return None
@@ -81,8 +88,8 @@ def process_alive(start: Event) -> bool | None:
 
 
 def holder_alive(run_dir: RunDir) -> bool | None:
-    """Whether the process that signed a run's lock last is there; None where nobody did, or on another host. The lock itself is
-    not touched."""
+    """Whether the process that signed a run's lock last is there; None where nobody did, or on
+    another host. The lock itself is not touched."""
     try:
         handle = os.open(run_dir.lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(handle, encoding="utf-8", errors="replace") as lock:
@@ -96,8 +103,8 @@ def holder_alive(run_dir: RunDir) -> bool | None:
 
 
 def pid_alive(pid: int, began_before: float | None = None) -> bool:
-    """Whether a process of this host is there. ``began_before`` (seconds since the epoch): one that got the same number after
-    that is another (Linux; elsewhere not seen). A zombie is gone."""
+    """Whether a process of this host is there. ``began_before`` (seconds since the epoch): one that
+    got the same number after that is another (Linux; elsewhere not seen). A zombie is gone."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -107,7 +114,12 @@ def pid_alive(pid: int, began_before: float | None = None) -> bool:
     except OSError:
         return True  # another user's, but there
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
         with open("/proc/stat", encoding="utf-8") as handle:
             booted = next(float(line.split()[1]) for line in handle if line.startswith("btime"))
         born = booted + int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -120,18 +132,22 @@ __all__ = ["available_memory", "host_name"]
 
 
 def available_memory() -> int:
-    """Bytes that a new process could take on this host without swapping; the control group's limit counts too."""
+    """Bytes that a new process could take on this host without swapping; the control group's limit
+    counts too."""
     found = []
     try:
         with open("/proc/meminfo") as handle:
-            found += [int(line.split()[1]) * 1024 for line in handle if line.startswith("MemAvailable")]
+            found += [
+                int(line.split()[1]) * 1024 for line in handle if line.startswith("MemAvailable")
+            ]
     except (OSError, ValueError):
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
     try:
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        found.append(max(0, limit - used + int(stat.get("inactive_file", 0))))  # files' pages give way
+        # files' pages give way
+        found.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
     except (OSError, ValueError):
         pass  # no control group, or one without a limit
     return min(found)

@@ -69,8 +69,8 @@ _DEBRIS = re.compile(r"\.(config\.yaml|report\.json|report\.html|model)\.\d+\.(t
 
 
 def clear_debris(run_dir: RunDir) -> None:
-    """Remove what a process that was killed has left of files and of ``model/``, for whoever holds the run's folder.
-    Checkpoints are not looked at."""
+    """Remove what a process that was killed has left of files and of ``model/``, for whoever holds
+    the run's folder. Checkpoints are not looked at."""
     for one in run_dir.root.iterdir():
         if _DEBRIS.fullmatch(one.name):
             if one.is_dir() and not one.is_symlink():
@@ -80,7 +80,8 @@ def clear_debris(run_dir: RunDir) -> None:
 
 
 def lock_run(run_dir: RunDir, wait_s: float, *, sign: bool = True) -> IO[str]:
-    """An exclusive lock on a run's folder. ``sign``: leave in it who holds it; without, no file is changed.
+    """An exclusive lock on a run's folder. ``sign``: leave in it who holds it; without, no file is
+    changed.
 
     Raises:
         RunError: another process holds it for longer than ``wait_s``.

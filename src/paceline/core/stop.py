@@ -17,28 +17,34 @@ from paceline.core.errors import EXIT_FAILED
 # A terminal and a launcher may both pass on one Ctrl-C; signals this close together are one.
 _SAME_SIGNAL_S = 1.0
 
-_HANDLED = {number for name in ("SIGTERM", "SIGINT", "SIGHUP") if (number := getattr(signal, name, None)) is not None}
+_HANDLED = {
+    number
+    for name in ("SIGTERM", "SIGINT", "SIGHUP")
+    if (number := getattr(signal, name, None)) is not None
+}
 
 
 _FLAGS: weakref.WeakSet[StopFlag] = weakref.WeakSet()
 
 
 def request_stop(number: int) -> None:
-    """Act as if the runs of this process had received the signal ``number``: for a thread, which gets no signals. A run that
-    is not prepared yet does not see it, so repeat the call."""
+    """Act as if the runs of this process had received the signal ``number``: for a thread, which
+    gets no signals. A run that is not prepared yet does not see it, so repeat the call."""
     for flag in list(_FLAGS):
         flag.signal = flag.signal or number
 
 
 class StopFlag:
-    """Set by SIGTERM, and by SIGINT where no launcher of ours answers it; there a second one ends the process at once."""
+    """Set by SIGTERM, and by SIGINT where no launcher of ours answers it; there a second one ends
+    the process at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._first_at = 0.0
         self._alone = True
         _FLAGS.add(self)
-        #: Ends this process at once with a fault, from any thread, where the main one stands still: (text, ranks to blame).
+        #: Ends this process at once with a fault, from any thread, where the main one stands still:
+        #: (text, ranks to blame).
         self.fail: Callable[[str, Sequence[int]], None] = _end_by_fault
         #: Told of a second signal, just before the end.
         self.on_haste: Callable[[int], None] = lambda number: None
@@ -48,12 +54,14 @@ class StopFlag:
         return self.signal is not None
 
     def install(self, sigint: bool) -> bool:
-        """Handle the signals that ask a run to stop. Only the main thread of a process may do that: in any other thread (Ray
-        Train and other schedulers run the training function in one) nothing changes, and the result is False.
+        """Handle the signals that ask a run to stop. Only the main thread of a process may do that:
+        in any other thread (Ray Train and other schedulers run the training function in one)
+        nothing changes, and the result is False.
 
         Args:
-            sigint: False if a launcher of Paceline answers signals. A second signal then does not end this process at once,
-                because a scheduler may send SIGTERM to every process; the launcher does it with SIGKILL.
+            sigint: False if a launcher of Paceline answers signals. A second signal then does not
+                end this process at once, because a scheduler may send SIGTERM to every process; the
+                launcher does it with SIGKILL.
         """
         self._alone = sigint
         if threading.current_thread() is not threading.main_thread():
@@ -75,14 +83,16 @@ class StopFlag:
 
 @contextlib.contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Restore the process's signal handlers after the block: a program that calls ``paceline.train()`` may continue."""
+    """Restore the process's signal handlers after the block: a program that calls
+    ``paceline.train()`` may continue."""
     before = {number: signal.getsignal(number) for number in _HANDLED}
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
-                if handler is not None:  # None: it was not installed from Python, and cannot be restored from Python
+                # None: it was not installed from Python, and cannot be restored from Python
+                if handler is not None:
                     signal.signal(number, handler)
 
 

@@ -1,4 +1,5 @@
-"""Entries of the cache: keyed by what they are made from, built by one process at a time, there whole or not at all."""
+"""Entries of the cache: keyed by what they are made from, built by one process at a time, there
+whole or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _END_BYTES = 4 << 20
 
 
 def fingerprint(path: Path) -> list[Any]:
-    """What tells one version of a file from another: its content's hash, for a very large file size, time and ends."""
+    """What tells one version of a file from another: its content's hash, for a very large file
+    size, time and ends."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=20)
     with open(path, "rb") as handle:
@@ -46,9 +48,9 @@ def key_of(parts: Any) -> str:
 def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
     """Make the folder ``final`` unless it is there already; True where this call built it.
 
-    ``build`` fills an empty folder aside, which then takes its place by a rename; an entry counts as there when it holds
-    the file ``mark``. Of several processes one builds and the others wait. A lock dies with its process, and what a killed
-    build left aside is cleared by the next one.
+    ``build`` fills an empty folder aside, which then takes its place by a rename; an entry counts
+    as there when it holds the file ``mark``. Of several processes one builds and the others wait. A
+    lock dies with its process, and what a killed build left aside is cleared by the next one.
     """
     if (final / mark).is_file():
         return False

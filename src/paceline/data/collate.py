@@ -1,7 +1,7 @@
 """Token samples to batches: packed into one row without padding, or padded.
 
-Both give the same loss and gradient. The language-model head is needed only where the next token carries loss, so a batch
-names these positions and the rest of the logits are never computed.
+Both give the same loss and gradient. The language-model head is needed only where the next token
+carries loss, so a batch names these positions and the rest of the logits are never computed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ import torch
 
 
 def collate_packed(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
-    """Samples one after the other in one row; position_ids start at 0 with each, which keeps them apart in attention.
+    """Samples one after the other in one row; position_ids start at 0 with each, which keeps them
+    apart in attention.
 
     Returns:
-        input_ids, position_ids: int64 [1, tokens]; keep: int64 [labels], positions whose next token carries loss;
-        targets: int64 [labels]; segment_lengths: tokens of each sample; num_labels, num_tokens: int.
+        input_ids, position_ids: int64 [1, tokens]; keep: int64 [labels], positions whose next token
+            carries loss;
+        targets: int64 [labels]; segment_lengths: tokens of each sample; num_labels, num_tokens:
+            int.
     """
     ids = np.concatenate([one["input_ids"] for one in samples]).astype(np.int64)
-    positions = np.concatenate([np.arange(len(one["input_ids"]), dtype=np.int64) for one in samples])
+    positions = np.concatenate(
+        [np.arange(len(one["input_ids"]), dtype=np.int64) for one in samples]
+    )
     mask = np.concatenate([one["labels_mask"] for one in samples]).copy()
     mask[positions == 0] = False  # nothing comes before a sample's first token
     target_places = np.flatnonzero(mask)
@@ -40,9 +45,9 @@ def collate_padded(samples: Sequence[dict[str, np.ndarray]], pad_token_id: int) 
     """A row a sample, padded on the right to the longest.
 
     Returns:
-        input_ids, attention_mask: int64 [rows, longest]; keep: int64 [columns], those where any row's next token carries
-        loss; targets: int64 [rows, columns], -100 where that row's does not; num_labels, num_tokens: int (padding not
-        counted).
+        input_ids, attention_mask: int64 [rows, longest]; keep: int64 [columns], those where any
+        row's next token carries loss; targets: int64 [rows, columns], -100 where that row's does
+        not; num_labels, num_tokens: int (padding not counted).
     """
     longest = max(len(one["input_ids"]) for one in samples)
     ids = np.full((len(samples), longest), pad_token_id, dtype=np.int64)
@@ -67,7 +72,8 @@ def collate_padded(samples: Sequence[dict[str, np.ndarray]], pad_token_id: int) 
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply ``change`` to each tensor in nested dicts, lists, tuples and named tuples; leave other values as they are."""
+    """Apply ``change`` to each tensor in nested dicts, lists, tuples and named tuples; leave other
+    values as they are."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     import torch
 
 DIGITS = "builtin:digits"
-_ALLOWED = f"{DIGITS}, or a folder with one subfolder of images a class; either as path#N for N images"
+_ALLOWED = (
+    f"{DIGITS}, or a folder with one subfolder of images a class; either as path#N for N images"
+)
 _SPLIT_WORDS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
 
 
 @dataclass(frozen=True)
 class ImageForm:
-    """What a model takes: images float32 [channels, height, width], ``(x - mean) / std`` of pixels in [0, 1].
+    """What a model takes: images float32 [channels, height, width], ``(x - mean) / std`` of pixels
+    in [0, 1].
 
     ``height`` and ``width`` None keep the images' own size (digits: 8 by 8).
     """
@@ -40,7 +43,8 @@ class ImageForm:
 
 @dataclass
 class ImageIndex:
-    """Where the images of one source are and what they show; the pixels are read later. Small and picklable.
+    """Where the images of one source are and what they show; the pixels are read later. Small and
+    picklable.
 
     Args:
         source: DIGITS, or the folder as an absolute path.
@@ -86,10 +90,12 @@ class ImageIndex:
 
 
 def open_images(given: str, seed: int) -> ImageIndex:
-    """Find the images that ``given`` names: read a folder's names and every file's header, no pixels.
+    """Find the images that ``given`` names: read a folder's names and every file's header, no
+    pixels.
 
     Args:
-        given: ``builtin:digits`` or a folder, with ``#N`` for the first N of a shuffle that ``seed`` fixes.
+        given: ``builtin:digits`` or a folder, with ``#N`` for the first N of a shuffle that
+            ``seed`` fixes.
 
     Raises:
         ConfigError: no such folder, no class subfolders, one class only, or no readable image.
@@ -103,7 +109,9 @@ def open_images(given: str, seed: int) -> ImageIndex:
         if name != DIGITS:
             near = nearest(name, [DIGITS])
             raise ConfigError(
-                f"`dataset: {name}` has no images", allowed=_ALLOWED, fix=f"did you mean `{near}`?" if near else None
+                f"`dataset: {name}` has no images",
+                allowed=_ALLOWED,
+                fix=f"did you mean `{near}`?" if near else None,
             )
         index = _digits_index()
     else:
@@ -117,9 +125,11 @@ def open_images(given: str, seed: int) -> ImageIndex:
     return replace(index.take(np.sort(chosen)), dropped=index.dropped, notices=notices)
 
 
-# -- digits ---------------------------------------------------------------------------------------------------------------
+# -- digits
+# ---------------------------------------------------------------------------------------------------------------
 def _digits_table() -> tuple[np.ndarray, np.ndarray]:
-    """(pixels float32 [1797, 1, 8, 8] in [0, 1], digits int64 [1797]), read without importing scikit-learn, which is slow."""
+    """(pixels float32 [1797, 1, 8, 8] in [0, 1], digits int64 [1797]), read without importing
+    scikit-learn, which is slow."""
     spec = importlib.util.find_spec("sklearn")
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     for folder in folders:
@@ -139,16 +149,27 @@ def _digits_index() -> ImageIndex:
     return ImageIndex(DIGITS, None, np.arange(len(digits)), digits, [str(one) for one in range(10)])
 
 
-# -- folders --------------------------------------------------------------------------------------------------------------
+# -- folders
+# --------------------------------------------------------------------------------------------------------------
 def _folder_index(folder: Path) -> ImageIndex:
     if not folder.is_dir():
-        near = nearest(folder.name, [one.name for one in folder.parent.iterdir()]) if folder.parent.is_dir() else None
+        near = (
+            nearest(folder.name, [one.name for one in folder.parent.iterdir()])
+            if folder.parent.is_dir()
+            else None
+        )
         raise ConfigError(
             f"`{folder}` is {'a file' if folder.exists() else 'not there'}",
             allowed=_ALLOWED,
-            fix=f"did you mean `{folder.parent / near}`?" if near and not folder.exists() else "give the folder of the images",
+            fix=(
+                f"did you mean `{folder.parent / near}`?"
+                if near and not folder.exists()
+                else "give the folder of the images"
+            ),
         )
-    subfolders = sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith((".", "__")))
+    subfolders = sorted(
+        one for one in folder.iterdir() if one.is_dir() and not one.name.startswith((".", "__"))
+    )
     if not subfolders:
         found = ", ".join(sorted(one.name for one in folder.iterdir())[:5]) or "nothing"
         raise ConfigError(
@@ -179,23 +200,45 @@ def _folder_index(folder: Path) -> ImageIndex:
         if len(names) > before:
             classes.append(subfolder.name)
         else:
-            notices.append(("warning", f"{folder}: `{subfolder.name}` holds no readable image and is no class"))
+            notices.append(
+                ("warning", f"{folder}: `{subfolder.name}` holds no readable image and is no class")
+            )
     index = ImageIndex(
-        str(folder.resolve()), names, None, np.array(labels, dtype=np.int64), classes, dict(dropped), notices, sizes
+        str(folder.resolve()),
+        names,
+        None,
+        np.array(labels, dtype=np.int64),
+        classes,
+        dict(dropped),
+        notices,
+        sizes,
     )
     if not names:
-        reasons = "; ".join(f"{reason}: {number:,}" for reason, number in dropped.most_common()) or "there are no files"
-        raise ConfigError(f"the folder `{folder}` has no readable image in its subfolders ({reasons})", allowed=_ALLOWED)
+        reasons = (
+            "; ".join(f"{reason}: {number:,}" for reason, number in dropped.most_common())
+            or "there are no files"
+        )
+        raise ConfigError(
+            f"the folder `{folder}` has no readable image in its subfolders ({reasons})",
+            allowed=_ALLOWED,
+        )
     return index
 
 
 def _refuse_splits(folder: Path, subfolders: list[Path]) -> None:
     by_word = {one.name: one for one in subfolders if one.name.lower() in _SPLIT_WORDS}
-    if len(by_word) < len(subfolders) or not all(any(deep.is_dir() for deep in one.iterdir()) for one in subfolders):
+    if len(by_word) < len(subfolders) or not all(
+        any(deep.is_dir() for deep in one.iterdir()) for one in subfolders
+    ):
         return
-    train = next((one for name, one in by_word.items() if name.lower().startswith("train")), subfolders[0])
+    train = next(
+        (one for name, one in by_word.items() if name.lower().startswith("train")), subfolders[0]
+    )
     rest = [one for one in subfolders if one != train]
-    other = next((one for one in rest if one.name.lower().startswith(("val", "dev"))), rest[0] if rest else None)
+    other = next(
+        (one for one in rest if one.name.lower().startswith(("val", "dev"))),
+        rest[0] if rest else None,
+    )
     raise ConfigError(
         f"the folder `{folder}` holds splits ({', '.join(sorted(by_word))}), not classes",
         fix=f"set `dataset: {train}`" + (f" and `val_dataset: {other}`" if other else ""),
@@ -221,12 +264,13 @@ def _unreadable(file: Path) -> str | None:
         return "broken image"
 
 
-# -- samples --------------------------------------------------------------------------------------------------------------
+# -- samples
+# --------------------------------------------------------------------------------------------------------------
 class ImageDataset:
     """Samples (image float32 [channels, height, width], class int64 []), looked up by number.
 
-    Augmentation (a shift by up to an eighth of each side; for folders a flip left to right too) draws from torch's global
-    generator, which the loader sets for each (seed, epoch, sample).
+    Augmentation (a shift by up to an eighth of each side; for folders a flip left to right too)
+    draws from torch's global generator, which the loader sets for each (seed, epoch, sample).
     """
 
     def __init__(self, index: ImageIndex, form: ImageForm, augment: bool = False) -> None:
@@ -245,10 +289,13 @@ class ImageDataset:
         image = self._file(number) if self.pixels is None else self._digit(number)
         if self.augment:
             image = _shift(image)
-            if self.pixels is None and bool(torch.rand(()) < 0.5):  # a digit in a mirror is no digit
+            # a digit in a mirror is no digit
+            if self.pixels is None and bool(torch.rand(()) < 0.5):
                 image = image.flip(-1)
         if self.form.mean is not None and self.form.std is not None:
-            image = (image - torch.tensor(self.form.mean).view(-1, 1, 1)) / torch.tensor(self.form.std).view(-1, 1, 1)
+            image = (image - torch.tensor(self.form.mean).view(-1, 1, 1)) / torch.tensor(
+                self.form.std
+            ).view(-1, 1, 1)
         return image, torch.tensor(int(self.index.labels[number]))
 
     def _digit(self, number: int) -> torch.Tensor:
@@ -259,7 +306,9 @@ class ImageDataset:
         image = torch.from_numpy(self.pixels[number])
         if self.form.height is not None and self.form.width is not None:
             size = (self.form.height, self.form.width)
-            image = functional.interpolate(image.unsqueeze(0), size=size, mode="bilinear", align_corners=False)[0]
+            image = functional.interpolate(
+                image.unsqueeze(0), size=size, mode="bilinear", align_corners=False
+            )[0]
         return image.expand(self.form.channels, -1, -1)
 
     def _file(self, number: int) -> torch.Tensor:
@@ -268,7 +317,8 @@ class ImageDataset:
 
 
 def read_image(file: Path, form: ImageForm) -> torch.Tensor:
-    """An image file as float32 [channels, height, width] in [0, 1], resized to the form's size (bilinear).
+    """An image file as float32 [channels, height, width] in [0, 1], resized to the form's size
+    (bilinear).
 
     Raises:
         RunError: the file cannot be decoded.
@@ -278,10 +328,13 @@ def read_image(file: Path, form: ImageForm) -> torch.Tensor:
 
     try:
         with Image.open(file) as opened:
-            image: Any = ImageOps.exif_transpose(opened).convert("RGB" if form.channels == 3 else "L")
+            image: Any = ImageOps.exif_transpose(opened).convert(
+                "RGB" if form.channels == 3 else "L"
+            )
     except (OSError, ValueError, SyntaxError) as error:
         raise RunError(
-            f"the image {file} has a good header and cannot be decoded: {str(error) or type(error).__name__}",
+            f"the image {file} has a good header and cannot be decoded:"
+            f" {str(error) or type(error).__name__}",
             fix="delete or replace that file, and start the command again",
         ) from error
     if form.height is not None and form.width is not None:
@@ -297,6 +350,11 @@ def _shift(image: torch.Tensor) -> torch.Tensor:
 
     height, width = image.shape[-2:]
     most_y, most_x = max(1, height // 8), max(1, width // 8)
-    down, right = int(torch.randint(0, 2 * most_y + 1, ())), int(torch.randint(0, 2 * most_x + 1, ()))
-    padded = functional.pad(image.unsqueeze(0), (most_x, most_x, most_y, most_y), mode="replicate")[0]
+    down, right = (
+        int(torch.randint(0, 2 * most_y + 1, ())),
+        int(torch.randint(0, 2 * most_x + 1, ())),
+    )
+    padded = functional.pad(image.unsqueeze(0), (most_x, most_x, most_y, most_y), mode="replicate")[
+        0
+    ]
     return padded[:, down : down + height, right : right + width]

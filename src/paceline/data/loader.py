@@ -1,4 +1,5 @@
-"""The loader: micro-batches of one rank, from any step on, with or without loader processes, always the same."""
+"""The loader: micro-batches of one rank, from any step on, with or without loader processes, always
+the same."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ Key = tuple[int, int]
 
 @dataclass
 class MicroBatch:
-    """A collated batch. ``weight`` is 0 for a filler that stands in where a short global batch leaves a rank nothing."""
+    """A collated batch. ``weight`` is 0 for a filler that stands in where a short global batch
+    leaves a rank nothing."""
 
     data: Any
     weight: float
@@ -36,8 +38,9 @@ class MicroBatch:
 
 
 class _KeyedDataset(Dataset):  # type: ignore[type-arg]
-    """Looks samples up by (epoch, index) with the random state set by them, so that augmentation does not depend on
-    which process draws it. Datasets that declare ``deterministic = True`` are spared the seeding."""
+    """Looks samples up by (epoch, index) with the random state set by them, so that augmentation
+    does not depend on which process draws it. Datasets that declare ``deterministic = True`` are
+    spared the seeding."""
 
     def __init__(self, dataset: Any, seed: int, purpose: str) -> None:
         self.dataset = dataset
@@ -76,16 +79,19 @@ def _loader(
         num_workers=options.num_workers,
         prefetch_factor=options.prefetch_factor if options.num_workers else None,
         pin_memory=options.pin_memory,
-        # Forked from the rank itself; a rank's default, the fork server, would have to import everything anew.
+        # Forked from the rank itself; a rank's default, the fork server, would have to import
+        # everything anew.
         multiprocessing_context="fork" if options.num_workers and sys.platform == "linux" else None,
         worker_init_fn=_loader_process_start if options.num_workers else None,
     )
 
 
 def _loader_process_start(_worker: int) -> None:
-    # A loader process must not outlive its rank, however the rank ends; torch's own watch takes seconds to notice.
+    # A loader process must not outlive its rank, however the rank ends; torch's own watch takes
+    # seconds to notice.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_by_parent_alone(signal.SIGTERM)  # Slurm, or a person, may send it to all: the rank then finishes its step
+    # Slurm, or a person, may send it to all: the rank then finishes its step
+    end_by_parent_alone(signal.SIGTERM)
     torch.set_num_threads(1)
     end_with_parent()
 
@@ -105,8 +111,9 @@ def train_steps(
 ) -> Iterator[list[MicroBatch]]:
     """For each step in [first_step, last_step), this rank's ``accumulation`` micro-batches.
 
-    Rank r takes micro-batches r × accumulation … (r + 1) × accumulation - 1 of the world × accumulation the step is cut into.
-    With ``shares`` (micro-batches of each rank, with the same sum) it takes ``shares[r]``, those after the ranks before it.
+    Rank r takes micro-batches r × accumulation … (r + 1) × accumulation - 1 of the world ×
+    accumulation the step is cut into. With ``shares`` (micro-batches of each rank, with the same
+    sum) it takes ``shares[r]``, those after the ranks before it.
     """
     num_parts, first = world_size * accumulation, rank * accumulation
     if shares is not None:
@@ -143,21 +150,29 @@ def eval_batches(
     seed: int,
     options: LoaderOptions,
 ) -> Iterator[MicroBatch]:
-    """This rank's share of the whole set, each row on exactly one rank, every rank the same number of batches.
+    """This rank's share of the whole set, each row on exactly one rank, every rank the same number
+    of batches.
 
-    Rows are dealt batch by batch (batch_size × world_size rows at a time), balanced by tokens where the dataset has
-    ``lengths``; a rank that gets none of the last rows gets a filler of weight 0.
+    Rows are dealt batch by batch (batch_size × world_size rows at a time), balanced by tokens where
+    the dataset has ``lengths``; a rank that gets none of the last rows gets a filler of weight 0.
     """
     lengths = getattr(dataset, "lengths", None)
     rows = np.arange(len(dataset))
     stride = batch_size * world_size
     if lengths is not None:
-        rows = rows[np.argsort(lengths, kind="stable")]  # near-equal lengths together: no wasted padding
+        # near-equal lengths together: no wasted padding
+        rows = rows[np.argsort(lengths, kind="stable")]
     shares: list[np.ndarray] = []
     for start in range(0, len(rows), stride):
         chunk = rows[start : start + stride]
-        split = split_even(chunk, world_size) if lengths is None else split_by_length(chunk, lengths, world_size)
+        split = (
+            split_even(chunk, world_size)
+            if lengths is None
+            else split_by_length(chunk, lengths, world_size)
+        )
         shares.append(split[rank])
     keys = ([(0, int(index)) for index in share] or [(0, 0)] for share in shares)
-    for data, share in zip(_loader(dataset, keys, collate, options, seed, "eval"), shares, strict=True):
+    for data, share in zip(
+        _loader(dataset, keys, collate, options, seed, "eval"), shares, strict=True
+    ):
         yield _weighted(data, len(share))

@@ -1,9 +1,9 @@
 """The order of samples: a pure function of (seed, epoch, position), and of nothing else.
 
-Not of the world size, the strategy, the loader's workers, nor of how often the run was resumed. Each sample is seen exactly
-once an epoch. A global batch is cut into world × accumulation micro-batches; with the same product the micro-batches are the
-same however the product is made up. Where the product does not divide the batch, sizes differ by one, and so do the sums of
-each rank.
+Not of the world size, the strategy, the loader's workers, nor of how often the run was resumed.
+Each sample is seen exactly once an epoch. A global batch is cut into world × accumulation
+micro-batches; with the same product the micro-batches are the same however the product is made up.
+Where the product does not divide the batch, sizes differ by one, and so do the sums of each rank.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ def epoch_permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def split_even(indices: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Cut into ``parts`` consecutive pieces whose sizes differ by at most one; pieces are empty where there are too few. The
-    larger pieces are spread (see :func:`~paceline.core.formatting.edges`), so that ranks with several pieces get equal sums."""
+    """Cut into ``parts`` consecutive pieces whose sizes differ by at most one; pieces are empty
+    where there are too few. The larger pieces are spread (see
+    :func:`~paceline.core.formatting.edges`), so that ranks with several pieces get equal sums."""
     return np.split(indices, edges(len(indices), parts)[1:-1])
 
 
 def split_by_length(indices: np.ndarray, lengths: np.ndarray, parts: int) -> list[np.ndarray]:
     """Share samples among ``parts`` so that the token sums come out nearly equal.
 
-    Longest first, each to the part with the fewest tokens so far (LPT; Graham 1969: at most 4/3 of the best possible
-    maximum); ties by part number, so the result is fixed. Within a part the samples keep their order in ``indices``.
+    Longest first, each to the part with the fewest tokens so far (LPT; Graham 1969: at most 4/3 of
+    the best possible maximum); ties by part number, so the result is fixed. Within a part the
+    samples keep their order in ``indices``.
 
     Args:
         indices: sample numbers of a global batch, int64 [batch].
@@ -56,9 +58,11 @@ class SampleOrder:
         num_samples: rows of the dataset.
         batch_size: samples of a global batch.
         seed: the run's seed.
-        lengths: tokens of each sample, where micro-batches are to be balanced by tokens; None: equal counts in order.
-        shuffle: whether each epoch has a shuffled order; otherwise every epoch has the order of the dataset. Balancing by
-            tokens moves samples between the micro-batches of one global batch in both cases.
+        lengths: tokens of each sample, where micro-batches are to be balanced by tokens; None:
+            equal counts in order.
+        shuffle: whether each epoch has a shuffled order; otherwise every epoch has the order of the
+            dataset. Balancing by tokens moves samples between the micro-batches of one global batch
+            in both cases.
     """
 
     num_samples: int
@@ -86,7 +90,8 @@ class SampleOrder:
         return self.epoch_order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
 
     def micro_batches(self, step: int, parts: int) -> list[np.ndarray]:
-        """The global batch of a step cut into ``parts`` micro-batches; some are empty where it has fewer samples."""
+        """The global batch of a step cut into ``parts`` micro-batches; some are empty where it has
+        fewer samples."""
         batch = self.global_batch(step)
         if self.lengths is None:
             return split_even(batch, parts)

@@ -14,7 +14,8 @@ _TERMINAL_EVERY_S, _PLAIN_EVERY_S = 0.2, 10.0
 
 
 class Progress:
-    """Counts rows and prints how far tokenization is: redrawn in place on a terminal, elsewhere a line now and then.
+    """Counts rows and prints how far tokenization is: redrawn in place on a terminal, elsewhere a
+    line now and then.
 
     Args:
         total_bytes: of all rows, or None if it is not known; then no time left is given.
@@ -40,7 +41,10 @@ class Progress:
 
     def text(self, elapsed_s: float) -> str:
         """The line after ``elapsed_s`` seconds."""
-        parts = [f"tokenizing: {self.rows:,} rows", f"{self.rows / max(elapsed_s, 1e-9):,.0f} rows/s"]
+        parts = [
+            f"tokenizing: {self.rows:,} rows",
+            f"{self.rows / max(elapsed_s, 1e-9):,.0f} rows/s",
+        ]
         if self.total_bytes and self.done_bytes:
             share = min(1.0, self.done_bytes / self.total_bytes)
             filled = round(20 * share)

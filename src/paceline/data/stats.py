@@ -1,7 +1,9 @@
-"""What a dataset holds, in tokens: lengths, exact duplicates, how much of the vocabulary is used, what a `max_length` cuts.
+"""What a dataset holds, in tokens: lengths, exact duplicates, how much of the vocabulary is used,
+what a `max_length` cuts.
 
-Everything is read from the token cache, through the same preparation as training. Where the config's own `max_length` has cut
-something, the dataset is tokenised a second time without a limit, into an entry of its own: what was cut is in no other place.
+Everything is read from the token cache, through the same preparation as training. Where the
+config's own `max_length` has cut something, the dataset is tokenised a second time without a limit,
+into an entry of its own: what was cut is in no other place.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Samples:
 
     Args:
         lengths: int64 [num_samples], tokens.
-        first_label: int64 [num_samples], place of the first token that carries loss (its length where none does).
+        first_label: int64 [num_samples], place of the first token that carries loss (its length
+            where none does).
         digests: uint64 [num_samples, 2], a hash of the token ids (BLAKE2b, 128 bits).
         vocabulary: int64 [ids], how often each token id stands in the data.
     """
@@ -48,28 +51,34 @@ class Samples:
 
 
 def dataset_stats(config: Config) -> tuple[dict[str, Any], PreparedTokens]:
-    """The figures of the config's `dataset` (what is held out for validation included), and its preparation for training.
+    """The figures of the config's `dataset` (what is held out for validation included), and its
+    preparation for training.
 
     Raises:
         ConfigError: a task whose samples have no tokens; whatever can be wrong with the data.
     """
     if config.task not in ("sft", "pretrain"):
         raise ConfigError(
-            f"the samples of `task: {config.task}` have no tokens", allowed="sft, pretrain", fix="give a config of such a task"
+            f"the samples of `task: {config.task}` have no tokens",
+            allowed="sft, pretrain",
+            fix="give a config of such a task",
         )
     task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
     prepared = prepare_tokens(config, task)
     whole = prepared
     if _was_cut(prepared, config):
         args = config.train_args.model_copy(update={"max_length": NO_LIMIT, "overlong": "truncate"})
-        whole = prepare_tokens(config.model_copy(update={"train_args": args, "val_dataset": None}), task)
+        whole = prepare_tokens(
+            config.model_copy(update={"train_args": args, "val_dataset": None}), task
+        )
     dataset = TokenDataset(whole.train_folder)
     samples = read_samples(dataset)
     tokenizer = load_tokenizer(Path(prepared.tokenizer_path), config.trust_remote_code)
     documents = task == "pretrain" or all(_are_documents(config))
     if not documents and any(_are_documents(config)):
         text = (
-            "text files stand beside other data: what is lost of them is told as if they were truncated, not cut into samples"
+            "text files stand beside other data: what is lost of them is told as if they were"
+            " truncated, not cut into samples"
         )
         prepared.notices.append(("warning", text))
     limit, overlong = config.train_args.max_length, config.train_args.overlong
@@ -87,12 +96,19 @@ def dataset_stats(config: Config) -> tuple[dict[str, Any], PreparedTokens]:
         "lengths": {
             "min": int(samples.lengths.min()),
             "mean": float(samples.lengths.mean()),
-            **{f"p{one}": int(np.percentile(samples.lengths, one, method="inverted_cdf")) for one in _PERCENTILES},
+            **{
+                f"p{one}": int(np.percentile(samples.lengths, one, method="inverted_cdf"))
+                for one in _PERCENTILES
+            },
             "max": int(samples.lengths.max()),
         },
         "histogram": histogram(samples.lengths),
         "duplicates": repeats,
-        "vocabulary": {"size": tokenizer.vocab_size, "used": used, "coverage": used / tokenizer.vocab_size},
+        "vocabulary": {
+            "size": tokenizer.vocab_size,
+            "used": used,
+            "coverage": used / tokenizer.vocab_size,
+        },
         "max_length": limit,
         "overlong": "cut into samples" if documents else overlong,
         "limits": [cut_by(one, samples, overlong, documents) for one in sorted({limit, *LIMITS})],
@@ -101,17 +117,23 @@ def dataset_stats(config: Config) -> tuple[dict[str, Any], PreparedTokens]:
 
 
 def _was_cut(prepared: PreparedTokens, config: Config) -> bool:
-    """Whether the entry for training lacks something of what was given. A cut document leaves a sample of full length."""
+    """Whether the entry for training lacks something of what was given. A cut document leaves a
+    sample of full length."""
     limit = config.train_args.max_length
     reasons = ("longer than max_length", "no answer left after truncation")
     longest = int(TokenDataset(prepared.train_folder).lengths.max(initial=0))
-    return prepared.counts.truncated > 0 or longest >= limit or any(one in prepared.counts.dropped for one in reasons)
+    return (
+        prepared.counts.truncated > 0
+        or longest >= limit
+        or any(one in prepared.counts.dropped for one in reasons)
+    )
 
 
 def _are_documents(config: Config) -> list[bool]:
-    """Of each file: plain text is a document under `sft` too, cut into samples, never truncated. A hub dataset has rows."""
+    """Of each file: plain text is a document under `sft` too, cut into samples, never truncated. A
+    hub dataset has rows."""
     sources = [open_source(one) for one in config.sources()]
-    return [kind for one in sources for kind in ([is_text(file) for file in one.files] or [False])]
+    return [kind for one in sources for kind in [is_text(file) for file in one.files] or [False]]
 
 
 def read_samples(dataset: TokenDataset) -> Samples:
@@ -123,12 +145,16 @@ def read_samples(dataset: TokenDataset) -> Samples:
     for index in range(count):
         sample = dataset[index]
         ids, mask = sample["input_ids"], sample["labels_mask"]
-        digests[index] = np.frombuffer(hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), dtype=np.uint64)
+        digests[index] = np.frombuffer(
+            hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), dtype=np.uint64
+        )
         labelled = np.flatnonzero(mask[1:])
         if len(labelled):
             first[index] = labelled[0] + 1
         if (top := int(ids.max(initial=0))) >= len(vocabulary):
-            vocabulary = np.concatenate([vocabulary, np.zeros(top + 1 - len(vocabulary), dtype=np.int64)])
+            vocabulary = np.concatenate(
+                [vocabulary, np.zeros(top + 1 - len(vocabulary), dtype=np.int64)]
+            )
         if len(ids) > len(vocabulary):
             vocabulary += np.bincount(ids, minlength=len(vocabulary))
         else:
@@ -145,14 +171,17 @@ def duplicates(samples: Samples) -> dict[str, Any]:
         "share": float(1 - len(first) / len(samples.lengths)),
         "distinct": len(first),
         "repeated": int(np.count_nonzero(times > 1)),
-        "most_repeated": [{"sample": int(first[one]), "times": int(times[one])} for one in order if times[one] > 1],
+        "most_repeated": [
+            {"sample": int(first[one]), "times": int(times[one])} for one in order if times[one] > 1
+        ],
     }
 
 
 def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> dict[str, Any]:
-    """What training with ``max_length=limit`` would lose, as :mod:`paceline.data.text.build` cuts: documents are cut into samples
-    and lose only a last token that stands alone; other samples are truncated, or left out whole where nothing that carries
-    loss remains, or where ``overlong`` is `drop`."""
+    """What training with ``max_length=limit`` would lose, as :mod:`paceline.data.text.build` cuts:
+    documents are cut into samples and lose only a last token that stands alone; other samples are
+    truncated, or left out whole where nothing that carries loss remains, or where ``overlong`` is
+    `drop`."""
     lengths = samples.lengths
     over = lengths > limit
     if documents:
@@ -172,13 +201,21 @@ def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> dict
 
 
 def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
-    """At most 41 bins of equal width (1, 2 or 5 times a power of ten) up to the longest but one percent of the samples, and
-    one for the rest: ``from`` ≤ tokens < ``to``."""
+    """At most 41 bins of equal width (1, 2 or 5 times a power of ten) up to the longest but one
+    percent of the samples, and one for the rest: ``from`` ≤ tokens < ``to``."""
     reach = int(np.percentile(lengths, 99, method="inverted_cdf"))
-    width = next(unit * 10**power for power in range(12) for unit in (1, 2, 5) if unit * 10**power * _MOST_BINS > reach)
+    width = next(
+        unit * 10**power
+        for power in range(12)
+        for unit in (1, 2, 5)
+        if unit * 10**power * _MOST_BINS > reach
+    )
     edges = list(range(int(lengths.min()) // width * width, reach + width + 1, width))
     longest = int(lengths.max())
     if longest >= edges[-1]:
         edges.append(longest + 1)
     counts, _ = np.histogram(lengths, bins=np.array([*edges[:-1], edges[-1] - 0.5]))
-    return [{"from": a, "to": b, "samples": int(n)} for a, b, n in zip(edges, edges[1:], counts, strict=False)]
+    return [
+        {"from": a, "to": b, "samples": int(n)}
+        for a, b, n in zip(edges, edges[1:], counts, strict=False)
+    ]

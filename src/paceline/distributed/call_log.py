@@ -1,7 +1,8 @@
-"""The last collectives of a rank, where they outlive it: gloo ends the process at once when a message of another size arrives
-than it waits for, with no chance to say what it was doing.
+"""The last collectives of a rank, where they outlive it: gloo ends the process at once when a
+message of another size arrives than it waits for, with no chance to say what it was doing.
 
-A piece of anonymous memory that the ranks of the same host map as well. No file: it is gone with the last of them.
+A piece of anonymous memory that the ranks of the same host map as well. No file: it is gone with
+the last of them.
 """
 
 from __future__ import annotations
@@ -73,12 +74,17 @@ class OpenedBox:
             os.close(opened)
 
     def calls(self) -> list[dict[str, Any]]:
-        """The calls, the oldest first; one that was cut off by the end of the process is passed over."""
+        """The calls, the oldest first; one that was cut off by the end of the process is passed
+        over."""
         found = []
         for slot in range(_SLOTS):
-            line, _, _ = self._memory[slot * _SLOT_BYTES : (slot + 1) * _SLOT_BYTES].partition(b"\n")
+            line, _, _ = self._memory[slot * _SLOT_BYTES : (slot + 1) * _SLOT_BYTES].partition(
+                b"\n"
+            )
             with contextlib.suppress(ValueError):
                 count, number, fields = line.split(b" ", 2)
                 call = json.loads(fields)
-                found.append((int(count), {**call, "number": None if number == b"-1" else int(number)}))
+                found.append(
+                    (int(count), {**call, "number": None if number == b"-1" else int(number)})
+                )
         return [call for _, call in sorted(found, key=lambda one: one[0])]

@@ -1,4 +1,5 @@
-"""A thread with a process group of its own, so that communication made of many calls runs beside backward."""
+"""A thread with a process group of its own, so that communication made of many calls runs beside
+backward."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Pending:
         self._done: torch.Event | None = None
 
     def wait(self) -> None:
-        """Until it is done; on an accelerator the current stream waits, not the host. Raises what was raised in the thread."""
+        """Until it is done; on an accelerator the current stream waits, not the host. Raises what
+        was raised in the thread."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -41,18 +43,24 @@ class Pending:
 class Lane:
     """Runs what it is given in one thread, one after another, in the order given.
 
-    Every rank of a line gives the same work in the same order; so the collectives within come in one order on every rank,
-    whatever else the ranks do meanwhile on other groups. After an error nothing more is run: the ranks would no longer agree.
+    Every rank of a line gives the same work in the same order; so the collectives within come in
+    one order on every rank, whatever else the ranks do meanwhile on other groups. After an error
+    nothing more is run: the ranks would no longer agree.
 
     Args:
         world: all ranks.
-        axes: the line along which the work communicates. A collective: every rank of ``world`` makes its lanes in one order.
+        axes: the line along which the work communicates. A collective: every rank of ``world``
+            makes its lanes in one order.
     """
 
     def __init__(self, world: World, *axes: str, timeout_s: float = 600.0) -> None:
         self.world = _own_line(world, axes, timeout_s)
-        self._todo: queue.SimpleQueue[tuple[Work, Pending, torch.Event | None] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=_run, args=(self._todo, self.world), name="paceline-lane", daemon=True)
+        self._todo: queue.SimpleQueue[tuple[Work, Pending, torch.Event | None] | None] = (
+            queue.SimpleQueue()
+        )
+        thread = threading.Thread(
+            target=_run, args=(self._todo, self.world), name="paceline-lane", daemon=True
+        )
         thread.start()
         weakref.finalize(self, self._todo.put, None)
 
@@ -68,12 +76,14 @@ class Lane:
 
 
 def _own_line(world: World, axes: tuple[str, ...], timeout_s: float) -> World:
-    """The line along ``axes`` as a world with a process group of its own, and its own count of seconds waited: the thread's
-    waits are not the training's."""
+    """The line along ``axes`` as a world with a process group of its own, and its own count of
+    seconds waited: the thread's waits are not the training's."""
     mine, group = [world.ranks[world.rank]], None
     for line in world.axes.lines(axes):
         ranks = [world.ranks[one] for one in line]
-        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) if len(ranks) > 1 else None
+        made = (
+            dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) if len(ranks) > 1 else None
+        )
         if world.rank in line:
             mine, group = ranks, made
     place = mine.index(world.ranks[world.rank])
@@ -81,7 +91,9 @@ def _own_line(world: World, axes: tuple[str, ...], timeout_s: float) -> World:
     return World(env, world.device, world.axes, group, mine)
 
 
-def _run(todo: queue.SimpleQueue[tuple[Work, Pending, torch.Event | None] | None], line: World) -> None:
+def _run(
+    todo: queue.SimpleQueue[tuple[Work, Pending, torch.Event | None] | None], line: World
+) -> None:
     stream = None
     failed: BaseException | None = None
     if line.device.type != "cpu":

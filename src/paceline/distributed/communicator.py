@@ -27,8 +27,8 @@ class Waits:
 
 
 class World:
-    """This rank, its device, and the collectives among the ranks of one group: all of them, or a line of the mesh. With one
-    rank each collective is the identity.
+    """This rank, its device, and the collectives among the ranks of one group: all of them, or a
+    line of the mesh. With one rank each collective is the identity.
 
     Args:
         env: rank and sizes within this group.
@@ -103,8 +103,8 @@ class World:
         return self.axes.coordinates(self.ranks[self.rank])
 
     def line(self, *axes: str) -> World:
-        """The ranks that differ from this one in ``axes`` alone, as a world of their own. A collective the first time: every
-        rank asks for the same lines in the same order."""
+        """The ranks that differ from this one in ``axes`` alone, as a world of their own. A
+        collective the first time: every rank asks for the same lines in the same order."""
         key = tuple(sorted(axes))
         if key not in self._lines:
             self._lines[key] = self._make_line(key)
@@ -120,28 +120,37 @@ class World:
             for ranks in lines:  # every rank takes part in making every group
                 made = dist.new_group(ranks)
                 group = made if ranks is mine else group
-        env = RankEnv(mine.index(self.rank), len(mine), self.env.local_rank, self.env.local_world_size)
+        env = RankEnv(
+            mine.index(self.rank), len(mine), self.env.local_rank, self.env.local_world_size
+        )
         return World(env, self.device, self.axes, group, mine, self.waits)
 
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> dist.Work | None:
         """Start an all-reduce in place; pass the result to :meth:`wait`. None with one rank."""
         if self.size == 1:
             return None
         return dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
-        """Start adding up ``tensor`` [N × n] over the ranks, each keeping its part in ``output`` [n]."""
+        """Start adding up ``tensor`` [N × n] over the ranks, each keeping its part in ``output``
+        [n]."""
         if self.size == 1:
             output.copy_(tensor)
             return None
-        return _newest("reduce_scatter_single", "reduce_scatter_tensor")(output, tensor, group=self.group, async_op=True)
+        return _newest("reduce_scatter_single", "reduce_scatter_tensor")(
+            output, tensor, group=self.group, async_op=True
+        )
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
         """Start gathering each rank's ``tensor`` [n] into ``output`` [N × n]."""
         if self.size == 1:
             output.copy_(tensor)
             return None
-        return _newest("all_gather_single", "all_gather_into_tensor")(output, tensor, group=self.group, async_op=True)
+        return _newest("all_gather_single", "all_gather_into_tensor")(
+            output, tensor, group=self.group, async_op=True
+        )
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for a collective, and count the seconds it took."""
@@ -166,7 +175,8 @@ class World:
         return wide_dtype(self.device)
 
     def broadcast(self, tensors: Iterable[torch.Tensor], chunk_bytes: int = 64 << 20) -> None:
-        """Copy rank 0's values into every rank's tensors, in place, packed into few messages by dtype."""
+        """Copy rank 0's values into every rank's tensors, in place, packed into few messages by
+        dtype."""
         if self.size == 1:
             return
         group: list[torch.Tensor] = []
@@ -185,7 +195,9 @@ class World:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.device)
             dist.broadcast(flat, src=self.ranks[0], group=self.group)
             if self.rank != 0:
-                for tensor, part in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
+                for tensor, part in zip(
+                    tensors, flat.split([one.numel() for one in tensors]), strict=True
+                ):
                     tensor.copy_(part.view(tensor.shape))
 
     def broadcast_object(self, value: object) -> object:
@@ -219,9 +231,9 @@ class World:
             self.sum(0.0)
 
     def close(self) -> None:
-        """Leave the process group. Gloo's is left to the end of the process: to destroy it joins its threads, which can wait
-        for the very interpreter lock that the caller holds; every rank has passed the last barrier by then, and the sockets
-        close with the process."""
+        """Leave the process group. Gloo's is left to the end of the process: to destroy it joins
+        its threads, which can wait for the very interpreter lock that the caller holds; every rank
+        has passed the last barrier by then, and the sockets close with the process."""
         if dist.is_initialized() and dist.get_backend() != "gloo" and not self.has_adopted_group:
             dist.destroy_process_group()
 
@@ -232,14 +244,17 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | None = None) -> World:
-    """Choose this rank's device, set the number of threads, and join the process group (where there are several ranks).
+    """Choose this rank's device, set the number of threads, and join the process group (where there
+    are several ranks).
 
-    The backend is the one torch names as the default for the device (nccl, gloo, xccl…); Gloo if the ranks' devices differ in
-    type. CPU ranks of one host share its cores evenly. ``axes``: the mesh (default: all ranks on the data axis). A process
-    group that exists already is adopted: Ray Train makes one before it calls the training function, and so may a script.
+    The backend is the one torch names as the default for the device (nccl, gloo, xccl…); Gloo if
+    the ranks' devices differ in type. CPU ranks of one host share its cores evenly. ``axes``: the
+    mesh (default: all ranks on the data axis). A process group that exists already is adopted: Ray
+    Train makes one before it calls the training function, and so may a script.
 
     Raises:
-        RunError: the process group that exists has other ranks, or a backend that the device cannot use.
+        RunError: the process group that exists has other ranks, or a backend that the device cannot
+            use.
     """
     settle(device_type)
     if device_type == "cpu":
@@ -260,12 +275,16 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | No
             store, _, _ = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
             store.set_timeout(timeout)
             options["store"] = dist.PrefixStore("default_pg", store)
-            device_types = _exchange_device_types(dist.PrefixStore("device_types", store), env.world_size, device_type)
+            device_types = _exchange_device_types(
+                dist.PrefixStore("device_types", store), env.world_size, device_type
+            )
         backend = dist.get_default_backend_for_device(device) if len(device_types) == 1 else "gloo"
         if device.type != "cpu" and backend != "gloo":
             options["device_id"] = device
             os.environ.setdefault(*_FLIGHT_RECORDER)
-        dist.init_process_group(backend, rank=env.rank, world_size=env.world_size, timeout=timeout, **options)
+        dist.init_process_group(
+            backend, rank=env.rank, world_size=env.world_size, timeout=timeout, **options
+        )
     count_collectives()
     world = World(env, device, axes)
     world.device_types = device_types
@@ -273,7 +292,8 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | No
 
 
 def _exchange_device_types(store: dist.Store, world_size: int, device_type: str) -> frozenset[str]:
-    """Return the device types of all ranks. The backend depends on them, so this comes before the process group."""
+    """Return the device types of all ranks. The backend depends on them, so this comes before the
+    process group."""
     store.append("types", f"{device_type} ")
     if store.add("ranks", 1) == world_size:
         store.set("complete", "1")
@@ -286,22 +306,34 @@ def _check_adopted(env: RankEnv, device: torch.device) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (env.rank, env.world_size):
         raise RunError(
-            f"this is rank {rank} of {size} in the process group that exists already, and rank {env.rank} of {env.world_size} "
-            "by the environment",
-            fix="call `torch.distributed.destroy_process_group()` before `paceline.train()`, which makes its own group",
+            f"this is rank {rank} of {size} in the process group that exists already, and rank"
+            f" {env.rank} of {env.world_size} by the environment",
+            fix=(
+                "call `torch.distributed.destroy_process_group()` before `paceline.train()`, which"
+                " makes its own group"
+            ),
         )
     backends = {part.rpartition(":")[2] for part in str(dist.get_backend_config()).split(",")}
     needed = dist.get_default_backend_for_device(device)
     if needed not in backends:
         raise RunError(
-            f"the process group that exists already uses {', '.join(sorted(backends))}, and {device.type} needs {needed}",
-            fix=f"make it with `backend={needed!r}`, or set `parallel.device` to a device that it can be used with",
+            f"the process group that exists already uses {', '.join(sorted(backends))}, and"
+            f" {device.type} needs {needed}",
+            fix=(
+                f"make it with `backend={needed!r}`, or set `parallel.device` to a device that it"
+                " can be used with"
+            ),
         )
 
 
-#: torch's own record of the last collectives on an accelerator, of which the watchdog writes a copy where a rank hangs.
+#: torch's own record of the last collectives on an accelerator, of which the watchdog writes a copy
+#: where a rank hangs.
 _FLIGHT_RECORDER = (
-    "TORCH_FR_BUFFER_SIZE" if hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json") else "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    (
+        "TORCH_FR_BUFFER_SIZE"
+        if hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+        else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    ),
     "2000",
 )
 
@@ -312,8 +344,11 @@ def _newest(name: str, older: str) -> Any:
 
 
 def share_cores(local_world_size: int) -> None:
-    """Give this CPU rank its share of the cores as threads; OMP_NUM_THREADS, where the user set it, is kept."""
+    """Give this CPU rank its share of the cores as threads; OMP_NUM_THREADS, where the user set it,
+    is kept."""
     if "OMP_NUM_THREADS" in os.environ:
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     torch.set_num_threads(max(1, cores // local_world_size))

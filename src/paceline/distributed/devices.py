@@ -1,4 +1,5 @@
-"""Which devices a run takes. Never a silent fallback: what was asked for is there, or it is an error."""
+"""Which devices a run takes. Never a silent fallback: what was asked for is there, or it is an
+error."""
 
 from __future__ import annotations
 
@@ -22,11 +23,17 @@ class Devices:
     notices: list[tuple[str, str]] = field(default_factory=list)
 
 
-def without_idle_offload(parallel: Parallel, device_type: str) -> tuple[Parallel, list[tuple[str, str]]]:
-    """``parallel`` without `offload` on a CPU, where all state is in the host's memory already, and the notice of it."""
+def without_idle_offload(
+    parallel: Parallel, device_type: str
+) -> tuple[Parallel, list[tuple[str, str]]]:
+    """``parallel`` without `offload` on a CPU, where all state is in the host's memory already, and
+    the notice of it."""
     if device_type != "cpu" or parallel.offload == "none":
         return parallel, []
-    text = f"`parallel.offload: {parallel.offload}` has no effect on a CPU: all state is in the host's memory already"
+    text = (
+        f"`parallel.offload: {parallel.offload}` has no effect on a CPU: all state is in the host's"
+        " memory already"
+    )
     return parallel.model_copy(update={"offload": "none"}), [("info", text)]
 
 
@@ -55,23 +62,27 @@ def accelerators() -> tuple[str | None, list[str]]:
 
 
 def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Devices:
-    """The devices for a config, on this host. ``ranks_given``: the number of ranks an outer launcher started here.
+    """The devices for a config, on this host. ``ranks_given``: the number of ranks an outer
+    launcher started here.
 
     Raises:
-        ConfigError: asked-for devices are not there; the text says what was found and how to run on the CPU.
+        ConfigError: asked-for devices are not there; the text says what was found and how to run on
+            the CPU.
     """
     wanted = None if parallel.num_gpus == "auto" else int(parallel.num_gpus)
     if ranks_given is not None:
         if wanted not in (None, ranks_given):
             raise ConfigError(
-                f"`parallel.num_gpus` is {wanted}, and the outer launcher started {ranks_given} ranks on this host",
+                f"`parallel.num_gpus` is {wanted}, and the outer launcher started {ranks_given}"
+                " ranks on this host",
                 fix=f"start it with `--nproc-per-node {wanted}`, or leave `parallel.num_gpus` out",
             )
         wanted = ranks_given
     if parallel.mode == "single":
         if wanted not in (None, 1):
             raise ConfigError(
-                f"`parallel.mode: single` trains on one device, and `parallel.num_gpus` is {wanted}",
+                "`parallel.mode: single` trains on one device, and `parallel.num_gpus` is"
+                f" {wanted}",
                 fix="set `parallel.num_gpus: 1`, or `parallel.mode: ddp`",
             )
         wanted = 1
@@ -83,7 +94,11 @@ def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Device
     if parallel.device not in ("auto", kind):
         raise ConfigError(
             f"`parallel.device: {parallel.device}` was asked for, and "
-            + (f"this machine has {len(names)} × {kind}" if kind else f"no accelerator was found{limited}"),
+            + (
+                f"this machine has {len(names)} × {kind}"
+                if kind
+                else f"no accelerator was found{limited}"
+            ),
             allowed="auto, cpu" + (f", {kind}" if kind else ""),
             fix="to run on the CPU, set `parallel.device=cpu`",
         )
@@ -92,16 +107,26 @@ def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Device
             ranks = counted(int(parallel.num_gpus), "rank")
             raise ConfigError(
                 f"`parallel.num_gpus: {wanted}` was asked for, and no GPU was found{limited}",
-                fix=f"check the driver with `nvidia-smi`; or run on the CPU with {ranks} by `parallel.device=cpu`",
+                fix=(
+                    f"check the driver with `nvidia-smi`; or run on the CPU with {ranks} by"
+                    " `parallel.device=cpu`"
+                ),
             )
         if parallel.device != "auto":
-            raise ConfigError(f"no device of type {parallel.device} was found{limited}", fix="set `parallel.device=cpu`")
+            raise ConfigError(
+                f"no device of type {parallel.device} was found{limited}",
+                fix="set `parallel.device=cpu`",
+            )
         return _cpu(wanted, f"no GPU was found{limited}")
     if wanted is not None and wanted > len(names):
         raise ConfigError(
-            f"`parallel.num_gpus: {wanted}` was asked for, and {len(names)} × {kind} are visible{limited}: {', '.join(names)}",
+            f"`parallel.num_gpus: {wanted}` was asked for, and {len(names)} × {kind} are"
+            f" visible{limited}: {', '.join(names)}",
             allowed=f"1 to {len(names)}, or auto",
-            fix=f"set `parallel.num_gpus={len(names)}`; or run {wanted} ranks on the CPU with `parallel.device=cpu`",
+            fix=(
+                f"set `parallel.num_gpus={len(names)}`; or run {wanted} ranks on the CPU with"
+                " `parallel.device=cpu`"
+            ),
         )
     taken = names[: wanted or len(names)]
     listing = ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(taken))
@@ -112,14 +137,24 @@ def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Device
 def _cpu(wanted: int | None, why: str) -> Devices:
     cores = cpu_cores()
     count = wanted if wanted is not None else min(2, cores)
-    notices = [("info", f"devices: CPU ({why}), {count} rank{'s' if count > 1 else ''} on {cores} cores")]
+    notices = [
+        ("info", f"devices: CPU ({why}), {count} rank{'s' if count > 1 else ''} on {cores} cores")
+    ]
     if count > cores:
-        notices.append(("warning", f"{count} CPU ranks share {cores} cores: right, but slower than {cores} ranks"))
+        notices.append(
+            (
+                "warning",
+                f"{count} CPU ranks share {cores} cores: right, but slower than {cores} ranks",
+            )
+        )
     return Devices("cpu", count, ["cpu"] * count, notices)
 
 
-def with_precision(config: Config, device_type: str, names: Sequence[str] = ()) -> tuple[Config, str]:
-    """The config with ``auto`` replaced by the precision for these devices, and a line for the user.
+def with_precision(
+    config: Config, device_type: str, names: Sequence[str] = ()
+) -> tuple[Config, str]:
+    """The config with ``auto`` replaced by the precision for these devices, and a line for the
+    user.
 
     Args:
         names: of the devices of this machine that are used, from index 0 on.
@@ -129,7 +164,10 @@ def with_precision(config: Config, device_type: str, names: Sequence[str] = ()) 
         return config, f"precision: {args.precision}"
     precision, reason = resolve(device_type, names)
     update = {"train_args": args.model_copy(update={"precision": precision})}
-    return config.model_copy(update=update), f"precision: {precision}, chosen by `precision: auto`: {reason}"
+    return (
+        config.model_copy(update=update),
+        f"precision: {precision}, chosen by `precision: auto`: {reason}",
+    )
 
 
 def resolve(device_type: str, names: Sequence[str] = ()) -> tuple[str, str]:
@@ -143,7 +181,11 @@ def resolve(device_type: str, names: Sequence[str] = ()) -> tuple[str, str]:
         return "bf16-mixed", f"bfloat16 is supported by {shown}"
     if any(one is None for one in supported) or device_type == "mps":
         return "32", f"whether {shown} supports bfloat16 is not known"
-    lacking = ", ".join(dict.fromkeys(names[index] for index in indices if not supported[index])) if names else shown
+    lacking = (
+        ", ".join(dict.fromkeys(names[index] for index in indices if not supported[index]))
+        if names
+        else shown
+    )
     return "fp16-mixed", f"bfloat16 is not supported by {lacking}"
 
 
@@ -152,12 +194,15 @@ def _supports_bf16(device_type: str, index: int) -> bool | None:
     import torch
 
     if device_type == "cuda":
-        # As torch.cuda.is_bf16_supported(including_emulation=False), which looks at the current device alone.
+        # As torch.cuda.is_bf16_supported(including_emulation=False), which looks at the current
+        # device alone.
         return bool(torch.version.hip) or torch.cuda.get_device_properties(index).major >= 8
     if device_type == "xpu":
         return bool(torch.xpu.get_device_properties(index).has_bfloat16_conversions)
     if device_type == "mps":
-        return bool(torch.backends.mps.is_macos_or_newer(14, 0))  # Metal has bfloat16 from macOS 14 on
+        # Metal has bfloat16 from macOS 14 on
+        return bool(torch.backends.mps.is_macos_or_newer(14, 0))
     module: Any = getattr(torch, device_type, None)
-    known = getattr(module, "get_amp_supported_dtype", None)  # which torch.autocast asks of other accelerators
+    # which torch.autocast asks of other accelerators
+    known = getattr(module, "get_amp_supported_dtype", None)
     return None if known is None else torch.bfloat16 in known()

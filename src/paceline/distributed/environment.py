@@ -1,5 +1,6 @@
-"""Who this process is among the ranks, as its launcher says; and which host this is among those of a job, as the scheduler
-says (Slurm, Kubeflow, or the ``PET_`` variables that torchrun reads too)."""
+"""Who this process is among the ranks, as its launcher says; and which host this is among those of
+a job, as the scheduler says (Slurm, Kubeflow, or the ``PET_`` variables that torchrun reads too).
+"""
 
 from __future__ import annotations
 
@@ -33,14 +34,20 @@ def outer_launcher() -> RankEnv | None:
     Raises:
         ConfigError: a part of the variables is set and a part is missing.
     """
-    if not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")) or _rank_is_of_a_pod():
+    if (
+        not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"))
+        or _rank_is_of_a_pod()
+    ):
         return None
     missing = [name for name in _NEEDED if name not in os.environ]
     if missing:
         raise ConfigError(
             f"some variables of an outer launcher are set, but not {', '.join(missing)}",
             allowed="all of " + ", ".join(_NEEDED) + " (as torchrun sets them), or none",
-            fix="start with `torchrun --nproc-per-node N -m paceline …`, or unset RANK and LOCAL_RANK",
+            fix=(
+                "start with `torchrun --nproc-per-node N -m paceline …`, or unset RANK and"
+                " LOCAL_RANK"
+            ),
         )
     return from_environment()
 
@@ -78,11 +85,12 @@ class HostEnv:
 
 
 def scheduled_host() -> HostEnv | None:
-    """What a scheduler's environment says of this host, or None where there is no scheduler, or one host alone.
+    """What a scheduler's environment says of this host, or None where there is no scheduler, or one
+    host alone.
 
     Raises:
-        ConfigError: a part of the variables is missing or no number; or Slurm started several tasks on a host, where one
-            starts the ranks.
+        ConfigError: a part of the variables is missing or no number; or Slurm started several tasks
+            on a host, where one starts the ranks.
     """
     if "SLURM_STEP_NUM_NODES" in os.environ:
         found = _slurm()
@@ -90,14 +98,20 @@ def scheduled_host() -> HostEnv | None:
         found = _torchrun_defaults()
     elif _rank_is_of_a_pod():
         pods = _needed_number("WORLD_SIZE")
-        found = HostEnv("PyTorchJob", (pods, pods), _needed_number("RANK"), _address("MASTER_ADDR", "MASTER_PORT"))
+        found = HostEnv(
+            "PyTorchJob",
+            (pods, pods),
+            _needed_number("RANK"),
+            _address("MASTER_ADDR", "MASTER_PORT"),
+        )
     else:
         return None
     return None if found.hosts[1] == 1 else found
 
 
 def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:
-    """``parallel`` with what the scheduler says in the place of what the config leaves open. ``nnodes: 1`` leaves it open.
+    """``parallel`` with what the scheduler says in the place of what the config leaves open.
+    ``nnodes: 1`` leaves it open.
 
     Raises:
         ConfigError: they contradict each other.
@@ -107,17 +121,25 @@ def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:
     low, high = parallel.hosts
     if high > 1 and not low <= host.hosts[0] <= host.hosts[1] <= high:
         raise ConfigError(
-            f"`parallel.nnodes` is {parallel.nnodes}, and {host.scheduler} started this on {counted(host.hosts[1], 'host')}",
+            f"`parallel.nnodes` is {parallel.nnodes}, and {host.scheduler} started this on"
+            f" {counted(host.hosts[1], 'host')}",
             fix=f"leave `parallel.nnodes` out, or ask {host.scheduler} for as many hosts",
         )
     if host.node_rank is not None and parallel.node_rank not in ("auto", host.node_rank):
         raise ConfigError(
-            f"`parallel.node_rank` is {parallel.node_rank}, and {host.scheduler} gave this host number {host.node_rank}",
+            f"`parallel.node_rank` is {parallel.node_rank}, and {host.scheduler} gave this host"
+            f" number {host.node_rank}",
             fix="leave `parallel.node_rank` out",
         )
     smallest, largest = host.hosts
     told = {
-        "nnodes": parallel.nnodes if high > 1 else largest if smallest == largest else f"{smallest}:{largest}",
+        "nnodes": (
+            parallel.nnodes
+            if high > 1
+            else largest
+            if smallest == largest
+            else f"{smallest}:{largest}"
+        ),
         "node_rank": parallel.node_rank if host.node_rank is None else host.node_rank,
         "rdzv_endpoint": parallel.rdzv_endpoint or host.rdzv_endpoint,
     }
@@ -125,8 +147,8 @@ def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:
 
 
 def slurm_port(job: int) -> int:
-    """The port by which the hosts of a Slurm job meet: the same on all of them, another for each of 10,000 jobs, and below
-    those that systems hand out by themselves."""
+    """The port by which the hosts of a Slurm job meet: the same on all of them, another for each of
+    10,000 jobs, and below those that systems hand out by themselves."""
     return 20000 + job % 10000
 
 
@@ -137,7 +159,8 @@ def first_host(names: str) -> str:
 
 
 def _slurm() -> HostEnv:
-    """As srun sets it for a step: https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES"."""
+    """As srun sets it for a step: https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT
+    VARIABLES"."""
     hosts, tasks = _needed_number("SLURM_STEP_NUM_NODES"), _needed_number("SLURM_STEP_NUM_TASKS")
     if tasks != hosts:
         raise ConfigError(
@@ -145,18 +168,21 @@ def _slurm() -> HostEnv:
             allowed="one task a host, which starts the ranks of its host",
             fix="start with `srun --ntasks-per-node=1 …`, or let `paceline slurm` write the script",
         )
-    head = first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
+    head = first_host(
+        os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    )
     port = slurm_port(_needed_number("SLURM_JOB_ID"))
     return HostEnv("Slurm", (hosts, hosts), _needed_number("SLURM_NODEID"), f"{head}:{port}")
 
 
 def _torchrun_defaults() -> HostEnv:
-    """The defaults of torchrun's own options. Kubeflow's Trainer and PyTorchJob set them in each pod:
-    https://www.kubeflow.org/docs/components/trainer/"""
+    """The defaults of torchrun's own options. Kubeflow's Trainer and PyTorchJob set them in each
+    pod: https://www.kubeflow.org/docs/components/trainer/"""
     low, _, high = os.environ["PET_NNODES"].partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
         raise ConfigError(
-            f"the environment variable PET_NNODES={os.environ['PET_NNODES']!r} is no number of hosts",
+            f"the environment variable PET_NNODES={os.environ['PET_NNODES']!r} is no number of"
+            " hosts",
             allowed="`4`, or `1:4` for at least 1 and at most 4",
         )
     hosts = (int(low), int(high or low))
@@ -172,15 +198,23 @@ def _in_a_pod() -> bool:
 
 
 def _rank_is_of_a_pod() -> bool:
-    """True where RANK is a pod's among the pods of a PyTorchJob, and WORLD_SIZE their number: there is no LOCAL_RANK then."""
-    return "RANK" in os.environ and "LOCAL_RANK" not in os.environ and ("PET_NNODES" in os.environ or _in_a_pod())
+    """True where RANK is a pod's among the pods of a PyTorchJob, and WORLD_SIZE their number: there
+    is no LOCAL_RANK then."""
+    return (
+        "RANK" in os.environ
+        and "LOCAL_RANK" not in os.environ
+        and ("PET_NNODES" in os.environ or _in_a_pod())
+    )
 
 
 def _address(name: str, port: str) -> str:
     if name not in os.environ:
         raise ConfigError(
-            f"the environment says that there are several hosts, and {name} is not set, so nothing says where they meet",
-            fix=f"set {name} to the first host's address, or `parallel.rdzv_endpoint` in the config",
+            f"the environment says that there are several hosts, and {name} is not set, so nothing"
+            " says where they meet",
+            fix=(
+                f"set {name} to the first host's address, or `parallel.rdzv_endpoint` in the config"
+            ),
         )
     return f"{os.environ[name]}:{_number(port, 29500)}"
 

@@ -1,5 +1,6 @@
-"""What lies between the ranks of a group: latency and bandwidth as an all-reduce over it meets them, by the α–β model, and what
-follows for the gradients' all-reduce. Importing this does not import torch."""
+"""What lies between the ranks of a group: latency and bandwidth as an all-reduce over it meets
+them, by the α–β model, and what follows for the gradients' all-reduce. Importing this does not
+import torch."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from paceline.distributed.traffic_volume import all_reduce_bytes
 if TYPE_CHECKING:
     from paceline.distributed.communicator import World
 
-#: Elements (float32) of the small all-reduce, whose time is latency alone, and of the larger ones, tried one after the other
-#: for as long as the budget lasts.
+#: Elements (float32) of the small all-reduce, whose time is latency alone, and of the larger ones,
+#: tried one after the other for as long as the budget lasts.
 _SMALL = 1
 _MIDDLE = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
 #: About what all of them together may take; and each size, which is repeated within these numbers.
@@ -27,13 +28,13 @@ _FEWEST, _MOST = 1, 5
 
 @dataclass(frozen=True)
 class Link:
-    """An all-reduce over ``num_ranks`` takes ``latency_s`` for each of 2(N-1) messages in a row and the bytes that a rank sends
-    divided by ``bandwidth_bytes_s``.
+    """An all-reduce over ``num_ranks`` takes ``latency_s`` for each of 2(N-1) messages in a row and
+    the bytes that a rank sends divided by ``bandwidth_bytes_s``.
 
     Args:
         latency_s: of a message.
-        bandwidth_bytes_s: what a rank sends in a second, while the others do the same; None where larger messages took no
-            longer.
+        bandwidth_bytes_s: what a rank sends in a second, while the others do the same; None where
+            larger messages took no longer.
         num_ranks: of the group that was measured.
         residual: root mean square of (model - measured) / measured.
         sent_bytes: what each rank sent to measure. Not in the count of traffic.
@@ -52,18 +53,21 @@ class Link:
 
     def seconds(self, messages: float, sent_bytes: float) -> float:
         """Of ``messages``, one after the other, that are ``sent_bytes`` in all."""
-        return messages * self.latency_s + (sent_bytes / self.bandwidth_bytes_s if self.bandwidth_bytes_s else 0.0)
+        return messages * self.latency_s + (
+            sent_bytes / self.bandwidth_bytes_s if self.bandwidth_bytes_s else 0.0
+        )
 
     def all_reduce_s(self, size_bytes: float) -> float:
         """Seconds of an all-reduce of ``size_bytes``."""
         return self.seconds(2 * (self.num_ranks - 1), all_reduce_bytes(size_bytes, self.num_ranks))
 
     def exposed_s(self, buckets: Sequence[int], backward_s: float) -> float:
-        """Seconds that plain data parallelism waits, after a backward of ``backward_s``, for the all-reduces of its buckets,
-        given by their bytes in the order in which they are filled.
+        """Seconds that plain data parallelism waits, after a backward of ``backward_s``, for the
+        all-reduces of its buckets, given by their bytes in the order in which they are filled.
 
-        Gradients are taken to come in evenly over backward; a bucket's all-reduce begins when it is full and the one before is
-        done (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020, section 3.2.3).
+        Gradients are taken to come in evenly over backward; a bucket's all-reduce begins when it is
+        full and the one before is done (Li et al., "PyTorch Distributed: Experiences on
+        Accelerating Data Parallel Training", 2020, section 3.2.3).
         """
         total = sum(buckets)
         end = 0.0
@@ -73,11 +77,12 @@ class Link:
 
 
 def measure_link(world: World) -> Link | None:
-    """Measure by all-reduces over the ranks of ``world``, a small one and ever larger ones: tens of milliseconds on a fast
-    link, about a second on a slow one. None with one rank.
+    """Measure by all-reduces over the ranks of ``world``, a small one and ever larger ones: tens of
+    milliseconds on a fast link, about a second on a slow one. None with one rank.
 
-    A collective; on an accelerator it waits for the device. What is sent is left out of the count of traffic, and the waiting
-    for it is not that of training. All ranks get the same answer (but for ``wall_s``).
+    A collective; on an accelerator it waits for the device. What is sent is left out of the count
+    of traffic, and the waiting for it is not that of training. All ranks get the same answer (but
+    for ``wall_s``).
     """
     import torch
 
@@ -91,7 +96,8 @@ def measure_link(world: World) -> Link | None:
     sent_bytes, spent_s = 0, 0.0
     with uncounted():
         for numel in (_SMALL, *_MIDDLE):
-            # Four times the elements take up to four times as long, and are sent once to warm up and once at least to measure.
+            # Four times the elements take up to four times as long, and are sent once to warm up
+            # and once at least to measure.
             if len(points) > 1 and spent_s + 2 * 4 * points[-1][2] > _BUDGET_S:
                 break
             tensor = torch.zeros(numel, device=world.device)
@@ -101,17 +107,26 @@ def measure_link(world: World) -> Link | None:
             sent_bytes += size * (repeats + 1)
             spent_s += seconds * (repeats + 1)
     world.waits.seconds = waited
-    # What a switch or a shaper lets through at once, before it slows down, makes the sizes between look too fast.
+    # What a switch or a shaper lets through at once, before it slows down, makes the sizes between
+    # look too fast.
     model = fit(points[:1] + points[1:][-2:])
     assert model is not None
     beta = model["beta_s_per_byte"]
     wall_s = time.perf_counter() - begin
-    return Link(model["alpha_s"], 1 / beta if beta else None, world.size, model["residual"], sent_bytes, wall_s)
+    return Link(
+        model["alpha_s"],
+        1 / beta if beta else None,
+        world.size,
+        model["residual"],
+        sent_bytes,
+        wall_s,
+    )
 
 
 def _time(world: World, run: Callable[[], None]) -> tuple[float, int]:
-    """Seconds of ``run``, and how often it was repeated after a first time: the same on every rank. Where the first time used
-    up the budget, it is the measurement; else it only warms up (connections, what TCP dares to send at once)."""
+    """Seconds of ``run``, and how often it was repeated after a first time: the same on every rank.
+    Where the first time used up the budget, it is the measurement; else it only warms up
+    (connections, what TCP dares to send at once)."""
     first = max(world.gather_numbers(_once(world, run)))
     repeats = max(_FEWEST, min(_MOST, int(_SIZE_BUDGET_S / max(first, 1e-6))))
     if first > _BUDGET_S:
@@ -130,14 +145,15 @@ def _once(world: World, run: Callable[[], None]) -> float:
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> dict[str, float] | None:
-    """Fit t = α · messages + β · bytes by least squares of the relative error (so that small messages count as large ones do),
-    α and β ≥ 0 (Hockney, "The communication challenge for MPP", 1994).
+    """Fit t = α · messages + β · bytes by least squares of the relative error (so that small
+    messages count as large ones do), α and β ≥ 0 (Hockney, "The communication challenge for MPP",
+    1994).
 
     Args:
         points: messages, bytes, seconds.
 
-    Returns: ``alpha_s``, ``beta_s_per_byte`` and ``residual`` (root mean square of (model - measured) / measured); None for
-    fewer than two points.
+    Returns: ``alpha_s``, ``beta_s_per_byte`` and ``residual`` (root mean square of (model -
+    measured) / measured); None for fewer than two points.
     """
     if len(points) < 2:
         return None

@@ -1,4 +1,5 @@
-"""How the ranks are laid out: the sizes of the axes, and where a rank stands on them. No torch here."""
+"""How the ranks are laid out: the sizes of the axes, and where a rank stands on them. No torch
+here."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
-#: Outermost first. Ranks that differ in the last axis alone are neighbours: tensor parallelism talks most, so its ranks
-#: share a host; pipeline stages talk least.
+#: Outermost first. Ranks that differ in the last axis alone are neighbours: tensor parallelism
+#: talks most, so its ranks share a host; pipeline stages talk least.
 AXES = ("pipeline", "data", "shard", "tensor")
 
 
@@ -17,7 +18,8 @@ class Axes:
 
     Args:
         data: replicas of what the other axes hold.
-        shard: parts that parameters, gradients and optimizer state are cut into; each still has its own part of the batch.
+        shard: parts that parameters, gradients and optimizer state are cut into; each still has its
+            own part of the batch.
         tensor: parts that each layer is cut into.
         pipeline: stages that the layers are dealt to.
     """
@@ -55,17 +57,24 @@ class Axes:
         return at["data"] * self.shard + at["shard"]
 
     def lines(self, axes: Iterable[str]) -> list[list[int]]:
-        """The groups of ranks that differ in ``axes`` alone, each in order; every rank is in exactly one."""
+        """The groups of ranks that differ in ``axes`` alone, each in order; every rank is in
+        exactly one."""
         along = [axis for axis in AXES if axis in set(axes)]
         across = [axis for axis in AXES if axis not in along]
         found = []
         for fixed in product(*(range(getattr(self, axis)) for axis in across)):
             places = dict(zip(across, fixed, strict=True))
             moves = product(*(range(getattr(self, axis)) for axis in along))
-            found.append([self.rank_at(**places, **dict(zip(along, move, strict=True))) for move in moves])
+            found.append(
+                [self.rank_at(**places, **dict(zip(along, move, strict=True))) for move in moves]
+            )
         return found
 
     def text(self) -> str:
         """``data 2 × tensor 2``; ``one rank`` where every axis is 1."""
-        named = [f"{axis} {getattr(self, axis)}" for axis in ("data", "shard", "tensor", "pipeline") if getattr(self, axis) > 1]
+        named = [
+            f"{axis} {getattr(self, axis)}"
+            for axis in ("data", "shard", "tensor", "pipeline")
+            if getattr(self, axis) > 1
+        ]
         return " × ".join(named) or "one rank"

@@ -1,8 +1,10 @@
-"""Where this process stands: its phase and step, the collectives that it has issued, and the time that it stood still for them.
+"""Where this process stands: its phase and step, the collectives that it has issued, and the time
+that it stood still for them.
 
-Marks cost about a microsecond and are made all the time; whoever wants to know reads them from another thread (the watchdog).
-Collectives are marked by the wrappers of :mod:`paceline.distributed.traffic`. Waits are marked in ``wait`` of torch's own works and
-futures, so those of FSDP, DeepSpeed and the pipeline schedules are seen as well.
+Marks cost about a microsecond and are made all the time; whoever wants to know reads them from
+another thread (the watchdog). Collectives are marked by the wrappers of
+:mod:`paceline.distributed.traffic`. Waits are marked in ``wait`` of torch's own works and futures,
+so those of FSDP, DeepSpeed and the pipeline schedules are seen as well.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from paceline.distributed.call_log import BlackBox
 
 #: Collectives that are remembered.
 _KEPT = 32
-#: Steps whose times are remembered: as many as pass between two looks of the watchdog, where steps are short.
+#: Steps whose times are remembered: as many as pass between two looks of the watchdog, where steps
+#: are short.
 KEPT_STEPS = 64
 #: Call sites: so many frames of each.
 _FRAMES = 3
 #: Frames that a call site does not lie in.
 _BELOW = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
-#: function of torch.distributed → (position and name of the tensor or list of tensors, those of the group). Without a tensor:
-#: of no size that ranks must have in common.
+#: function of torch.distributed → (position and name of the tensor or list of tensors, those of the
+#: group). Without a tensor: of no size that ranks must have in common.
 ARGUMENTS: dict[str, tuple[int | None, str, int, str]] = {
     "all_reduce": (0, "tensor", 2, "group"),
     "broadcast": (0, "tensor", 2, "group"),
@@ -81,8 +84,9 @@ class Call(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step on this rank. ``wait_s``: of them in communication; ``data_s``: of them for data, less such waits;
-    ``held_s``: of them without such waits, in which the thread could run and got no core (0 where the system does not tell)."""
+    """Seconds of one step on this rank. ``wait_s``: of them in communication; ``data_s``: of them
+    for data, less such waits; ``held_s``: of them without such waits, in which the thread could run
+    and got no core (0 where the system does not tell)."""
 
     step: int
     wall_s: float
@@ -108,8 +112,8 @@ class Pulse:
         self.start(active=False)
 
     def start(self, active: bool = True, on_cpu: bool = True) -> None:
-        """Begin anew, in the thread that trains. Where not ``active`` collectives are not marked. ``on_cpu``: it computes by
-        itself, so that it matters whether it has a core."""
+        """Begin anew, in the thread that trains. Where not ``active`` collectives are not marked.
+        ``on_cpu``: it computes by itself, so that it matters whether it has a core."""
         self.active = active
         self.box = BlackBox.make() if active else None
         self._cores = _CoreWaits.open() if active and on_cpu else None
@@ -124,15 +128,19 @@ class Pulse:
         self.ring: deque[Call] = deque(maxlen=_KEPT)
         self.steps: deque[StepTimes] = deque(maxlen=KEPT_STEPS)
         self._groups: dict[str, _Group] = {}
-        #: Seconds of the last step by phase, less the waits for others (``step_wait_s``); with these they add up to it.
+        #: Seconds of the last step by phase, less the waits for others (``step_wait_s``); with
+        #: these they add up to it.
         self.spent_s: dict[str, float] = {}
-        self._phase_lock = threading.Lock()  # where micro-batches run in threads, these enter phases
+        # where micro-batches run in threads, these enter phases
+        self._phase_lock = threading.Lock()
         self.marked_at = self._phase_at = time.perf_counter()
         self._phase_waited = self._step_at = self._step_waited = self._step_held = 0.0
 
-    # -- phases and steps -------------------------------------------------------------------------------------------------
+    # -- phases and steps
+    # -------------------------------------------------------------------------------------------------
     def enter(self, phase: str) -> None:
-        """From here on: data, forward, backward, optimizer, logging, evaluation, saving, loading; by whichever thread."""
+        """From here on: data, forward, backward, optimizer, logging, evaluation, saving, loading;
+        by whichever thread."""
         with self._phase_lock:
             now, waited = time.perf_counter(), self.waited_s
             spent = now - self._phase_at - (waited - self._phase_waited)
@@ -162,19 +170,32 @@ class Pulse:
         self.enter("data")
         self.spent_s.clear()
         self._add_held()
-        self._step_at, self._step_waited, self._step_held = self.marked_at, self.waited_s, self.held_s
+        self._step_at, self._step_waited, self._step_held = (
+            self.marked_at,
+            self.waited_s,
+            self.held_s,
+        )
 
     def end_step(self, disturbed: bool = False) -> None:
-        """Between steps the phase is `logging`. ``disturbed``: its time is not a measure of this rank's pace."""
+        """Between steps the phase is `logging`. ``disturbed``: its time is not a measure of this
+        rank's pace."""
         self.enter("logging")
         self._add_held()
         self.step_wait_s = self.waited_s - self._step_waited
-        wall_s, data_s, held_s = self.marked_at - self._step_at, self.spent_s.get("data", 0.0), self.held_s - self._step_held
-        self.steps.append(StepTimes(self.step or 0, wall_s, data_s, self.step_wait_s, held_s, disturbed))
+        wall_s, data_s, held_s = (
+            self.marked_at - self._step_at,
+            self.spent_s.get("data", 0.0),
+            self.held_s - self._step_held,
+        )
+        self.steps.append(
+            StepTimes(self.step or 0, wall_s, data_s, self.step_wait_s, held_s, disturbed)
+        )
 
-    # -- collectives --------------------------------------------------------------------------------------------------------
+    # -- collectives
+    # --------------------------------------------------------------------------------------------------------
     def issue(self, function: str, tensor: Any, group: dist.ProcessGroup | None) -> None:
-        """A collective, or a message between two ranks, is about to be issued. ``tensor``: or a list, or None."""
+        """A collective, or a message between two ranks, is about to be issued. ``tensor``: or a
+        list, or None."""
         if not self.active:
             return
         name, known = self._group(group)
@@ -184,7 +205,9 @@ class Pulse:
             known.issued = number + 1
         if isinstance(tensor, list | tuple):
             tensor = tensor[0] if tensor else None
-        dtype, numel = (tensor.dtype, tensor.numel()) if isinstance(tensor, torch.Tensor) else (None, None)
+        dtype, numel = (
+            (tensor.dtype, tensor.numel()) if isinstance(tensor, torch.Tensor) else (None, None)
+        )
         call = Call(number, function, dtype, numel, name, call_site(sys._getframe(1)))
         self.ring.append(call)
         if self.box is not None:
@@ -215,7 +238,8 @@ class Pulse:
         """Global ranks of each group that this rank has used."""
         return {name: one.ranks for name, one in list(self._groups.items())}
 
-    # -- waits ----------------------------------------------------------------------------------------------------------------
+    # -- waits
+    # ----------------------------------------------------------------------------------------------------------------
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """The main thread stands still for others meanwhile; waits within count once."""
@@ -251,7 +275,8 @@ class Pulse:
 
 
 class _CoreWaits:
-    """How long this thread could have run and got no core: the second number of `/proc/thread-self/schedstat`."""
+    """How long this thread could have run and got no core: the second number of
+    `/proc/thread-self/schedstat`."""
 
     def __init__(self) -> None:
         self._file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115  (read at each wait)
@@ -306,14 +331,21 @@ def issue_from(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     if function == "batch_isend_irecv":
         operations = args[0] if args else kwargs["p2p_op_list"]
-        PULSE.issue(function, [one.tensor for one in operations[:1]], operations[0].group if operations else None)
+        PULSE.issue(
+            function,
+            [one.tensor for one in operations[:1]],
+            operations[0].group if operations else None,
+        )
         return
     place, name, group_place, group_name = ARGUMENTS[function]
     tensor = None if place is None else args[place] if len(args) > place else kwargs.get(name)
-    PULSE.issue(function, tensor, args[group_place] if len(args) > group_place else kwargs.get(group_name))
+    PULSE.issue(
+        function, tensor, args[group_place] if len(args) > group_place else kwargs.get(group_name)
+    )
 
 
-# -- frames -----------------------------------------------------------------------------------------------------------------
+# -- frames
+# -----------------------------------------------------------------------------------------------------------------
 _IS_BELOW: dict[CodeType, bool] = {}
 
 
@@ -337,7 +369,8 @@ def where(code: CodeType, line: int) -> str:
 
 
 def stack_of(thread: int, limit: int = 8) -> list[str]:
-    """Where a thread of this process stands, innermost frame first: that one, and the first ``limit - 1`` outside torch."""
+    """Where a thread of this process stands, innermost frame first: that one, and the first ``limit
+    - 1`` outside torch."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame.f_code.co_filename == __file__:  # the marks themselves
         frame = frame.f_back
@@ -346,7 +379,10 @@ def stack_of(thread: int, limit: int = 8) -> list[str]:
     found = [where(frame.f_code, frame.f_lineno)]
     frame = frame.f_back
     while frame is not None and len(found) < limit:
-        if not frame.f_code.co_filename.startswith(_BELOW[0]) and frame.f_code.co_filename != __file__:
+        if (
+            not frame.f_code.co_filename.startswith(_BELOW[0])
+            and frame.f_code.co_filename != __file__
+        ):
             found.append(where(frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return found

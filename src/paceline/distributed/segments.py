@@ -1,7 +1,9 @@
-"""How many TCP segments this process has sent to other hosts, and how many of them it had to send again.
+"""How many TCP segments this process has sent to other hosts, and how many of them it had to send
+again.
 
-Read from the kernel with ``TCP_INFO`` (``linux/tcp.h``), for the sockets of Gloo, of NCCL's socket transport and of the stores
-alike. RDMA bypasses TCP and is not counted. Systems other than Linux report nothing.
+Read from the kernel with ``TCP_INFO`` (``linux/tcp.h``), for the sockets of Gloo, of NCCL's socket
+transport and of the stores alike. RDMA bypasses TCP and is not counted. Systems other than Linux
+report nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Segments:
 
 
 class SegmentCounter:
-    """Adds up the counts of sockets, including those that have been closed since they were last read."""
+    """Adds up the counts of sockets, including those that have been closed since they were last
+    read."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, int]] = {}  # socket → its counts at the last reading
@@ -54,12 +57,15 @@ def _sockets() -> Iterator[tuple[str, tuple[int, int]]]:
             name = os.readlink(f"/proc/self/fd/{number}")
             if not name.startswith("socket:"):
                 continue
-            # A descriptor of our own, so that nothing happens to the connection whatever becomes of the other one meanwhile.
+            # A descriptor of our own, so that nothing happens to the connection whatever becomes of
+            # the other one meanwhile.
             with contextlib.closing(socket.socket(fileno=os.dup(int(number)))) as one:
                 if one.family in _STREAM and one.type == socket.SOCK_STREAM and _leaves_host(one):
                     info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
                     if len(info) >= _SIZE:
-                        sent, resent = (struct.unpack_from("=I", info, offset)[0] for offset in (_SENT, _RESENT))
+                        sent, resent = (
+                            struct.unpack_from("=I", info, offset)[0] for offset in (_SENT, _RESENT)
+                        )
                         yield name, (sent, resent)
         except OSError:  # closed meanwhile, or not connected
             continue

@@ -1,8 +1,10 @@
-"""Transfers between rank 0 and the ranks that do not see the run's folder, on a Gloo group separate from the training's groups.
+"""Transfers between rank 0 and the ranks that do not see the run's folder, on a Gloo group separate
+from the training's groups.
 
-Messages are point to point. They may run in a background thread while the training's collectives run on their own groups.
-A transfer is a sequence of chunks of fixed size followed by a frame (JSON) that reports how it ended. Both ends know the size
-beforehand, so a sender that fails fills the rest with zeros and says so in the frame: the two ends never lose step.
+Messages are point to point. They may run in a background thread while the training's collectives
+run on their own groups. A transfer is a sequence of chunks of fixed size followed by a frame (JSON)
+that reports how it ended. Both ends know the size beforehand, so a sender that fails fills the rest
+with zeros and says so in the frame: the two ends never lose step.
 """
 
 from __future__ import annotations
@@ -46,11 +48,10 @@ class TransferError(Exception):
 class SideGroup:
     """Rank 0 (``root``) and the ranks that do not see the run's folder.
 
-    Attributes:
-        remote_ranks: the ranks that do not see the folder, in order.
-        is_remote: whether this rank is one of them.
-        is_broken: whether a transfer of this rank failed since the group was opened; see :meth:`reopen`.
-        num_moved: grows with each chunk that this rank sends or receives.
+    Attributes: remote_ranks: the ranks that do not see the folder, in order. is_remote: whether
+        this rank is one of them. is_broken: whether a transfer of this rank failed since the group
+        was opened; see :meth:`reopen`. num_moved: grows with each chunk that this rank sends or
+        receives.
     """
 
     root = 0
@@ -80,11 +81,13 @@ class SideGroup:
     def reopen(self) -> None:
         """Make new connections. A collective of all ranks."""
         ranks = [self.world.ranks[one] for one in self.members]
-        # Gloo keeps an old group's threads until the process ends; this happens only after a failed transfer.
+        # Gloo keeps an old group's threads until the process ends; this happens only after a failed
+        # transfer.
         self._group = dist.new_group(ranks, timeout=_TURN_TIMEOUT, backend="gloo")
         self.is_broken = False
 
-    # -- frames -----------------------------------------------------------------------------------------------------------
+    # -- frames
+    # -----------------------------------------------------------------------------------------------------------
     def send_frame(self, peer: int, value: Any) -> None:
         """Send a JSON value to rank ``peer``. Waits until the peer receives it, for any time."""
         raw = json.dumps(value).encode()
@@ -98,7 +101,8 @@ class SideGroup:
             self._wait(self._send(peer, rest[start : start + CHUNK_BYTES]))
 
     def receive_frame(self, peer: int, any_time: bool = False) -> Any:
-        """Receive a JSON value from rank ``peer``. With ``any_time`` only the end of the peer ends the wait."""
+        """Receive a JSON value from rank ``peer``. With ``any_time`` only the end of the peer ends
+        the wait."""
         first = np.empty(_FRAME_BYTES, np.uint8)
         self._wait(self._receive(peer, first), _TURN_TIMEOUT if any_time else None)
         return self._rest_of_frame(peer, first)
@@ -114,24 +118,35 @@ class SideGroup:
             self._wait(self._receive(peer, raw[start : start + CHUNK_BYTES]))
         return json.loads(raw.tobytes())
 
-    # -- transfers ----------------------------------------------------------------------------------------------------------
-    def outgoing(self, peer: int, size_bytes: int, tick: Callable[[], None] = lambda: None) -> Outgoing:
+    # -- transfers
+    # ----------------------------------------------------------------------------------------------------------
+    def outgoing(
+        self, peer: int, size_bytes: int, tick: Callable[[], None] = lambda: None
+    ) -> Outgoing:
         """Begin a transfer of ``size_bytes`` to rank ``peer``."""
         return Outgoing(self, peer, size_bytes, tick)
 
     def receive(self, peer: int, size_bytes: int, consume: Consume) -> Any:
-        """Receive a transfer, handing each chunk to ``consume``, which must not keep it. Returns the frame that ends it."""
+        """Receive a transfer, handing each chunk to ``consume``, which must not keep it. Returns
+        the frame that ends it."""
         staging = [np.empty(min(CHUNK_BYTES, max(1, size_bytes)), np.uint8) for _ in range(_WINDOW)]
-        buffers = (staging[number % _WINDOW][:size] for number, size in enumerate(_chunk_sizes(size_bytes)))
+        buffers = (
+            staging[number % _WINDOW][:size] for number, size in enumerate(_chunk_sizes(size_bytes))
+        )
         return self._receive_all(peer, buffers, consume)
 
     def receive_into(self, peer: int, memory: np.ndarray[Any, Any], consume: Consume) -> Any:
         """As :meth:`receive`, straight into ``memory`` (contiguous uint8)."""
-        buffers = (memory[start : start + CHUNK_BYTES] for start in range(0, len(memory), CHUNK_BYTES))
+        buffers = (
+            memory[start : start + CHUNK_BYTES] for start in range(0, len(memory), CHUNK_BYTES)
+        )
         return self._receive_all(peer, buffers, consume)
 
-    def _receive_all(self, peer: int, buffers: Iterator[np.ndarray[Any, Any]], consume: Consume) -> Any:
-        # The ending frame's receive is posted with the data's, so that a short transfer takes one round trip.
+    def _receive_all(
+        self, peer: int, buffers: Iterator[np.ndarray[Any, Any]], consume: Consume
+    ) -> Any:
+        # The ending frame's receive is posted with the data's, so that a short transfer takes one
+        # round trip.
         ending = np.empty(_FRAME_BYTES, np.uint8)
         pending: deque[tuple[dist.Work, np.ndarray[Any, Any]]] = deque()
         remaining = _chain_last(buffers, ending)
@@ -143,15 +158,19 @@ class SideGroup:
             self._consume_next(pending, ending, consume)
         return self._rest_of_frame(peer, ending)
 
-    def _consume_next(self, pending: deque[Any], ending: np.ndarray[Any, Any], consume: Consume) -> None:
+    def _consume_next(
+        self, pending: deque[Any], ending: np.ndarray[Any, Any], consume: Consume
+    ) -> None:
         work, buffer = pending.popleft()
         self._wait(work)
         if buffer is not ending:
             consume(buffer.data)
 
-    # -- messages -------------------------------------------------------------------------------------------------------------
-    # The group's own methods, not those of torch.distributed: these would count the bytes as traffic of the training and put
-    # the calls among the collectives that the watchdog compares between ranks.
+    # -- messages
+    # -------------------------------------------------------------------------------------------------------------
+    # The group's own methods, not those of torch.distributed: these would count the bytes as
+    # traffic of the training and put the calls among the collectives that the watchdog compares
+    # between ranks.
     def _send(self, peer: int, data: np.ndarray[Any, Any]) -> dist.Work:
         try:
             return self._group.send([torch.from_numpy(data)], self.members.index(peer), 0)
@@ -176,12 +195,15 @@ class SideGroup:
         text = str(error).splitlines()[0]
         if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
             return TransferError("the connection was closed")
-        return TransferError(f"nothing arrived for {STALL_TIMEOUT_S:.0f} s" if "imed out" in text else text)
+        return TransferError(
+            f"nothing arrived for {STALL_TIMEOUT_S:.0f} s" if "imed out" in text else text
+        )
 
-    # -- measurement ----------------------------------------------------------------------------------------------------------
+    # -- measurement
+    # ----------------------------------------------------------------------------------------------------------
     def measure_bytes_per_s(self) -> float | None:
-        """Measure how many bytes a second arrive at rank 0 from the slowest of the hosts that do not see the folder. A
-        collective of the members; None on ranks that are not members."""
+        """Measure how many bytes a second arrive at rank 0 from the slowest of the hosts that do
+        not see the folder. A collective of the members; None on ranks that are not members."""
         if not (self.is_root or self.is_remote):
             return None
         if self.is_remote:
@@ -212,21 +234,28 @@ class SideGroup:
 
 
 class Outgoing:
-    """The sending end of a transfer: takes bytes as a file without a buffer does. Use it in a ``with``; what was not written
-    by its end is sent as zeros. Call :meth:`finish` with the frame that ends the transfer."""
+    """The sending end of a transfer: takes bytes as a file without a buffer does. Use it in a
+    ``with``; what was not written by its end is sent as zeros. Call :meth:`finish` with the frame
+    that ends the transfer."""
 
-    def __init__(self, side: SideGroup, peer: int, size_bytes: int, tick: Callable[[], None]) -> None:
+    def __init__(
+        self, side: SideGroup, peer: int, size_bytes: int, tick: Callable[[], None]
+    ) -> None:
         self.side, self.peer, self.tick = side, peer, tick
         self.left_bytes = size_bytes
         self.ending: Any = {}
-        self._staging = [np.empty(min(CHUNK_BYTES, max(1, size_bytes)), np.uint8) for _ in range(_WINDOW)]
+        self._staging = [
+            np.empty(min(CHUNK_BYTES, max(1, size_bytes)), np.uint8) for _ in range(_WINDOW)
+        ]
         self._number = self._used = 0
         self._pending: deque[dist.Work] = deque()
 
     def __enter__(self) -> Outgoing:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, TransferError):
             return
         if error is not None:
@@ -264,6 +293,8 @@ def _chunk_sizes(size_bytes: int) -> Iterator[int]:
         yield min(CHUNK_BYTES, size_bytes - start)
 
 
-def _chain_last(buffers: Iterator[np.ndarray[Any, Any]], last: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+def _chain_last(
+    buffers: Iterator[np.ndarray[Any, Any]], last: np.ndarray[Any, Any]
+) -> Iterator[np.ndarray[Any, Any]]:
     yield from buffers
     yield last

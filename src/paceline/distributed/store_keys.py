@@ -1,4 +1,5 @@
-"""How the launcher tells the ranks that go on which ones have ended: through the store by which they met."""
+"""How the launcher tells the ranks that go on which ones have ended: through the store by which
+they met."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Bytes that this rank sends, counted at torch.distributed's own functions, whoever calls them.
 
-FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.distributed.communicator.World` all go through the functions of the
-``torch.distributed`` package, so these are wrapped, once a process, to add up what passes. What is counted is what an algorithm
-optimal in bandwidth sends: the figure by which strategies are compared, and the same for every backend. The same wrappers tell
-the process's :data:`~paceline.distributed.progress.PULSE` which collectives were issued.
+FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.distributed.communicator.World` all go
+through the functions of the ``torch.distributed`` package, so these are wrapped, once a process, to
+add up what passes. What is counted is what an algorithm optimal in bandwidth sends: the figure by
+which strategies are compared, and the same for every backend. The same wrappers tell the process's
+:data:`~paceline.distributed.progress.PULSE` which collectives were issued.
 
-Objects (``broadcast_object_list`` and its like) are not counted: they go through the functions' module, not the package, and
-are no part of a step.
+Objects (``broadcast_object_list`` and its like) are not counted: they go through the functions'
+module, not the package, and are no part of a step.
 """
 
 from __future__ import annotations
@@ -23,9 +24,20 @@ import torch.distributed as dist
 from paceline.distributed import progress
 from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 
-#: Names in the count: collectives, messages between two ranks, copies between the devices of one process, and what workers
-#: fetch from the servers of a parameter server and send them.
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send", "copy", "pull", "push")
+#: Names in the count: collectives, messages between two ranks, copies between the devices of one
+#: process, and what workers fetch from the servers of a parameter server and send them.
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "all_to_all",
+    "send",
+    "copy",
+    "pull",
+    "push",
+)
 
 
 class Traffic:
@@ -37,7 +49,9 @@ class Traffic:
 
     def add(self, collective: str, size_bytes: int) -> None:
         with self._lock:
-            self.bytes_by_collective[collective] = self.bytes_by_collective.get(collective, 0) + size_bytes
+            self.bytes_by_collective[collective] = (
+                self.bytes_by_collective.get(collective, 0) + size_bytes
+            )
 
     @property
     def total(self) -> int:
@@ -57,8 +71,9 @@ _MUTED = threading.local()
 
 @contextmanager
 def uncounted(*collectives: str) -> Iterator[None]:
-    """What this thread sends meanwhile is left out of the count: it is no part of a step's work (a check, a gather for the
-    report). ``collectives``: names in the count; all where none is given."""
+    """What this thread sends meanwhile is left out of the count: it is no part of a step's work (a
+    check, a gather for the report). ``collectives``: names in the count; all where none is given.
+    """
     before = getattr(_MUTED, "on", False)
     _MUTED.on = frozenset(collectives) or True
     try:
@@ -96,45 +111,63 @@ def _sum_of_list(value: Any) -> int:
 
 #: What a function sends, from its arguments.
 _SizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
-#: function → (name in the count, what it sends). Position and name of the tensor, then those of the group.
+#: function → (name in the count, what it sends). Position and name of the tensor, then those of the
+#: group.
 _COUNTERS: dict[str, tuple[str, _SizeOf]] = {
     "all_reduce": (
         "all_reduce",
-        lambda a, k: all_reduce_bytes(_bytes(_sized(a, k, 0, "tensor")), _size(_sized(a, k, 2, "group"))),
+        lambda a, k: all_reduce_bytes(
+            _bytes(_sized(a, k, 0, "tensor")), _size(_sized(a, k, 2, "group"))
+        ),
     ),
     "all_gather_into_tensor": (
         "all_gather",
-        lambda a, k: scatter_bytes(_bytes(_sized(a, k, 0, "output_tensor")), _size(_sized(a, k, 2, "group"))),
+        lambda a, k: scatter_bytes(
+            _bytes(_sized(a, k, 0, "output_tensor")), _size(_sized(a, k, 2, "group"))
+        ),
     ),
     "all_gather": (
         "all_gather",
-        lambda a, k: scatter_bytes(_sum_of_list(_sized(a, k, 0, "tensor_list")), _size(_sized(a, k, 2, "group"))),
+        lambda a, k: scatter_bytes(
+            _sum_of_list(_sized(a, k, 0, "tensor_list")), _size(_sized(a, k, 2, "group"))
+        ),
     ),
     "reduce_scatter_tensor": (
         "reduce_scatter",
-        lambda a, k: scatter_bytes(_bytes(_sized(a, k, 1, "input")), _size(_sized(a, k, 3, "group"))),
+        lambda a, k: scatter_bytes(
+            _bytes(_sized(a, k, 1, "input")), _size(_sized(a, k, 3, "group"))
+        ),
     ),
     "reduce_scatter": (
         "reduce_scatter",
-        lambda a, k: scatter_bytes(_sum_of_list(_sized(a, k, 1, "input_list")), _size(_sized(a, k, 3, "group"))),
+        lambda a, k: scatter_bytes(
+            _sum_of_list(_sized(a, k, 1, "input_list")), _size(_sized(a, k, 3, "group"))
+        ),
     ),
     "broadcast": ("broadcast", lambda a, k: _bytes(_sized(a, k, 0, "tensor"))),
     # All but the destination send what they hold.
     "reduce": ("reduce", lambda a, k: _bytes(_sized(a, k, 0, "tensor"))),
     "all_to_all_single": (
         "all_to_all",
-        lambda a, k: scatter_bytes(_bytes(_sized(a, k, 1, "input")), _size(_sized(a, k, 4, "group"))),
+        lambda a, k: scatter_bytes(
+            _bytes(_sized(a, k, 1, "input")), _size(_sized(a, k, 4, "group"))
+        ),
     ),
     "batch_isend_irecv": (
         "send",
-        lambda a, k: sum(_bytes(one.tensor) for one in _sized(a, k, 0, "p2p_op_list") if one.op is dist.isend),
+        lambda a, k: sum(
+            _bytes(one.tensor) for one in _sized(a, k, 0, "p2p_op_list") if one.op is dist.isend
+        ),
     ),
     "send": ("send", lambda a, k: _bytes(_sized(a, k, 0, "tensor"))),
 }
 #: Names that torch 2.13 prefers for the same functions; FSDP calls these.
 _COUNTERS |= {
     new: _COUNTERS[old]
-    for new, old in {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}.items()
+    for new, old in {
+        "all_gather_single": "all_gather_into_tensor",
+        "reduce_scatter_single": "reduce_scatter_tensor",
+    }.items()
 }
 
 
@@ -143,14 +176,20 @@ def count_collectives() -> Traffic:
     if not getattr(dist, "_paceline_counted", False):
         for name in _COUNTERS.keys() | progress.ARGUMENTS.keys():
             if hasattr(dist, name):
-                setattr(dist, name, _watched(getattr(dist, name), name, *_COUNTERS.get(name, (None, None))))
+                setattr(
+                    dist,
+                    name,
+                    _watched(getattr(dist, name), name, *_COUNTERS.get(name, (None, None))),
+                )
         progress.mark_waits()
         # `isend` cannot be wrapped: P2POp compares it with the function itself.
         dist._paceline_counted = True  # type: ignore[attr-defined]
     return TRAFFIC
 
 
-def _watched(function: Callable[..., Any], name: str, label: str | None, size_of: _SizeOf | None) -> Any:
+def _watched(
+    function: Callable[..., Any], name: str, label: str | None, size_of: _SizeOf | None
+) -> Any:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         progress.issue_from(name, args, kwargs)

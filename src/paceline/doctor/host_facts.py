@@ -22,14 +22,15 @@ _INFINITE = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Args:
-    address: the one that the other hosts connect to.
-    mtu_bytes: of the interface; None if it is not known.
-    lease_s: seconds until the address expires (a DHCP lease, or an IPv6 router's prefix); None for a static address, or where
+    """Args: address: the one that the other hosts connect to. mtu_bytes: of the interface; None if
+    it is not known. lease_s: seconds until the address expires (a DHCP lease, or an IPv6 router's
+    prefix); None for a static address, or where
         the kernel does not report it.
-    ephemeral_ports: the range from which the kernel takes the ports of Gloo and NCCL; None if it is not known.
+    ephemeral_ports: the range from which the kernel takes the ports of Gloo and NCCL; None if it is
+    not known.
     versions: name → version; "none" for what is not installed.
-    checks: results of the checks of this host alone, as :meth:`Check.as_dict <paceline.doctor.check.Check.as_dict>`.
+    checks: results of the checks of this host alone, as :meth:`Check.as_dict
+    <paceline.doctor.check.Check.as_dict>`.
     gradient_bytes: size of the config's gradients; None if it is not known.
     """
 
@@ -52,7 +53,9 @@ class HostFacts:
         return cls(**{**values, "ephemeral_ports": None if ports is None else (ports[0], ports[1])})
 
 
-def collect_facts(address: str, interface: str, checks: list[dict[str, Any]], gradient_bytes: int | None = None) -> HostFacts:
+def collect_facts(
+    address: str, interface: str, checks: list[dict[str, Any]], gradient_bytes: int | None = None
+) -> HostFacts:
     return HostFacts(
         host_name(),
         address,
@@ -74,7 +77,8 @@ def interface_mtu(interface: str) -> int | None:
 
 
 def ephemeral_ports() -> tuple[int, int] | None:
-    """The first and last of the ports that the kernel hands out to sockets without a port of their choice."""
+    """The first and last of the ports that the kernel hands out to sockets without a port of their
+    choice."""
     try:
         low, high = _PORT_RANGE.read_text().split()
     except (OSError, ValueError):
@@ -89,7 +93,11 @@ def versions() -> dict[str, str]:
     from paceline.version import __version__
 
     nccl = "none"
-    if torch.version.cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available():
+    if (
+        torch.version.cuda
+        and torch.distributed.is_available()
+        and torch.distributed.is_nccl_available()
+    ):
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "Python": platform.python_version(),
@@ -101,7 +109,8 @@ def versions() -> dict[str, str]:
 
 
 def address_lease_s(address: str) -> int | None:
-    """Seconds for which an address of this host is valid; None if it does not expire, or if the kernel does not report it."""
+    """Seconds for which an address of this host is valid; None if it does not expire, or if the
+    kernel does not report it."""
     try:
         parts = _address_messages()
     except OSError:
@@ -125,7 +134,9 @@ def _address_messages() -> list[tuple[socket.AddressFamily, dict[int, bytes]]]:
     addresses = []
     with socket.socket(netlink, socket.SOCK_RAW, 0) as kernel:
         kernel.settimeout(2.0)
-        request = struct.pack("=IHHII", 24, _RTM_GETADDR, _NLM_F_REQUEST_DUMP, 1, 0) + struct.pack("=BBBBI", 0, 0, 0, 0, 0)
+        request = struct.pack("=IHHII", 24, _RTM_GETADDR, _NLM_F_REQUEST_DUMP, 1, 0) + struct.pack(
+            "=BBBBI", 0, 0, 0, 0, 0
+        )
         kernel.sendto(request, (0, 0))
         while True:
             data = kernel.recv(1 << 16)

@@ -1,6 +1,8 @@
-"""The preflight between hosts: one process per host, which needs nothing but a store that all of them reach.
+"""The preflight between hosts: one process per host, which needs nothing but a store that all of
+them reach.
 
-It runs before any process group, so that it can name what would keep one from forming. Messages in the store are JSON.
+It runs before any process group, so that it can name what would keep one from forming. Messages in
+the store are JSON.
 """
 
 from __future__ import annotations
@@ -76,13 +78,20 @@ def inspect_hosts(
     board = _Exchange(store)
     token = os.urandom(TOKEN_BYTES)
     with Responder(facts.address, token) as responder:
-        message = {"facts": facts.as_dict(), "token": token.hex(), "tcp": responder.tcp_ports, "udp": responder.udp_port}
+        message = {
+            "facts": facts.as_dict(),
+            "token": token.hex(),
+            "tcp": responder.tcp_ports,
+            "udp": responder.udp_port,
+        }
         index, count = board.join(message, is_endpoint, hosts, wait_s)
         peers = [board.read(f"facts/{number}") for number in range(count)]
         everyone = [HostFacts.from_dict(peer["facts"]) for peer in peers]
         if count == 1:
             return Findings(everyone, hosts[1])
-        say(f"measuring between {counted(count, 'host')}: {', '.join(one.name for one in everyone)}")
+        say(
+            f"measuring between {counted(count, 'host')}: {', '.join(one.name for one in everyone)}"
+        )
         reach = _reach(board, index, peers)
         probes, num_unmeasured = _probe_all(board, index, peers, reach)
         findings = Findings(everyone, hosts[1], reach, probes, num_unmeasured)
@@ -106,12 +115,15 @@ class _Exchange:
             self._store.wait([key], timedelta(seconds=timeout_s))
         except RuntimeError as error:  # torch's DistError
             raise RunError(
-                f"another host stopped responding during the checks between hosts (no {key!r} within {timeout_s:.0f} s)",
+                f"another host stopped responding during the checks between hosts (no {key!r}"
+                f" within {timeout_s:.0f} s)",
                 fix="see the output of `paceline doctor` on the other hosts",
             ) from error
         return json.loads(self._store.get(key))
 
-    def join(self, message: Any, is_endpoint: bool, hosts: tuple[int, int], wait_s: float) -> tuple[int, int]:
+    def join(
+        self, message: Any, is_endpoint: bool, hosts: tuple[int, int], wait_s: float
+    ) -> tuple[int, int]:
         """Return this host's number, 0 for the endpoint's, and how many hosts there are."""
         if not is_endpoint:
             index = self._store.add("joined", 1)
@@ -119,8 +131,12 @@ class _Exchange:
             count = int(self.read("count", wait_s + _STEP_TIMEOUT_S))
             if index >= count:
                 raise RunError(
-                    f"the checks between hosts had begun with {counted(count, 'host')} before this one joined",
-                    fix=f"start it on all hosts within {wait_s:.0f} s, and set `parallel.nnodes` to their number",
+                    f"the checks between hosts had begun with {counted(count, 'host')} before this"
+                    " one joined",
+                    fix=(
+                        f"start it on all hosts within {wait_s:.0f} s, and set `parallel.nnodes` to"
+                        " their number"
+                    ),
                 )
             return index, count
         self.write("facts/0", message)
@@ -150,12 +166,26 @@ class _Exchange:
 
 def _reach(board: _Exchange, index: int, peers: list[Any]) -> Reach:
     """Which ports of each host accept a connection from each other host."""
-    targets = [(number, port, peer) for number, peer in enumerate(peers) if number != index for port in peer["tcp"]]
+    targets = [
+        (number, port, peer)
+        for number, peer in enumerate(peers)
+        if number != index
+        for port in peer["tcp"]
+    ]
     with ThreadPoolExecutor(max_workers=min(32, len(targets))) as pool:
         outcomes = pool.map(
-            lambda target: try_port(target[2]["facts"]["address"], target[1], bytes.fromhex(target[2]["token"])), targets
+            lambda target: try_port(
+                target[2]["facts"]["address"], target[1], bytes.fromhex(target[2]["token"])
+            ),
+            targets,
         )
-        board.write(f"reach/{index}", [[number, port, text] for (number, port, _), text in zip(targets, outcomes, strict=True)])
+        board.write(
+            f"reach/{index}",
+            [
+                [number, port, text]
+                for (number, port, _), text in zip(targets, outcomes, strict=True)
+            ],
+        )
     reach: Reach = {}
     for source in range(len(peers)):
         for number, port, text in board.read(f"reach/{source}"):
@@ -163,14 +193,21 @@ def _reach(board: _Exchange, index: int, peers: list[Any]) -> Reach:
     return reach
 
 
-def _probe_all(board: _Exchange, index: int, peers: list[Any], reach: Reach) -> tuple[dict[tuple[int, int], Probe | str], int]:
+def _probe_all(
+    board: _Exchange, index: int, peers: list[Any], reach: Reach
+) -> tuple[dict[tuple[int, int], Probe | str], int]:
     rounds = schedule(len(peers))
     probes: dict[tuple[int, int], Probe | str] = {}
     for pairs in rounds[:MAX_ROUNDS]:
-        directions = [direction for pair in pairs if (direction := _direction(pair, reach)) is not None]
+        directions = [
+            direction for pair in pairs if (direction := _direction(pair, reach)) is not None
+        ]
         for source, target in directions:
             if source == index:
-                board.write(f"probe/{source}/{target}", _probe(peers[source], peers[target], reach[source, target]))
+                board.write(
+                    f"probe/{source}/{target}",
+                    _probe(peers[source], peers[target], reach[source, target]),
+                )
         for source, target in directions:
             outcome = board.read(f"probe/{source}/{target}")
             probes[source, target] = outcome["error"] if "error" in outcome else Probe(**outcome)
@@ -181,7 +218,9 @@ def _probe(source: Any, target: Any, ports: dict[int, str]) -> dict[str, Any]:
     port = next(port for port, text in ports.items() if text == "open")
     mtus = (source["facts"]["mtu_bytes"], target["facts"]["mtu_bytes"])
     try:
-        return probe(target["facts"]["address"], port, target["udp"], bytes.fromhex(target["token"]), mtus).as_dict()
+        return probe(
+            target["facts"]["address"], port, target["udp"], bytes.fromhex(target["token"]), mtus
+        ).as_dict()
     except OSError as error:
         return {"error": error.strerror or str(error)}
 
@@ -195,7 +234,8 @@ def _direction(pair: tuple[int, int], reach: Reach) -> tuple[int, int] | None:
 
 
 def schedule(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs in rounds in which each host occurs at most once (the circle method of round-robin tournaments)."""
+    """All pairs in rounds in which each host occurs at most once (the circle method of round-robin
+    tournaments)."""
     players = list(range(count + count % 2))
     rounds = []
     for _ in range(len(players) - 1):

@@ -1,7 +1,8 @@
 """Measurements between two hosts with plain sockets, before any process group exists.
 
-Each host runs a :class:`Responder`; :func:`try_port` and :func:`probe` connect to it from another host. Every connection and
-packet begins with a token that the hosts exchange through the rendezvous store; everything else is ignored.
+Each host runs a :class:`Responder`; :func:`try_port` and :func:`probe` connect to it from another
+host. Every connection and packet begins with a token that the hosts exchange through the rendezvous
+store; everything else is ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _TRIES = 3
 #: What a probe packet contains: token, kind, id of the measurement, size of the answer.
 _PACKET = struct.Struct(f"!{TOKEN_BYTES}sBII")
 _COUNT, _SIZE = 0, 1
-#: linux/in.h, linux/in6.h: set "don't fragment", and ignore what the kernel has learned of the path.
+#: linux/in.h, linux/in6.h: set "don't fragment", and ignore what the kernel has learned of the
+#: path.
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
 _SMALLEST_MTU = {socket.AF_INET: 576, socket.AF_INET6: 1280}
 _HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}  # IP and UDP
@@ -40,7 +42,8 @@ _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: discard what was not sent
 
 @dataclass(frozen=True)
 class Probe:
-    """What one host measured to another. ``to``: from the measuring host to the other; ``from``: the other way.
+    """What one host measured to another. ``to``: from the measuring host to the other; ``from``:
+    the other way.
 
     Args:
         clock_offset_s: how far the other host's clock is ahead, to within half the round trip.
@@ -82,7 +85,10 @@ class Responder:
         self.tcp_ports = [listener.getsockname()[1] for listener in self._listeners]
         self.udp_port: int = self._udp.getsockname()[1]
         self._closing = threading.Event()
-        self._threads = [threading.Thread(target=self._accept, args=(one,), daemon=True) for one in self._listeners]
+        self._threads = [
+            threading.Thread(target=self._accept, args=(one,), daemon=True)
+            for one in self._listeners
+        ]
         self._threads.append(threading.Thread(target=self._answer_packets, daemon=True))
         for thread in self._threads:
             thread.start()
@@ -90,7 +96,12 @@ class Responder:
     def __enter__(self) -> Responder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._closing.set()
         for thread in self._threads:
             thread.join(timeout=2.0)
@@ -152,11 +163,13 @@ class Responder:
                 self._udp.sendto(answer, sender)
 
 
-# -- the measuring side ----------------------------------------------------------------------------------------------------
+# -- the measuring side
+# ----------------------------------------------------------------------------------------------------
 
 
 def try_port(address: str, port: int, token: bytes | None = None, timeout_s: float = 3.0) -> str:
-    """``open``, ``refused``, ``no answer``, or the system's error. ``token``: a :class:`Responder` must answer."""
+    """``open``, ``refused``, ``no answer``, or the system's error. ``token``: a :class:`Responder`
+    must answer."""
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as connection:
             if token is not None:
@@ -172,7 +185,9 @@ def try_port(address: str, port: int, token: bytes | None = None, timeout_s: flo
         return "no answer" if error.errno == errno.ETIMEDOUT else error.strerror or str(error)
 
 
-def probe(address: str, tcp_port: int, udp_port: int, token: bytes, mtus: tuple[int | None, int | None]) -> Probe:
+def probe(
+    address: str, tcp_port: int, udp_port: int, token: bytes, mtus: tuple[int | None, int | None]
+) -> Probe:
     """Measure to a host's :class:`Responder`; about 4 seconds.
 
     Args:
@@ -192,7 +207,14 @@ def probe(address: str, tcp_port: int, udp_port: int, token: bytes, mtus: tuple[
             mtu_to = link.largest(packets, mtus[0], wait_s, outgoing=True)
             mtu_from = link.largest(packets, mtus[1], wait_s, outgoing=False)
     return Probe(
-        round_trip_s, offset_s, link.send_rate(warm_up_s), link.receive_rate(warm_up_s), loss_to, loss_from, mtu_to, mtu_from
+        round_trip_s,
+        offset_s,
+        link.send_rate(warm_up_s),
+        link.receive_rate(warm_up_s),
+        loss_to,
+        loss_from,
+        mtu_to,
+        mtu_from,
     )
 
 
@@ -212,7 +234,8 @@ class _Peer:
         return connection
 
     def ping(self) -> tuple[float, float]:
-        """Median round trip, and the offset of the other clock in the shortest one (NTP: RFC 5905, section 8)."""
+        """Median round trip, and the offset of the other clock in the shortest one (NTP: RFC 5905,
+        section 8)."""
         trips = []
         with self._open(b"P") as connection:
             for _ in range(_NUM_PINGS):
@@ -253,8 +276,11 @@ class _Peer:
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         return sender
 
-    def loss(self, packets: socket.socket, round_trip_s: float) -> tuple[float | None, float | None]:
-        """The shares of packets lost on the way there and on the way back; None where all were lost."""
+    def loss(
+        self, packets: socket.socket, round_trip_s: float
+    ) -> tuple[float | None, float | None]:
+        """The shares of packets lost on the way there and on the way back; None where all were
+        lost."""
         self._last_id = (self._last_id + 1) & 0x7FFFFFFF
         identifier, returned = self._last_id, 0
         packet = _PACKET.pack(self._token, _COUNT, identifier, 0)
@@ -267,9 +293,13 @@ class _Peer:
             (arrived,) = struct.unpack("!d", _receive(connection, 8))
         if not arrived:
             return None, None
-        return max(0.0, 1 - arrived / _NUM_PACKETS), max(0.0, 1 - returned / arrived) if returned else None
+        return max(0.0, 1 - arrived / _NUM_PACKETS), (
+            max(0.0, 1 - returned / arrived) if returned else None
+        )
 
-    def largest(self, packets: socket.socket, mtu_bytes: int | None, wait_s: float, outgoing: bool) -> int | None:
+    def largest(
+        self, packets: socket.socket, mtu_bytes: int | None, wait_s: float, outgoing: bool
+    ) -> int | None:
         """The largest unfragmented IP packet that arrives, up to the sender's MTU."""
         headers, smallest = _HEADERS[self._udp[0]], _SMALLEST_MTU[self._udp[0]]
         high = min(mtu_bytes or 1500, 65535)

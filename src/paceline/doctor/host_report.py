@@ -1,4 +1,5 @@
-"""What the measurements between hosts mean for a run, with one sentence of advice for each problem. No input or output here."""
+"""What the measurements between hosts mean for a run, with one sentence of advice for each problem.
+No input or output here."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from paceline.doctor.host_facts import HostFacts
 from paceline.doctor.host_pairs import Findings
 from paceline.doctor.host_probe import Probe
 
-#: Clocks further apart than this are named, because logs are hard to compare; the limit of a run is in ``cluster.clock``.
+#: Clocks further apart than this are named, because logs are hard to compare; the limit of a run is
+#: in ``cluster.clock``.
 _SKEW_WARNING_S = 1.0
 #: Three packets of four hundred: one or two may be lost by chance.
 _LOSS_WARNING = 0.006
@@ -35,7 +37,13 @@ def evaluate(findings: Findings, max_skew_s: float) -> list[Check]:
         failed = [(pair, text) for pair, text in findings.probes.items() if isinstance(text, str)]
         checks += [_not_measured(findings, failed)] if failed or findings.num_unmeasured else []
         if probes:
-            checks += [_clocks(probes, max_skew_s), _round_trips(probes), _bandwidth(probes), _loss(probes), _mtu(probes)]
+            checks += [
+                _clocks(probes, max_skew_s),
+                _round_trips(probes),
+                _bandwidth(probes),
+                _loss(probes),
+                _mtu(probes),
+            ]
     return checks
 
 
@@ -48,19 +56,41 @@ def host_links(findings: Findings) -> list[dict[str, Any]]:
         names = findings.facts[source].name, findings.facts[target].name
         common = {"round_trip_s": one.round_trip_s}
         links.append(
-            {"from": names[0], "to": names[1], **common, "bandwidth_bytes_s": one.bandwidth_to_bytes_s}
-            | {"loss": one.loss_to, "path_mtu_bytes": one.mtu_to_bytes, "clock_offset_s": one.clock_offset_s}
+            {
+                "from": names[0],
+                "to": names[1],
+                **common,
+                "bandwidth_bytes_s": one.bandwidth_to_bytes_s,
+            }
+            | {
+                "loss": one.loss_to,
+                "path_mtu_bytes": one.mtu_to_bytes,
+                "clock_offset_s": one.clock_offset_s,
+            }
         )
         links.append(
-            {"from": names[1], "to": names[0], **common, "bandwidth_bytes_s": one.bandwidth_from_bytes_s}
-            | {"loss": one.loss_from, "path_mtu_bytes": one.mtu_from_bytes, "clock_offset_s": -one.clock_offset_s}
+            {
+                "from": names[1],
+                "to": names[0],
+                **common,
+                "bandwidth_bytes_s": one.bandwidth_from_bytes_s,
+            }
+            | {
+                "loss": one.loss_from,
+                "path_mtu_bytes": one.mtu_from_bytes,
+                "clock_offset_s": -one.clock_offset_s,
+            }
         )
     return links
 
 
 def local_checks(facts: list[HostFacts]) -> list[Check]:
     """The checks that each host made of itself, under its name."""
-    return [replace(Check(**one), name=f"{host.name}: {one['name']}") for host in facts for one in host.checks]
+    return [
+        replace(Check(**one), name=f"{host.name}: {one['name']}")
+        for host in facts
+        for one in host.checks
+    ]
 
 
 _Measured = tuple[HostFacts, HostFacts, Probe]
@@ -92,10 +122,17 @@ def _versions(facts: list[HostFacts]) -> Check:
             by_host = ", ".join(f"{one.versions.get(name, 'none')} on {one.name}" for one in facts)
             different.append(f"{name}: {by_host}")
     if not different:
-        return well("versions", ", ".join(f"{name} {value}" for name, value in facts[0].versions.items() if value != "none"))
+        return well(
+            "versions",
+            ", ".join(
+                f"{name} {value}" for name, value in facts[0].versions.items() if value != "none"
+            ),
+        )
     make = broken if fatal else doubtful
     return make(
-        "versions", "; ".join(different), "install the same versions on all hosts, for example from one container image"
+        "versions",
+        "; ".join(different),
+        "install the same versions on all hosts, for example from one container image",
     )
 
 
@@ -107,12 +144,18 @@ def _comparable(name: str, version: str) -> str:
 def _addresses(facts: list[HostFacts]) -> Check:
     leased = [one for one in facts if one.lease_s is not None]
     if not leased:
-        return well("address", "no address of a run's interface expires, as far as the kernels report it")
-    text = "; ".join(f"{one.address} of {one.name} expires in {short_duration(float(one.lease_s or 0))}" for one in leased)
+        return well(
+            "address", "no address of a run's interface expires, as far as the kernels report it"
+        )
+    text = "; ".join(
+        f"{one.address} of {one.name} expires in {short_duration(float(one.lease_s or 0))}"
+        for one in leased
+    )
     return doubtful(
         "address",
         f"{text} (a DHCP lease or a router's prefix)",
-        "reserve the address in the DHCP server, assign a static one, or give a DNS name as `parallel.rdzv_endpoint`",
+        "reserve the address in the DHCP server, assign a static one, or give a DNS name as"
+        " `parallel.rdzv_endpoint`",
     )
 
 
@@ -124,24 +167,38 @@ def _ports(findings: Findings) -> Check:
             continue
         one, other = findings.facts[source], findings.facts[target]
         which = ", ".join(f"{port} ({text})" for port, text in wrong.items())
-        blocked.append(f"{one.name} → {other.name}: {len(wrong)} of {len(ports)} ports blocked: {which}")
+        blocked.append(
+            f"{one.name} → {other.name}: {len(wrong)} of {len(ports)} ports blocked: {which}"
+        )
         low, high = other.ephemeral_ports or (32768, 60999)
         advice = advice or (
-            f"allow TCP from {one.address} to ports {low}-{high} on {other.name}, and the same between all hosts, because Gloo "
-            f"and NCCL take their ports from this range: `nft add rule inet filter input ip saddr {one.address} tcp dport "
-            f"{low}-{high} accept`"
+            f"allow TCP from {one.address} to ports {low}-{high} on {other.name}, and the same"
+            " between all hosts, because Gloo and NCCL take their ports from this range: `nft add"
+            f" rule inet filter input ip saddr {one.address} tcp dport {low}-{high} accept`"
         )
     if blocked:
         return broken("ports", "; ".join(blocked), advice)
     low, high = findings.facts[0].ephemeral_ports or (32768, 60999)
-    return well("ports", f"the ports that were tried (from {low}-{high}) accept connections in every direction")
+    return well(
+        "ports",
+        f"the ports that were tried (from {low}-{high}) accept connections in every direction",
+    )
 
 
 def _not_measured(findings: Findings, failed: list[tuple[tuple[int, int], str]]) -> Check:
     if failed:
-        text = "; ".join(f"{findings.facts[a].name} → {findings.facts[b].name}: {why}" for (a, b), why in failed)
-        return broken("host_links", f"the measurement failed: {text}", "check whether a host stopped or its network went down")
-    return well("host_links", f"{findings.num_unmeasured} of the pairs were not measured, because there are many hosts")
+        text = "; ".join(
+            f"{findings.facts[a].name} → {findings.facts[b].name}: {why}" for (a, b), why in failed
+        )
+        return broken(
+            "host_links",
+            f"the measurement failed: {text}",
+            "check whether a host stopped or its network went down",
+        )
+    return well(
+        "host_links",
+        f"{findings.num_unmeasured} of the pairs were not measured, because there are many hosts",
+    )
 
 
 def _clocks(probes: list[_Measured], max_skew_s: float) -> Check:
@@ -150,7 +207,10 @@ def _clocks(probes: list[_Measured], max_skew_s: float) -> Check:
     certain_s = skew_s - worst.round_trip_s / 2
     order = "ahead of" if worst.clock_offset_s > 0 else "behind"
     text = f"the clock of {other.name} is {skew_s:.1f} s {order} that of {one.name}"
-    advice = "synchronize the clocks of all hosts with chrony or systemd-timesyncd; `chronyc makestep` corrects a clock at once"
+    advice = (
+        "synchronize the clocks of all hosts with chrony or systemd-timesyncd; `chronyc makestep`"
+        " corrects a clock at once"
+    )
     if certain_s > max_skew_s:
         return broken("clock_skew", f"{text}; a run allows at most {max_skew_s:g} s", advice)
     if certain_s > _SKEW_WARNING_S:
@@ -163,7 +223,10 @@ def _round_trips(probes: list[_Measured]) -> Check:
     text = f"at most {short_duration(worst.round_trip_s)} ({one.name} ↔ {other.name})"
     if worst.round_trip_s > _ROUND_TRIP_WARNING_S:
         return doubtful(
-            "round_trip", text, "for hosts this far from each other use `parallel.mode: local_sgd` (docs/how-to/local-sgd.md)"
+            "round_trip",
+            text,
+            "for hosts this far from each other use `parallel.mode: local_sgd`"
+            " (docs/how-to/local-sgd.md)",
         )
     return well("round_trip", text)
 
@@ -187,7 +250,8 @@ def _bandwidth(probes: list[_Measured]) -> Check:
         return broken(
             "bandwidth",
             f"a TCP stream stalled: {', '.join(stalled)}",
-            "set a smaller MTU on both hosts (`ip link set DEVICE mtu 1400`), because usually only large packets are lost",
+            "set a smaller MTU on both hosts (`ip link set DEVICE mtu 1400`), because usually only"
+            " large packets are lost",
         )
     slowest, rate, *_ = min(rates, key=lambda entry: entry[1])
     text = f"at least {human_bytes(rate)}/s ({slowest})"
@@ -196,14 +260,17 @@ def _bandwidth(probes: list[_Measured]) -> Check:
         if max(there, back) > _ASYMMETRY * min(there, back):
             return doubtful(
                 "bandwidth",
-                f"{one.name} → {other.name}: {human_bytes(there)}/s, {other.name} → {one.name}: {human_bytes(back)}/s",
-                "check the cable, the duplex setting and the traffic shaping of the slower direction",
+                f"{one.name} → {other.name}: {human_bytes(there)}/s, {other.name} → {one.name}:"
+                f" {human_bytes(back)}/s",
+                "check the cable, the duplex setting and the traffic shaping of the slower"
+                " direction",
             )
     if rate < _BANDWIDTH_WARNING_BYTES_S:
         return doubtful(
             "bandwidth",
             text,
-            "choose a faster interface with `parallel.interface`, or send less (docs/how-to/slow-network.md)",
+            "choose a faster interface with `parallel.interface`, or send less"
+            " (docs/how-to/slow-network.md)",
         )
     return well("bandwidth", text)
 
@@ -218,7 +285,8 @@ def _loss(probes: list[_Measured]) -> Check:
         return doubtful(
             "packet_loss",
             "; ".join(named),
-            "check cables, switch ports and `ip -s link` for errors, because TCP slows down sharply with every lost packet",
+            "check cables, switch ports and `ip -s link` for errors, because TCP slows down sharply"
+            " with every lost packet",
         )
     unknown = "" if len(known) == len(losses) else "; not measured where no UDP packet arrives"
     return well("packet_loss", f"at most {100 * max(entry[1] for entry in known):.1f} %{unknown}")
@@ -230,7 +298,8 @@ def _mtu(probes: list[_Measured]) -> Check:
     if not known:
         return well("mtu", "not measured: no UDP packet arrives (a run sends none)")
     blocked = [
-        f"{name}: {sender.interface} of {sender.name} has MTU {sender.mtu_bytes}, but only packets of up to {size} bytes arrive"
+        f"{name}: {sender.interface} of {sender.name} has MTU {sender.mtu_bytes}, but only packets"
+        f" of up to {size} bytes arrive"
         for name, size, sender, _ in known
         if sender.mtu_bytes is not None and size < min(sender.mtu_bytes, 65535)
     ]
@@ -239,11 +308,16 @@ def _mtu(probes: list[_Measured]) -> Check:
         return doubtful(
             "mtu",
             "; ".join(blocked),
-            f"set the same MTU on all hosts and switches between them, for example `ip link set DEVICE mtu {smallest}`",
+            "set the same MTU on all hosts and switches between them, for example `ip link set"
+            f" DEVICE mtu {smallest}`",
         )
     mtus = Counter(size for _, size, *_ in known)
     if len(mtus) > 1:
         return doubtful(
-            "mtu", f"interfaces differ: {', '.join(map(str, sorted(mtus)))}", "set the same MTU on the interfaces of all hosts"
+            "mtu",
+            f"interfaces differ: {', '.join(map(str, sorted(mtus)))}",
+            "set the same MTU on the interfaces of all hosts",
         )
-    return well("mtu", f"packets of {smallest} bytes, the interfaces' MTU, arrive in every direction")
+    return well(
+        "mtu", f"packets of {smallest} bytes, the interfaces' MTU, arrive in every direction"
+    )

@@ -1,4 +1,5 @@
-"""`paceline doctor` over several hosts: the part before ranks are started, in the command's own process on each host."""
+"""`paceline doctor` over several hosts: the part before ranks are started, in the command's own
+process on each host."""
 
 from __future__ import annotations
 
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
 
     from paceline.distributed.environment import RankEnv
 
-#: How long a host may take to start, and how long its port may leave packets unanswered before a firewall is assumed.
+#: How long a host may take to start, and how long its port may leave packets unanswered before a
+#: firewall is assumed.
 WAIT_S = 120.0
 _SILENT_S = 15.0
 _TRY_TIMEOUT_S = 3.0
-#: Ports on which a host that runs often answers, if only by refusing: SSH, HTTP, HTTPS, and one that nothing listens on.
+#: Ports on which a host that runs often answers, if only by refusing: SSH, HTTP, HTTPS, and one
+#: that nothing listens on.
 _OTHER_PORTS = (22, 80, 443, 9)
 
 Say = Callable[[str], None]
@@ -60,7 +63,8 @@ class HostsReport:
     Args:
         is_first: this host prints it.
         gradient_bytes: size of the config's gradients; None if it is not known.
-    blocks_ranks: ranks on these hosts could not form a process group, or a run would refuse the hosts.
+    blocks_ranks: ranks on these hosts could not form a process group, or a run would refuse the
+    hosts.
     """
 
     checks: list[Check]
@@ -72,20 +76,36 @@ class HostsReport:
 
 
 def inspect_endpoint_and_hosts(
-    endpoint: Endpoint, hosts: tuple[int, int], checks: list[Check], gradient_bytes: int | None, say: Say
+    endpoint: Endpoint,
+    hosts: tuple[int, int],
+    checks: list[Check],
+    gradient_bytes: int | None,
+    say: Say,
 ) -> HostsReport:
-    """Reach the endpoint, then measure between the hosts. ``checks``: what this host found of itself."""
+    """Reach the endpoint, then measure between the hosts. ``checks``: what this host found of
+    itself."""
     unreachable = check_own_port(endpoint) if endpoint.is_host else reach_endpoint(endpoint)
     if unreachable is not None:
         return HostsReport([*checks, unreachable], True, [], [])
     store = open_endpoint_store(endpoint)
-    rendezvous = well("rendezvous_port", f"{endpoint.address} accepts connections on port {endpoint.port}")
+    rendezvous = well(
+        "rendezvous_port", f"{endpoint.address} accepts connections on port {endpoint.port}"
+    )
     warning = public_address_warning(endpoint.address)
     if warning is None and endpoint.is_host:
         warning = public_listener_warning(endpoint.port)
     if warning is not None:
-        rendezvous = doubtful("rendezvous_port", warning, "see docs/security.md for what to restrict, and how")
-    report = inspect_over_store(store, endpoint, hosts, [one.as_dict() for one in (*checks, rendezvous)], gradient_bytes, say)
+        rendezvous = doubtful(
+            "rendezvous_port", warning, "see docs/security.md for what to restrict, and how"
+        )
+    report = inspect_over_store(
+        store,
+        endpoint,
+        hosts,
+        [one.as_dict() for one in (*checks, rendezvous)],
+        gradient_bytes,
+        say,
+    )
     del store  # the launcher of the ranks opens its own on the same port
     _wait_until_closed(endpoint)
     return report
@@ -102,25 +122,34 @@ def inspect_over_store(
     """The preflight over a store that all hosts already reach."""
     facts = collect_facts(endpoint.local_address, endpoint.interface, checks, gradient_bytes)
     try:
-        findings = inspect_hosts(store, facts, is_endpoint=endpoint.is_host, hosts=hosts, wait_s=WAIT_S, say=say)
+        findings = inspect_hosts(
+            store, facts, is_endpoint=endpoint.is_host, hosts=hosts, wait_s=WAIT_S, say=say
+        )
     except RunError as error:
-        return HostsReport([broken("hosts", error.what, error.fix or "see the other hosts")], True, [], [])
+        return HostsReport(
+            [broken("hosts", error.what, error.fix or "see the other hosts")], True, [], []
+        )
     between = evaluate(findings, MAX_SKEW_S)
     return HostsReport(
         [*local_checks(findings.facts), *between],
         endpoint.is_host,
         host_links(findings),
-        [{key: value for key, value in one.as_dict().items() if key != "checks"} for one in findings.facts],
+        [
+            {key: value for key, value in one.as_dict().items() if key != "checks"}
+            for one in findings.facts
+        ],
         findings.facts[0].gradient_bytes,
         any(one.fatal for one in between),
     )
 
 
-# -- under an outer launcher -----------------------------------------------------------------------------------------------
+# -- under an outer launcher
+# -----------------------------------------------------------------------------------------------
 def inspect_from_ranks(
     env: RankEnv, examine: Callable[[str], tuple[list[Check], int | None]], say: Say
 ) -> tuple[HostsReport | None, bool]:
-    """The same from ranks that an outer launcher started, before they form a process group. Every rank calls it.
+    """The same from ranks that an outer launcher started, before they form a process group. Every
+    rank calls it.
 
     Args:
         examine: the checks of this host alone; given the endpoint's address.
@@ -132,27 +161,39 @@ def inspect_from_ranks(
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = TCPStore(address, port, is_master=serves, multi_tenant=True, timeout=timedelta(seconds=5 * WAIT_S))
+    store = TCPStore(
+        address, port, is_master=serves, multi_tenant=True, timeout=timedelta(seconds=5 * WAIT_S)
+    )
     verdicts = PrefixStore("paceline/preflight", store)
     report = None
     if env.local_rank == 0:
         local = own_address(address)
-        if local is None or local.startswith("127."):  # the endpoint's name leads to the loopback on its own host
+        # the endpoint's name leads to the loopback on its own host
+        if local is None or local.startswith("127."):
             local = own_address() or "127.0.0.1"
-        endpoint = Endpoint(address, port, local, interface_of(local) or "an unknown interface", env.rank == 0)
+        endpoint = Endpoint(
+            address, port, local, interface_of(local) or "an unknown interface", env.rank == 0
+        )
         num_hosts = int(os.environ.get("GROUP_WORLD_SIZE", env.world_size // env.local_world_size))
         checks, gradient_bytes = examine(address)
         report = inspect_over_store(
-            store, endpoint, (num_hosts, num_hosts), [one.as_dict() for one in checks], gradient_bytes, say
+            store,
+            endpoint,
+            (num_hosts, num_hosts),
+            [one.as_dict() for one in checks],
+            gradient_bytes,
+            say,
         )
         if env.rank == 0:
             verdicts.set("verdict", json.dumps(report.blocks_ranks))
     return report, bool(json.loads(verdicts.get("verdict")))
 
 
-# -- the endpoint ----------------------------------------------------------------------------------------------------------
+# -- the endpoint
+# ----------------------------------------------------------------------------------------------------------
 def check_own_port(endpoint: Endpoint) -> Check | None:
-    """On the endpoint host: None if it can listen on the endpoint's port and connect to it, else what prevents it."""
+    """On the endpoint host: None if it can listen on the endpoint's port and connect to it, else
+    what prevents it."""
     family = socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET
     try:
         with socket.create_server((endpoint.address, endpoint.port), family=family):
@@ -160,22 +201,27 @@ def check_own_port(endpoint: Endpoint) -> Check | None:
     except OSError as error:
         return broken(
             "rendezvous_port",
-            f"this host cannot listen on port {endpoint.port} of {endpoint.address}: {error.strerror or error}",
-            "end the program that uses the port, or set another one on every host: `parallel.rdzv_endpoint=HOST:PORT`",
+            f"this host cannot listen on port {endpoint.port} of {endpoint.address}:"
+            f" {error.strerror or error}",
+            "end the program that uses the port, or set another one on every host:"
+            " `parallel.rdzv_endpoint=HOST:PORT`",
         )
     if outcome == "open":
         return None
     return broken(
         "rendezvous_port",
-        f"this host cannot connect to its own port {endpoint.port} of {endpoint.address} ({outcome}): a firewall on this host "
-        "blocks it",
-        f"allow it: `nft add rule inet filter input tcp dport {endpoint.port} accept`, or `iif lo accept` before the rule that "
-        "drops it",
+        f"this host cannot connect to its own port {endpoint.port} of {endpoint.address}"
+        f" ({outcome}): a firewall on this host blocks it",
+        f"allow it: `nft add rule inet filter input tcp dport {endpoint.port} accept`, or `iif lo"
+        " accept` before the rule that drops it",
     )
 
 
-def reach_endpoint(endpoint: Endpoint, wait_s: float = WAIT_S, silent_s: float = _SILENT_S) -> Check | None:
-    """Wait until the endpoint's port accepts connections. None when it does, else which port is blocked and by what.
+def reach_endpoint(
+    endpoint: Endpoint, wait_s: float = WAIT_S, silent_s: float = _SILENT_S
+) -> Check | None:
+    """Wait until the endpoint's port accepts connections. None when it does, else which port is
+    blocked and by what.
 
     Args:
         wait_s: while the port refuses connections, as before the endpoint host has started.
@@ -195,28 +241,35 @@ def reach_endpoint(endpoint: Endpoint, wait_s: float = WAIT_S, silent_s: float =
 
 
 def diagnose_endpoint(endpoint: Endpoint, outcome: str) -> Check:
-    """Why the rendezvous port cannot be reached. ``outcome``: of :func:`~paceline.doctor.host_probe.try_port`."""
+    """Why the rendezvous port cannot be reached. ``outcome``: of
+    :func:`~paceline.doctor.host_probe.try_port`."""
     where = f"port {endpoint.port} of {endpoint.address}"
     if outcome == "refused":
         return broken(
             "rendezvous_port",
             f"{where} refuses connections: nothing listens there, or a firewall rejects them",
-            f"start the same command on {endpoint.address}; if it runs there, allow TCP from {endpoint.local_address} to port "
-            f"{endpoint.port} there",
+            f"start the same command on {endpoint.address}; if it runs there, allow TCP from"
+            f" {endpoint.local_address} to port {endpoint.port} there",
         )
-    answering = [port for port in _OTHER_PORTS if try_port(endpoint.address, port, timeout_s=1.0) in ("open", "refused")]
+    answering = [
+        port
+        for port in _OTHER_PORTS
+        if try_port(endpoint.address, port, timeout_s=1.0) in ("open", "refused")
+    ]
     if answering:
         return broken(
             "rendezvous_port",
-            f"{where} does not answer ({outcome}), but port {answering[0]} of the same host does: a firewall drops the packets "
-            f"from {endpoint.local_address}",
-            f"allow it on {endpoint.address}: `nft add rule inet filter input ip saddr {endpoint.local_address} tcp dport "
-            f"{endpoint.port} accept`",
+            f"{where} does not answer ({outcome}), but port {answering[0]} of the same host does: a"
+            f" firewall drops the packets from {endpoint.local_address}",
+            f"allow it on {endpoint.address}: `nft add rule inet filter input ip saddr"
+            f" {endpoint.local_address} tcp dport {endpoint.port} accept`",
         )
     return broken(
         "rendezvous_port",
-        f"{where} does not answer ({outcome}), and neither does any other port that was tried on this host",
-        f"check that {endpoint.address} is the right address, that the host is up, and that `ping {endpoint.address}` answers",
+        f"{where} does not answer ({outcome}), and neither does any other port that was tried on"
+        " this host",
+        f"check that {endpoint.address} is the right address, that the host is up, and that `ping"
+        f" {endpoint.address}` answers",
     )
 
 
@@ -239,13 +292,15 @@ def open_endpoint_store(endpoint: Endpoint) -> Store:
         )
     except RuntimeError as error:
         raise ConfigError(
-            f"no rendezvous store at {endpoint.address}:{endpoint.port}: {str(error).splitlines()[0]}",
+            f"no rendezvous store at {endpoint.address}:{endpoint.port}:"
+            f" {str(error).splitlines()[0]}",
             fix="set another port, the same on every host: `parallel.rdzv_endpoint=HOST:PORT`",
         ) from error
 
 
 def _wait_until_closed(endpoint: Endpoint) -> None:
-    """On the other hosts, wait until the endpoint host has closed this store: the ranks meet in a new one."""
+    """On the other hosts, wait until the endpoint host has closed this store: the ranks meet in a
+    new one."""
     until = time.monotonic() + 5.0
     while not endpoint.is_host and time.monotonic() < until:
         if try_port(endpoint.address, endpoint.port, timeout_s=1.0) != "open":

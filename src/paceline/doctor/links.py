@@ -1,5 +1,5 @@
-"""Every pair of ranks: how long a message takes, how much goes through, and whether it arrives as it was sent. Run on all of
-the ranks at once."""
+"""Every pair of ranks: how long a message takes, how much goes through, and whether it arrives as
+it was sent. Run on all of the ranks at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from paceline.distributed.communicator import World
 
 _PINGS = 12
-#: A message large enough that latency hardly counts, unless a small one took longer than this: then the smaller.
+#: A message large enough that latency hardly counts, unless a small one took longer than this: then
+#: the smaller.
 _LARGE_BYTES, _SMALL_BYTES = 8 << 20, 1 << 20
 _SLOW_S = 0.02
 _REPEATS = 3
@@ -32,7 +33,8 @@ class Pair:
         latency_s: half the time of a message of 4 bytes there and back, median.
         bandwidth_bytes_s: one way.
         intact: what went there and came back was what had been sent.
-        clock_offset_s: how far the clock of ``receiver`` is ahead of that of ``sender``, to within the latency.
+        clock_offset_s: how far the clock of ``receiver`` is ahead of that of ``sender``, to within
+            the latency.
     """
 
     sender: int
@@ -68,12 +70,14 @@ class Network:
 
 
 def measure_network(world: World) -> Network:
-    """Measure; a collective. One pair at a time speaks while the others wait, so that each has the wire to itself. Every rank
-    gets the same answer."""
+    """Measure; a collective. One pair at a time speaks while the others wait, so that each has the
+    wire to itself. Every rank gets the same answer."""
     from paceline.distributed.traffic import uncounted
 
     with uncounted():
-        pairs = [_measure_pair(world, one, other) for one, other in combinations(range(world.size), 2)]
+        pairs = [
+            _measure_pair(world, one, other) for one, other in combinations(range(world.size), 2)
+        ]
         intact = _sum_intact(world)
     link = measure_link(world)
     assert link is not None
@@ -95,8 +99,8 @@ def _measure_pair(world: World, sender: int, receiver: int) -> Pair:
 
 
 def _speak(world: World, sender: int, receiver: int) -> torch.Tensor:
-    """[latency, bandwidth, number of damaged messages, clock offset]; each figure from one of the two, so that the sum over
-    the ranks is that figure."""
+    """[latency, bandwidth, number of damaged messages, clock offset]; each figure from one of the
+    two, so that the sum over the ranks is that figure."""
     import torch
 
     here = world.rank == sender
@@ -105,8 +109,11 @@ def _speak(world: World, sender: int, receiver: int) -> torch.Tensor:
     pings = [_there_and_back(world, tiny, peer, here) for _ in range(_PINGS)][2:]
     latency_s = median(pings) / 2
     clock = torch.zeros(1, dtype=torch.float64)
-    offsets = [_clock_offset(world, clock.to(world.device, world.wide_dtype), peer, here) for _ in range(3)]
-    slow = torch.tensor([float(latency_s > _SLOW_S)], device=world.device)  # both must choose the same size
+    offsets = [
+        _clock_offset(world, clock.to(world.device, world.wide_dtype), peer, here) for _ in range(3)
+    ]
+    # both must choose the same size
+    slow = torch.tensor([float(latency_s > _SLOW_S)], device=world.device)
     _there_and_back(world, slow, peer, here)
     size = _SMALL_BYTES if slow.item() else _LARGE_BYTES
     message = pattern(size // 4, sender * 1009 + receiver, world.device)
@@ -119,11 +126,14 @@ def _speak(world: World, sender: int, receiver: int) -> torch.Tensor:
     one_way_s = max(min(times) / 2 - latency_s, 1e-9)
     if not here:
         return torch.tensor([0.0, 0.0, damaged, 0.0], dtype=world.wide_dtype)
-    return torch.tensor([latency_s, size / one_way_s, damaged, median(offsets)], dtype=world.wide_dtype)
+    return torch.tensor(
+        [latency_s, size / one_way_s, damaged, median(offsets)], dtype=world.wide_dtype
+    )
 
 
 def _there_and_back(world: World, tensor: torch.Tensor, peer: int, begins: bool) -> float:
-    """Seconds until what was sent is back, in ``tensor`` itself; the other side returns what it got."""
+    """Seconds until what was sent is back, in ``tensor`` itself; the other side returns what it
+    got."""
     start = time.perf_counter()
     for step in (_send, _receive) if begins else (_receive, _send):
         step(world, tensor, peer)
@@ -132,8 +142,8 @@ def _there_and_back(world: World, tensor: torch.Tensor, peer: int, begins: bool)
 
 
 def _clock_offset(world: World, clock: torch.Tensor, peer: int, begins: bool) -> float:
-    """As NTP does it: the other's time against the middle of the way there and back (Mills, RFC 5905, section 8). Counted from
-    this hour on, which a float32 could hold too."""
+    """As NTP does it: the other's time against the middle of the way there and back (Mills, RFC
+    5905, section 8). Counted from this hour on, which a float32 could hold too."""
     base = time.time() // 3600 * 3600
     if not begins:
         _receive(world, clock, peer)
@@ -155,7 +165,9 @@ def _sum_intact(world: World) -> bool:
     base = pattern(size, 7, world.device)
     total = base * (world.rank + 1)
     world.wait(world.all_reduce(total))
-    wrong = torch.tensor([float(not torch.equal(total, base * (world.size * (world.size + 1) // 2)))])
+    wrong = torch.tensor(
+        [float(not torch.equal(total, base * (world.size * (world.size + 1) // 2)))]
+    )
     return max(world.gather_numbers(wrong.item())) == 0
 
 
@@ -186,14 +198,16 @@ def _synchronise(world: World) -> None:
 
 
 def check_peer_copies(count: int, device_type: str) -> list[tuple[int, int]]:
-    """Pairs of this host's devices between which a copy arrives changed: with some drivers and virtual machines it arrives as
-    zeros."""
+    """Pairs of this host's devices between which a copy arrives changed: with some drivers and
+    virtual machines it arrives as zeros."""
     import torch
 
     wrong = []
     for one in range(count):
         message = pattern(1 << 18, one, torch.device(device_type, one))
         for other in range(count):
-            if one != other and not torch.equal(message.to(f"{device_type}:{other}").cpu(), message.cpu()):
+            if one != other and not torch.equal(
+                message.to(f"{device_type}:{other}").cpu(), message.cpu()
+            ):
                 wrong.append((one, other))
     return wrong

@@ -15,13 +15,17 @@ from paceline.distributed.devices import cpu_cores
 from paceline.doctor.check import Check, doubtful, well
 
 _SHARED = Path("/dev/shm")
-#: Below this loader processes and NCCL run out of it: a container gets 64 MB where nobody asks for more.
+#: Below this loader processes and NCCL run out of it: a container gets 64 MB where nobody asks for
+#: more.
 _SHARED_BYTES = 1 << 30
 #: Ranks, loader processes, their pipes, and the files of a checkpoint.
 _OPEN_FILES = 1024
 #: State of adjtimex(2): the clock is not synchronised.
 _TIME_ERROR = 5
-_SLOWED = ("clocks_event_reasons.hw_thermal_slowdown", "clocks_event_reasons.hw_power_brake_slowdown")
+_SLOWED = (
+    "clocks_event_reasons.hw_thermal_slowdown",
+    "clocks_event_reasons.hw_power_brake_slowdown",
+)
 
 
 def check_memory() -> Check:
@@ -32,7 +36,11 @@ def check_memory() -> Check:
 def check_threads(num_ranks: int) -> Check:
     """Threads and cores: too many threads a rank is the commonest way to make a CPU slow."""
     cores = cpu_cores()
-    said = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if os.environ.get(name)}
+    said = {
+        name: os.environ[name]
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        if os.environ.get(name)
+    }
     value = f"{counted(cores, 'core')}, " + (
         ", ".join(f"{name}={count}" for name, count in said.items()) or "shared by the ranks"
     )
@@ -40,7 +48,8 @@ def check_threads(num_ranks: int) -> Check:
     if each * num_ranks > cores:
         return doubtful(
             "threads",
-            f"{value}: {counted(num_ranks, 'rank')} × {counted(each, 'thread')} on {counted(cores, 'core')}",
+            f"{value}: {counted(num_ranks, 'rank')} × {counted(each, 'thread')} on"
+            f" {counted(cores, 'core')}",
             f"unset {' and '.join(said)}, or set OMP_NUM_THREADS={max(1, cores // num_ranks)}",
         )
     return well("threads", value)
@@ -54,7 +63,9 @@ def check_clock(several_hosts: bool = False) -> Check:
     if state != _TIME_ERROR:
         return well("clock", "synchronised")
     if several_hosts:
-        return doubtful("clock", "not synchronised", "start chrony or systemd-timesyncd on every host")
+        return doubtful(
+            "clock", "not synchronised", "start chrony or systemd-timesyncd on every host"
+        )
     return well("clock", "not synchronised (of no matter on one host)")
 
 
@@ -71,7 +82,8 @@ def check_frequency() -> Check:
     held = []
     governor = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     driver = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver") or ""
-    if governor == "powersave" and "pstate" not in driver:  # there powersave does go up when there is work
+    # there powersave does go up when there is work
+    if governor == "powersave" and "pstate" not in driver:
         held.append("the CPU's governor is powersave")
     for line in _nvidia_smi("index", *_SLOWED):
         index, *reasons = [part.strip() for part in line.split(",")]
@@ -81,8 +93,15 @@ def check_frequency() -> Check:
             if on == "Active"
         ]
     if held:
-        return doubtful("frequency", "; ".join(held), "look at cooling and power; `cpupower frequency-set -g performance`")
-    return well("frequency", f"governor {governor}" if governor else "nothing holds it back that can be seen")
+        return doubtful(
+            "frequency",
+            "; ".join(held),
+            "look at cooling and power; `cpupower frequency-set -g performance`",
+        )
+    return well(
+        "frequency",
+        f"governor {governor}" if governor else "nothing holds it back that can be seen",
+    )
 
 
 def check_shared_memory(num_ranks: int, loader_workers: int, accelerator: bool) -> Check:
@@ -93,7 +112,11 @@ def check_shared_memory(num_ranks: int, loader_workers: int, accelerator: bool) 
     value = f"{human_bytes(total.free)} of {human_bytes(total.total)} free"
     if total.free < _SHARED_BYTES and (loader_workers > 0 or (accelerator and num_ranks > 1)):
         advice = "start the container with `--shm-size=8g` (or `--ipc=host`)"
-        return doubtful("shared_memory", value, advice + (", or set `dataloader_num_workers: 0`" if loader_workers else ""))
+        return doubtful(
+            "shared_memory",
+            value,
+            advice + (", or set `dataloader_num_workers: 0`" if loader_workers else ""),
+        )
     return well("shared_memory", value)
 
 
@@ -103,7 +126,11 @@ def check_open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{soft:,} at once" + (f", up to {hard:,} by `ulimit -n`" if hard != soft else "")
     if 0 <= soft < _OPEN_FILES:
-        return doubtful("open_files", value, f"type `ulimit -n {min(hard, 4096) if hard > 0 else 4096}` before the run")
+        return doubtful(
+            "open_files",
+            value,
+            f"type `ulimit -n {min(hard, 4096) if hard > 0 else 4096}` before the run",
+        )
     return well("open_files", value)
 
 

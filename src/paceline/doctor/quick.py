@@ -9,10 +9,13 @@ from paceline.doctor.network import check_port
 
 
 def quick_checks(config: Config, device_type: str, num_ranks: int) -> list[Check]:
-    """What is not well on this host, of what a run can be told within a millisecond. Does not import torch."""
+    """What is not well on this host, of what a run can be told within a millisecond. Does not
+    import torch."""
     found = [
         check_open_files(),
-        check_shared_memory(num_ranks, config.train_args.dataloader_num_workers, device_type != "cpu"),
+        check_shared_memory(
+            num_ranks, config.train_args.dataloader_num_workers, device_type != "cpu"
+        ),
     ]
     if device_type == "cpu":
         found.append(check_threads(num_ranks))

@@ -1,4 +1,5 @@
-"""`paceline doctor`: look at this machine, and at the network between the ranks that a run would have."""
+"""`paceline doctor`: look at this machine, and at the network between the ranks that a run would
+have."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ _CLOCKS_APART_S = 1.0
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line says. ``given``: a config was named; else ``loaded`` is a stand-in, of which only the section
-    `parallel` counts."""
+    """What the command line says. ``given``: a config was named; else ``loaded`` is a stand-in, of
+    which only the section `parallel` counts."""
 
     loaded: Loaded
     given: bool
@@ -59,7 +60,8 @@ class Examination:
     device_type: str
     given: bool
     timeout_s: float
-    #: An outer launcher started the ranks, perhaps on several hosts: the first of each host looks at its host.
+    #: An outer launcher started the ranks, perhaps on several hosts: the first of each host looks
+    #: at its host.
     looks: bool
     gradient_bytes: int | None = None
 
@@ -71,13 +73,18 @@ def make_request(path: str | Path | None, words: list[str], ranks: str | None) -
         ConfigError: the config is wrong, or the number of ranks.
     """
     if ranks is not None and (not ranks.isdecimal() or not 1 <= int(ranks) <= MAX_RANKS):
-        raise ConfigError(f"`--ranks {ranks}` is no number of ranks", allowed=f"1 to {MAX_RANKS}", fix="write e.g. `--ranks 2`")
+        raise ConfigError(
+            f"`--ranks {ranks}` is no number of ranks",
+            allowed=f"1 to {MAX_RANKS}",
+            fix="write e.g. `--ranks 2`",
+        )
     count = int(ranks) if ranks is not None else None
     given = path is not None or any(not word.lstrip("-").startswith("parallel.") for word in words)
     loaded = load_config(path, [*([] if given else _STAND_IN), *words])
     if count is not None and loaded.config.parallel.num_gpus not in ("auto", count):
         raise ConfigError(
-            f"`--ranks {count}` was given, and `parallel.num_gpus` is {loaded.config.parallel.num_gpus}",
+            f"`--ranks {count}` was given, and `parallel.num_gpus` is"
+            f" {loaded.config.parallel.num_gpus}",
             fix="leave one of them out",
         )
     return Request(loaded, given, count)
@@ -95,7 +102,9 @@ def doctor(request: Request, as_json: bool) -> int:
     for level, text in request.loaded.notices:
         _say_level(level, text)
     outer = outer_launcher()
-    parallel = with_scheduler(request.loaded.config.parallel, scheduled_host() if outer is None else None)
+    parallel = with_scheduler(
+        request.loaded.config.parallel, scheduled_host() if outer is None else None
+    )
     request = replace(request, loaded=request.loaded.with_parallel(parallel))
     devices = _devices(request, outer)
     several = outer is None and parallel.hosts != (1, 1)
@@ -107,13 +116,20 @@ def doctor(request: Request, as_json: bool) -> int:
     if several:
         between = _between_hosts(request, devices)
         if between.blocks_ranks and not between.is_first:
-            _say("the checks between the hosts found what would make a run fail; the endpoint host prints it")
+            _say(
+                "the checks between the hosts found what would make a run fail; the endpoint host"
+                " prints it"
+            )
             return EXIT_FAILED
         checks, gradients = between.checks, between.gradient_bytes
     elif outer is None:
-        checks, gradients = examine_host(request.loaded.config, request.given, devices.type, devices.count)
+        checks, gradients = examine_host(
+            request.loaded.config, request.given, devices.type, devices.count
+        )
     measured = None
-    job = Examination(request.loaded.config, devices.type, request.given, 60.0, outer is not None, gradients)
+    job = Examination(
+        request.loaded.config, devices.type, request.given, 60.0, outer is not None, gradients
+    )
     if between is not None and between.blocks_ranks:
         _say("no ranks were started, because a run between these hosts would fail")
     elif outer is not None or several or devices.count > 1:
@@ -123,7 +139,12 @@ def doctor(request: Request, as_json: bool) -> int:
         if outcome["status"] == "failed":
             text = outcome["text"].partition(" To go on:")[0]
             checks.append(
-                broken("links", text, "see which host or interface the text names; `--ranks 1` looks at this host alone")
+                broken(
+                    "links",
+                    text,
+                    "see which host or interface the text names; `--ranks 1` looks at this host"
+                    " alone",
+                )
             )
         else:
             measured = outcome["report"]
@@ -160,21 +181,29 @@ def _between_hosts(request: Request, devices: Devices) -> HostsReport:
         resolved = resolve_endpoint(config)
     except OSError as error:
         raise ConfigError(
-            f"`parallel.rdzv_endpoint: {config.parallel.rdzv_endpoint}` cannot be reached from here: {error.strerror or error}",
+            f"`parallel.rdzv_endpoint: {config.parallel.rdzv_endpoint}` cannot be reached from"
+            f" here: {error.strerror or error}",
             fix="give an address, or a name that resolves on every host",
         ) from error
     address, port = resolved.address, resolved.port
-    is_host = resolved.is_local and config.parallel.node_rank in ("auto", 0) and not is_listening(address, port, timeout_s=1.0)
+    is_host = (
+        resolved.is_local
+        and config.parallel.node_rank in ("auto", 0)
+        and not is_listening(address, port, timeout_s=1.0)
+    )
     endpoint = Endpoint(address, port, resolved.local_address, resolved.interface, is_host)
-    checks, gradients = examine_host(config, request.given and is_host, devices.type, devices.count, address)
+    checks, gradients = examine_host(
+        config, request.given and is_host, devices.type, devices.count, address
+    )
     return inspect_endpoint_and_hosts(endpoint, config.parallel.hosts, checks, gradients, _say)
 
 
 def examine_host(
     config: Config, given: bool, device_type: str, num_ranks: int, head: str | None = None
 ) -> tuple[list[Check], int | None]:
-    """All that can be seen without a second rank, and the bytes of the config's gradients (None: not known). ``num_ranks``: of
-    this host. ``head``: where the ranks of several hosts meet; None where this is the only one."""
+    """All that can be seen without a second rank, and the bytes of the config's gradients (None:
+    not known). ``num_ranks``: of this host. ``head``: where the ranks of several hosts meet; None
+    where this is the only one."""
     args = config.train_args
     sizes = _sizes(config) if given else None
     accelerator = device_type != "cpu"
@@ -195,15 +224,19 @@ def examine_host(
     if given:
         folder = Path(config.output_dir)
         checks.append(check_writing("output_dir", folder))
-        checks.append(check_disk(folder, sizes[0] if sizes else None, sizes[1] if sizes else 0, args.save_total_limit))
+        checks.append(
+            check_disk(
+                folder, sizes[0] if sizes else None, sizes[1] if sizes else 0, args.save_total_limit
+            )
+        )
     if accelerator:
         checks.append(_peer_copies(num_ranks, device_type))
     return checks, sizes[2] if sizes else None
 
 
 def _sizes(config: Config) -> tuple[int, int, int] | None:
-    """Bytes of a checkpoint, of `model/` and of the gradients: the first as `paceline plan` counts it. None where the model
-    cannot be had without running the user's code on data."""
+    """Bytes of a checkpoint, of `model/` and of the gradients: the first as `paceline plan` counts
+    it. None where the model cannot be had without running the user's code on data."""
     from paceline.planner.model_profile import describe
 
     try:
@@ -228,12 +261,14 @@ def _peer_copies(count: int, device_type: str) -> Check:
         return broken(
             "peer_copies",
             f"a copy between devices arrives changed: {pairs}",
-            "set NCCL_P2P_DISABLE=1, and see the driver's notes on IOMMU and ACS (PCI access control)",
+            "set NCCL_P2P_DISABLE=1, and see the driver's notes on IOMMU and ACS (PCI access"
+            " control)",
         )
     return well("peer_copies", f"{counted(count * (count - 1), 'pair')} of devices, all intact")
 
 
-# -- ranks ---------------------------------------------------------------------------------------------------------------------
+# -- ranks
+# ---------------------------------------------------------------------------------------------------------------------
 def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     """Measure the network with the other ranks; a collective."""
     from paceline.distributed.communicator import open_world
@@ -244,7 +279,12 @@ def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, An
     between: dict[str, Any] = {}
     if job.looks:
         checks, gradients, between, fatal = _look_at_hosts(job, env)
-        report = {"checks": [one.as_dict() for one in checks], "links": [], "all_reduce": None, **between}
+        report = {
+            "checks": [one.as_dict() for one in checks],
+            "links": [],
+            "all_reduce": None,
+            **between,
+        }
         if fatal or env.world_size == 1:
             return {"status": "done", "report": report if env.rank == 0 else None}
     world = open_world(env, job.device_type, job.timeout_s)
@@ -263,22 +303,29 @@ def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, An
 
 
 def examine_member(job: Examination, member: Membership, stop: StopFlag) -> dict[str, Any]:
-    """As :func:`examine_rank`, on a rank of several hosts. Nothing is started again after a failure."""
+    """As :func:`examine_rank`, on a rank of several hosts. Nothing is started again after a
+    failure."""
     from paceline.launch.worker import run_guarded
 
     outcome = run_guarded(job, member.round.env, stop, examine_rank)
     return {**outcome, "is_final": True}
 
 
-def _look_at_hosts(job: Examination, env: RankEnv) -> tuple[list[Check], int | None, dict[str, Any], bool]:
-    """Under an outer launcher: the first rank of each host looks at it, and all hosts measure between them.
+def _look_at_hosts(
+    job: Examination, env: RankEnv
+) -> tuple[list[Check], int | None, dict[str, Any], bool]:
+    """Under an outer launcher: the first rank of each host looks at it, and all hosts measure
+    between them.
 
     Returns:
-        The checks, the size of the gradients, the measurements between hosts, and whether a run would fail.
+        The checks, the size of the gradients, the measurements between hosts, and whether a run
+        would fail.
     """
 
     def examine(head: str | None) -> tuple[list[Check], int | None]:
-        return examine_host(job.config, job.given and env.rank == 0, job.device_type, env.local_world_size, head)
+        return examine_host(
+            job.config, job.given and env.rank == 0, job.device_type, env.local_world_size, head
+        )
 
     if env.world_size == env.local_world_size:
         checks, gradients = examine(None) if env.rank == 0 else ([], None)
@@ -288,7 +335,12 @@ def _look_at_hosts(job: Examination, env: RankEnv) -> tuple[list[Check], int | N
     report, fatal = inspect_from_ranks(env, examine, _say)
     if report is None:
         return [], None, {}, fatal
-    return report.checks, report.gradient_bytes, {"host_links": report.links, "hosts": report.hosts}, fatal
+    return (
+        report.checks,
+        report.gradient_bytes,
+        {"host_links": report.links, "hosts": report.hosts},
+        fatal,
+    )
 
 
 def judge_network(network: Any, gradient_bytes: int | None = None) -> list[Check]:
@@ -296,13 +348,18 @@ def judge_network(network: Any, gradient_bytes: int | None = None) -> list[Check
     damaged = [one for one in network.pairs if not one.intact]
     if damaged or not network.sum_intact:
         what = ", ".join(_between(network, one) for one in damaged) or "the all-reduce"
-        advice = "set NCCL_P2P_DISABLE=1 between GPUs of one host; else look at the interface's driver and its offloading"
+        advice = (
+            "set NCCL_P2P_DISABLE=1 between GPUs of one host; else look at the interface's driver"
+            " and its offloading"
+        )
         return [broken("links", f"data arrives changed: {what}", advice)]
     found = [_judge_pairs(network), _judge_all_reduce(network, gradient_bytes)]
     apart = max(network.pairs, key=lambda one: abs(one.clock_offset_s))
     if abs(apart.clock_offset_s) > _CLOCKS_APART_S + apart.latency_s:
         text = f"{_between(network, apart)}: {abs(apart.clock_offset_s):.1f} s apart"
-        found.append(doubtful("clocks_apart", text, "let chrony or systemd-timesyncd set the clocks of both"))
+        found.append(
+            doubtful("clocks_apart", text, "let chrony or systemd-timesyncd set the clocks of both")
+        )
     return found
 
 
@@ -311,24 +368,32 @@ def _judge_pairs(network: Any) -> Check:
     rates = sorted(one.bandwidth_bytes_s for one in network.pairs)
     middle = rates[len(rates) // 2]
     text = (
-        f"{counted(len(network.pairs), 'pair')}, all intact; the slowest, {_between(network, slowest)}: "
-        f"{human_bytes(slowest.bandwidth_bytes_s)}/s, {short_duration(slowest.latency_s)}"
+        f"{counted(len(network.pairs), 'pair')}, all intact; the slowest,"
+        f" {_between(network, slowest)}: {human_bytes(slowest.bandwidth_bytes_s)}/s,"
+        f" {short_duration(slowest.latency_s)}"
     )
     if slowest.bandwidth_bytes_s * _SLOWER < middle:
         return doubtful(
-            "links", f"{text}, where the middle one has {human_bytes(middle)}/s", "look at that cable, slot or port"
+            "links",
+            f"{text}, where the middle one has {human_bytes(middle)}/s",
+            "look at that cable, slot or port",
         )
     return well("links", text)
 
 
 def _judge_all_reduce(network: Any, gradient_bytes: int | None) -> Check:
     link = network.all_reduce
-    rate = "no limit that could be seen" if link.bandwidth_bytes_s is None else f"{human_bytes(link.bandwidth_bytes_s)}/s"
+    rate = (
+        "no limit that could be seen"
+        if link.bandwidth_bytes_s is None
+        else f"{human_bytes(link.bandwidth_bytes_s)}/s"
+    )
     text = f"{short_duration(link.latency_s)} a message, {rate} that a rank sends"
     if gradient_bytes is not None:
         takes = short_duration(link.all_reduce_s(gradient_bytes))
         text += (
-            f"; the gradients of this config ({human_bytes(gradient_bytes)}) take {takes} of each step, in part beside backward"
+            f"; the gradients of this config ({human_bytes(gradient_bytes)}) take {takes} of each"
+            " step, in part beside backward"
         )
     return well("all_reduce", text)
 
@@ -372,9 +437,15 @@ def _devices(request: Request, outer: RankEnv | None) -> Devices:
     parallel = request.loaded.config.parallel
     if request.num_ranks is not None:
         # Asked for by number alone: of GPUs where there are some, else of CPU ranks.
-        device = "cpu" if parallel.device == "auto" and accelerators()[0] is None else parallel.device
-        parallel = parallel.model_copy(update={"num_gpus": request.num_ranks, "mode": "auto", "device": device})
-    devices = choose_devices(parallel, ranks_given=None if outer is None else outer.local_world_size)
+        device = (
+            "cpu" if parallel.device == "auto" and accelerators()[0] is None else parallel.device
+        )
+        parallel = parallel.model_copy(
+            update={"num_gpus": request.num_ranks, "mode": "auto", "device": device}
+        )
+    devices = choose_devices(
+        parallel, ranks_given=None if outer is None else outer.local_world_size
+    )
     for _, text in devices.notices:
         _say(text)
     return devices
@@ -389,7 +460,11 @@ def _keep(device_type: str, measured: dict[str, Any] | None) -> None:
         return
     try:
         path = machine_profile.keep(
-            device_type, link["num_ranks"], link["num_hosts"], link["latency_s"], link["bandwidth_bytes_s"]
+            device_type,
+            link["num_ranks"],
+            link["num_hosts"],
+            link["latency_s"],
+            link["bandwidth_bytes_s"],
         )
     except OSError as error:
         _say(f"warning: the measurements could not be kept for the planner: {error}")
@@ -397,7 +472,8 @@ def _keep(device_type: str, measured: dict[str, Any] | None) -> None:
         _say(f"kept for `paceline plan`: {path}")
 
 
-# -- for a person --------------------------------------------------------------------------------------------------------------
+# -- for a person
+# --------------------------------------------------------------------------------------------------------------
 def _show(checks: list[Check], found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -409,15 +485,26 @@ def _show(checks: list[Check], found: dict[str, Any]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for one in checks:
-        mark, style = ("ok", "green") if one.ok else ("FAIL", "bold red") if one.fatal else ("warn", "yellow")
+        mark, style = (
+            ("ok", "green") if one.ok else ("FAIL", "bold red") if one.fatal else ("warn", "yellow")
+        )
         text = Text(one.value)
         if one.advice:
             text.append(f"\n→ {one.advice}", style="bold" if one.fatal else "")
         table.add_row(Text(mark, style=style), one.name, text)
     console.print(table)
-    for one in sorted(found["links"], key=lambda link: link["bandwidth_bytes_s"])[:8] if len(found["links"]) > 1 else []:
+    for one in (
+        sorted(found["links"], key=lambda link: link["bandwidth_bytes_s"])[:8]
+        if len(found["links"]) > 1
+        else []
+    ):
         rate = f"{human_bytes(one['bandwidth_bytes_s'])}/s"
-        console.print(Text(f"  rank {one['from']} ↔ rank {one['to']}  {short_duration(one['latency_s']):>9}  {rate:>12}"))
+        console.print(
+            Text(
+                f"  rank {one['from']} ↔ rank {one['to']}  {short_duration(one['latency_s']):>9} "
+                f" {rate:>12}"
+            )
+        )
     if len(found["links"]) > 8:
         console.print(Text(f"  and {len(found['links']) - 8} faster ones (--json)"))
     console.print(Text(_verdict(checks), style="bold green" if found["ok"] else "bold red"))

@@ -16,7 +16,8 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def check_packages(config: Config | None = None) -> Check:
-    """Every package that Paceline needs is there, in a version it works with; DeepSpeed, TensorBoard where the config asks."""
+    """Every package that Paceline needs is there, in a version it works with; DeepSpeed,
+    TensorBoard where the config asks."""
     extras = [""]
     if config is not None:
         extras += ["deepspeed"] if config.parallel.mode == "deepspeed" else []
@@ -24,7 +25,9 @@ def check_packages(config: Config | None = None) -> Check:
     wanted = [Requirement(text) for text in importlib.metadata.requires("paceline") or []]
     wrong, found = [], []
     for one in wanted:
-        if one.marker is not None and not any(one.marker.evaluate({"extra": extra}) for extra in extras):
+        if one.marker is not None and not any(
+            one.marker.evaluate({"extra": extra}) for extra in extras
+        ):
             continue
         try:
             version = importlib.metadata.version(one.name)
@@ -38,7 +41,11 @@ def check_packages(config: Config | None = None) -> Check:
     if wrong:
         asked = [extra for extra in extras if extra]
         what = f"paceline[{','.join(asked)}]" if asked else "paceline"
-        return broken("packages", "; ".join(wrong), f"type `pip install --upgrade '{what}'` in this environment")
+        return broken(
+            "packages",
+            "; ".join(wrong),
+            f"type `pip install --upgrade '{what}'` in this environment",
+        )
     return well("packages", value)
 
 
@@ -46,13 +53,22 @@ def check_driver(device: str = "auto") -> Check:
     """torch's build and the accelerator's driver go together. Imports torch.
 
     Args:
-        device: `parallel.device` of the config: where it names an accelerator, being without one is fatal.
+        device: `parallel.device` of the config: where it names an accelerator, being without one is
+            fatal.
     """
     import torch
 
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm " + torch.version.hip if torch.version.hip else "CPU"
+    build = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else "ROCm " + torch.version.hip
+        if torch.version.hip
+        else "CPU"
+    )
     driver = nvidia_driver()
-    value = f"torch {torch.__version__}, built for {build}" + (f"; NVIDIA driver {driver}" if driver else "")
+    value = f"torch {torch.__version__}, built for {build}" + (
+        f"; NVIDIA driver {driver}" if driver else ""
+    )
     missed = broken if device not in ("auto", "cpu") else doubtful
     if torch.accelerator.is_available():
         return well("driver", value)
@@ -60,12 +76,21 @@ def check_driver(device: str = "auto") -> Check:
         return missed(
             "driver",
             f"{value}: the GPU of this machine is not used",
-            "install a build of torch for CUDA (https://pytorch.org/get-started/locally), or set `parallel.device: cpu`",
+            "install a build of torch for CUDA (https://pytorch.org/get-started/locally), or set"
+            " `parallel.device: cpu`",
         )
     if driver:
-        return missed("driver", f"{value}: {_why_no_cuda()}", "update the driver, or install a torch built for an older CUDA")
+        return missed(
+            "driver",
+            f"{value}: {_why_no_cuda()}",
+            "update the driver, or install a torch built for an older CUDA",
+        )
     if device not in ("auto", "cpu"):
-        return broken("driver", f"{value}; no accelerator", "set `parallel.device: cpu`, or see whether `nvidia-smi` answers")
+        return broken(
+            "driver",
+            f"{value}; no accelerator",
+            "set `parallel.device: cpu`, or see whether `nvidia-smi` answers",
+        )
     return well("driver", f"{value}; no accelerator: training runs on the CPU")
 
 
@@ -86,4 +111,6 @@ def _why_no_cuda() -> str:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return str(error).strip().splitlines()[0]
-    return "no GPU is visible" + (" (is CUDA_VISIBLE_DEVICES empty?)" if torch.cuda.device_count() == 0 else "")
+    return "no GPU is visible" + (
+        " (is CUDA_VISIBLE_DEVICES empty?)" if torch.cuda.device_count() == 0 else ""
+    )

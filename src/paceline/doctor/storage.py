@@ -15,8 +15,11 @@ from paceline.doctor.check import Check, broken, doubtful, well
 _TRIAL_BYTES = 8 << 20
 
 
-def check_disk(folder: Path, checkpoint_bytes: int | None, model_bytes: int, num_kept: int | None) -> Check:
-    """Free space for the checkpoints that are kept, one that is being written, and the model at the end.
+def check_disk(
+    folder: Path, checkpoint_bytes: int | None, model_bytes: int, num_kept: int | None
+) -> Check:
+    """Free space for the checkpoints that are kept, one that is being written, and the model at the
+    end.
 
     Args:
         checkpoint_bytes: of one checkpoint; None: not known.
@@ -27,7 +30,9 @@ def check_disk(folder: Path, checkpoint_bytes: int | None, model_bytes: int, num
     if checkpoint_bytes is None:
         return well("disk", f"{human_bytes(free)} free in {here}")
     least = checkpoint_bytes + model_bytes
-    value = f"{human_bytes(free)} free in {here}; a checkpoint takes {human_bytes(checkpoint_bytes)}, "
+    value = (
+        f"{human_bytes(free)} free in {here}; a checkpoint takes {human_bytes(checkpoint_bytes)}, "
+    )
     if num_kept is None:
         most = least
         value += "and all of them are kept (`save_total_limit` is not set)"
@@ -37,12 +42,17 @@ def check_disk(folder: Path, checkpoint_bytes: int | None, model_bytes: int, num
     if free < least:
         return broken("disk", value, "make room, or set `output_dir` to another disk")
     if free < most:
-        return doubtful("disk", value, "make room, lower `save_total_limit`, or set `output_dir` to another disk")
+        return doubtful(
+            "disk",
+            value,
+            "make room, lower `save_total_limit`, or set `output_dir` to another disk",
+        )
     return well("disk", value)
 
 
 def check_writing(name: str, folder: Path) -> Check:
-    """A file can be written into ``folder`` (or where it is to be made), brought to the disk, and renamed. Leaves nothing."""
+    """A file can be written into ``folder`` (or where it is to be made), brought to the disk, and
+    renamed. Leaves nothing."""
     here = existing(folder)
     aside: Path | None = None
     try:
@@ -58,7 +68,11 @@ def check_writing(name: str, folder: Path) -> Check:
         aside.rename(renamed)
         aside = renamed
     except OSError as error:
-        return broken(name, f"{here} cannot be written: {error.strerror or error}", "see its owner and rights, or name another")
+        return broken(
+            name,
+            f"{here} cannot be written: {error.strerror or error}",
+            "see its owner and rights, or name another",
+        )
     finally:
         if aside is not None:
             with contextlib.suppress(OSError):

@@ -10,13 +10,15 @@ from typing import Any
 _HERE = Path(__file__).parent
 
 
-def render(title: str, about: str, facts: list[tuple[str, str]], player: dict[str, Any], text: str) -> str:
+def render(
+    title: str, about: str, facts: list[tuple[str, str]], player: dict[str, Any], text: str
+) -> str:
     """The whole page.
 
     Args:
         facts: pairs of label and value that stand above the picture.
-        player: what page.js draws: ``kind`` (chunks, timeline or memory) and the recorded data of that kind; ``captions`` has
-            one line a frame.
+        player: what page.js draws: ``kind`` (chunks, timeline or memory) and the recorded data of
+            that kind; ``captions`` has one line a frame.
         text: the same for readers without a script.
     """
     return str(
@@ -37,7 +39,9 @@ def render(title: str, about: str, facts: list[tuple[str, str]], player: dict[st
 def _template() -> Any:
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     return environment.from_string((_HERE / "page.html.jinja").read_text(encoding="utf-8"))
 
 

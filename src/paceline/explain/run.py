@@ -1,4 +1,5 @@
-"""`paceline explain`: an algorithm on real ranks, recorded step by step; as text, as JSON, and as a page that plays it."""
+"""`paceline explain`: an algorithm on real ranks, recorded step by step; as text, as JSON, and as a
+page that plays it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from paceline.distributed.collectives.schedules import ALGORITHMS, check_algorit
 
 #: what can be explained → module of this package, and what it is
 TOPICS = {
-    "all-reduce": ("collective", "each step of an all-reduce: which chunk goes where, what each rank holds"),
+    "all-reduce": (
+        "collective",
+        "each step of an all-reduce: which chunk goes where, what each rank holds",
+    ),
     "broadcast": ("collective", "each step of a broadcast"),
     "ddp": ("ddp", "gradient buckets that fill during backward, and their all-reduce beside it"),
     "zero": ("zero", "who holds which part of the training state, stage by stage"),
@@ -41,7 +45,8 @@ def make_request(topic: str, values: dict[str, Any]) -> Request:
     """Check the words of the command line.
 
     Raises:
-        ConfigError: an unknown topic or algorithm, a number out of range, a page that could not be written.
+        ConfigError: an unknown topic or algorithm, a number out of range, a page that could not be
+            written.
     """
     if topic not in TOPICS:
         raise ConfigError(
@@ -53,7 +58,9 @@ def make_request(topic: str, values: dict[str, Any]) -> Request:
     foreign = [name for name in ("algorithm", "elements") if name in values and not collective]
     if foreign:
         raise ConfigError(
-            f"`explain {topic}` has no --{foreign[0]}", allowed="--ranks, --output, --json", fix=f"leave --{foreign[0]} out"
+            f"`explain {topic}` has no --{foreign[0]}",
+            allowed="--ranks, --output, --json",
+            fix=f"leave --{foreign[0]} out",
         )
     fewest = 1 if collective else 2
     ranks = _in_range("ranks", values.get("ranks", 4 if collective else 2), fewest, MAX_RANKS)
@@ -64,7 +71,9 @@ def make_request(topic: str, values: dict[str, Any]) -> Request:
     output = Path(values["output"]) if "output" in values else None
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise ConfigError(
-            f"`--output {output}` cannot be written", allowed="a file in a folder that exists", fix="name an HTML file"
+            f"`--output {output}` cannot be written",
+            allowed="a file in a folder that exists",
+            fix="name an HTML file",
         )
     return Request(topic, ranks, elements, algorithm, output)
 
@@ -76,7 +85,8 @@ def _in_range(name: str, value: int, low: int, high: int) -> int:
 
 
 def explain(request: Request, as_json: bool) -> int:
-    """Run it, print it, write its page. Returns the exit code: 1 where a result was not what it must be."""
+    """Run it, print it, write its page. Returns the exit code: 1 where a result was not what it
+    must be."""
     from paceline.launch.rank_pool import warm_up
 
     topic = import_module(f"paceline.explain.topics.{TOPICS[request.topic][0]}")
@@ -89,7 +99,11 @@ def explain(request: Request, as_json: bool) -> int:
     if request.output is not None:
         write_atomic(request.output, _page(topic, story))
         print(f"written: {request.output}", file=sys.stderr)
-    print(json.dumps(topic.surface(story) if request.topic in ALGORITHMS else story) if as_json else topic.text(story))
+    print(
+        json.dumps(topic.surface(story) if request.topic in ALGORITHMS else story)
+        if as_json
+        else topic.text(story)
+    )
     return EXIT_DONE if story["result_ok"] else EXIT_FAILED
 
 
@@ -97,4 +111,6 @@ def _page(topic: Any, story: dict[str, Any]) -> str:
     from paceline.explain.page import render
 
     text: Callable[[dict[str, Any]], str] = topic.text
-    return render(topic.title(story), topic.about(story), topic.facts(story), topic.player(story), text(story))
+    return render(
+        topic.title(story), topic.about(story), topic.facts(story), topic.player(story), text(story)
+    )

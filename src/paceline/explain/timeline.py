@@ -1,4 +1,5 @@
-"""What the explanations of a step on a clock have in common: spans, their facts, and the picture that plays them."""
+"""What the explanations of a step on a clock have in common: spans, their facts, and the picture
+that plays them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ def gradients_line(story: Story) -> str:
 
 
 def player(
-    story: Story, moments: Moments, lanes: list[str], bars: list[dict[str, Any]], colours: dict[str, str], **more: Any
+    story: Story,
+    moments: Moments,
+    lanes: list[str],
+    bars: list[dict[str, Any]],
+    colours: dict[str, str],
+    **more: Any,
 ) -> dict[str, Any]:
     """What page.js draws as a timeline.
 

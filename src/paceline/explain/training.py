@@ -1,4 +1,5 @@
-"""The small training that the explanations of strategies record: a stack of equal layers, AdamW, one batch a rank."""
+"""The small training that the explanations of strategies record: a stack of equal layers, AdamW,
+one batch a rank."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def as_reference(found: list[torch.Tensor], replicas: int) -> bool:
     """True where the gradients are the reference's, to rounding."""
     wanted = reference_gradients(replicas)
     return len(found) == len(wanted) and all(
-        torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(found, wanted, strict=True)
+        torch.allclose(one, other, rtol=1e-4, atol=1e-7)
+        for one, other in zip(found, wanted, strict=True)
     )
 
 

@@ -1,1 +1,2 @@
-"""Detection of hangs, stragglers, anomalies, loss spikes and diverging replicas. Detection only: the trainer acts."""
+"""Detection of hangs, stragglers, anomalies, loss spikes and diverging replicas. Detection only:
+the trainer acts."""

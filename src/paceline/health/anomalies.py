@@ -1,8 +1,10 @@
-"""Numbers that go wrong: an update without a finite gradient is skipped by every rank that would make it, and told of; too many
-in a row end the run. Replicas that drift: :mod:`paceline.health.replicas`; losses that jump: :mod:`paceline.health.loss_spikes`.
+"""Numbers that go wrong: an update without a finite gradient is skipped by every rank that would
+make it, and told of; too many in a row end the run. Replicas that drift:
+:mod:`paceline.health.replicas`; losses that jump: :mod:`paceline.health.loss_spikes`.
 
-On a CPU the gradient's norm is looked at before the update. An accelerator decides for itself where the optimizer can (torch's
-fused ones), and the host looks a step later: it never waits for the device.
+On a CPU the gradient's norm is looked at before the update. An accelerator decides for itself where
+the optimizer can (torch's fused ones), and the host looks a step later: it never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What is known of a step's gradient. Tensors are scalars on the device, not finite where something was not.
+    """What is known of a step's gradient. Tensors are scalars on the device, not finite where
+    something was not.
 
     Args:
         step: updates counted, with this one.
@@ -53,7 +56,8 @@ class _Verdict:
 
 
 class Guard:
-    """Watches a session's numbers. Every rank has one, and they come to the same answers at the same places."""
+    """Watches a session's numbers. Every rank has one, and they come to the same answers at the
+    same places."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -62,20 +66,29 @@ class Guard:
         self.over: RunError | None = None  # why the run shall end
         self._row: list[int] = []  # steps without an update, up to the last
         self._unread: deque[_Verdict] = deque()
-        self._untold = 0  # updates that this rank, training on its own, has skipped since the last log line
+        # updates that this rank, training on its own, has skipped since the last log line
+        self._untold = 0
         self._compared: int | None = None  # step at which replicas were compared last
 
-    # -- a step -------------------------------------------------------------------------------------------------------------
+    # -- a step
+    # -------------------------------------------------------------------------------------------------------------
     def update(self, norm: torch.Tensor, loss: torch.Tensor) -> None:
-        """Make the step's update, if the gradient is finite. ``norm``: as the strategy told it; ``loss``: of this rank. Where
-        :attr:`over` is set then, the run shall end: :meth:`end` raises it when the state is saved."""
+        """Make the step's update, if the gradient is finite. ``norm``: as the strategy told it;
+        ``loss``: of this rank. Where :attr:`over` is set then, the run shall end: :meth:`end`
+        raises it when the state is saved."""
         session = self.session
         strategy, precision = session.strategy, session.precision
         apart = strategy.count_world is not session.world
         own = strategy.own_gradient() if session.world.size > 1 else None
         knows = strategy.skips_itself
-        late = not knows and not strategy.undoes and norm.device.type != "cpu" and skips_on_device(strategy.optimizer, norm)
-        late = late and not session.world.mixes_devices  # the ranks gather who it was in the same step
+        late = (
+            not knows
+            and not strategy.undoes
+            and norm.device.type != "cpu"
+            and skips_on_device(strategy.optimizer, norm)
+        )
+        # the ranks gather who it was in the same step
+        late = late and not session.world.mixes_devices
         seen = None if knows else norm
         made = strategy.update(lambda optimizer: precision.step(optimizer, seen, late))
         if knows:
@@ -107,7 +120,8 @@ class Guard:
             self._compared = self.session.step
             check_replicas(self.session)
 
-    # -- who skipped ----------------------------------------------------------------------------------------------------------
+    # -- who skipped
+    # ----------------------------------------------------------------------------------------------------------
     def _read(self, verdict: _Verdict) -> None:
         if not verdict.bad:
             self._row.clear()
@@ -118,27 +132,48 @@ class Guard:
             return
         with uncounted():
             told: list[Any] = self.session.world.gather_objects(
-                (not _finite(verdict.loss), verdict.own is not None and not _finite(verdict.own), host_name())
+                (
+                    not _finite(verdict.loss),
+                    verdict.own is not None and not _finite(verdict.own),
+                    host_name(),
+                )
             )
-        losses, gradients = ([rank for rank, one in enumerate(told) if one is not None and one[at]] for at in (0, 1))
+        losses, gradients = (
+            [rank for rank, one in enumerate(told) if one is not None and one[at]] for at in (0, 1)
+        )
         scaler = self.session.precision.scaler
-        cause = "loss" if losses else "overflow" if scaler is not None else "gradient" if gradients else None
+        cause = (
+            "loss"
+            if losses
+            else "overflow"
+            if scaler is not None
+            else "gradient"
+            if gradients
+            else None
+        )
         ranks = [] if cause == "overflow" else losses or gradients
         self._count(verdict.step, lost=bool(losses))
         whose = "" if self.session.world.size == 1 else _whose(cause, ranks, len(told))
-        self._tell(verdict.step, cause, ranks, [told[rank][2] for rank in ranks], 1, _sentence(cause, whose))
+        self._tell(
+            verdict.step,
+            cause,
+            ranks,
+            [told[rank][2] for rank in ranks],
+            1,
+            _sentence(cause, whose),
+        )
         self._judge(verdict.step, len(self._row), whose)
 
     def _count(self, step: int, lost: bool) -> None:
-        """Count a skipped step. An overflow in float16 only counts once the loss scale is small. ``lost``: the loss was not
-        finite, so no scale would help."""
+        """Count a skipped step. An overflow in float16 only counts once the loss scale is small.
+        ``lost``: the loss was not finite, so no scale would help."""
         scaler = self.session.precision.scaler
         if scaler is None or lost or float(scaler.scale) < 1:
             self._row.append(step)
 
     def own(self) -> tuple[float, float]:
-        """For the line that is gathered at a log line: updates that this rank alone has skipped since the last, and how many
-        steps in a row."""
+        """For the line that is gathered at a log line: updates that this rank alone has skipped
+        since the last, and how many steps in a row."""
         return float(self._untold), float(len(self._row))
 
     def hear(self, rows: Sequence[Sequence[float]]) -> None:
@@ -148,32 +183,50 @@ class Guard:
         if ranks:
             many = int(max(row[0] for row in rows))
             text = (
-                f"{_ranks(ranks)} skipped {counted(many, 'update')} up to this step, each its own: the gradient was not finite"
+                f"{_ranks(ranks)} skipped {counted(many, 'update')} up to this step, each its own:"
+                " the gradient was not finite"
             )
             self._tell(self.session.step, "gradient", ranks, None, many, text)
-            self._judge(self.session.step, int(max(row[1] for row in rows)), f", on {_ranks(ranks)}")
+            self._judge(
+                self.session.step, int(max(row[1] for row in rows)), f", on {_ranks(ranks)}"
+            )
 
-    def _tell(self, step: int, cause: str | None, ranks: list[int], hosts: list[str] | None, many: int, text: str) -> None:
+    def _tell(
+        self,
+        step: int,
+        cause: str | None,
+        ranks: list[int],
+        hosts: list[str] | None,
+        many: int,
+        text: str,
+    ) -> None:
         more = {} if hosts is None else {"hosts": hosts}
-        self.session.events.emit("skipped", said=True, step=step, updates=many, ranks=ranks, cause=cause, **more)
+        self.session.events.emit(
+            "skipped", said=True, step=step, updates=many, ranks=ranks, cause=cause, **more
+        )
         self.session.events.notice(f"step {step}: {text}", level="warning")
 
     def _judge(self, step: int, in_row: int, whose: str) -> None:
         if in_row < self.settings.max_skipped_steps or self.over is not None:
             return
         self.over = RunError(
-            f"{counted(in_row, 'step')} in a row, up to step {step}, had no finite gradient{whose}, and no update was made in "
-            "them. The state with its last good weights is saved",
+            f"{counted(in_row, 'step')} in a row, up to step {step}, had no finite gradient{whose},"
+            " and no update was made in them. The state with its last good weights is saved",
             allowed=f"fewer than `recovery.max_skipped_steps: {self.settings.max_skipped_steps}`",
-            fix="look at the samples of these steps and at what the task computes (a division by zero, the logarithm of zero, "
-            "an empty target); lower `learning_rate`; under `precision: fp16-mixed`, set `bf16-mixed` or `32`. The same "
-            "command goes on behind these steps (with --allow-config-change under another config); "
-            "`resume=RUN/checkpoints/step-…` goes further back",
+            fix=(
+                "look at the samples of these steps and at what the task computes (a division by"
+                " zero, the logarithm of zero, an empty target); lower `learning_rate`; under"
+                " `precision: fp16-mixed`, set `bf16-mixed` or `32`. The same command goes on"
+                " behind these steps (with --allow-config-change under another config);"
+                " `resume=RUN/checkpoints/step-…` goes further back"
+            ),
         )
 
-    # -- kept with a checkpoint ----------------------------------------------------------------------------------------------
+    # -- kept with a checkpoint
+    # ----------------------------------------------------------------------------------------------
     def meta(self) -> dict[str, Any]:
-        """What a run that goes on from a checkpoint must know, beside the state: goes into its ``meta.json``."""
+        """What a run that goes on from a checkpoint must know, beside the state: goes into its
+        ``meta.json``."""
         return self.spikes.meta()
 
     def resume(self, meta: dict[str, Any], path: str) -> None:
@@ -205,5 +258,6 @@ def _sentence(cause: str | None, whose: str) -> str:
 
 
 def skipped_steps(events: Sequence[Event], step: int) -> int:
-    """For the report: updates that this run has skipped up to ``step``, over all its lives; none of what was gone back over."""
+    """For the report: updates that this run has skipped up to ``step``, over all its lives; none of
+    what was gone back over."""
     return sum(one["updates"] for one in effective_events(events, "skipped") if one["step"] <= step)

@@ -1,4 +1,5 @@
-"""Which rank holds up the others, from what each has last said of itself. Pure functions: no thread, no store."""
+"""Which rank holds up the others, from what each has last said of itself. Pure functions: no
+thread, no store."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from paceline.core.formatting import counted
 #: A rank that stands still is given so many of its usual steps,
 _USUAL_STEPS = 10
 #: and so many seconds in phases that take long, or that have no usual length yet.
-_PATIENCE_S = {"starting": 120.0, "loading": 120.0, "saving": 60.0, "evaluation": 60.0, "ended": 60.0}
+_PATIENCE_S = {
+    "starting": 120.0,
+    "loading": 120.0,
+    "saving": 60.0,
+    "evaluation": 60.0,
+    "ended": 60.0,
+}
 _FIRST_STEP_S = 60.0
 #: States of a process (`proc(5)`) in which it does nothing until somebody acts.
 _STATES = {
@@ -52,8 +59,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Hang:
-    """Who holds up the others; ``rank`` None: they wait for one another. ``all_wait``: this one too is in a collective, or has
-    ended."""
+    """Who holds up the others; ``rank`` None: they wait for one another. ``all_wait``: this one too
+    is in a collective, or has ended."""
 
     seen: Seen | None
     since_s: float
@@ -71,8 +78,8 @@ class Hang:
         one = self.seen
         step = f", step {one.step:,}" if one.step is not None else ""
         return (
-            f"rank {one.rank} on {one.host} (process {one.pid}) has stood still for {self.since_s:.0f} s, "
-            f"in {one.phase}{step}: {self.why}"
+            f"rank {one.rank} on {one.host} (process {one.pid}) has stood still for"
+            f" {self.since_s:.0f} s, in {one.phase}{step}: {self.why}"
         )
 
 
@@ -90,14 +97,19 @@ def patience_s(one: Seen, hang_after_s: float) -> float:
 def find_hangs(ranks: Sequence[Seen], hang_after_s: float) -> list[Hang]:
     """The ranks that hold up the others, the surest first:
 
-    1. those that give no beats, or stand still without waiting for anyone, while some other rank waits or goes on;
+    1. those that give no beats, or stand still without waiting for anyone, while some other rank
+      waits or goes on;
     2. where all wait: those that have issued fewer collectives than others of a group;
     3. where all wait for the same: nobody, which is a hang without a rank.
     """
     still = [one for one in ranks if max(one.still_s, one.silent_s) > patience_s(one, hang_after_s)]
     if not still:
         return []
-    alone = [one for one in still if one.phase != "ended" and (one.waits_for is None or _is_silent(one, hang_after_s))]
+    alone = [
+        one
+        for one in still
+        if one.phase != "ended" and (one.waits_for is None or _is_silent(one, hang_after_s))
+    ]
     if alone and len(alone) < len(ranks):
         lagging = {one.rank for one, _ in _behind(ranks)}
         surest = [one for one in alone if one.rank in lagging or _is_silent(one, hang_after_s)]
@@ -121,13 +133,17 @@ def _is_silent(one: Seen, hang_after_s: float) -> bool:
 
 def _of(one: Seen, hang_after_s: float) -> Hang:
     if _is_silent(one, hang_after_s):
-        fallback = f"no beat from it for {one.silent_s:.0f} s (a link that is cut, or a host that is down or busy)"
+        fallback = (
+            f"no beat from it for {one.silent_s:.0f} s (a link that is cut, or a host that is down"
+            " or busy)"
+        )
         return Hang(one, max(one.still_s, one.silent_s), _STATES.get(one.state or "", fallback))
     return Hang(one, one.still_s, "it is in no collective, and the others go on or wait for it")
 
 
 def _behind(ranks: Sequence[Seen]) -> list[tuple[Seen, str]]:
-    """(rank, why) of those that have issued fewer collectives of some group than others, most of all first."""
+    """(rank, why) of those that have issued fewer collectives of some group than others, most of
+    all first."""
     found: dict[int, tuple[int, Seen]] = {}
     for group in {name for one in ranks for name in one.issued}:
         members = [one for one in ranks if group in one.issued]

@@ -17,8 +17,8 @@ _EVERY_S = 2.0
 
 
 class Heartbeats:
-    """The file of one life of a run, written over in place: a new name every two seconds would make work for the disk of a run
-    that saves.
+    """The file of one life of a run, written over in place: a new name every two seconds would make
+    work for the disk of a run that saves.
 
     Args:
         path: of the file; nothing is made before the first :meth:`tell`.
@@ -31,15 +31,27 @@ class Heartbeats:
         self._told_at = -float("inf")
 
     def tell(self, ranks: Sequence[Seen]) -> None:
-        """What one rank knows of all; too soon after the last time nothing is written. A disk that is full is no matter."""
+        """What one rank knows of all; too soon after the last time nothing is written. A disk that
+        is full is no matter."""
         if time.monotonic() - self._told_at < _EVERY_S:
             return
         self._told_at, now = time.monotonic(), time.time()
         with contextlib.suppress(OSError):
             if self._file is None:
-                self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-            text = json.dumps({"time": round(now, 3), "every_s": _EVERY_S, "ranks": [_as_dict(one, now) for one in ranks]})
-            self._size = max(self._size, len(text))  # it never grows shorter, so that none reads a torn end
+                self._file = os.open(
+                    self.path,
+                    os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
+                    0o644,
+                )
+            text = json.dumps(
+                {
+                    "time": round(now, 3),
+                    "every_s": _EVERY_S,
+                    "ranks": [_as_dict(one, now) for one in ranks],
+                }
+            )
+            # it never grows shorter, so that none reads a torn end
+            self._size = max(self._size, len(text))
             os.pwrite(self._file, text.ljust(self._size).encode() + b"\n", 0)
 
     def close(self) -> None:
@@ -52,7 +64,8 @@ class Heartbeats:
 
 
 def _as_dict(one: Seen, now: float) -> dict[str, Any]:
-    """``heard_at``, ``moved_at``: its last beat and last sign of progress, in seconds since the epoch, by one clock for all."""
+    """``heard_at``, ``moved_at``: its last beat and last sign of progress, in seconds since the
+    epoch, by one clock for all."""
     return {
         "rank": one.rank,
         "host": one.host,

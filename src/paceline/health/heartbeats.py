@@ -1,7 +1,9 @@
-"""What ranks tell one another of where they are: a beat each through the store of the process group.
+"""What ranks tell one another of where they are: a beat each through the store of the process
+group.
 
-Written and read over a connection of its own, so that neither a blocked collective nor a wait in the store holds it up. Each
-rank writes three keys: its beat, the times of its last steps, and its details (stack and calls), which few ever read.
+Written and read over a connection of its own, so that neither a blocked collective nor a wait in
+the store holds it up. Each rank writes three keys: its beat, the times of its last steps, and its
+details (stack and calls), which few ever read.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _STORE_S = 10.0
 _CALLS_AFTER_S = 1.0
 #: Silence from which on the state of a process on this host is looked at.
 _LOOK_S = 0.8
-#: Up to so many ranks each one reads the beats of all. In larger worlds the first of each host does, and all beat more seldom:
-#: the store's work grows with readers times ranks.
+#: Up to so many ranks each one reads the beats of all. In larger worlds the first of each host
+#: does, and all beat more seldom: the store's work grows with readers times ranks.
 _ALL_READ = 64
 #: Between two readings of the counts of the sockets.
 _SEGMENTS_S = 2.0
@@ -51,7 +53,8 @@ def reads(world_size: int, local_rank: int) -> bool:
 
 
 class Beats:
-    """This rank's beats, written (:meth:`publish`); those of all ranks, read (:meth:`read`). For one thread.
+    """This rank's beats, written (:meth:`publish`); those of all ranks, read (:meth:`read`). For
+    one thread.
 
     Args:
         kind: which ranks this one is like in its work (None: it does not train); see
@@ -78,7 +81,8 @@ class Beats:
         """After an error the connection may hold answers to what was asked before."""
         self._store = _connect()
 
-    # -- writing -------------------------------------------------------------------------------------------------------
+    # -- writing
+    # -------------------------------------------------------------------------------------------------------
     def publish(self) -> None:
         """Say where this rank is."""
         self._number += 1
@@ -93,7 +97,9 @@ class Beats:
             "phase": "ended" if self.ended else PULSE.phase,
             "step": PULSE.step,
             "waits_for": _waits_for(),
-            "usual_s": statistics.median(one.wall_s for one in steps[-16:]) if len(steps) > 1 else None,
+            "usual_s": (
+                statistics.median(one.wall_s for one in steps[-16:]) if len(steps) > 1 else None
+            ),
             "issued": PULSE.issued,
             "host": self.host,
             "pid": self.pid,
@@ -101,26 +107,43 @@ class Beats:
             "asks": self.asks,
             "told_step": steps[-1].step if steps else None,
             "box": PULSE.box.file if PULSE.box is not None else None,
-            "pause": [self.pause.step, round(self.pause.seconds, 3)] if self.pause is not None else None,
+            "pause": (
+                [self.pause.step, round(self.pause.seconds, 3)] if self.pause is not None else None
+            ),
             "segments": [self._sent.sent, self._sent.resent],
         }
         details: dict[str, Any] = {"stack": stack_of(PULSE.thread)}
         if still_s > _CALLS_AFTER_S or self.asked or self.asks:
             details["calls"] = [one.as_dict() for one in list(PULSE.ring)]
-        written: dict[str, Any] = {self._key(self.rank): beat, self._key(self.rank, "details"): details}
+        written: dict[str, Any] = {
+            self._key(self.rank): beat,
+            self._key(self.rank, "details"): details,
+        }
         if steps and steps[-1] is not self._told_steps:
             # A reader that beats at the same pace may miss one of two.
-            since, self._told_before = self._told_before, self._told_steps.step if self._told_steps is not None else 0
+            since, self._told_before = (
+                self._told_before,
+                self._told_steps.step if self._told_steps is not None else 0,
+            )
             self._told_steps = steps[-1]
-            written[self._key(self.rank, "steps")] = [_rounded(one) for one in steps if one.step > since]
+            written[self._key(self.rank, "steps")] = [
+                _rounded(one) for one in steps if one.step > since
+            ]
         self._store.multi_set(list(written), [json.dumps(one) for one in written.values()])
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    # -- reading
+    # -------------------------------------------------------------------------------------------------------
     def read(self) -> list[Peer]:
         """All ranks that have given a beat so far, as this one knows them now, itself among them."""
-        met = [one for one in self._peers.values() if one.number > 0 or self._store.check([self._key(one.rank)])]
+        met = [
+            one
+            for one in self._peers.values()
+            if one.number > 0 or self._store.check([self._key(one.rank)])
+        ]
         now = time.perf_counter()
-        for peer, text in zip(met, self._store.multi_get([self._key(one.rank) for one in met]), strict=True):
+        for peer, text in zip(
+            met, self._store.multi_get([self._key(one.rank) for one in met]), strict=True
+        ):
             peer.hear(json.loads(text), now)
             peer.look(self.host, now)
         self.asked = any(one.asks for one in met if one.rank != self.rank)
@@ -135,8 +158,16 @@ class Beats:
     def steps(self, ranks: Iterable[int]) -> dict[int, list[StepTimes]]:
         """rank → the times of its last steps, as of its last beat."""
         told = {rank: self._peers[rank].beat.get("told_step") for rank in ranks}
-        new = [rank for rank, step in told.items() if step is not None and self._steps.get(rank, (None,))[0] != step]
-        for rank, text in zip(new, self._store.multi_get([self._key(one, "steps") for one in new]) if new else (), strict=True):
+        new = [
+            rank
+            for rank, step in told.items()
+            if step is not None and self._steps.get(rank, (None,))[0] != step
+        ]
+        for rank, text in zip(
+            new,
+            self._store.multi_get([self._key(one, "steps") for one in new]) if new else (),
+            strict=True,
+        ):
             self._steps[rank] = (told[rank], [StepTimes(*one) for one in json.loads(text)])
         return {rank: self._steps[rank][1] if rank in self._steps else [] for rank in told}
 
@@ -146,7 +177,8 @@ class Beats:
         return {rank: one for rank, one in found.items() if one is not None}
 
     def calls(self, ranks: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
-        """rank → its last calls, where they can be had: from its memory on this host, or as it has told them."""
+        """rank → its last calls, where they can be had: from its memory on this host, or as it has
+        told them."""
         near = self.calls_near()
         told = self.details(rank for rank in ranks if rank not in near)
         return near | {rank: one["calls"] for rank, one in told.items() if "calls" in one}
@@ -164,7 +196,8 @@ class Beats:
 
 @dataclass
 class Peer:
-    """A rank by its last beat. Times are of this process's clock: when it was heard, when it last made progress."""
+    """A rank by its last beat. Times are of this process's clock: when it was heard, when it last
+    made progress."""
 
     rank: int
     number: int = 0
@@ -199,7 +232,13 @@ class Peer:
             return
         if beat["marks"] != self.marks:
             self.moved_at = now - beat["still_s"]
-        self.number, self.marks, self.beat, self.heard_at, self.state = beat["number"], beat["marks"], beat, now, None
+        self.number, self.marks, self.beat, self.heard_at, self.state = (
+            beat["number"],
+            beat["marks"],
+            beat,
+            now,
+            None,
+        )
 
     @property
     def is_gone(self) -> bool:
@@ -234,7 +273,8 @@ class Peer:
 
 
 def state_of(pid: int) -> str | None:
-    """The state of a process on this host: a letter as in `proc(5)`, ``gone``, or None where this system does not say."""
+    """The state of a process on this host: a letter as in `proc(5)`, ``gone``, or None where this
+    system does not say."""
     if not Path("/proc/self/stat").exists():
         return None
     try:

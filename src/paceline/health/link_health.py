@@ -1,4 +1,5 @@
-"""Links that lose packets, and ranks that stood still for a while: both slow all ranks down and end none of them. No thread."""
+"""Links that lose packets, and ranks that stood still for a while: both slow all ranks down and end
+none of them. No thread."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _SOUND = 0.001
 
 @dataclass(frozen=True)
 class LossyLink:
-    """What one rank had to send again, over the last ``seconds``. ``is_sound``: the link was named before and has recovered."""
+    """What one rank had to send again, over the last ``seconds``. ``is_sound``: the link was named
+    before and has recovered."""
 
     rank: int
     share: float
@@ -29,10 +31,14 @@ class LossyLink:
         """Return one line for the terminal."""
         who = f"rank {self.rank} on {host}"
         if self.is_sound:
-            return f"the network connection of {who} is sound again: {100 * self.share:.2g} % of its packets were sent twice"
+            return (
+                f"the network connection of {who} is sound again: {100 * self.share:.2g} % of its"
+                " packets were sent twice"
+            )
         return (
-            f"{who} had to send {100 * self.share:.2g} % of its packets again in the last {self.seconds:.0f} s: its network "
-            "connection loses packets, which slows down every rank. `paceline doctor` measures the links between the hosts"
+            f"{who} had to send {100 * self.share:.2g} % of its packets again in the last"
+            f" {self.seconds:.0f} s: its network connection loses packets, which slows down every"
+            " rank. `paceline doctor` measures the links between the hosts"
         )
 
 
@@ -76,6 +82,7 @@ class Pause:
     def text(self, rank: int, host: str) -> str:
         """Return one line for the terminal."""
         return (
-            f"rank {rank} on {host} did not run for {self.seconds:.0f} s at step {self.step:,}: its process or its whole host "
-            "was paused, or one of its threads kept the others from running; the other ranks waited for it"
+            f"rank {rank} on {host} did not run for {self.seconds:.0f} s at step {self.step:,}: its"
+            " process or its whole host was paused, or one of its threads kept the others from"
+            " running; the other ranks waited for it"
         )

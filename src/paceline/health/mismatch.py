@@ -1,6 +1,8 @@
-"""Ranks that issue different collectives, found by comparing what each has issued last. Pure functions.
+"""Ranks that issue different collectives, found by comparing what each has issued last. Pure
+functions.
 
-A call is a dict as of :meth:`paceline.distributed.progress.Call.as_dict`: number, function, dtype, numel, group, site.
+A call is a dict as of :meth:`paceline.distributed.progress.Call.as_dict`: number, function, dtype,
+numel, group, site.
 """
 
 from __future__ import annotations
@@ -14,18 +16,24 @@ from paceline.core.formatting import counted
 Issued = Mapping[str, Any]
 
 
-def find_mismatch(rings: Mapping[int, Sequence[Issued]], sites: bool = False) -> tuple[list[int], str] | None:
-    """The first place where ranks of one group have issued different collectives: (the ranks that differ from most, what each
-    called and where). None where there is none.
+def find_mismatch(
+    rings: Mapping[int, Sequence[Issued]], sites: bool = False
+) -> tuple[list[int], str] | None:
+    """The first place where ranks of one group have issued different collectives: (the ranks that
+    differ from most, what each called and where). None where there is none.
 
     Args:
         rings: rank → its last calls, in order.
-        sites: let calls differ by their place in the code alone. To be asked for where ranks hang: a program may well call the
-            same collective in two places.
+        sites: let calls differ by their place in the code alone. To be asked for where ranks hang:
+            a program may well call the same collective in two places.
     """
     kinds = (_kind, _place) if sites else (_kind,)
     for kind in kinds:
-        tables = [(group, number, calls) for group, number, calls in _by_number(rings) if len({*map(kind, calls.values())}) > 1]
+        tables = [
+            (group, number, calls)
+            for group, number, calls in _by_number(rings)
+            if len({*map(kind, calls.values())}) > 1
+        ]
         if tables:
             _, number, calls = min(tables, key=lambda one: one[1])
             return _tell(rings, number, calls, kind)
@@ -54,18 +62,27 @@ def _by_number(rings: Mapping[int, Sequence[Issued]]) -> list[tuple[str, int, di
         for call in ring:
             if call["number"] is not None:
                 found.setdefault((call["group"], call["number"]), {})[rank] = call
-    return [(group, number, calls) for (group, number), calls in sorted(found.items()) if len(calls) > 1]
+    return [
+        (group, number, calls) for (group, number), calls in sorted(found.items()) if len(calls) > 1
+    ]
 
 
-def _tell(rings: Mapping[int, Sequence[Issued]], number: int, calls: Mapping[int, Issued], kind: Any) -> tuple[list[int], str]:
+def _tell(
+    rings: Mapping[int, Sequence[Issued]], number: int, calls: Mapping[int, Issued], kind: Any
+) -> tuple[list[int], str]:
     by_kind: dict[Any, list[int]] = {}
     for rank, call in calls.items():
         by_kind.setdefault(kind(call), []).append(rank)
     most = max(map(len, by_kind.values()))
     usual = [ranks for ranks in by_kind.values() if len(ranks) == most]
-    odd = [rank for ranks in by_kind.values() if len(ranks) < most or len(usual) > 1 for rank in ranks]
+    odd = [
+        rank for ranks in by_kind.values() if len(ranks) < most or len(usual) > 1 for rank in ranks
+    ]
     told = [f"{_ranks(ranks)}: {describe(calls[ranks[0]])}" for ranks in by_kind.values()]
-    text = f"the ranks have issued different collectives (number {number + 1:,} of their group). " + "; ".join(told)
+    text = (
+        f"the ranks have issued different collectives (number {number + 1:,} of their group). "
+        + "; ".join(told)
+    )
     first, parted = _where_places_part(rings, number, calls)
     skipped = _skipped(rings, first, parted, _place) or _skipped(rings, number, calls, kind)
     return odd, f"{text}. {skipped}" if skipped else text
@@ -74,8 +91,8 @@ def _tell(rings: Mapping[int, Sequence[Issued]], number: int, calls: Mapping[int
 def _where_places_part(
     rings: Mapping[int, Sequence[Issued]], number: int, calls: Mapping[int, Issued]
 ) -> tuple[int, Mapping[int, Issued]]:
-    """The first of the calls up to this one that came from different places in the code: equal ones may have gone together
-    before unequal ones met."""
+    """The first of the calls up to this one that came from different places in the code: equal ones
+    may have gone together before unequal ones met."""
     group = next(iter(calls.values()))["group"]
     earlier = {at: found for name, at, found in _by_number(rings) if name == group and at < number}
     while number - 1 in earlier and len({_place(one) for one in earlier[number - 1].values()}) > 1:
@@ -87,32 +104,56 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _skipped(rings: Mapping[int, Sequence[Issued]], number: int, calls: Mapping[int, Issued], kind: Any) -> str | None:
+def _skipped(
+    rings: Mapping[int, Sequence[Issued]], number: int, calls: Mapping[int, Issued], kind: Any
+) -> str | None:
     """Where one rank's calls are those of another, shifted by some: who left out what."""
-    ranks = sorted(calls, key=lambda rank: -Counter(kind(one) for one in calls.values())[kind(calls[rank])])
+    ranks = sorted(
+        calls, key=lambda rank: -Counter(kind(one) for one in calls.values())[kind(calls[rank])]
+    )
     usual, group = ranks[0], calls[ranks[0]]["group"]
     for rank in ranks[1:]:
         if kind(calls[rank]) == kind(calls[usual]):
             continue
         for behind, ahead in ((rank, usual), (usual, rank)):
-            lag = _shift(_from(rings[behind], group, number), _from(rings[ahead], group, number), rings[ahead], kind)
+            lag = _shift(
+                _from(rings[behind], group, number),
+                _from(rings[ahead], group, number),
+                rings[ahead],
+                kind,
+            )
             if lag:
                 left_out = describe(calls[ahead])
-                return f"Rank {behind} is {counted(lag, 'collective')} behind: it did not call {left_out}"
+                return (
+                    f"Rank {behind} is {counted(lag, 'collective')} behind: it did not call"
+                    f" {left_out}"
+                )
     return None
 
 
 def _from(ring: Sequence[Issued], group: str, number: int) -> list[Issued]:
-    return [one for one in ring if one["group"] == group and one["number"] is not None and one["number"] >= number]
+    return [
+        one
+        for one in ring
+        if one["group"] == group and one["number"] is not None and one["number"] >= number
+    ]
 
 
-def _shift(behind: Sequence[Issued], ahead: Sequence[Issued], before: Sequence[Issued], kind: Any, most: int = 8) -> int | None:
-    """How many calls ``behind`` left out of ``ahead``. Where that rank has not come further, what followed the call the last
-    time (in ``before``) stands for what would have followed."""
+def _shift(
+    behind: Sequence[Issued],
+    ahead: Sequence[Issued],
+    before: Sequence[Issued],
+    kind: Any,
+    most: int = 8,
+) -> int | None:
+    """How many calls ``behind`` left out of ``ahead``. Where that rank has not come further, what
+    followed the call the last time (in ``before``) stands for what would have followed."""
     future = [*ahead, *_followed(ahead, before)]
     for lag in range(1, most + 1):
         pairs = list(zip(behind, future[lag:], strict=False))
-        if pairs and all(kind(one) == kind(other) and _same_place(one, other) for one, other in pairs):
+        if pairs and all(
+            kind(one) == kind(other) and _same_place(one, other) for one, other in pairs
+        ):
             return lag
     return None
 
@@ -125,5 +166,9 @@ def _followed(ahead: Sequence[Issued], before: Sequence[Issued]) -> list[Issued]
     """What came after the last of ``ahead`` when it was called the time before."""
     last = ahead[-1]
     own = [one for one in before if one["group"] == last["group"] and one["number"] is not None]
-    earlier = [place for place, one in enumerate(own) if _place(one) == _place(last) and one["number"] < last["number"]]
+    earlier = [
+        place
+        for place, one in enumerate(own)
+        if _place(one) == _place(last) and one["number"] < last["number"]
+    ]
     return own[earlier[-1] + 1 : -len(ahead)] if earlier else []

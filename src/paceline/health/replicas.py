@@ -1,5 +1,5 @@
-"""Replicas hold the same bits. Now and then they compare a sum over them: one that has drifted (a flipped bit, a fault of a
-driver) would train on beside the others without a word, and be saved."""
+"""Replicas hold the same bits. Now and then they compare a sum over them: one that has drifted (a
+flipped bit, a fault of a driver) would train on beside the others without a word, and be saved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Drift:
     Args:
         ranks: that differ from most; all of the line where there is no majority.
         others: the rest of the line.
-        parameter: the first that differs, in the model's order; ``NAME/KEY`` for what the optimizer keeps.
+        parameter: the first that differs, in the model's order; ``NAME/KEY`` for what the optimizer
+            keeps.
         num_differing, num_compared: so many tensors differ, of so many.
     """
 
@@ -41,7 +42,8 @@ class Drift:
 
 
 def check_replicas(session: Session) -> None:
-    """Raise FaultError, on every rank, where some replicas differ. A collective; waits for the device."""
+    """Raise FaultError, on every rank, where some replicas differ. A collective; waits for the
+    device."""
     strategy, world = session.strategy, session.world
     line = strategy.replica_line
     if line is None:
@@ -52,7 +54,11 @@ def check_replicas(session: Session) -> None:
     with uncounted(), torch.no_grad():
         found = compare(strategy)
         # Other lines of the mesh learn of it too: all ranks end.
-        several = world.sum(float(found is not None))[0] > 0 if line.size < world.size else found is not None
+        several = (
+            world.sum(float(found is not None))[0] > 0
+            if line.size < world.size
+            else found is not None
+        )
         if not several:
             return
         told = world.gather_objects((found, host_name()))
@@ -71,15 +77,17 @@ def check_replicas(session: Session) -> None:
         tensors=first.num_differing,
     )
     raise FaultError(
-        f"{text}. Replicas make the same updates: a memory, a device or a link has changed bits, or code of yours changes "
-        "parameters on one rank alone. The newest checkpoint was written before",
+        f"{text}. Replicas make the same updates: a memory, a device or a link has changed bits, or"
+        " code of yours changes parameters on one rank alone. The newest checkpoint was written"
+        " before",
         fix="where it comes again, look at the hardware of that host",
         ranks=ranks,
     )
 
 
 def compare(strategy: Strategy) -> Drift | None:
-    """How this rank's replicas differ. A collective along :attr:`~paceline.parallel.base.Strategy.replica_line`."""
+    """How this rank's replicas differ. A collective along
+    :attr:`~paceline.parallel.base.Strategy.replica_line`."""
     line = strategy.replica_line
     if line is None or line.size == 1:
         return None
@@ -96,7 +104,8 @@ def compare(strategy: Strategy) -> Drift | None:
 
 
 def judge(rows: Sequence[tuple[int, ...]], names: Sequence[str], ranks: Sequence[int]) -> Drift:
-    """Who has drifted, of replicas with these sums (one row a rank): those that differ from the majority."""
+    """Who has drifted, of replicas with these sums (one row a rank): those that differ from the
+    majority."""
     usual, votes = Counter(rows).most_common(1)[0]
     majority = 2 * votes > len(rows)
     bad = [place for place, row in enumerate(rows) if row != usual or not majority]
@@ -111,23 +120,36 @@ def judge(rows: Sequence[tuple[int, ...]], names: Sequence[str], ranks: Sequence
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum, modulo 2^64, of the tensor's bits taken as 64-bit numbers: int64, a scalar on its device, at the speed of
-    memory. A single bit that differs changes it, whatever the type; so does NaN of other bits."""
+    """The sum, modulo 2^64, of the tensor's bits taken as 64-bit numbers: int64, a scalar on its
+    device, at the speed of memory. A single bit that differs changes it, whatever the type; so does
+    NaN of other bits."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
         raw = raw.clone()
     whole = raw.numel() // 8 * 8
     total = raw[:whole].view(torch.int64).sum()
     rest = raw[whole:].to(torch.int64)
-    return total + (rest << (8 * torch.arange(rest.numel(), device=raw.device))).sum() if rest.numel() else total
+    return (
+        total + (rest << (8 * torch.arange(rest.numel(), device=raw.device))).sum()
+        if rest.numel()
+        else total
+    )
 
 
 def _text(drift: Drift, hosts: Sequence[str]) -> str:
     where = ", ".join(f"rank {rank} (host {hosts[rank]})" for rank in drift.ranks)
-    what = f"in {counted(drift.num_differing, 'tensor')} of {drift.num_compared:,}, the first `{drift.parameter}`"
+    what = (
+        f"in {counted(drift.num_differing, 'tensor')} of {drift.num_compared:,}, the first"
+        f" `{drift.parameter}`"
+    )
     if not drift.others:
-        verdict = "one of them has drifted" if len(drift.ranks) == 2 else "no two halves of them agree"
+        verdict = (
+            "one of them has drifted" if len(drift.ranks) == 2 else "no two halves of them agree"
+        )
         return f"the replicas {where} differ {what}: {verdict}, and too few agree to say which"
     others = ", ".join(map(str, drift.others))
     has = "has" if len(drift.ranks) == 1 else "have"
-    return f"{where} {has} drifted from the replicas on {'rank' if len(drift.others) == 1 else 'ranks'} {others}: {what}"
+    return (
+        f"{where} {has} drifted from the replicas on"
+        f" {'rank' if len(drift.others) == 1 else 'ranks'} {others}: {what}"
+    )

@@ -1,7 +1,8 @@
-"""Ranks that are persistently slower than the others, from the times of their steps. No thread, no store.
+"""Ranks that are persistently slower than the others, from the times of their steps. No thread, no
+store.
 
-A rank is busy in a step for as long as it does not wait for others. What is compared is that: in a step that ends in a
-collective, all ranks take the same time, and the slow one alone does not wait.
+A rank is busy in a step for as long as it does not wait for others. What is compared is that: in a
+step that ends in a collective, all ranks take the same time, and the slow one alone does not wait.
 """
 
 from __future__ import annotations
@@ -12,29 +13,33 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-#: A step counts against a rank where it was busy for so much longer than the median of the others, as a factor and in seconds.
+#: A step counts against a rank where it was busy for so much longer than the median of the others,
+#: as a factor and in seconds.
 _FACTOR, _LEAST_S = 1.3, 0.02
 #: Much slower by its own doing, not for lack of a core: named after as few steps as these;
 _MUCH_S, _MUCH_WINDOW, _MUCH_HITS = 0.1, 5, 5
-#: slower by less, or for lack of a core: after these. Who gets the cores of a host that is busy is uneven for many steps.
+#: slower by less, or for lack of a core: after these. Who gets the cores of a host that is busy is
+#: uneven for many steps.
 _WINDOW, _HITS = 40, 36
 #: Steps from which the usual unevenness is taken.
 _NOISE_STEPS = 20
-#: Where steps are so even that less than the factor stands out: so many times the usual unevenness, and at least this factor.
+#: Where steps are so even that less than the factor stands out: so many times the usual unevenness,
+#: and at least this factor.
 _NOISES, _EVEN_FACTOR = 8.0, 1.1
 _TO_SIGMA = 1.4826  # from a median of absolute differences, where they are normal
 #: Named anew where it has become slower by so much.
 _AGAIN = 2.0
 #: Even again: none of so many steps counts against it.
 _EVEN_STEPS = 10
-#: Of a rank that has no equal (a stage of a pipeline): steps from which its usual difference from the others is taken.
+#: Of a rank that has no equal (a stage of a pipeline): steps from which its usual difference from
+#: the others is taken.
 _BASELINE = 10
 
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds of one step of one rank. ``busy_s``: all but the waits for others. Of them ``data_s`` for data, and ``held_s``
-    without a core to run on."""
+    """Seconds of one step of one rank. ``busy_s``: all but the waits for others. Of them ``data_s``
+    for data, and ``held_s`` without a core to run on."""
 
     busy_s: float
     data_s: float
@@ -53,7 +58,8 @@ class Busy:
 
 @dataclass(frozen=True)
 class Straggler:
-    """``slower_by_s``: a step, than the median of the others; ``share``: of it, by cause. ``even``: it is so no longer."""
+    """``slower_by_s``: a step, than the median of the others; ``share``: of it, by cause. ``even``:
+    it is so no longer."""
 
     rank: int
     step: int
@@ -67,10 +73,13 @@ class Straggler:
         if self.even:
             return f"{who} is as fast as the others again, at step {self.step:,}"
         cause = max(self.share, key=lambda name: self.share[name]).removesuffix("_s")
-        parts = ", ".join(f"{name.removesuffix('_s')} {1000 * value:.0f} ms" for name, value in self.share.items())
+        parts = ", ".join(
+            f"{name.removesuffix('_s')} {1000 * value:.0f} ms" for name, value in self.share.items()
+        )
         return (
-            f"{who} is slower than the others by {1000 * self.slower_by_s:.0f} ms a step, in the last {self.steps} up to step "
-            f"{self.step:,}, most of it in {cause} ({parts}); the others wait for it"
+            f"{who} is slower than the others by {1000 * self.slower_by_s:.0f} ms a step, in the"
+            f" last {self.steps} up to step {self.step:,}, most of it in {cause} ({parts}); the"
+            " others wait for it"
         )
 
 
@@ -88,8 +97,9 @@ class StragglerJudge:
     """Told of each step once (:meth:`add`), in order.
 
     Args:
-        kinds: rank → which ranks it is like. Stages of a pipeline are not even: a rank is compared with those of its own
-            stage, and where there is none with its own first steps. None: a rank that does not train.
+        kinds: rank → which ranks it is like. Stages of a pipeline are not even: a rank is compared
+            with those of its own stage, and where there is none with its own first steps. None: a
+            rank that does not train.
     """
 
     def __init__(self, kinds: Mapping[int, str | None]) -> None:
@@ -102,17 +112,26 @@ class StragglerJudge:
         """Who is named at this step, or is no longer slow. ``times``: of all ranks that train."""
         if len(self.kinds) < 2:
             return []
-        of_kind = {kind: _Sorted(times[one] for one in self.kinds if self.kinds[one] == kind) for kind in self.kinds.values()}
+        of_kind = {
+            kind: _Sorted(times[one] for one in self.kinds if self.kinds[one] == kind)
+            for kind in self.kinds.values()
+        }
         of_all = _Sorted(times[one] for one in self.kinds) if self._single else None
         for rank, record in self._records.items():
-            compared = of_all if rank in self._single and of_all is not None else of_kind[self.kinds[rank]]
+            compared = (
+                of_all if rank in self._single and of_all is not None else of_kind[self.kinds[rank]]
+            )
             record.steps.append((times[rank], compared.median_without(times[rank])))
             if rank in self._single and len(record.first) < _BASELINE:
                 record.first.append(record.steps[-1][0].busy_s - record.steps[-1][1].busy_s)
         return [found for rank in self._records if (found := self._judge(rank, step)) is not None]
 
     def _others(self, rank: int) -> list[int]:
-        return [one for one, kind in self.kinds.items() if one != rank and (rank in self._single or kind == self.kinds[rank])]
+        return [
+            one
+            for one, kind in self.kinds.items()
+            if one != rank and (rank in self._single or kind == self.kinds[rank])
+        ]
 
     def _judge(self, rank: int, step: int) -> Straggler | None:
         record = self._records[rank]
@@ -125,7 +144,10 @@ class StragglerJudge:
         usual = [other.busy_s + base for _, other in record.steps]
         own = [mine.own_s - other.own_s - base for mine, other in record.steps]
         noise_s = self._noise_s(rank) if own[-1] > _MUCH_S else None
-        hits = [one > max(_LEAST_S, (_FACTOR - 1) * other) for one, other in zip(slower, usual, strict=True)]
+        hits = [
+            one > max(_LEAST_S, (_FACTOR - 1) * other)
+            for one, other in zip(slower, usual, strict=True)
+        ]
         much = [one > _much_s(other, noise_s) for one, other in zip(own, usual, strict=True)]
         window = 0
         if len(much) >= _MUCH_WINDOW and sum(much[-_MUCH_WINDOW:]) >= _MUCH_HITS:
@@ -133,20 +155,31 @@ class StragglerJudge:
         elif len(hits) >= _WINDOW and sum(hits) >= _HITS:
             window = _WINDOW
         if not window:
-            is_even = len(hits) >= _EVEN_STEPS and not any(hits[-_EVEN_STEPS:]) and not any(much[-_EVEN_STEPS:])
+            is_even = (
+                len(hits) >= _EVEN_STEPS
+                and not any(hits[-_EVEN_STEPS:])
+                and not any(much[-_EVEN_STEPS:])
+            )
             if record.named_s is None or not is_even:
                 return None
             record.named_s = record.cause = None
             return Straggler(rank, step, 0.0, {}, _EVEN_STEPS, even=True)
-        found = _straggler(rank, step, list(record.steps)[-window:], statistics.median(slower[-window:]))
+        found = _straggler(
+            rank, step, list(record.steps)[-window:], statistics.median(slower[-window:])
+        )
         cause = max(found.share, key=lambda name: found.share[name])
-        if record.named_s is not None and found.slower_by_s < _AGAIN * record.named_s and cause == record.cause:
+        if (
+            record.named_s is not None
+            and found.slower_by_s < _AGAIN * record.named_s
+            and cause == record.cause
+        ):
             return None
         record.named_s, record.cause = found.slower_by_s, cause
         return found
 
     def _noise_s(self, rank: int) -> float | None:
-        """The usual unevenness, from what is remembered: of the other ranks; with one other alone, of the difference to it."""
+        """The usual unevenness, from what is remembered: of the other ranks; with one other alone,
+        of the difference to it."""
         others = self._others(rank)
         if len(others) == 1:
             own = [mine.own_s - other.own_s for mine, other in self._records[rank].steps]
@@ -180,7 +213,10 @@ class _Sorted:
         self._by_name = {name: sorted(getattr(one, name) for one in found) for name in _NAMES}
 
     def median_without(self, one: Busy) -> Busy:
-        found = {name: _median_without(values, getattr(one, name)) for name, values in self._by_name.items()}
+        found = {
+            name: _median_without(values, getattr(one, name))
+            for name, values in self._by_name.items()
+        }
         held_s = max(0.0, found["busy_s"] - found["own_s"])
         return Busy(found["busy_s"], min(found["data_s"], found["busy_s"]), found["wait_s"], held_s)
 
@@ -194,10 +230,15 @@ def _median_without(ordered: list[float], value: float) -> float:
     return (at((left - 1) // 2) + at(left // 2)) / 2
 
 
-def _straggler(rank: int, step: int, steps: list[tuple[Busy, Busy]], slower_by_s: float) -> Straggler:
+def _straggler(
+    rank: int, step: int, steps: list[tuple[Busy, Busy]], slower_by_s: float
+) -> Straggler:
     share = {
         f"{name}_s": max(
-            0.0, statistics.median(getattr(mine, f"{part}_s") - getattr(other, f"{part}_s") for mine, other in steps)
+            0.0,
+            statistics.median(
+                getattr(mine, f"{part}_s") - getattr(other, f"{part}_s") for mine, other in steps
+            ),
         )
         for name, part in (("data", "data"), ("compute", "compute"), ("communication", "wait"))
     }

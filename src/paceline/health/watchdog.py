@@ -1,8 +1,10 @@
-"""The watchdog: a thread in each rank that says where its rank is, and names who holds up the others or is slower than they.
+"""The watchdog: a thread in each rank that says where its rank is, and names who holds up the
+others or is slower than they.
 
-Ranks beat through the store (:mod:`paceline.health.heartbeats`). Each judges by itself what it hears: who hangs
-(:mod:`~paceline.health.hangs`), whether the ranks have issued different collectives (:mod:`~paceline.health.mismatch`), and, on
-the first rank, who is slow (:mod:`~paceline.health.stragglers`), who was paused and whose link loses packets
+Ranks beat through the store (:mod:`paceline.health.heartbeats`). Each judges by itself what it
+hears: who hangs (:mod:`~paceline.health.hangs`), whether the ranks have issued different
+collectives (:mod:`~paceline.health.mismatch`), and, on the first rank, who is slow
+(:mod:`~paceline.health.stragglers`), who was paused and whose link loses packets
 (:mod:`~paceline.health.link_health`).
 """
 
@@ -49,15 +51,23 @@ _STORE_LOSSES = 3
 
 
 class Watchdog:
-    """To be started when the process group is there, and closed at the end of the rank, however it ends. With one rank, or
-    where ``recovery.watchdog`` is off, it does nothing.
+    """To be started when the process group is there, and closed at the end of the rank, however it
+    ends. With one rank, or where ``recovery.watchdog`` is off, it does nothing.
 
     Args:
-        timeout_s: after so long a hang ends the rank, where ``recovery.hang_timeout_s`` says nothing else.
+        timeout_s: after so long a hang ends the rank, where ``recovery.hang_timeout_s`` says
+            nothing else.
         folder: of the run; flight records go there.
     """
 
-    def __init__(self, settings: Recovery, timeout_s: float, world: World, stop: StopFlag, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        settings: Recovery,
+        timeout_s: float,
+        world: World,
+        stop: StopFlag,
+        folder: Path | None = None,
+    ) -> None:
         self.settings, self.world, self.stop, self.folder = settings, world, stop, folder
         self.heartbeats: Heartbeats | None = None
         self.timeout_s = settings.hang_timeout_s or timeout_s
@@ -90,7 +100,8 @@ class Watchdog:
             self._beats.ended = True
             if self._lock.acquire(timeout=_PERIOD_S):
                 try:
-                    with contextlib.suppress(RuntimeError, OSError):  # the store has gone, and with it whoever would read it
+                    # the store has gone, and with it whoever would read it
+                    with contextlib.suppress(RuntimeError, OSError):
                         self._beats.publish()
                     if self.heartbeats is not None:
                         self.heartbeats.close()
@@ -107,12 +118,14 @@ class Watchdog:
             stage = self.world.coordinates.get("pipeline", 0) if strategy.works else None
             self._beats.kind = None if stage is None else f"stage {stage}"
 
-    # -- the thread ----------------------------------------------------------------------------------------------------
+    # -- the thread
+    # ----------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         each_s, losses = period_s(self.world.size, _PERIOD_S), 0
         last = waits_since = time.perf_counter()
         while not self._ended.wait(each_s):
-            if not PULSE.active:  # for a while: the next look is a late one, which forgives the silence
+            # for a while: the next look is a late one, which forgives the silence
+            if not PULSE.active:
                 waits_since = time.perf_counter()
                 continue
             try:
@@ -129,14 +142,22 @@ class Watchdog:
 
     def _note_pause(self, late_s: float) -> None:
         """A wait that lasted longer than asked for: for so long, no thread of this process ran."""
-        if late_s > _LATE_S and PULSE.step is not None and PULSE.phase in _STEP_PHASES and self._beats is not None:
+        if (
+            late_s > _LATE_S
+            and PULSE.step is not None
+            and PULSE.phase in _STEP_PHASES
+            and self._beats is not None
+        ):
             self._beats.pause = Pause(PULSE.step, late_s)
 
     def _lose_store(self, error: Exception, said: bool) -> None:
         assert self._beats is not None
         if not said and not self._ended.is_set():
             what = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            self._say(f"the store by which the ranks meet does not answer ({what}): nobody who hangs is named meanwhile")
+            self._say(
+                f"the store by which the ranks meet does not answer ({what}): nobody who hangs is"
+                " named meanwhile"
+            )
         with contextlib.suppress(RuntimeError, OSError):  # tried again at the next look
             self._beats.reconnect()
 
@@ -167,18 +188,21 @@ class Watchdog:
             self._judge_links(peers)
 
     def _judge_gone(self, ranks: list[int]) -> None:
-        """A rank has ended without a word: gloo ends the process where a message has another size than it waits for."""
+        """A rank has ended without a word: gloo ends the process where a message has another size
+        than it waits for."""
         assert self._beats is not None
         found = find_mismatch(self._beats.calls(ranks))
         if found is not None:
             self.stop.fail(found[1], found[0])
 
-    # -- hangs ---------------------------------------------------------------------------------------------------------
+    # -- hangs
+    # ---------------------------------------------------------------------------------------------------------
     def _judge_hangs(self, ranks: list[Seen]) -> None:
         found = {one.rank: one for one in find_hangs(ranks, self.settings.hang_after_s)}
         self._found = {rank: self._found.get(rank, 0) + 1 for rank in found}
         sure = {rank: one for rank, one in found.items() if self._found[rank] >= _LOOKS}
-        first = min((one.rank for one in ranks if one.rank not in sure), default=self.world.rank)  # tells more than the others
+        # tells more than the others
+        first = min((one.rank for one in ranks if one.rank not in sure), default=self.world.rank)
         for rank, one in sure.items():
             if rank not in self.named and rank != self.world.rank:
                 self._name(one, [seen.rank for seen in ranks], tells_more=self.world.rank == first)
@@ -204,7 +228,9 @@ class Watchdog:
             lines += ["its stack, as far as known:", *(f"  {line}" for line in stack)]
         record = self._write_flight_record()
         if record is not None:
-            lines.append(f"torch's record of the last collectives of rank {self.world.rank}: {record}")
+            lines.append(
+                f"torch's record of the last collectives of rank {self.world.rank}: {record}"
+            )
         self._say(
             "\n".join(lines),
             "hang",
@@ -229,12 +255,15 @@ class Watchdog:
         late = [one for one in hangs if one.since_s > self.timeout_s]
         if not late or any(one.rank == self.world.rank and not one.all_wait for one in hangs):
             return
-        text = "; ".join(one.text() for one in late) + (f". {self._mismatch}" if self._mismatch else "")
+        text = "; ".join(one.text() for one in late) + (
+            f". {self._mismatch}" if self._mismatch else ""
+        )
         blamed = [one.rank for one in late if one.rank is not None]
         self.stop.fail(f"{text}. After {self.timeout_s:.0f} s of it the ranks end", blamed)
 
     def _write_flight_record(self) -> Path | None:
-        """What torch's flight recorder holds, where it is on (see :func:`paceline.distributed.communicator.open_world`)."""
+        """What torch's flight recorder holds, where it is on (see
+        :func:`paceline.distributed.communicator.open_world`)."""
         text = flight_record()
         if text is None or self.folder is None or not self.folder.is_dir():
             return None
@@ -245,7 +274,8 @@ class Watchdog:
             return None
         return path
 
-    # -- stragglers ----------------------------------------------------------------------------------------------------
+    # -- stragglers
+    # ----------------------------------------------------------------------------------------------------
     def _judge_stragglers(self, peers: list[Peer]) -> None:
         assert self._beats is not None
         kinds = {one.rank: one.kind for one in peers}
@@ -257,7 +287,11 @@ class Watchdog:
             fields = {"rank": one.rank, "host": host, "step": one.step}
             if not one.even:
                 share = {name: round(value, 4) for name, value in one.share.items()}
-                fields |= {"slower_by_s": round(one.slower_by_s, 4), "share": share, "steps": one.steps}
+                fields |= {
+                    "slower_by_s": round(one.slower_by_s, 4),
+                    "share": share,
+                    "steps": one.steps,
+                }
             self._say(one.text(host), "straggler_end" if one.even else "straggler", **fields)
 
     def _judge_pauses(self, peers: list[Peer]) -> None:
@@ -265,9 +299,24 @@ class Watchdog:
             pause = one.pause
             if pause is not None and pause != self._pauses.get(one.rank):
                 self._pauses[one.rank] = pause
-                share = {"data_s": 0.0, "compute_s": round(pause.seconds, 3), "communication_s": 0.0}
-                fields = {"step": pause.step, "slower_by_s": round(pause.seconds, 3), "share": share, "steps": 1}
-                self._say(pause.text(one.rank, one.beat["host"]), "straggler", rank=one.rank, host=one.beat["host"], **fields)
+                share = {
+                    "data_s": 0.0,
+                    "compute_s": round(pause.seconds, 3),
+                    "communication_s": 0.0,
+                }
+                fields = {
+                    "step": pause.step,
+                    "slower_by_s": round(pause.seconds, 3),
+                    "share": share,
+                    "steps": 1,
+                }
+                self._say(
+                    pause.text(one.rank, one.beat["host"]),
+                    "straggler",
+                    rank=one.rank,
+                    host=one.beat["host"],
+                    **fields,
+                )
 
     def _judge_links(self, peers: list[Peer]) -> None:
         now_s = time.perf_counter()
@@ -275,23 +324,39 @@ class Watchdog:
             found = self._links.add(one.rank, now_s, one.segments.sent, one.segments.resent)
             if found is not None:
                 fields = {"rank": one.rank, "host": one.beat["host"], "step": one.beat["step"]}
-                fields |= {"resent_share": round(found.share, 5), "segments": found.sent, "seconds": round(found.seconds, 1)}
-                self._say(found.text(one.beat["host"]), "link_end" if found.is_sound else "link", **fields)
+                fields |= {
+                    "resent_share": round(found.share, 5),
+                    "segments": found.sent,
+                    "seconds": round(found.seconds, 1),
+                }
+                self._say(
+                    found.text(one.beat["host"]), "link_end" if found.is_sound else "link", **fields
+                )
 
-    # -- what failed ---------------------------------------------------------------------------------------------------
+    # -- what failed
+    # ---------------------------------------------------------------------------------------------------
     def explain(self, error: BaseException) -> BaseException:
-        """``error``, or one that says more: where a collective failed because the ranks have issued different ones, or while a
-        rank stood still. Takes some seconds at most."""
-        if self._beats is None or isinstance(error, PacelineError) or not isinstance(error, RuntimeError | dist.DistError):
+        """``error``, or one that says more: where a collective failed because the ranks have issued
+        different ones, or while a rank stood still. Takes some seconds at most."""
+        if (
+            self._beats is None
+            or isinstance(error, PacelineError)
+            or not isinstance(error, RuntimeError | dist.DistError)
+        ):
             return error
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         found = self._ask()
         if found is not None:
-            fix = "let all ranks of a group call the same collectives, in one order, with tensors of one size and dtype"
+            fix = (
+                "let all ranks of a group call the same collectives, in one order, with tensors of"
+                " one size and dtype"
+            )
             return MismatchError(f"{found}. (torch: {first})", fix=fix)
         if self.named:
             text = "; ".join(one.text() for one in self.named.values()) + f". (torch: {first})"
-            return FaultError(text, ranks=[one.rank for one in self.named.values() if one.rank is not None])
+            return FaultError(
+                text, ranks=[one.rank for one in self.named.values() if one.rank is not None]
+            )
         return error
 
     def _ask(self) -> str | None:
@@ -317,9 +382,11 @@ class Watchdog:
             time.sleep(_PERIOD_S / 3)
         return None
 
-    # -- speaking ------------------------------------------------------------------------------------------------------
+    # -- speaking
+    # ------------------------------------------------------------------------------------------------------
     def _say(self, text: str, type: str | None = None, **fields: Any) -> None:
-        """An event where this rank writes the log, else a line on standard error, with this rank before it."""
+        """An event where this rank writes the log, else a line on standard error, with this rank
+        before it."""
         if type is not None and self.events is not None and self.events.path is not None:
             self.events.emit(type, text=text, **fields)
         else:
@@ -334,10 +401,13 @@ class _Steps:
         self._kinds: dict[int, str | None] = {}
         self._last = 0
 
-    def add(self, kinds: dict[int, str | None], told: dict[int, list[StepTimes]]) -> list[Straggler]:
+    def add(
+        self, kinds: dict[int, str | None], told: dict[int, list[StepTimes]]
+    ) -> list[Straggler]:
         if self.judge is None or kinds != self._kinds:
             self.judge, self._kinds = StragglerJudge(kinds), kinds
-            self._last = min((steps[0].step for steps in told.values() if steps), default=0)  # a first step is no measure
+            # a first step is no measure
+            self._last = min((steps[0].step for steps in told.values() if steps), default=0)
         if len(told) < 2:
             return []
         by_rank = {rank: {one.step: one for one in steps} for rank, steps in told.items()}
@@ -358,6 +428,8 @@ def _busy(one: StepTimes) -> Busy:
 def flight_record() -> bytes | None:
     """What torch's flight recorder holds, as JSON; None where it is off or there is none."""
     core = torch._C._distributed_c10d
-    dump = getattr(core, "_dump_fr_trace_json", None) or getattr(core, "_dump_nccl_trace_json", None)
+    dump = getattr(core, "_dump_fr_trace_json", None) or getattr(
+        core, "_dump_nccl_trace_json", None
+    )
     text = dump() if dump is not None else b""
     return text if b'"profiling_name"' in text else None

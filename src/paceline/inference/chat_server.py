@@ -1,8 +1,11 @@
-"""A worker that holds a run's model and answers: ``paceline generate RUN --serve``. JSON lines in, JSON lines out.
+"""A worker that holds a run's model and answers: ``paceline generate RUN --serve``. JSON lines in,
+JSON lines out.
 
-In: ``{id, messages: [{role, content}], model: "tuned" | "base", max_new_tokens, temperature, seed}``, and ``{stop: id}``.
-Out: first ``{ready: {device, base}}``; then for each request ``{id, token: text}`` as the text grows and one
-``{id, end: {num_tokens, wall_s, stopped}}`` or ``{id, error: {what, allowed, fix}}``. When its input ends, so does the worker.
+In: ``{id, messages: [{role, content}], model: "tuned" | "base", max_new_tokens, temperature,
+seed}``, and ``{stop: id}``.
+Out: first ``{ready: {device, base}}``; then for each request ``{id, token: text}`` as the text
+grows and one ``{id, end: {num_tokens, wall_s, stopped}}`` or ``{id, error: {what, allowed, fix}}``.
+When its input ends, so does the worker.
 """
 
 from __future__ import annotations
@@ -25,14 +28,16 @@ _MOST_NEW_TOKENS = 4096
 
 
 class Models:
-    """The tuned model of a run, and its base: the same weights without the adapters, or what the run began from, loaded when it
-    is first asked for."""
+    """The tuned model of a run, and its base: the same weights without the adapters, or what the
+    run began from, loaded when it is first asked for."""
 
     def __init__(self, run: Path, device: str) -> None:
         import torch
 
         accelerator = torch.accelerator.is_available() and device != "cpu"
-        self.device = torch.accelerator.current_accelerator() if accelerator else torch.device("cpu")
+        self.device = (
+            torch.accelerator.current_accelerator() if accelerator else torch.device("cpu")
+        )
         self.run = run
         self.adapted = (model_folder(run) / "adapter_config.json").is_file()
         self.tuned, self.tokenizer = load_model(run)
@@ -61,8 +66,13 @@ class Models:
         from paceline.models.language import load_language_model
 
         if not self.has_base:
-            raise ConfigError(f"what {self.run} was trained from is not known", fix="give a run's folder, with its config.yaml")
-        model: Any = load_language_model(load_config(self.run / "config.yaml", {"lora.enable": False}).config)
+            raise ConfigError(
+                f"what {self.run} was trained from is not known",
+                fix="give a run's folder, with its config.yaml",
+            )
+        model: Any = load_language_model(
+            load_config(self.run / "config.yaml", {"lora.enable": False}).config
+        )
         model.config.use_cache = True
         return model.to(device=self.device, dtype=self.tuned.dtype).eval()
 
@@ -79,7 +89,9 @@ def serve(run: Path, device: str = "auto") -> int:
     os.dup2(2, 1)  # what libraries print is no answer
     requests: queue.Queue[dict[str, Any]] = queue.Queue()
     stopped: set[Any] = set()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, requests, stopped), name="requests", daemon=True).start()
+    threading.Thread(
+        target=_read, args=(sys.stdin.buffer, requests, stopped), name="requests", daemon=True
+    ).start()
     models = Models(run, device)
     _say(out, ready={"device": str(models.device.type), "base": models.has_base})
     while True:
@@ -88,10 +100,26 @@ def serve(run: Path, device: str = "auto") -> int:
         try:
             _answer(models, request, out, stopped)
         except PacelineError as error:
-            _say(out, id=number, error={"what": error.what, "allowed": error.allowed, "fix": error.fix})
+            _say(
+                out,
+                id=number,
+                error={"what": error.what, "allowed": error.allowed, "fix": error.fix},
+            )
         except Exception as error:  # one answer that fails is not the worker's end
-            fix = "ask for fewer new tokens, or clear the chat" if "memory" in str(error) else "try again"
-            _say(out, id=number, error={"what": f"{type(error).__name__}: {error}"[:500], "allowed": None, "fix": fix})
+            fix = (
+                "ask for fewer new tokens, or clear the chat"
+                if "memory" in str(error)
+                else "try again"
+            )
+            _say(
+                out,
+                id=number,
+                error={
+                    "what": f"{type(error).__name__}: {error}"[:500],
+                    "allowed": None,
+                    "fix": fix,
+                },
+            )
 
 
 def _read(lines: IO[bytes], requests: queue.Queue[dict[str, Any]], stopped: set[Any]) -> None:
@@ -104,7 +132,8 @@ def _read(lines: IO[bytes], requests: queue.Queue[dict[str, Any]], stopped: set[
             stopped.add(said["stop"])
         elif isinstance(said, dict):
             requests.put(said)
-    os._exit(EXIT_DONE)  # whoever asked has gone: also in the middle of an answer, of which there is nothing to keep
+    # whoever asked has gone: also in the middle of an answer, of which there is nothing to keep
+    os._exit(EXIT_DONE)
 
 
 def _say(out: IO[str], **words: Any) -> None:
@@ -121,7 +150,9 @@ def _answer(models: Models, request: dict[str, Any], out: IO[str], stopped: set[
 
     number, tokenizer = request["id"], models.tokenizer
     started = time.perf_counter()
-    inputs = {name: one.to(models.device) for name, one in _inputs(tokenizer, request["messages"]).items()}
+    inputs = {
+        name: one.to(models.device) for name, one in _inputs(tokenizer, request["messages"]).items()
+    }
     prompt = int(inputs["input_ids"].shape[1])
     wanted = min(max(int(request.get("max_new_tokens", 256)), 1), _MOST_NEW_TOKENS)
 
@@ -132,21 +163,30 @@ def _answer(models: Models, request: dict[str, Any], out: IO[str], stopped: set[
 
     class Stopped(StoppingCriteria):
         def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-            return torch.full((input_ids.shape[0],), number in stopped, dtype=torch.bool, device=input_ids.device)
+            return torch.full(
+                (input_ids.shape[0],), number in stopped, dtype=torch.bool, device=input_ids.device
+            )
 
     temperature = float(request.get("temperature", 0.0))
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    )
     torch.manual_seed(int(request.get("seed", 0)))
     with models.named(request.get("model", "tuned")) as model, torch.no_grad():
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and prompt + 1 > limit:
             raise ConfigError(
-                f"the chat has {prompt:,} tokens, and the model reads at most {limit:,}", fix="clear the chat and ask again"
+                f"the chat has {prompt:,} tokens, and the model reads at most {limit:,}",
+                fix="clear the chat and ask again",
             )
         output = model.generate(
             **inputs,
             max_new_tokens=wanted if limit is None else min(wanted, limit - prompt),
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            pad_token_id=(
+                tokenizer.pad_token_id
+                if tokenizer.pad_token_id is not None
+                else tokenizer.eos_token_id
+            ),
             use_cache=True,
             streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             stopping_criteria=StoppingCriteriaList([Stopped()]),
@@ -158,7 +198,8 @@ def _answer(models: Models, request: dict[str, Any], out: IO[str], stopped: set[
 
 
 def _inputs(tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, Any]:
-    """The chat as the model reads it: by its template, or, without one, its texts one after the other."""
+    """The chat as the model reads it: by its template, or, without one, its texts one after the
+    other."""
     if tokenizer.chat_template is not None:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)

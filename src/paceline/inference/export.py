@@ -14,8 +14,11 @@ from paceline.inference.generate import load_model, model_folder
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def export(run: Path, *, merge: bool = False, output: str | None = None, dtype: str = "auto") -> Path:
-    """Write the model of ``run`` to ``output`` (default: ``RUN/exported``), in the form that ``from_pretrained`` loads.
+def export(
+    run: Path, *, merge: bool = False, output: str | None = None, dtype: str = "auto"
+) -> Path:
+    """Write the model of ``run`` to ``output`` (default: ``RUN/exported``), in the form that
+    ``from_pretrained`` loads.
 
     Args:
         merge: add the adapters into the base model's weights.
@@ -34,7 +37,9 @@ def export(run: Path, *, merge: bool = False, output: str | None = None, dtype: 
             fix="add --merge to write it merged into its base model",
         )
     if merge and not adapted:
-        raise ConfigError(f"{source} holds a whole model: there is no adapter to merge", fix="leave --merge out")
+        raise ConfigError(
+            f"{source} holds a whole model: there is no adapter to merge", fix="leave --merge out"
+        )
     final = Path(output) if output else run / "exported"
     if final.exists():
         raise ConfigError(f"{final} exists already", fix="give another folder with --output DIR")
@@ -50,6 +55,7 @@ def export(run: Path, *, merge: bool = False, output: str | None = None, dtype: 
     except store.write_errors() as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise RunError(
-            f"{final} could not be written: {store.reason_of(error)}", fix="free some space or give --output DIR"
+            f"{final} could not be written: {store.reason_of(error)}",
+            fix="free some space or give --output DIR",
         ) from error
     return final

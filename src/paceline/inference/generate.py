@@ -23,8 +23,14 @@ def model_folder(run: Path) -> Path:
             return folder
     raise ConfigError(
         f"{run} holds no model" if run.exists() else f"{run} does not exist",
-        allowed="a finished run's folder (with model/ in it), or a folder that save_pretrained wrote",
-        fix="let the run finish: the same training command goes on where it stopped" if run.exists() else "check the path",
+        allowed=(
+            "a finished run's folder (with model/ in it), or a folder that save_pretrained wrote"
+        ),
+        fix=(
+            "let the run finish: the same training command goes on where it stopped"
+            if run.exists()
+            else "check the path"
+        ),
     )
 
 
@@ -40,13 +46,16 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
         folder = converted_folder(original)
     base = folder
     if (folder / "adapter_config.json").is_file():
-        base = Path(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"])
+        base = Path(
+            json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(str(base), dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the model in {folder} cannot be loaded as a causal language model: {str(error).splitlines()[0][:300]}",
+            f"the model in {folder} cannot be loaded as a causal language model:"
+            f" {str(error).splitlines()[0][:300]}",
             fix=f"check that {base} is there" if base != folder else None,
         ) from error
     if base != folder:
@@ -62,12 +71,14 @@ def check_trained_length(model: Any, num_tokens: int) -> None:
     Raises:
         ConfigError: ``num_tokens`` is above it.
     """
-    config = getattr(model.get_base_model() if hasattr(model, "get_base_model") else model, "config", None)
+    config = getattr(
+        model.get_base_model() if hasattr(model, "get_base_model") else model, "config", None
+    )
     if getattr(config, CONVERTED_KEY, None) and num_tokens > config.max_position_embeddings:
         raise ConfigError(
-            f"the prompt and the answer can have {num_tokens} tokens together, and the model was trained on "
-            f"{config.max_position_embeddings}; beyond that the original Qwen model changes its attention, and the Qwen2 form "
-            "does not",
+            f"the prompt and the answer can have {num_tokens} tokens together, and the model was"
+            f" trained on {config.max_position_embeddings}; beyond that the original Qwen model"
+            " changes its attention, and the Qwen2 form does not",
             fix="give a shorter prompt, or allow fewer new tokens",
         )
 
@@ -81,22 +92,31 @@ def generate(
     system: str | None = None,
     seed: int = 0,
 ) -> str:
-    """The model's answer, by its chat template where it has one. ``temperature`` 0 takes the likeliest token each time."""
+    """The model's answer, by its chat template where it has one. ``temperature`` 0 takes the
+    likeliest token each time."""
     import torch
 
     model, tokenizer = load_model(run)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
-    messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": question}]
+    messages = ([{"role": "system", "content": system}] if system else []) + [
+        {"role": "user", "content": question}
+    ]
     if tokenizer.chat_template is not None:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     else:
         inputs = tokenizer(question, return_tensors="pt")
     check_trained_length(model, inputs["input_ids"].shape[1] + max_new_tokens)
-    inputs = {key: value.to(model.device) for key, value in inputs.items() if key in ("input_ids", "attention_mask")}
+    inputs = {
+        key: value.to(model.device)
+        for key, value in inputs.items()
+        if key in ("input_ids", "attention_mask")
+    }
     torch.manual_seed(seed)
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    )
     with torch.no_grad():
         output = model.generate(
             **inputs,
@@ -105,5 +125,7 @@ def generate(
             use_cache=True,
             **sampling,
         )
-    answer: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    answer: str = tokenizer.decode(
+        output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     return answer.strip()

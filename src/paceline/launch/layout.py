@@ -18,15 +18,19 @@ if TYPE_CHECKING:
 Say = Callable[[str, str], None]
 
 
-def choose_layout(config: Config, num_devices: int, device_type: str, outer: RankEnv | None, say: Say) -> Layout:
-    """The layout for ``num_devices`` devices: as the config says, or, with ``mode: auto``, the fastest that fits in memory.
+def choose_layout(
+    config: Config, num_devices: int, device_type: str, outer: RankEnv | None, say: Say
+) -> Layout:
+    """The layout for ``num_devices`` devices: as the config says, or, with ``mode: auto``, the
+    fastest that fits in memory.
 
     Args:
         outer: the rank that an outer launcher gave this process.
         say: gets (level, text) of each thing a person should know.
 
     Raises:
-        ConfigError: the axes do not make that number of ranks; or the strategy cannot run this config, with what would fit.
+        ConfigError: the axes do not make that number of ranks; or the strategy cannot run this
+            config, with what would fit.
     """
     name = mode_of(config.parallel)
     if name == "auto":
@@ -46,29 +50,36 @@ def choose_layout(config: Config, num_devices: int, device_type: str, outer: Ran
         say("info", f"strategy: {chosen.text()}")
     if chosen.num_processes == 1 and outer is not None and outer.world_size > 1:
         raise ConfigError(
-            f"`parallel.mode: {name}` runs in one process, and the outer launcher started {counted(outer.world_size, 'rank')}",
+            f"`parallel.mode: {name}` runs in one process, and the outer launcher started"
+            f" {counted(outer.world_size, 'rank')}",
             fix="start it without torchrun (`paceline sft …`), or set `parallel.mode: ddp`",
         )
     if chosen.num_processes == 1 and outer is None and config.parallel.hosts != (1, 1):
         raise ConfigError(
-            f"`parallel.mode: {name}` runs in one process, and `parallel.nnodes` is {config.parallel.nnodes}",
+            f"`parallel.mode: {name}` runs in one process, and `parallel.nnodes` is"
+            f" {config.parallel.nnodes}",
             fix="set `parallel.mode: ddp`, or `parallel.nnodes: 1`",
         )
     check_strategy(chosen.strategy, config, chosen.axes)
     serving = strategy_class(chosen.strategy).num_serving(config)
     if serving and device_type != "cpu":
         raise ConfigError(
-            f"`parallel.mode: {chosen.strategy}` runs on CPU ranks alone so far, and these are {device_type} devices",
+            f"`parallel.mode: {chosen.strategy}` runs on CPU ranks alone so far, and these are"
+            f" {device_type} devices",
             fix="set `parallel.device: cpu`, or `parallel.mode: ddp`",
         )
     if outer is not None and strategy_class(chosen.strategy).expendable(config, chosen.axes):
         raise ConfigError(
-            "`parameter_server.on_worker_loss: go_on` needs Paceline's own launcher: an outer one ends all ranks when one ends",
+            "`parameter_server.on_worker_loss: go_on` needs Paceline's own launcher: an outer one"
+            " ends all ranks when one ends",
             fix="start it without torchrun (`paceline sft …`), or set `on_worker_loss: stop`",
         )
-    if config.parallel.hosts != (1, 1) and strategy_class(chosen.strategy).expendable(config, chosen.axes):
+    if config.parallel.hosts != (1, 1) and strategy_class(chosen.strategy).expendable(
+        config, chosen.axes
+    ):
         raise ConfigError(
-            f"`parameter_server.on_worker_loss: go_on` works on one host, and `parallel.nnodes` is {config.parallel.nnodes}",
+            "`parameter_server.on_worker_loss: go_on` works on one host, and `parallel.nnodes` is"
+            f" {config.parallel.nnodes}",
             fix="set `on_worker_loss: stop`: all ranks then go back to the newest checkpoint",
         )
     return replace(chosen, num_processes=chosen.num_processes + serving)
@@ -80,7 +91,8 @@ def check_row_state(config: Config, stored: Config, path: Path) -> None:
     served = stored.parallel.mode == "parameter_server" != config.parallel.mode
     if served and there != here:
         raise ConfigError(
-            f"{path} was written by servers with `parameter_server.optimizer: {there}`, and "
-            f"`parallel.mode: {config.parallel.mode}` would go on with `optim: {here}` from its state",
+            f"{path} was written by servers with `parameter_server.optimizer: {there}`, and"
+            f" `parallel.mode: {config.parallel.mode}` would go on with `optim: {here}` from its"
+            " state",
             fix="set `parallel.mode: parameter_server`, or another `output_dir` for a new run",
         )

@@ -1,4 +1,5 @@
-"""A run on this host: its ranks, the signals of the person who started it, and its lives, where a fault ends one."""
+"""A run on this host: its ranks, the signals of the person who started it, and its lives, where a
+fault ends one."""
 
 from __future__ import annotations
 
@@ -15,17 +16,23 @@ from paceline.core.processes import hidden_main
 from paceline.launch.rank_processes import Place, RankProcesses, open_store
 from paceline.launch.worker import RunRank
 
-#: What follows a life that a fault has ended: the job of the next one; None where there is none, with the outcome as it shall
-#: be told.
+#: What follows a life that a fault has ended: the job of the next one; None where there is none,
+#: with the outcome as it shall be told.
 Follow = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 
 
 class LocalRun:
     """Runs a job on ``num_ranks`` ranks of this host and says what became of them."""
 
-    def __init__(self, job: Any, num_ranks: int, run_rank: RunRank | None = None, follow: Follow | None = None) -> None:
-        """``run_rank``: what a rank does with the job; default: the training of a :class:`~paceline.train.setup.Job`.
-        ``follow``: default: no life follows."""
+    def __init__(
+        self,
+        job: Any,
+        num_ranks: int,
+        run_rank: RunRank | None = None,
+        follow: Follow | None = None,
+    ) -> None:
+        """``run_rank``: what a rank does with the job; default: the training of a
+        :class:`~paceline.train.setup.Job`. ``follow``: default: no life follows."""
         self.job = job
         self.more = () if run_rank is None else (run_rank,)
         self.num_ranks = num_ranks
@@ -34,11 +41,16 @@ class LocalRun:
         self.signals = Signals(lambda: self.on_stop)
 
     def run(self) -> dict[str, Any]:
-        """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves no process and no file."""
+        """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves
+        no process and no file."""
         with self.signals, hidden_main():
             while True:
                 outcome = self._live()
-                if self.follow is None or outcome["status"] != "failed" or self.signals.number is not None:
+                if (
+                    self.follow is None
+                    or outcome["status"] != "failed"
+                    or self.signals.number is not None
+                ):
                     return outcome
                 following, outcome = self.follow(self.job, outcome)
                 if following is None or self.signals.number is not None:
@@ -49,16 +61,27 @@ class LocalRun:
         try:
             store = open_store()
             place = Place(0, self.num_ranks, self.num_ranks, "127.0.0.1", store.port)
-            ranks = RankProcesses(self.job, place, *self.more, expendable=expendable(self.job), store=store)
+            ranks = RankProcesses(
+                self.job, place, *self.more, expendable=expendable(self.job), store=store
+            )
             with ranks:
                 return live(ranks, self.job, self.signals)
         except (OSError, RuntimeError) as error:
             text = f"the ranks could not be started: {error}"
-            return {"status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": "", "report": None}
+            return {
+                "status": "failed",
+                "exit_code": EXIT_FAILED,
+                "text": text,
+                "traceback": "",
+                "report": None,
+            }
 
 
-def live(ranks: RankProcesses, job: Any, signals: Signals, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Start the ranks, wait until the last has ended, and say what became of them. ``tick`` is called now and then."""
+def live(
+    ranks: RankProcesses, job: Any, signals: Signals, tick: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Start the ranks, wait until the last has ended, and say what became of them. ``tick`` is
+    called now and then."""
     with signals.to(ranks):
         try:
             ranks.start()
@@ -70,7 +93,8 @@ def live(ranks: RankProcesses, job: Any, signals: Signals, tick: Callable[[], No
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP to the launcher: the first asks all ranks to stop, a second ends everything at once."""
+    """SIGINT, SIGTERM and SIGHUP to the launcher: the first asks all ranks to stop, a second ends
+    everything at once."""
 
     def __init__(self, on_stop: Callable[[], str]) -> None:
         self.number: int | None = None
@@ -81,7 +105,9 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
+            numbers = [signal.SIGINT, signal.SIGTERM] + (
+                [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
+            )
             self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
         return self
 
@@ -103,7 +129,9 @@ class Signals:
     def _on_signal(self, number: int, _frame: Any) -> None:
         if self.number is not None:
             if number == getattr(signal, "SIGHUP", None):
-                return  # a closed terminal sends it twice, by the kernel and by the shell; nobody asks for haste
+                # a closed terminal sends it twice, by the kernel and by the shell; nobody asks for
+                # haste
+                return
             if self._ranks is not None:
                 self._ranks.kill(wait_s=2.0)
             with contextlib.suppress(Exception):  # nothing holds up who is in haste
@@ -112,7 +140,9 @@ class Signals:
         self.number = number
         name = signal.Signals(number).name
         with contextlib.suppress(OSError):
-            print(f"\n{name}: {self.on_stop()}; once more ends at once", file=sys.stderr, flush=True)
+            print(
+                f"\n{name}: {self.on_stop()}; once more ends at once", file=sys.stderr, flush=True
+            )
         if self._ranks is not None:
             self._ranks.pass_on(number)
 
@@ -139,12 +169,15 @@ def _role(job: Any, rank: int) -> str:
 
 
 def outcome_of(ranks: RankProcesses, job: Any, stopped_by: int | None) -> dict[str, Any]:
-    """What became of the ranks of this host. For a failure ``fault`` says whether going back to a checkpoint may mend it: True,
-    False, or None where it is not known."""
+    """What became of the ranks of this host. For a failure ``fault`` says whether going back to a
+    checkpoint may mend it: True, False, or None where it is not known."""
     outcomes = {rank: one for rank, one in ranks.outcomes().items() if rank not in ranks.told}
-    failures = sorted((one for one in outcomes.values() if one["status"] == "failed"), key=lambda one: one["time"])
+    failures = sorted(
+        (one for one in outcomes.values() if one["status"] == "failed"), key=lambda one: one["time"]
+    )
     lost = ranks.lost()
-    failures.sort(key=lambda one: not one.get("of_all"))  # what tells of more than the rank that says it
+    # what tells of more than the rank that says it
+    failures.sort(key=lambda one: not one.get("of_all"))
     if lost and not (failures and failures[0].get("of_all")):
         return _failed_by(lost, ranks, job)
     if failures:
@@ -160,15 +193,25 @@ def outcome_of(ranks: RankProcesses, job: Any, stopped_by: int | None) -> dict[s
     if len(outcomes) + len(ranks.told) < ranks.place.num_ranks:
         if stopped_by is not None:
             return {"status": "stopped", "exit_code": stop_code(stopped_by), "report": None}
-        return {"status": "failed", "exit_code": EXIT_FAILED, "text": "the ranks were ended", "traceback": "", "report": None}
-    first = next((one for _, one in sorted(outcomes.items()) if one["report"] is not None), outcomes[min(outcomes)])
+        return {
+            "status": "failed",
+            "exit_code": EXIT_FAILED,
+            "text": "the ranks were ended",
+            "traceback": "",
+            "report": None,
+        }
+    first = next(
+        (one for _, one in sorted(outcomes.items()) if one["report"] is not None),
+        outcomes[min(outcomes)],
+    )
     if first["status"] == "stopped" and stopped_by is not None:
         first["exit_code"] = stop_code(stopped_by)
     return first
 
 
 def _cut_start(stopped_by: int | None) -> dict[str, Any]:
-    """The outcome of a life that ended before all its ranks were there: multiprocessing starts the fork server anew."""
+    """The outcome of a life that ended before all its ranks were there: multiprocessing starts the
+    fork server anew."""
     if stopped_by is not None:
         return {"status": "stopped", "exit_code": stop_code(stopped_by), "report": None}
     text = "the process from which the ranks are forked ended while it started them"
@@ -181,7 +224,9 @@ def _cut_start(stopped_by: int | None) -> dict[str, Any]:
 def _failed_by(lost: list[int], ranks: RankProcesses, job: Any) -> dict[str, Any]:
     """The outcome of a life that ended because these ranks were gone without a word."""
     names = "; ".join(
-        f"rank {rank}{_role(job, rank)} (process {ranks.processes[rank].pid}) {ranks.how_it_ended(rank)}" for rank in lost
+        f"rank {rank}{_role(job, rank)} (process {ranks.processes[rank].pid})"
+        f" {ranks.how_it_ended(rank)}"
+        for rank in lost
     )
     text = f"{names}. The other ranks were stopped.{_lost_earlier(ranks, job)}"
     return {
@@ -192,7 +237,10 @@ def _failed_by(lost: list[int], ranks: RankProcesses, job: Any) -> dict[str, Any
 
 def _lost_earlier(ranks: RankProcesses, job: Any) -> str:
     """The ranks that the run had gone on without, for a person."""
-    told = [f"rank {rank}{_role(job, rank)} (process {one['pid']}), {one['reason']}" for rank, one in ranks.told.items()]
+    told = [
+        f"rank {rank}{_role(job, rank)} (process {one['pid']}), {one['reason']}"
+        for rank, one in ranks.told.items()
+    ]
     return f" Lost earlier: {'; '.join(told)}." if told else ""
 
 

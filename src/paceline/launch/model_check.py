@@ -1,8 +1,9 @@
-"""Refuse what a rank would refuse about a model, without its weights: built on torch's meta device, adapters included.
+"""Refuse what a rank would refuse about a model, without its weights: built on torch's meta device,
+adapters included.
 
-A dry run does this before the data is read. A run does it while the data is tokenized, in a process forked from the warm fork
-server: a model that cannot be trained ends the tokenization. Short tokenization does not wait for the check; the ranks then
-refuse the model themselves.
+A dry run does this before the data is read. A run does it while the data is tokenized, in a process
+forked from the warm fork server: a model that cannot be trained ends the tokenization. Short
+tokenization does not wait for the check; the ranks then refuse the model themselves.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ _START_AFTER_S = 6.0
 
 
 def check_model(config: Config, layout: Layout) -> list[Notice]:
-    """Build the model as the ranks will, without weights; returns what they would report about it. A model that passed is
-    remembered in the cache. Does nothing for tasks other than language models.
+    """Build the model as the ranks will, without weights; returns what they would report about it.
+    A model that passed is remembered in the cache. Does nothing for tasks other than language
+    models.
 
     Raises:
         ConfigError: the ranks would refuse the model, its adapters, or the way it is spread.
@@ -66,14 +68,17 @@ def _build_and_check(config: Config, layout: Layout) -> list[Notice]:
             checkpoint_activations(model)
         except ValueError as error:
             raise ConfigError(
-                f"`train_args.gradient_checkpointing: true` is not supported with `model: {config.model}`: {error}",
+                "`train_args.gradient_checkpointing: true` is not supported with `model:"
+                f" {config.model}`: {error}",
                 fix="set `train_args.gradient_checkpointing: false`",
             ) from error
     if layout.axes.tensor > 1:
         from paceline.models.tensor_plan.plan import find_tensor_plan
         from paceline.parallel.tensor.shard import check_plan_sizes
 
-        check_plan_sizes(model, find_tensor_plan(model, config.parallel.tensor_plan), layout.axes.tensor)
+        check_plan_sizes(
+            model, find_tensor_plan(model, config.parallel.tensor_plan), layout.axes.tensor
+        )
     if layout.axes.pipeline > 1:
         check_stages(model, config, layout.axes.pipeline)
     return adapter_notices(model, config) if config.lora.enable else []
@@ -101,14 +106,17 @@ def check_stages(model: Any, config: Config, num_ranks: int) -> None:
 
 
 def _remembered(config: Config, layout: Layout) -> Path | None:
-    """The file in the cache that says that this model was checked; None if nothing tells that the model is still the same."""
+    """The file in the cache that says that this model was checked; None if nothing tells that the
+    model is still the same."""
     if config.trust_remote_code or config.lora.adapter is not None:
         return None
     content = config_numbers(config.model)
     if not content:
         return None
     try:
-        versions = [metadata.version(name) for name in ("torch", "transformers", "peft", "paceline")]
+        versions = [
+            metadata.version(name) for name in ("torch", "transformers", "peft", "paceline")
+        ]
     except metadata.PackageNotFoundError:
         return None
     lora = {**config.lora.model_dump(mode="json"), "set": sorted(config.lora.model_fields_set)}
@@ -124,8 +132,8 @@ def _remembered(config: Config, layout: Layout) -> Path | None:
 
 @contextlib.contextmanager
 def checking_beside(config: Config, layout: Layout) -> Iterator[None]:
-    """Within the block, computations that poll are ended by the error of a model that cannot be trained. To be used where the
-    fork server was started for this config."""
+    """Within the block, computations that poll are ended by the error of a model that cannot be
+    trained. To be used where the fork server was started for this config."""
     if config.task not in ("sft", "pretrain"):
         yield
         return
@@ -166,7 +174,9 @@ class _CheckBeside:
         self._scratch = Scratch()
         context = multiprocessing.get_context("forkserver")
         self._process = context.Process(
-            target=_check_in_process, args=(*self._arguments, str(self._scratch.path / "refused.json")), daemon=True
+            target=_check_in_process,
+            args=(*self._arguments, str(self._scratch.path / "refused.json")),
+            daemon=True,
         )
         with hidden_main(), contextlib.suppress(OSError, EOFError):
             self._process.start()

@@ -1,4 +1,5 @@
-"""Ranks of this host for a short piece of work: started from a warm server, ended with the command, whatever becomes of it."""
+"""Ranks of this host for a short piece of work: started from a warm server, ended with the command,
+whatever becomes of it."""
 
 from __future__ import annotations
 
@@ -24,14 +25,19 @@ _TIMEOUT_S = 60.0
 
 
 def warm_up(modules: Sequence[str] = ()) -> None:
-    """Start the server that the ranks are forked from; it imports torch (and ``modules``) beside what the caller does next."""
+    """Start the server that the ranks are forked from; it imports torch (and ``modules``) beside
+    what the caller does next."""
     import multiprocessing.forkserver
 
     in_main = threading.current_thread() is threading.main_thread()
-    bound = ["paceline.launch.parent_death"] if in_main else []  # it ends with the thread that starts it
+    # it ends with the thread that starts it
+    bound = ["paceline.launch.parent_death"] if in_main else []
     keep_server_files()
-    multiprocessing.set_forkserver_preload([*bound, "paceline.launch.rank_pool", "torch.distributed", *modules])
-    # A Ctrl-C in the terminal reaches every process: the command alone answers it, and ends the ranks.
+    multiprocessing.set_forkserver_preload(
+        [*bound, "paceline.launch.rank_pool", "torch.distributed", *modules]
+    )
+    # A Ctrl-C in the terminal reaches every process: the command alone answers it, and ends the
+    # ranks.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
     try:
         multiprocessing.forkserver.ensure_running()
@@ -41,10 +47,14 @@ def warm_up(modules: Sequence[str] = ()) -> None:
 
 
 def run_on_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 300.0, collective_timeout_s: float = _TIMEOUT_S
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float = 300.0,
+    collective_timeout_s: float = _TIMEOUT_S,
 ) -> list[Any]:
-    """``function(world, *args)`` on each of ``num_ranks`` CPU ranks, gloo between them. Returns what each returned
-    (picklable), in order of rank.
+    """``function(world, *args)`` on each of ``num_ranks`` CPU ranks, gloo between them. Returns
+    what each returned (picklable), in order of rank.
 
     Args:
         function: at the top level of a module.
@@ -54,7 +64,8 @@ def run_on_ranks(
     Raises:
         RunError: a rank failed, died, or took too long.
     """
-    # The store lives here: no port is chosen before it is bound, and no rank takes it away by ending early.
+    # The store lives here: no port is chosen before it is bound, and no rank takes it away by
+    # ending early.
     store = open_store()  # on the loopback interface alone
     context = multiprocessing.get_context("forkserver")
     processes: list[Any] = []
@@ -65,7 +76,15 @@ def run_on_ranks(
                 mine, theirs = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_rank,
-                    args=(function, rank, num_ranks, store.port, theirs, args, collective_timeout_s),
+                    args=(
+                        function,
+                        rank,
+                        num_ranks,
+                        store.port,
+                        theirs,
+                        args,
+                        collective_timeout_s,
+                    ),
                     daemon=True,
                     name=f"rank-{rank}",
                 )
@@ -89,18 +108,30 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        ready = multiprocessing.connection.wait(
+            list(waiting), max(0.0, deadline - time.monotonic())
+        )
         if not ready:
             named = ", ".join(str(rank) for rank in waiting.values())
-            raise RunError(f"no result from rank {named} within {timeout_s:.0f} s", fix="ask for fewer ranks or less work")
+            raise RunError(
+                f"no result from rank {named} within {timeout_s:.0f} s",
+                fix="ask for fewer ranks or less work",
+            )
         for pipe in ready:
             rank = waiting[pipe]  # type: ignore[index]
             try:
                 ok, value = pipe.recv()  # type: ignore[union-attr]
             except (EOFError, OSError):
-                raise RunError(f"rank {rank} died without a word (often: out of memory)", fix="ask for fewer ranks") from None
+                raise RunError(
+                    f"rank {rank} died without a word (often: out of memory)",
+                    fix="ask for fewer ranks",
+                ) from None
             if not ok:
-                raise value if isinstance(value, PacelineError) else RunError(f"rank {rank} failed: {value}")
+                raise (
+                    value
+                    if isinstance(value, PacelineError)
+                    else RunError(f"rank {rank} failed: {value}")
+                )
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
 
@@ -116,7 +147,9 @@ def _rank(
 ) -> None:
     _end_with_command()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
+    )
     from paceline.distributed.communicator import open_world
     from paceline.distributed.environment import RankEnv
 

@@ -1,8 +1,9 @@
 """The ranks of this host in one life of a run: from their start until the last of them has ended.
 
-They are plain processes of the fork server and meet at a store that belongs to the launcher, not to a rank. On one host this
-launcher is used instead of torch's elastic agent, because it restarts the ranks in about 3 s and because some ranks may be lost
-without ending the others. Several hosts run on elastic: :mod:`paceline.cluster.elastic`.
+They are plain processes of the fork server and meet at a store that belongs to the launcher, not to
+a rank. On one host this launcher is used instead of torch's elastic agent, because it restarts the
+ranks in about 3 s and because some ranks may be lost without ending the others. Several hosts run
+on elastic: :mod:`paceline.cluster.elastic`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from paceline.core.files import Scratch, write_atomic
 from paceline.distributed.store_keys import LOST_KEY, MEETING_KEY
 from paceline.launch.worker import STOP_FILE, outcome_file, pid_file, worker_main
 
-# How long the other ranks may take to end by themselves after one has failed: they leave a word, and end what they are saving.
+# How long the other ranks may take to end by themselves after one has failed: they leave a word,
+# and end what they are saving.
 _GRACE_S = 4.0
 
 
@@ -46,27 +48,39 @@ class Place:
 
 
 class RankProcesses:
-    """Starts the ranks, watches them, and says what became of them. Use it in a ``with``: it leaves no process and no file.
+    """Starts the ranks, watches them, and says what became of them. Use it in a ``with``: it leaves
+    no process and no file.
 
     Args:
-        job: sent to each rank; ``more`` may name what a rank does with it (see :func:`~paceline.launch.worker.worker_main`).
+        job: sent to each rank; ``more`` may name what a rank does with it (see
+            :func:`~paceline.launch.worker.worker_main`).
         expendable: global ranks that may end without ending the others.
         store: where the ranks meet; needed where some are expendable.
     """
 
-    def __init__(self, job: Any, place: Place, *more: Any, expendable: frozenset[int] = frozenset(), store: Any = None) -> None:
+    def __init__(
+        self,
+        job: Any,
+        place: Place,
+        *more: Any,
+        expendable: frozenset[int] = frozenset(),
+        store: Any = None,
+    ) -> None:
         self.place = place
         self.expendable = expendable
         self.store = store
         self._scratch = Scratch()
         self.folder = self._scratch.path
-        self.told: dict[int, dict[str, Any]] = {}  # rank that the others go on without → pid, reason
+        # rank that the others go on without → pid, reason
+        self.told: dict[int, dict[str, Any]] = {}
         self._failed_at: float | None = None
         self._gone: list[int] = []  # without a word, when the first failure was seen
         self._killed: set[int] = set()  # by this launcher
         context = multiprocessing.get_context("forkserver")
         self.processes: dict[int, Any] = {
-            place.first_rank + number: context.Process(target=_rank, args=(number, place, job, str(self.folder), *more))
+            place.first_rank + number: context.Process(
+                target=_rank, args=(number, place, job, str(self.folder), *more)
+            )
             for number in range(place.num_ranks)
         }
 
@@ -84,7 +98,8 @@ class RankProcesses:
         for one in self.processes.values():
             one.start()
 
-    # -- while they run -------------------------------------------------------------------------------------------------------
+    # -- while they run
+    # -------------------------------------------------------------------------------------------------------
     def wait(self, seconds: float) -> bool:
         """Look after the ranks for so long, or until the last has ended. True where it has."""
         living = [one.sentinel for one in self.processes.values() if one.is_alive()]
@@ -106,7 +121,11 @@ class RankProcesses:
 
     def kill(self, wait_s: float = 0.0) -> None:
         """``wait_s``: for so long at most, until they are gone."""
-        living = {rank: one for rank, one in self.processes.items() if one.pid is not None and one.is_alive()}
+        living = {
+            rank: one
+            for rank, one in self.processes.items()
+            if one.pid is not None and one.is_alive()
+        }
         for rank, one in living.items():
             self._killed.add(rank)
             _send(one.pid, signal.SIGKILL)
@@ -115,13 +134,16 @@ class RankProcesses:
             gone = multiprocessing.connection.wait(left, timeout=seconds)
             left = [one for one in left if one not in gone]
 
-    # -- what became of them --------------------------------------------------------------------------------------------------
+    # -- what became of them
+    # --------------------------------------------------------------------------------------------------
     def pids(self) -> dict[int, int]:
         """Process of each rank that has come as far as to say so."""
         found = {}
         for number in range(self.place.num_ranks):
             with contextlib.suppress(OSError, ValueError):
-                found[self.place.first_rank + number] = int(pid_file(self.folder, number).read_text())
+                found[self.place.first_rank + number] = int(
+                    pid_file(self.folder, number).read_text()
+                )
         return found
 
     def outcomes(self) -> dict[int, dict[str, Any]]:
@@ -129,7 +151,9 @@ class RankProcesses:
         found = {}
         for number in range(self.place.num_ranks):
             with contextlib.suppress(OSError, ValueError):
-                found[self.place.first_rank + number] = json.loads(outcome_file(self.folder, number).read_text())
+                found[self.place.first_rank + number] = json.loads(
+                    outcome_file(self.folder, number).read_text()
+                )
         return found
 
     def lost(self) -> list[int]:
@@ -139,7 +163,11 @@ class RankProcesses:
         return self._lost_by_now()
 
     def _lost_by_now(self) -> list[int]:
-        ended = [rank for rank, one in self.processes.items() if one.exitcode is not None and rank not in self._killed]
+        ended = [
+            rank
+            for rank, one in self.processes.items()
+            if one.exitcode is not None and rank not in self._killed
+        ]
         outcomes = self.outcomes()  # read now: a rank leaves its word before it ends
         return [rank for rank in ended if rank not in outcomes and rank not in self.told]
 
@@ -147,16 +175,24 @@ class RankProcesses:
         """For a person, of a process that left no word: ``was killed by SIGKILL``."""
         code = self.processes[rank].exitcode
         if code is None or code >= 0:
-            return "ended without a word" if not code else f"ended without a word, with exit code {code}"
+            return (
+                "ended without a word"
+                if not code
+                else f"ended without a word, with exit code {code}"
+            )
         why = " (often: out of memory; see `dmesg`)" if -code == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{why}"
 
-    # -- ranks that fail ------------------------------------------------------------------------------------------------------
+    # -- ranks that fail
+    # ------------------------------------------------------------------------------------------------------
     def _end_stuck_ranks(self) -> None:
         # A rank may wait for a dead one inside a collective that never ends.
         if self._failed_at is None:
             lost, outcomes = self._lost_by_now(), self.outcomes()
-            ended = {*lost, *(rank for rank, one in outcomes.items() if one["status"] == "failed")} - self.told.keys()
+            ended = {
+                *lost,
+                *(rank for rank, one in outcomes.items() if one["status"] == "failed"),
+            } - self.told.keys()
             if ended and not self._do_without(sorted(ended), outcomes):
                 self._failed_at = time.monotonic()
                 self._gone = lost
@@ -166,7 +202,9 @@ class RankProcesses:
     def _do_without(self, ended: list[int], outcomes: dict[int, dict[str, Any]]) -> bool:
         """Tell the other ranks to go on without these. False where they cannot."""
         gone = {*ended, *self.told}
-        if not (gone <= self.expendable and gone != self.expendable and self.store.check([MEETING_KEY])):
+        if not (
+            gone <= self.expendable and gone != self.expendable and self.store.check([MEETING_KEY])
+        ):
             return False
         for rank in ended:
             said = outcomes.get(rank)
@@ -178,7 +216,8 @@ class RankProcesses:
 
 
 def open_store(port: int = 0, address: str = "127.0.0.1") -> Any:
-    """A store for ranks to meet at, served by this process at this address alone; ``port`` 0: any free one.
+    """A store for ranks to meet at, served by this process at this address alone; ``port`` 0: any
+    free one.
 
     Raises:
         OSError: the port is in use, or the address is none of this host.
@@ -191,7 +230,13 @@ def open_store(port: int = 0, address: str = "127.0.0.1") -> Any:
         listening.listen(1024)
         port = listening.getsockname()[1]
         # Left to itself, the store would listen on every address of this host.
-        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
 
 
 def _rank(number: int, place: Place, job: Any, folder: str, *more: Any) -> None:

@@ -18,21 +18,29 @@ from paceline.core.run_dir import RunDir
 Say = Callable[[str, str], None]
 
 _AGAIN = " To go on: give the same command again; it resumes from the newest checkpoint."
-_REPEATS = " Repeating the command would fail in the same way: fix the cause first. The newest checkpoint is kept."
-_REPEATS_WITHOUT_CHECKPOINT = " Repeating the command would fail in the same way: fix the cause first."
+_REPEATS = (
+    " Repeating the command would fail in the same way: fix the cause first. The newest checkpoint"
+    " is kept."
+)
+_REPEATS_WITHOUT_CHECKPOINT = (
+    " Repeating the command would fail in the same way: fix the cause first."
+)
 
 
 class Recovery:
     """Counts the faults of a run and decides what follows each.
 
-    A fault without a new checkpoint since the one before counts against ``recovery.max_restarts``; whatever gets on may go on.
+    A fault without a new checkpoint since the one before counts against ``recovery.max_restarts``;
+    whatever gets on may go on.
 
     Args:
         resume_from: the checkpoint that the run's first life began from.
         state: of :meth:`state`, where another process has counted the faults so far.
     """
 
-    def __init__(self, config: Config, resume_from: str | None, say: Say, state: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: Config, resume_from: str | None, say: Say, state: dict[str, Any] | None = None
+    ) -> None:
         self.config = config
         self.run_dir = RunDir(Path(config.output_dir))
         self.say = say
@@ -42,7 +50,11 @@ class Recovery:
         self._last_text = ""
         self._started = self._begun = time.time()  # the command; the life under way
         if state is not None:
-            self._restarts, self._newest, self._last_text = state["restarts"], state["newest"], state["last_text"]
+            self._restarts, self._newest, self._last_text = (
+                state["restarts"],
+                state["newest"],
+                state["last_text"],
+            )
             self._started, self._begun = state["started"], state["begun"]
 
     def state(self) -> dict[str, Any]:
@@ -68,8 +80,8 @@ class Recovery:
         return replace(job, resume_from=resume, fault=fault, notices=notices), outcome
 
     def judge(self, outcome: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """What is to be told of a fault after which the ranks shall be started again; None where they shall not, with the
-        outcome as it shall be told."""
+        """What is to be told of a fault after which the ranks shall be started again; None where
+        they shall not, with the outcome as it shall be told."""
         made = self._last_step()
         newest = self._newest_step()
         if newest != self._newest:
@@ -87,10 +99,16 @@ class Recovery:
         self._last_text = _kind(outcome)
         allowed = self.config.recovery.max_restarts
         back = "the beginning" if newest is None else f"the checkpoint of step {newest}"
-        lost = "" if made is None else f" ({counted(max(0, made - (newest or 0)), 'step')} to be made again)"
+        lost = (
+            ""
+            if made is None
+            else f" ({counted(max(0, made - (newest or 0)), 'step')} to be made again)"
+        )
         reason = str(outcome.get("reason") or outcome["text"]).rstrip(".")
         self.say(
-            "warning", f"{reason}. All ranks go back to {back}{lost}; restart {self._restarts} of {allowed} without a new one"
+            "warning",
+            f"{reason}. All ranks go back to {back}{lost}; restart {self._restarts} of {allowed}"
+            " without a new one",
         )
         self._begun = time.time()
         return {
@@ -111,7 +129,8 @@ class Recovery:
         return outcome.get("fault") is None and (made is None or _kind(outcome) == self._last_text)
 
     def _why_not(self, outcome: dict[str, Any], made: int | None) -> str | None:
-        """Why the ranks are not started again: a sentence to be added, "" where what happened says enough. None: they are."""
+        """Why the ranks are not started again: a sentence to be added, "" where what happened says
+        enough. None: they are."""
         fault, allowed = outcome.get("fault"), self.config.recovery.max_restarts
         if fault is False or outcome["exit_code"] == 2:
             return ""
@@ -121,12 +140,16 @@ class Recovery:
             return " It occurred again after a restart, so there is no further retry."
         if self._restarts >= allowed:
             return (
-                f" {counted(self._restarts, 'restart')} brought no new checkpoint (`recovery.max_restarts`)." if allowed else ""
+                f" {counted(self._restarts, 'restart')} brought no new checkpoint"
+                " (`recovery.max_restarts`)."
+                if allowed
+                else ""
             )
         return None
 
     def resume_from(self) -> tuple[str | None, list[tuple[str, str]]]:
-        """The newest whole checkpoint, or that which the first life began from; and what is to be said of damaged ones."""
+        """The newest whole checkpoint, or that which the first life began from; and what is to be
+        said of damaged ones."""
         path, wrong = store.newest_whole(self.run_dir.checkpoints)
         notices = [("warning", f"a checkpoint is passed over: {text}") for text in wrong]
         for level, text in notices:
@@ -135,7 +158,8 @@ class Recovery:
 
     def _newest_step(self) -> int | None:
         found = store.committed(self.run_dir.checkpoints)
-        return store.step_of(found[-1]) if found else None  # by its name: what is in it may be damaged
+        # by its name: what is in it may be damaged
+        return store.step_of(found[-1]) if found else None
 
     def _last_step(self) -> int | None:
         """The last step that this life has logged."""
@@ -148,10 +172,13 @@ class Recovery:
     def cut(self, number: int) -> None:
         """A second signal has ended the ranks at once."""
         name = signal.Signals(number).name
-        self._end("stopped", f"a second {name} ended it at once, without a checkpoint", self._last_step())
+        self._end(
+            "stopped", f"a second {name} ended it at once, without a checkpoint", self._last_step()
+        )
 
     def _end(self, status: str, reason: str, made: int | None) -> None:
-        """The ranks are gone: their log gets its end from here, where they had begun one and not ended it."""
+        """The ranks are gone: their log gets its end from here, where they had begun one and not
+        ended it."""
         told = [one for one in tail_events(self.run_dir.events) if one["time"] >= self._started]
         if told and told[-1]["type"] != "run_end":
             log = EventLog(self.run_dir.events)

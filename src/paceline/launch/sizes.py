@@ -10,13 +10,22 @@ from paceline.core.formatting import counted
 
 
 def sharing_text(config: Config, derived: Derived) -> str | None:
-    """For a run that goes on on another number of replicas, or with other micro-batches: how its global batch is shared now.
-    None where it is as the config says."""
-    given, found = config.train_args.gradient_accumulation_steps, derived.gradient_accumulation_steps
-    batch, replicas = counted(derived.global_batch_size, "sample"), counted(derived.replicas, "replica")
+    """For a run that goes on on another number of replicas, or with other micro-batches: how its
+    global batch is shared now. None where it is as the config says."""
+    given, found = (
+        config.train_args.gradient_accumulation_steps,
+        derived.gradient_accumulation_steps,
+    )
+    batch, replicas = (
+        counted(derived.global_batch_size, "sample"),
+        counted(derived.replicas, "replica"),
+    )
     each = derived.shares if derived.global_batch_size % derived.replicas else None
     if found != given:
-        text = f"gradient_accumulation_steps: {given} → {found}, which keeps the run's global batch of {batch} on {replicas}"
+        text = (
+            f"gradient_accumulation_steps: {given} → {found}, which keeps the run's global batch of"
+            f" {batch} on {replicas}"
+        )
         return f"{text}, as {each}" if each else text
     return f"{replicas}: {batch} of the global batch as {each}" if each else None
 
@@ -26,44 +35,54 @@ def check_sizes(derived: Derived, samples: int, mode: str) -> list[tuple[str, st
 
     Args:
         mode: the strategy's name.
-        samples: training samples. Fewer than a global batch, or than replicas, are enough: the missing rows are padded with
-            zero weight, so the loss and the gradient are those of the samples alone.
+        samples: training samples. Fewer than a global batch, or than replicas, are enough: the
+            missing rows are padded with zero weight, so the loss and the gradient are those of the
+            samples alone.
 
     Returns:
         Notices as (level, text).
 
     Raises:
-        ConfigError: no sample to train on; more replicas than samples in the global batch of a resumed run, or than samples at
-            all in a mode whose replicas train separately.
+        ConfigError: no sample to train on; more replicas than samples in the global batch of a
+            resumed run, or than samples at all in a mode whose replicas train separately.
     """
     if samples == 0:
-        raise ConfigError("the dataset holds no sample to train on", fix="check `dataset` and `max_length`")
+        raise ConfigError(
+            "the dataset holds no sample to train on", fix="check `dataset` and `max_length`"
+        )
     if derived.replicas > samples and mode in OTHER_TRAINING:
         raise ConfigError(
-            f"`parallel.mode: {mode}` trains each worker on its own samples, and {derived.replicas} workers are more than the "
-            f"{counted(samples, 'training sample')}",
-            fix=f"set `parallel.num_gpus` to at most {samples}, use `parallel.mode: ddp`, or add data",
+            f"`parallel.mode: {mode}` trains each worker on its own samples, and {derived.replicas}"
+            f" workers are more than the {counted(samples, 'training sample')}",
+            fix=(
+                f"set `parallel.num_gpus` to at most {samples}, use `parallel.mode: ddp`, or add"
+                " data"
+            ),
         )
     if derived.replicas > derived.global_batch_size:
         most = derived.global_batch_size * (derived.world_size // derived.replicas)
         raise ConfigError(
-            f"the run's global batch of {counted(derived.global_batch_size, 'sample')} cannot be shared among "
-            f"{derived.replicas} replicas: some would have nothing to train on",
-            fix=f"set `parallel.num_gpus` to at most {most}, or split the model over the ranks (`parallel.tensor`, "
-            "`parallel.pipeline`), or set another `output_dir` for a new run",
+            f"the run's global batch of {counted(derived.global_batch_size, 'sample')} cannot be"
+            f" shared among {derived.replicas} replicas: some would have nothing to train on",
+            fix=(
+                f"set `parallel.num_gpus` to at most {most}, or split the model over the ranks"
+                " (`parallel.tensor`, `parallel.pipeline`), or set another `output_dir` for a"
+                " new run"
+            ),
         )
     if derived.global_batch_size <= samples:
         return []
     text = (
-        f"the global batch of {counted(derived.global_batch_size, 'sample')} ({derived.micro_batch_size} per micro-batch × "
-        f"{derived.gradient_accumulation_steps} accumulation × {counted(derived.replicas, 'replica')}) is larger than the "
-        f"dataset: each step trains on {_all_of(samples)}, and the missing rows are padded with zero weight"
+        f"the global batch of {counted(derived.global_batch_size, 'sample')}"
+        f" ({derived.micro_batch_size} per micro-batch × {derived.gradient_accumulation_steps}"
+        f" accumulation × {counted(derived.replicas, 'replica')}) is larger than the dataset: each"
+        f" step trains on {_all_of(samples)}, and the missing rows are padded with zero weight"
     )
     if derived.replicas > samples:
         idle = derived.replicas - samples
         text += (
-            f". {counted(idle, 'replica')} of {derived.replicas} {'gets' if idle == 1 else 'get'} padding only; "
-            f"{counted(samples, 'replica')} would train on the same samples"
+            f". {counted(idle, 'replica')} of {derived.replicas} {'gets' if idle == 1 else 'get'}"
+            f" padding only; {counted(samples, 'replica')} would train on the same samples"
         )
     return [("warning", text)]
 

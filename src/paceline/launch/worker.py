@@ -37,7 +37,9 @@ STOP_FILE = "stop"
 
 #: How gloo, NCCL and CUDA speak of a peer that is gone, a link that is cut and a device that fails.
 _OF_A_LINK_OR_DEVICE = re.compile(
-    r"connection (closed|reset|refused)|timed? ?out|broken pipe|socket|NCCL|CUDA error|unhandled system error", re.IGNORECASE
+    r"connection (closed|reset|refused)|timed? ?out|broken pipe|socket|NCCL|CUDA error|unhandled"
+    r" system error",
+    re.IGNORECASE,
 )
 
 #: Exceptions of Python that the same code on the same data raises again.
@@ -48,14 +50,17 @@ _REPEATABLE = (
 
 #: How torch reports shapes, types and indices that do not fit.
 _OF_THE_PROGRAM = re.compile(
-    r"size mismatch|must match|shapes? .*(cannot|invalid|incompatible|mismatch)|is invalid for input of size|"
-    r"out of (range|bounds)|expected (scalar type|all tensors|.*(dtype|dimension|size))|not implemented for|"
-    r"same (dtype|device|shape|size)|does not require grad|inplace operation|backward through the graph a second",
+    r"size mismatch|must match|shapes? .*(cannot|invalid|incompatible|mismatch)|is invalid for"
+    r" input of size|"
+    r"out of (range|bounds)|expected (scalar type|all tensors|.*(dtype|dimension|size))|not"
+    r" implemented for|"
+    r"same (dtype|device|shape|size)|does not require grad|inplace operation|backward through the"
+    r" graph a second",
     re.IGNORECASE,
 )
 
-#: What a rank does: (job, who it is, whether it shall stop) → {"status": "done" | "stopped", "report": …}. ``job.config`` is
-#: its config.
+#: What a rank does: (job, who it is, whether it shall stop) → {"status": "done" | "stopped",
+#: "report": …}. ``job.config`` is its config.
 RunRank = Callable[[Any, RankEnv, StopFlag], dict[str, Any]]
 
 
@@ -68,8 +73,8 @@ def pid_file(folder: Path, local_rank: int) -> Path:
 
 
 def worker_main(job: Any, folder: str, run: RunRank = run_rank) -> None:
-    """Entry of a rank that Paceline's own launcher started. ``folder`` is the launcher's, for pids and outcomes; ``run`` is
-    what the rank shall do with the job."""
+    """Entry of a rank that Paceline's own launcher started. ``folder`` is the launcher's, for pids
+    and outcomes; ``run`` is what the rank shall do with the job."""
     here = Path(folder)
     env = from_environment()
     end_with_launcher()
@@ -86,18 +91,24 @@ def worker_main(job: Any, folder: str, run: RunRank = run_rank) -> None:
     if outcome["status"] == "failed":
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(int(outcome["exit_code"]))  # at once: the other ranks wait for this one and must see it gone
+        # at once: the other ranks wait for this one and must see it gone
+        os._exit(int(outcome["exit_code"]))
 
 
 def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank) -> dict[str, Any]:
-    """Run the rank; what happened as a plain dict: status, report, and for a failure exit_code, text and traceback."""
+    """Run the rank; what happened as a plain dict: status, report, and for a failure exit_code,
+    text and traceback."""
     try:
         outcome = run(job, env, stop)
     except PacelineError as error:
         told = _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
         blamed = getattr(error, "ranks", None)
         told["every_rank"] = isinstance(error, SaveError)
-        return {**told, "of_all": isinstance(error, MismatchError) or blamed is not None, "blamed": blamed}
+        return {
+            **told,
+            "of_all": isinstance(error, MismatchError) or blamed is not None,
+            "blamed": blamed,
+        }
     except BaseException as error:  # the launcher must hear of anything that ends a rank
         fault = _is_fault(error)
         return {**_failed(env, EXIT_FAILED, describe(error, job), fault), "repeats": fault is False}
@@ -109,13 +120,19 @@ def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank)
 
 
 def _failed(env: RankEnv, exit_code: int, text: str, fault: bool | None) -> dict[str, Any]:
-    told = {"status": "failed", "rank": env.rank, "exit_code": exit_code, "text": text, "fault": fault}
+    told = {
+        "status": "failed",
+        "rank": env.rank,
+        "exit_code": exit_code,
+        "text": text,
+        "fault": fault,
+    }
     return {**told, "traceback": traceback.format_exc()}
 
 
 def _is_fault(error: BaseException) -> bool | None:
-    """Return True if resuming from a checkpoint may succeed after this exception of torch or of a task's code, False if the
-    exception would be raised again, None if that is not known."""
+    """Return True if resuming from a checkpoint may succeed after this exception of torch or of a
+    task's code, False if the exception would be raised again, None if that is not known."""
     from torch import OutOfMemoryError, distributed
 
     if isinstance(error, distributed.DistError):
@@ -135,28 +152,39 @@ def _is_fault(error: BaseException) -> bool | None:
 
 
 def reports_a_link(text: str) -> bool:
-    """Return whether an error only describes a connection or a device, so that the end of another rank may have caused it."""
+    """Return whether an error only describes a connection or a device, so that the end of another
+    rank may have caused it."""
     return bool(_OF_A_LINK_OR_DEVICE.search(text))
 
 
 def _end_by_fault(folder: Path, env: RankEnv, text: str, blamed: Sequence[int]) -> None:
     write_outcome(
-        folder, env, {**_failed(env, EXIT_FAILED, text, True), "traceback": "", "of_all": True, "blamed": list(blamed)}
+        folder,
+        env,
+        {
+            **_failed(env, EXIT_FAILED, text, True),
+            "traceback": "",
+            "of_all": True,
+            "blamed": list(blamed),
+        },
     )
     sys.stderr.flush()
     os._exit(EXIT_FAILED)
 
 
 def describe(error: BaseException, job: Any = None) -> str:
-    """One paragraph about an exception that is not Paceline's. ``job``: for what to change where memory ran out."""
+    """One paragraph about an exception that is not Paceline's. ``job``: for what to change where
+    memory ran out."""
     kind, text = type(error).__name__, str(error).strip().splitlines()
     first = text[0][:400] if text else "no message"
     if job is not None and (kind == "OutOfMemoryError" or isinstance(error, MemoryError)):
         args = job.config.train_args
         return (
-            f"Out of memory: {first} To fix: lower `per_device_train_batch_size` (now {args.per_device_train_batch_size}) and "
-            f"raise `gradient_accumulation_steps` by the same factor (the result stays the same), lower `max_length` (now "
-            f"{args.max_length}), or set `gradient_checkpointing: true`, `precision: bf16-mixed` or `lora.enable: true`."
+            f"Out of memory: {first} To fix: lower `per_device_train_batch_size` (now"
+            f" {args.per_device_train_batch_size}) and raise `gradient_accumulation_steps` by the"
+            f" same factor (the result stays the same), lower `max_length` (now {args.max_length}),"
+            " or set `gradient_checkpointing: true`, `precision: bf16-mixed` or `lora.enable:"
+            " true`."
         )
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -164,7 +192,10 @@ def describe(error: BaseException, job: Any = None) -> str:
 
 
 def write_outcome(folder: Path, env: RankEnv, outcome: dict[str, Any]) -> None:
-    write_atomic(outcome_file(folder, env.local_rank), json.dumps({**outcome, "rank": env.rank, "time": time.time()}))
+    write_atomic(
+        outcome_file(folder, env.local_rank),
+        json.dumps({**outcome, "rank": env.rank, "time": time.time()}),
+    )
 
 
 def end_with_launcher() -> None:

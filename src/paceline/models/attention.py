@@ -1,7 +1,8 @@
-"""Attention for packed rows: each sample attends to itself, and nothing is computed between samples.
+"""Attention for packed rows: each sample attends to itself, and nothing is computed between
+samples.
 
-With position_ids alone, transformers masks the whole row: its cost grows with the square of the row. Here it grows with the
-square of each sample, and no mask is built.
+With position_ids alone, transformers masks the whole row: its cost grows with the square of the
+row. Here it grows with the square of each sample, and no mask is built.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each segment of a row, in the form of transformers' attention functions.
+    """Causal attention within each segment of a row, in the form of transformers' attention
+    functions.
 
     Args:
         query: [1, heads, tokens, size]; key, value: [1, key_value_heads, tokens, size].
@@ -37,35 +39,48 @@ def packed_attention(
         ([1, tokens, heads, size], None).
 
     Raises:
-        NotImplementedError: the model asks for what this function does not do (a mask, soft-capped logits, sinks); the caller
-            then keeps the model's own attention.
+        NotImplementedError: the model asks for what this function does not do (a mask, soft-capped
+            logits, sinks); the caller then keeps the model's own attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     asked = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if segment_lengths is None or attention_mask is not None or asked or query.shape[0] != 1:
-        raise NotImplementedError(f"packed attention without segment lengths, or with a mask or {asked}")
+        raise NotImplementedError(
+            f"packed attention without segment lengths, or with a mask or {asked}"
+        )
     outputs = []
     parts = zip(*(one.split(segment_lengths, dim=2) for one in (query, key, value)), strict=True)
     for length, (queries, keys, values) in zip(segment_lengths, parts, strict=True):
         window = _window_mask(length, sliding_window, query.device)
         output, _ = sdpa_attention_forward(
-            module, queries, keys, values, window, dropout=dropout, scaling=scaling, is_causal=window is None
+            module,
+            queries,
+            keys,
+            values,
+            window,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=window is None,
         )
         outputs.append(output)
     return torch.cat(outputs, dim=1), None
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Boolean [1, 1, length, length], true where a token looks; None where plain causal attention is the same."""
+    """Boolean [1, 1, length, length], true where a token looks; None where plain causal attention
+    is the same."""
     if window is None or length <= window:
         return None
-    distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(length, device=device)
+    distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(
+        length, device=device
+    )
     return ((distance >= 0) & (distance < window)).view(1, 1, length, length)
 
 
 def install(model: Any) -> str | None:
-    """Switch a transformers model that uses torch's scaled_dot_product_attention to :func:`packed_attention`.
+    """Switch a transformers model that uses torch's scaled_dot_product_attention to
+    :func:`packed_attention`.
 
     Returns:
         The name of the attention it used before, or None where nothing was changed.

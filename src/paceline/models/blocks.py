@@ -1,4 +1,5 @@
-"""The repeated blocks of a model: the units of sharding, of activation checkpointing and of pipeline stages."""
+"""The repeated blocks of a model: the units of sharding, of activation checkpointing and of
+pipeline stages."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ from torch import nn
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(dotted name, module) of each block, in the order of the model: the children of the ModuleList or Sequential that holds
-    the most parameters; empty where there is none.
+    """(dotted name, module) of each block, in the order of the model: the children of the
+    ModuleList or Sequential that holds the most parameters; empty where there is none.
 
-    Of nested lists the outermost counts. Children without parameters (activations between layers) are blocks too: who cuts a
-    model into stages must run them.
+    Of nested lists the outermost counts. Children without parameters (activations between layers)
+    are blocks too: who cuts a model into stages must run them.
     """
     best: list[tuple[str, nn.Module]] = []
     most = 0
@@ -20,5 +21,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         size = sum(one.numel() for one in module.parameters())
         if size > most:
             most = size
-            best = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+            best = [
+                (f"{name}.{key}" if name else key, child) for key, child in module.named_children()
+            ]
     return best

@@ -1,7 +1,9 @@
-"""The built-in models: small Qwen2-style language models with random weights, made on this machine, without a download.
+"""The built-in models: small Qwen2-style language models with random weights, made on this machine,
+without a download.
 
-Each becomes an ordinary Hugging Face folder in the cache, so nothing else in the house knows a built-in from any other.
-Configuration, weights and tokenizer are written directly: the modelling code takes seconds to import and is not needed.
+Each becomes an ordinary Hugging Face folder in the cache, so nothing else in the house knows a
+built-in from any other. Configuration, weights and tokenizer are written directly: the modelling
+code takes seconds to import and is not needed.
 """
 
 from __future__ import annotations
@@ -30,42 +32,21 @@ _INIT_STD = 0.02
 VOCAB_SIZE = 8192
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
-    "{%- if tools %}\n"
-    "{{- '<|im_start|>system\\n' }}\n"
-    "{%- if messages[0].role == 'system' %}\n"
-    "{{- messages[0].content + '\\n\\n' }}\n"
-    "{%- set messages = messages[1:] %}\n"
-    "{%- endif %}\n"
-    "{{- 'You can call these functions:\\n' }}\n"
-    "{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}\n"
-    '{{- \'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.<|im_end|>\\n\' }}\n'
-    "{%- endif %}\n"
-    "{%- for message in messages %}\n"
-    "{{- '<|im_start|>' + message.role + '\\n' }}\n"
-    "{%- if message.role == 'assistant' %}\n"
-    "{%- generation %}\n"
-    "{%- if 'reasoning_content' in message and message.reasoning_content %}\n"
-    "{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}\n"
-    "{%- endif %}\n"
-    "{%- if 'tool_calls' in message and message.tool_calls %}\n"
-    "{{- message.content or '' }}\n"
-    "{%- for call in message.tool_calls %}\n"
-    "{%- if message.content or not loop.first %}{{- '\\n' }}{%- endif %}\n"
-    "{{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + '</tool_call>' }}\n"
-    "{%- endfor %}\n"
-    "{{- '<|im_end|>' }}\n"
-    "{%- else %}\n"
-    "{{- message.content + '<|im_end|>' }}\n"
-    "{%- endif %}\n"
-    "{%- endgeneration %}\n"
-    "{%- else %}\n"
-    "{{- message.content + '<|im_end|>' }}\n"
-    "{%- endif %}\n"
-    "{{- '\\n' }}\n"
-    "{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n"
-    "{{- '<|im_start|>assistant\\n' }}\n"
-    "{%- endif %}"
+    "{%- if tools %}\n{{- '<|im_start|>system\\n' }}\n{%- if messages[0].role == 'system' %}\n{{-"
+    " messages[0].content + '\\n\\n' }}\n{%- set messages = messages[1:] %}\n{%- endif %}\n{{- 'You"
+    " can call these functions:\\n' }}\n{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%-"
+    ' endfor %}\n{{- \'To call one, write <tool_call>{"name": "...", "arguments":'
+    " {...}}</tool_call>.<|im_end|>\\n' }}\n{%- endif %}\n{%- for message in messages %}\n{{-"
+    " '<|im_start|>' + message.role + '\\n' }}\n{%- if message.role == 'assistant' %}\n{%-"
+    " generation %}\n{%- if 'reasoning_content' in message and message.reasoning_content %}\n{{-"
+    " '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}\n{%- endif %}\n{%- if"
+    " 'tool_calls' in message and message.tool_calls %}\n{{- message.content or '' }}\n{%- for call"
+    " in message.tool_calls %}\n{%- if message.content or not loop.first %}{{- '\\n' }}{%- endif"
+    " %}\n{{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} |"
+    " tojson) + '</tool_call>' }}\n{%- endfor %}\n{{- '<|im_end|>' }}\n{%- else %}\n{{-"
+    " message.content + '<|im_end|>' }}\n{%- endif %}\n{%- endgeneration %}\n{%- else %}\n{{-"
+    " message.content + '<|im_end|>' }}\n{%- endif %}\n{{- '\\n' }}\n{%- endfor %}\n{%- if"
+    " add_generation_prompt %}\n{{- '<|im_start|>assistant\\n' }}\n{%- endif %}"
 )
 
 
@@ -80,8 +61,12 @@ class _Shape:
 
 
 _SHAPES = {
-    "qwen2-tiny": _Shape(hidden=256, layers=8, heads=8, kv_heads=4, intermediate=832, positions=2048),
-    "qwen2-micro": _Shape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=192, positions=2048),
+    "qwen2-tiny": _Shape(
+        hidden=256, layers=8, heads=8, kv_heads=4, intermediate=832, positions=2048
+    ),
+    "qwen2-micro": _Shape(
+        hidden=64, layers=2, heads=4, kv_heads=2, intermediate=192, positions=2048
+    ),
 }
 
 
@@ -91,11 +76,12 @@ def builtin_names() -> list[str]:
 
 
 def resolve_model(name: str) -> str:
-    """``builtin:NAME`` to the folder that holds it, made on first use; ``modelscope:OWNER/NAME`` to the folder it is
-    downloaded to; a well-known hub id to the hub's spelling of it; any other name comes back as it is.
+    """``builtin:NAME`` to the folder that holds it, made on first use; ``modelscope:OWNER/NAME`` to
+    the folder it is downloaded to; a well-known hub id to the hub's spelling of it; any other name
+    comes back as it is.
 
-    The folder has ``config.json``, ``model.safetensors`` (float32), ``tokenizer.json``, ``tokenizer_config.json`` with the
-    chat template, and ``generation_config.json``.
+    The folder has ``config.json``, ``model.safetensors`` (float32), ``tokenizer.json``,
+    ``tokenizer_config.json`` with the chat template, and ``generation_config.json``.
 
     Raises:
         ConfigError: no built-in model of that name.
@@ -181,10 +167,11 @@ def _weights(shape: _Shape) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _normal(name: str, size: tuple[int, int]) -> np.ndarray:
-    """Float32 [rows, columns], near normal with standard deviation 0.02, the same bits on every machine.
+    """Float32 [rows, columns], near normal with standard deviation 0.02, the same bits on every
+    machine.
 
-    A sum of four 16-bit integers (Irwin-Hall): numpy's own normal goes through the C library's logarithm, whose last bit
-    differs between platforms.
+    A sum of four 16-bit integers (Irwin-Hall): numpy's own normal goes through the C library's
+    logarithm, whose last bit differs between platforms.
     """
     import numpy as np
 
@@ -197,16 +184,27 @@ def _normal(name: str, size: tuple[int, int]) -> np.ndarray:
 
 
 def builtin_tokenizer() -> Path:
-    """Folder of the tokenizer that the built-in models share, trained on the built-in data on first use."""
+    """Folder of the tokenizer that the built-in models share, trained on the built-in data on first
+    use."""
     folder = cache_dir() / "models" / f"tokenizer-{python_version()}-v{_LAYOUT}"
     build_once(folder, "tokenizer_config.json", _write_tokenizer)
     return folder
 
 
 def _write_tokenizer(folder: Path) -> None:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        trainers,
+    )
 
-    # The pipeline of Qwen2's own tokenizer: transformers builds that one for every folder whose model is a qwen2.
+    # The pipeline of Qwen2's own tokenizer: transformers builds that one for every folder whose
+    # model is a qwen2.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -216,7 +214,10 @@ def _write_tokenizer(folder: Path) -> None:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(one, special=True, normalized=False) for one in (END_OF_TEXT, TURN_START, TURN_END)]
+    special = [
+        AddedToken(one, special=True, normalized=False)
+        for one in (END_OF_TEXT, TURN_START, TURN_END)
+    ]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=special,

@@ -1,4 +1,5 @@
-"""What can be seen of a model's folder without importing anything, so that it is said before anything starts."""
+"""What can be seen of a model's folder without importing anything, so that it is said before
+anything starts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from paceline.core.errors import ConfigError
 from paceline.core.hub import FIX, go_offline, is_hub_id, unreachable
 from paceline.models.hub_configs import canonical_id
 
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+_WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 def check_files(config: Config) -> None:
@@ -31,21 +37,34 @@ def check_files(config: Config) -> None:
 
 
 def check_hub(config: Config) -> None:
-    """Check that what ``model``, ``tokenizer`` and ``lora.adapter`` name on the hub can be had: the hub answers, or it was
-    downloaded before. In the latter case the hub's libraries make no request.
+    """Check that what ``model``, ``tokenizer`` and ``lora.adapter`` name on the hub can be had: the
+    hub answers, or it was downloaded before. In the latter case the hub's libraries make no
+    request.
 
     Raises:
         ConfigError: the hub cannot be reached, and there is no copy.
     """
-    for key, name in (("model", config.model), ("tokenizer", config.tokenizer), ("lora.adapter", config.lora.adapter)):
+    for key, name in (
+        ("model", config.model),
+        ("tokenizer", config.tokenizer),
+        ("lora.adapter", config.lora.adapter),
+    ):
         if name is None or not is_hub_id(name) or (reason := unreachable()) is None:
             continue
         go_offline()
-        marks = {"model": "config.json", "tokenizer": "tokenizer_config.json", "lora.adapter": "adapter_config.json"}
+        marks = {
+            "model": "config.json",
+            "tokenizer": "tokenizer_config.json",
+            "lora.adapter": "adapter_config.json",
+        }
         if not _is_cached(canonical_id(name), marks[key]):
             raise ConfigError(
-                f"`{key}: {name}` is not a local folder, was not downloaded before, and cannot be downloaded: {reason}",
-                allowed="a local folder, a hub id that was downloaded before or can be downloaded, or builtin:qwen2-tiny",
+                f"`{key}: {name}` is not a local folder, was not downloaded before, and cannot be"
+                f" downloaded: {reason}",
+                allowed=(
+                    "a local folder, a hub id that was downloaded before or can be downloaded, or"
+                    " builtin:qwen2-tiny"
+                ),
                 fix=FIX,
             )
 
@@ -64,17 +83,28 @@ def _check_folder(folder: Path) -> None:
     if not folder.exists():
         raise ConfigError(
             f"`model: {folder}` does not exist",
-            allowed="a folder with config.json and weights, a hub id such as Qwen/Qwen2.5-0.5B, or builtin:qwen2-tiny",
+            allowed=(
+                "a folder with config.json and weights, a hub id such as Qwen/Qwen2.5-0.5B, or"
+                " builtin:qwen2-tiny"
+            ),
             fix="check the path",
         )
     if not folder.is_dir():
-        raise ConfigError(f"`model: {folder}` is a file", allowed="the folder that holds config.json and the weights")
+        raise ConfigError(
+            f"`model: {folder}` is a file",
+            allowed="the folder that holds config.json and the weights",
+        )
     if not (folder / "config.json").is_file():
         found = ", ".join(sorted(one.name for one in folder.iterdir())[:6]) or "nothing"
         hint = ""
         if (folder / "adapter_config.json").is_file():
-            base = _read_object(folder / "adapter_config.json", f"`model: {folder}`").get("base_model_name_or_path")
-            hint = f"it is a LoRA adapter: set `model: {base}` and `lora: {{enable: true, adapter: {folder}}}`"
+            base = _read_object(folder / "adapter_config.json", f"`model: {folder}`").get(
+                "base_model_name_or_path"
+            )
+            hint = (
+                f"it is a LoRA adapter: set `model: {base}` and `lora: {{enable: true, adapter:"
+                f" {folder}}}`"
+            )
         raise ConfigError(
             f"`model: {folder}` is no model: it has no config.json (found: {found})",
             allowed="a folder that save_pretrained wrote, with config.json and weights",
@@ -90,8 +120,13 @@ def _check_model(folder: Path) -> None:
         found = ", ".join(sorted(one.name for one in folder.iterdir())[:6])
         raise ConfigError(
             f"`model: {folder}` has no weights (found: {found})",
-            allowed="a folder with config.json and model.safetensors (or its shards and their index)",
-            fix="copy the weights too; of a repository cloned with git, get them with `git lfs pull`",
+            allowed=(
+                "a folder with config.json and model.safetensors (or its shards and their index)"
+            ),
+            fix=(
+                "copy the weights too; of a repository cloned with git, get them with `git lfs"
+                " pull`"
+            ),
         )
 
 
@@ -99,18 +134,26 @@ def _check_adapter(config: Config) -> None:
     name = str(config.lora.adapter)
     folder = Path(name).expanduser()
     if not config.lora.enable:
-        raise ConfigError(f"`lora.adapter: {name}` is given, and `lora.enable` is false", fix="set `lora.enable: true` too")
+        raise ConfigError(
+            f"`lora.adapter: {name}` is given, and `lora.enable` is false",
+            fix="set `lora.enable: true` too",
+        )
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise ConfigError(
             f"`lora.adapter: {name}` does not exist",
-            allowed="the folder that peft's save_pretrained wrote (in a run of Paceline: RUN/model)",
+            allowed=(
+                "the folder that peft's save_pretrained wrote (in a run of Paceline: RUN/model)"
+            ),
             fix="check the path",
         )
     if folder.exists():
         if not (folder / "adapter_config.json").is_file():
             raise ConfigError(
                 f"`lora.adapter: {name}` has no adapter_config.json",
-                fix="give the folder that peft's save_pretrained wrote (in a run of Paceline: RUN/model)",
+                fix=(
+                    "give the folder that peft's save_pretrained wrote (in a run of Paceline:"
+                    " RUN/model)"
+                ),
             )
         _read_object(folder / "adapter_config.json", f"`lora.adapter: {name}`")
 
@@ -123,4 +166,6 @@ def _read_object(file: Path, key: str) -> dict[str, Any]:
         reason = f"it holds a {type(found).__name__}, not an object"
     except (OSError, ValueError) as error:
         reason = str(error)
-    raise ConfigError(f"{key}: its {file.name} cannot be read: {reason}", fix="copy the folder anew")
+    raise ConfigError(
+        f"{key}: its {file.name} cannot be read: {reason}", fix="copy the folder anew"
+    )

@@ -1,4 +1,5 @@
-"""The config.json of a model, read without a network: from a folder, the hub's cache, or the table of well-known models.
+"""The config.json of a model, read without a network: from a folder, the hub's cache, or the table
+of well-known models.
 
 No torch here.
 """
@@ -16,7 +17,8 @@ from paceline.models.qwen import as_qwen2_config
 
 
 def canonical_id(name: str) -> str:
-    """A hub id of the table as the hub spells it (``qwen/qwen-7b`` → ``Qwen/Qwen-7B``); any other name as it is."""
+    """A hub id of the table as the hub spells it (``qwen/qwen-7b`` → ``Qwen/Qwen-7B``); any other
+    name as it is."""
     if Path(name).expanduser().exists():
         return name
     return _table().get(name.lower(), (name, {}))[0]
@@ -28,9 +30,11 @@ def known_ids() -> list[str]:
 
 
 def read_config(name: str) -> dict[str, Any] | None:
-    """The config.json of ``name`` (a folder or a hub id) as transformers reads it; None if a network would be needed.
+    """The config.json of ``name`` (a folder or a hub id) as transformers reads it; None if a
+    network would be needed.
 
-    The config of a first-generation Qwen model is returned in the Qwen2 form, in which it is trained.
+    The config of a first-generation Qwen model is returned in the Qwen2 form, in which it is
+    trained.
 
     Raises:
         ConfigError: a first-generation Qwen model that cannot be converted.
@@ -53,7 +57,8 @@ def read_raw_config(name: str) -> dict[str, Any] | None:
 
 
 def config_folder(name: str) -> Path | None:
-    """The local folder that holds the config.json of ``name``: the folder itself, or its snapshot in the hub's cache."""
+    """The local folder that holds the config.json of ``name``: the folder itself, or its snapshot
+    in the hub's cache."""
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -69,15 +74,23 @@ def config_folder(name: str) -> Path | None:
 
 
 def download_config(name: str) -> None:
-    """Download the config.json of a hub id into the hub's cache, if it can be: a failure is reported by who needs the file."""
+    """Download the config.json of a hub id into the hub's cache, if it can be: a failure is
+    reported by who needs the file."""
     from huggingface_hub import hf_hub_download
 
-    with contextlib.suppress(Exception):  # every kind of network trouble: each client library has its own
+    # every kind of network trouble: each client library has its own
+    with contextlib.suppress(Exception):
         hf_hub_download(canonical_id(name), "config.json")
 
 
 @cache
 def _table() -> dict[str, tuple[str, dict[str, Any]]]:
     """Hub id in lower case → (id, fields of its config.json)."""
-    content = json.loads((files("paceline.models") / "hub_configs.json").read_text(encoding="utf-8"))
-    return {model_id.lower(): (model_id, row["config"]) for row in content["models"] for model_id in row["ids"]}
+    content = json.loads(
+        (files("paceline.models") / "hub_configs.json").read_text(encoding="utf-8")
+    )
+    return {
+        model_id.lower(): (model_id, row["config"])
+        for row in content["models"]
+        for model_id in row["ids"]
+    }

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def config_numbers(name: str) -> dict[str, Any]:
-    """``config.json`` of a local folder or a well-known hub id, without importing anything; empty if it cannot be read."""
+    """``config.json`` of a local folder or a well-known hub id, without importing anything; empty
+    if it cannot be read."""
     try:
         return read_config(resolve_model(name)) or {}
     except ConfigError:  # reported by the task's own check
@@ -32,11 +33,12 @@ def model_type(name: str) -> str | None:
 
 
 def load_language_model(config: Config) -> nn.Module:
-    """Load the model to train, on the CPU: in float32, or, with LoRA in mixed precision, straight in the compute type, as its
-    weights are frozen. With LoRA the adapters are added, in float32.
+    """Load the model to train, on the CPU: in float32, or, with LoRA in mixed precision, straight
+    in the compute type, as its weights are frozen. With LoRA the adapters are added, in float32.
 
     Raises:
-        ConfigError: the model cannot be loaded, or some of its frozen weights are not finite in float16.
+        ConfigError: the model cannot be loaded, or some of its frozen weights are not finite in
+            float16.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -58,8 +60,14 @@ def load_language_model(config: Config) -> nn.Module:
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(
             f"`model: {config.model}` cannot be loaded: {_first_line(error)}",
-            allowed="a folder with config.json and weights, a hub id that this machine can download, or builtin:qwen2-tiny",
-            fix="download the model where there is a network and give its folder: `model=/path/to/folder`",
+            allowed=(
+                "a folder with config.json and weights, a hub id that this machine can download, or"
+                " builtin:qwen2-tiny"
+            ),
+            fix=(
+                "download the model where there is a network and give its folder:"
+                " `model=/path/to/folder`"
+            ),
         ) from error
     check_length(config, model.config.to_dict())
     model.config.use_cache = False
@@ -72,30 +80,39 @@ def load_language_model(config: Config) -> nn.Module:
 
 
 def check_finite(model: nn.Module, config: Config) -> None:
-    """Raise ConfigError if weights that float16 was loaded into are not finite: float16 ends at 65,504."""
+    """Raise ConfigError if weights that float16 was loaded into are not finite: float16 ends at
+    65,504."""
     import torch
 
     if config.train_args.mixed_dtype != "float16":
         return
     lost = [
-        name for name, one in model.named_parameters() if one.dtype == torch.float16 and not bool(one.detach().isfinite().all())
+        name
+        for name, one in model.named_parameters()
+        if one.dtype == torch.float16 and not bool(one.detach().isfinite().all())
     ]
     if lost:
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
         raise ConfigError(
-            f"`precision: fp16-mixed`: frozen weights of `{config.model}` are not finite in float16, whose largest number is "
-            f"65,504: {', '.join(lost[:5])}{more}",
-            allowed="`precision: bf16-mixed` (slow on V100 and T4, which emulate it) or `precision: 32`",
-            fix="set `train_args.precision: bf16-mixed`, or `32` if the memory is enough; if the weights are not finite in the "
-            "model's files either, replace the files",
+            f"`precision: fp16-mixed`: frozen weights of `{config.model}` are not finite in"
+            f" float16, whose largest number is 65,504: {', '.join(lost[:5])}{more}",
+            allowed=(
+                "`precision: bf16-mixed` (slow on V100 and T4, which emulate it) or `precision: 32`"
+            ),
+            fix=(
+                "set `train_args.precision: bf16-mixed`, or `32` if the memory is enough; if the"
+                " weights are not finite in the model's files either, replace the files"
+            ),
         )
 
 
 def check_first_generation_qwen(config: Config) -> None:
-    """Check what can be seen of a first-generation Qwen model before anything starts. Other models pass.
+    """Check what can be seen of a first-generation Qwen model before anything starts. Other models
+    pass.
 
     Raises:
-        ConfigError: it cannot be converted, has no safetensors files, or ``max_length`` is above its trained length.
+        ConfigError: it cannot be converted, has no safetensors files, or ``max_length`` is above
+            its trained length.
     """
     content = read_raw_config(resolve_model(config.model))
     if not qwen.is_qwen(content):
@@ -108,8 +125,8 @@ def check_first_generation_qwen(config: Config) -> None:
 
 
 def qwen_folder(name: str) -> Path | None:
-    """The local folder of a first-generation Qwen model in its original form, downloaded if ``name`` is a hub id; None for
-    other models.
+    """The local folder of a first-generation Qwen model in its original form, downloaded if
+    ``name`` is a hub id; None for other models.
 
     Raises:
         ConfigError: it cannot be downloaded.
@@ -123,7 +140,13 @@ def qwen_folder(name: str) -> Path | None:
         return folder
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", "generation_config.json", "tokenizer_config.json", "qwen.tiktoken", "*.safetensors"]
+    patterns = [
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "qwen.tiktoken",
+        "*.safetensors",
+    ]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # every kind of network trouble: each client library has its own
@@ -132,8 +155,14 @@ def qwen_folder(name: str) -> Path | None:
         except Exception:
             raise ConfigError(
                 f"`model: {name}` cannot be downloaded: {_first_line(error)}",
-                allowed="a folder with the original repository's config.json, qwen.tiktoken and *.safetensors",
-                fix="download the model where there is a network and give its folder: `model=/path/to/folder`",
+                allowed=(
+                    "a folder with the original repository's config.json, qwen.tiktoken and"
+                    " *.safetensors"
+                ),
+                fix=(
+                    "download the model where there is a network and give its folder:"
+                    " `model=/path/to/folder`"
+                ),
             ) from error
 
 
@@ -143,7 +172,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) -> None:
-    """Write what plain ``transformers`` (or, with adapters, ``peft``) loads: weights, config, tokenizer."""
+    """Write what plain ``transformers`` (or, with adapters, ``peft``) loads: weights, config,
+    tokenizer."""
     use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = True
     extra: dict[str, Any] = {}
@@ -159,7 +189,8 @@ def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) ->
 
 
 def copy_tokenizer(source: str, folder: Path) -> None:
-    """Put the tokenizer's files beside the weights: copied as they are from a folder, written by transformers from a hub id."""
+    """Put the tokenizer's files beside the weights: copied as they are from a folder, written by
+    transformers from a hub id."""
     import shutil
 
     path = Path(source).expanduser()
@@ -183,12 +214,12 @@ def copy_tokenizer(source: str, folder: Path) -> None:
 
 
 def choose_packing(model: Any, device: torch.device) -> str:
-    """How samples can share a row: "segments" (attention within each sample only), "positions" (the model's own attention,
-    told by position_ids where a sample begins), or "none".
+    """How samples can share a row: "segments" (attention within each sample only), "positions" (the
+    model's own attention, told by position_ids where a sample begins), or "none".
 
-    Found by trying: two short samples are run alone and in one row, and the logits must agree. Some architectures
-    (state-space models, attention of an older make) mix the samples: those are trained padded. Leaves the model with the
-    attention that was chosen.
+    Found by trying: two short samples are run alone and in one row, and the logits must agree. Some
+    architectures (state-space models, attention of an older make) mix the samples: those are
+    trained padded. Leaves the model with the attention that was chosen.
     """
     import torch
 
@@ -197,24 +228,36 @@ def choose_packing(model: Any, device: torch.device) -> str:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     numbers = base.config.get_text_config()
     if getattr(numbers, "attention_chunk_size", None):
-        return "none"  # chunks are counted from the beginning of the row, which two short samples do not show
+        # chunks are counted from the beginning of the row, which two short samples do not show
+        return "none"
     vocabulary = int(getattr(numbers, "vocab_size", 0))
     generator = torch.Generator().manual_seed(0)
     lengths = (7, 5)
-    ids = [torch.randint(0, max(vocabulary, 2), (1, length), generator=generator).to(device) for length in lengths]
+    ids = [
+        torch.randint(0, max(vocabulary, 2), (1, length), generator=generator).to(device)
+        for length in lengths
+    ]
     row = torch.cat(ids, dim=1)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0)
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            alone = torch.cat([model(input_ids=one, use_cache=False).logits for one in ids], dim=1).float()
+            alone = torch.cat(
+                [model(input_ids=one, use_cache=False).logits for one in ids], dim=1
+            ).float()
             before = attention.install(base)
             if before is not None:
-                if _agrees(model, alone, input_ids=row, position_ids=positions, segment_lengths=lengths):
+                if _agrees(
+                    model, alone, input_ids=row, position_ids=positions, segment_lengths=lengths
+                ):
                     return "segments"
                 base.set_attn_implementation(before)
-            return "positions" if _agrees(model, alone, input_ids=row, position_ids=positions) else "none"
+            return (
+                "positions"
+                if _agrees(model, alone, input_ids=row, position_ids=positions)
+                else "none"
+            )
     finally:
         model.train(was_training)
 

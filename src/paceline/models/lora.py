@@ -31,7 +31,8 @@ _WITHOUT_DROPOUT = ("ParamWrapper", "MultiheadAttention")
 
 
 def add_adapters(model: Any, config: Config, read_weights: bool = True) -> nn.Module:
-    """Put the config's adapters into ``model``, on whatever device it is. Trained parameters are float32.
+    """Put the config's adapters into ``model``, on whatever device it is. Trained parameters are
+    float32.
 
     Args:
         read_weights: False: of ``lora.adapter`` read the configuration only.
@@ -43,7 +44,11 @@ def add_adapters(model: Any, config: Config, read_weights: bool = True) -> nn.Mo
 
     if getattr(getattr(model, "config", None), qwen.CONVERTED_KEY, None):
         config = qwen.with_qwen2_modules(config)
-    adapted = _create_adapters(model, config) if config.lora.adapter is None else _load_adapters(model, config, read_weights)
+    adapted = (
+        _create_adapters(model, config)
+        if config.lora.adapter is None
+        else _load_adapters(model, config, read_weights)
+    )
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
@@ -63,9 +68,12 @@ def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
             settings.inference_mode = False
             adapted = get_peft_model(model, settings)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"`lora.adapter: {lora.adapter}` cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(
+            f"`lora.adapter: {lora.adapter}` cannot be loaded: {_first_line(error)}"
+        ) from error
     if any(_refuses_dropout(layer) for _, layer in adapter_layers(adapted)):
-        set_dropout(adapted, lora.dropout)  # such an adapter is saved without its dropout: peft would not load it
+        # such an adapter is saved without its dropout: peft would not load it
+        set_dropout(adapted, lora.dropout)
     return adapted
 
 
@@ -91,15 +99,27 @@ def _create_adapters(model: Any, config: Config) -> Any:
     )
     try:
         with warnings.catch_warnings():
-            # peft tells of what it does by itself: transposed weights (GPT-2), ranks of fused experts.
+            # peft tells of what it does by itself: transposed weights (GPT-2), ranks of fused
+            # experts.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
             adapted = get_peft_model(model, settings)
-    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:
         raise ConfigError(
             f"`lora.target_modules: {targets}` does not fit this model: {_first_line(error)}",
             allowed=allowed,
-            fix=None if selects_all else "set `lora.target_modules: all-linear`, which selects the modules that fit",
+            fix=(
+                None
+                if selects_all
+                else "set `lora.target_modules: all-linear`, which selects the modules that fit"
+            ),
         ) from error
     set_dropout(adapted, lora.dropout)
     return adapted
@@ -111,8 +131,9 @@ def _selects_all_linear(config: Config) -> bool:
 
 
 def set_dropout(adapted: Any, dropout: float) -> None:
-    """Apply ``dropout`` to the input of every adapter that can have it. peft cannot drop the input of an adapter on a
-    parameter (the experts of a mixture), and refuses to load an adapter of such parameters that names a dropout."""
+    """Apply ``dropout`` to the input of every adapter that can have it. peft cannot drop the input
+    of an adapter on a parameter (the experts of a mixture), and refuses to load an adapter of such
+    parameters that names a dropout."""
     if dropout <= 0:
         return
     everywhere = True
@@ -129,31 +150,41 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Return each layer of peft that holds a LoRA adapter, with its name."""
     from peft.tuners.lora import LoraLayer
 
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    return (
+        (name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    )
 
 
 def _refuses_dropout(layer: Any) -> bool:
     return type(layer).__name__ in _WITHOUT_DROPOUT
 
 
-# -- the modules of a model --------------------------------------------------------------------------------------------------
+# -- the modules of a model
+# --------------------------------------------------------------------------------------------------
 def _linear_modules(model: Any) -> dict[str, nn.Module]:
     """The linear modules by name, without the output head: what ``all-linear`` stands for."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kinds = (nn.Linear, Conv1D)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and module is not head
+    }
 
 
 def target_names(model: Any) -> list[str]:
-    """The names that ``lora.target_modules`` can list: the last part of each linear module's name, and peft's names for the
-    projections of experts that transformers keeps in one parameter."""
-    return sorted({name.rpartition(".")[2] for name in _linear_modules(model)} | _expert_names(model))
+    """The names that ``lora.target_modules`` can list: the last part of each linear module's name,
+    and peft's names for the projections of experts that transformers keeps in one parameter."""
+    return sorted(
+        {name.rpartition(".")[2] for name in _linear_modules(model)} | _expert_names(model)
+    )
 
 
 def _expert_names(model: Any) -> frozenset[str]:
-    """Names of projections that no module has, which peft maps to parameters of this architecture's experts."""
+    """Names of projections that no module has, which peft maps to parameters of this architecture's
+    experts."""
     try:
         from peft.utils import transformers_weight_conversion as conversion
 
@@ -164,29 +195,47 @@ def _expert_names(model: Any) -> frozenset[str]:
 
 
 def _check_names(model: Any, config: Config) -> None:
-    """Refuse names, or a regular expression, that no module has: peft ignores such names if others match."""
+    """Refuse names, or a regular expression, that no module has: peft ignores such names if others
+    match."""
     lora, paths = config.lora, [path for path, _ in model.named_modules() if path]
     experts = _expert_names(model)
     targets, names = lora.target_modules, target_names(model)
     allowed = ", ".join(names)
-    if isinstance(targets, list) and (absent := _missing([one for one in targets if one not in experts], paths)):
+    if isinstance(targets, list) and (
+        absent := _missing([one for one in targets if one not in experts], paths)
+    ):
         near = nearest(absent[0], names)
         raise ConfigError(
             f"`lora.target_modules: {targets}`: the model has no module named {_quoted(absent)}",
             allowed=f"all-linear, a regular expression, or some of: {allowed}",
-            fix=f"did you mean `{near}`?" if near else "remove the names that belong to another model",
+            fix=(
+                f"did you mean `{near}`?"
+                if near
+                else "remove the names that belong to another model"
+            ),
         )
-    if isinstance(targets, str) and not _selects_all_linear(config) and not _regex_matches(targets, model, paths, experts):
+    if (
+        isinstance(targets, str)
+        and not _selects_all_linear(config)
+        and not _regex_matches(targets, model, paths, experts)
+    ):
         example = next((path for path in paths if path.rpartition(".")[2] in names), paths[-1])
         raise ConfigError(
-            f"`lora.target_modules: {targets}` is a regular expression that matches no module of this model",
-            allowed=f"all-linear, a list of some of: {allowed}; or an expression that matches a whole name such as {example}",
+            f"`lora.target_modules: {targets}` is a regular expression that matches no module of"
+            " this model",
+            allowed=(
+                f"all-linear, a list of some of: {allowed}; or an expression that matches a whole"
+                f" name such as {example}"
+            ),
         )
     if absent := _missing(lora.modules_to_save, paths):
-        leaves = list(dict.fromkeys(path.rpartition(".")[2] for path in paths if not path[-1].isdigit()))
+        leaves = list(
+            dict.fromkeys(path.rpartition(".")[2] for path in paths if not path[-1].isdigit())
+        )
         near = nearest(absent[0], leaves)
         raise ConfigError(
-            f"`lora.modules_to_save: {lora.modules_to_save}`: the model has no module named {_quoted(absent)}",
+            f"`lora.modules_to_save: {lora.modules_to_save}`: the model has no module named"
+            f" {_quoted(absent)}",
             allowed="the last parts of names of modules, such as " + ", ".join(leaves[:12]),
             fix=f"did you mean `{near}`?" if near else None,
         )
@@ -196,16 +245,28 @@ def _regex_matches(pattern: str, model: Any, paths: list[str], experts: Iterable
     try:
         regex = re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"`lora.target_modules: {pattern}` is not a valid regular expression: {error}") from error
+        raise ConfigError(
+            f"`lora.target_modules: {pattern}` is not a valid regular expression: {error}"
+        ) from error
     if any(regex.fullmatch(path) for path in paths):
         return True
     # peft tries the names that the projections of the experts had before they became one parameter.
-    containers = {name.rpartition(".")[0] for name, one in model.named_parameters() if one.dim() == 3} if experts else ()
-    return any(regex.fullmatch(f"{container}.{name}") for container in containers for name in experts)
+    containers = (
+        {name.rpartition(".")[0] for name, one in model.named_parameters() if one.dim() == 3}
+        if experts
+        else ()
+    )
+    return any(
+        regex.fullmatch(f"{container}.{name}") for container in containers for name in experts
+    )
 
 
 def _missing(names: Iterable[str], paths: list[str]) -> list[str]:
-    return [name for name in names if not any(path == name or path.endswith(f".{name}") for path in paths)]
+    return [
+        name
+        for name in names
+        if not any(path == name or path.endswith(f".{name}") for path in paths)
+    ]
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -213,14 +274,17 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def bypassed_modules(model: Any) -> list[str]:
-    """Linear modules whose weight the model's code reads instead of calling the module, such as `out_proj` in Mamba: an adapter
-    would have no effect, always or with the fused kernels."""
+    """Linear modules whose weight the model's code reads instead of calling the module, such as
+    `out_proj` in Mamba: an adapter would have no effect, always or with the fused kernels."""
     return _read_by_parent(model, _linear_modules(model))
 
 
 def ineffective_adapters(adapted: Any) -> list[str]:
     """The adapters whose module the model's code does not call, see :func:`bypassed_modules`."""
-    return _read_by_parent(adapted, [name for name, layer in adapter_layers(adapted) if not hasattr(layer, "parameter_name")])
+    return _read_by_parent(
+        adapted,
+        [name for name, layer in adapter_layers(adapted) if not hasattr(layer, "parameter_name")],
+    )
 
 
 def _read_by_parent(model: Any, names: Iterable[str]) -> list[str]:
@@ -242,21 +306,30 @@ def _weights_read_by(kind: type) -> frozenset[str]:
 
 def _pattern_of(names: Iterable[str]) -> str:
     """A regular expression that matches exactly these names, with any number for a layer."""
-    return "|".join(sorted({re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in names}))
+    return "|".join(
+        sorted({re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in names})
+    )
 
 
 def _short_names(names: Iterable[str]) -> str:
-    """Names without what differs from layer to layer: ``model.layers.3.mlp.experts.w`` → ``mlp.experts.w``."""
+    """Names without what differs from layer to layer: ``model.layers.3.mlp.experts.w`` →
+    ``mlp.experts.w``."""
     short = (
-        re.sub(r"^.*\.\d+\.(?=\D)", "", name.removeprefix("base_model.model.").replace(".base_layer", "")) for name in names
+        re.sub(
+            r"^.*\.\d+\.(?=\D)",
+            "",
+            name.removeprefix("base_model.model.").replace(".base_layer", ""),
+        )
+        for name in names
     )
     return ", ".join(sorted(set(short)))
 
 
-# -- what the user should know ------------------------------------------------------------------------------------------------
+# -- what the user should know
+# ------------------------------------------------------------------------------------------------
 def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
-    """What is not as the config says or as its reader would expect: dropout that cannot be applied, modules without an
-    adapter."""
+    """What is not as the config says or as its reader would expect: dropout that cannot be applied,
+    modules without an adapter."""
     lora = config.lora
     found: list[Notice] = []
     layers = dict(adapter_layers(adapted))
@@ -269,13 +342,21 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
         level = "warning" if "dropout" in lora.model_fields_set else "info"
         where = "the other adapters only" if len(without) < len(layers) else "no adapter"
         found.append(
-            (level, f"lora.dropout: {lora.dropout:g} applies to {where}; peft cannot apply dropout to {_short_names(without)}")
+            (
+                level,
+                (
+                    f"lora.dropout: {lora.dropout:g} applies to {where}; peft cannot apply dropout"
+                    f" to {_short_names(without)}"
+                ),
+            )
         )
     if _selects_all_linear(config) and lora.adapter is None:
         found += _left_out(adapted.get_base_model(), lora.modules_to_save)
     elif ineffective := ineffective_adapters(adapted):
         names = _short_names(ineffective)
-        found.append(("warning", f"LoRA: the adapters on {names} may have no effect: {_WHY_BYPASSED}"))
+        found.append(
+            ("warning", f"LoRA: the adapters on {names} may have no effect: {_WHY_BYPASSED}")
+        )
     return found
 
 
@@ -286,16 +367,32 @@ def _left_out(base: Any, saved: list[str]) -> list[Notice]:
     bypassed = bypassed_modules(base)
     if bypassed:
         found.append(("info", f"LoRA: no adapter on {_short_names(bypassed)}: {_WHY_BYPASSED}"))
-    wrapped = tuple(name for name, module in base.named_modules() if isinstance(module, BaseTunerLayer))
+    wrapped = tuple(
+        name for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)
+    )
     inside = tuple(f"{name}." for name in wrapped)
-    linear = [name for name in _linear_modules(base) if name not in bypassed and not name.startswith(inside)]
+    linear = [
+        name
+        for name in _linear_modules(base)
+        if name not in bypassed and not name.startswith(inside)
+    ]
     linear = [name for name in linear if not any(part in saved for part in name.split("."))]
     experts = [
-        name for name, one in base.named_parameters() if one.dim() == 3 and ".experts." in name and not one.requires_grad
+        name
+        for name, one in base.named_parameters()
+        if one.dim() == 3 and ".experts." in name and not one.requires_grad
     ]
     plain = [*linear, *(name for name in experts if not name.startswith(inside))]
     if plain:
-        found.append(("info", f"LoRA: no adapter on {_short_names(plain)}: peft does not select these in this architecture"))
+        found.append(
+            (
+                "info",
+                (
+                    f"LoRA: no adapter on {_short_names(plain)}: peft does not select these in this"
+                    " architecture"
+                ),
+            )
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Models and datasets of ModelScope, ``modelscope:OWNER/NAME``, through the optional package `modelscope`."""
+"""Models and datasets of ModelScope, ``modelscope:OWNER/NAME``, through the optional package
+`modelscope`."""
 
 from __future__ import annotations
 
@@ -32,11 +33,19 @@ def download(name: str, kind: str) -> str:
     except ImportError as error:
         raise ConfigError(
             f"`{name}` needs the package `modelscope`, which is not installed",
-            fix='install it with `pip install "paceline[modelscope]"`, or use a Hugging Face id or a local folder',
+            fix=(
+                'install it with `pip install "paceline[modelscope]"`, or use a Hugging Face id or'
+                " a local folder"
+            ),
         ) from error
-    load = getattr(module, "snapshot_download" if kind == "model" else "dataset_snapshot_download", None)
+    load = getattr(
+        module, "snapshot_download" if kind == "model" else "dataset_snapshot_download", None
+    )
     if load is None:
-        raise ConfigError(f"this version of `modelscope` cannot download a {kind}", fix="`pip install -U modelscope`")
+        raise ConfigError(
+            f"this version of `modelscope` cannot download a {kind}",
+            fix="`pip install -U modelscope`",
+        )
     try:
         return str(load(repo))
     except Exception as error:  # whatever its network client raises
@@ -46,5 +55,8 @@ def download(name: str, kind: str) -> str:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(".")
             raise ConfigError(
                 f"`{name}` cannot be downloaded from ModelScope: {reason}",
-                fix="check the name and the network, or download it on another machine and give its folder",
+                fix=(
+                    "check the name and the network, or download it on another machine and give its"
+                    " folder"
+                ),
             ) from error

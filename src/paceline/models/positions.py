@@ -1,4 +1,5 @@
-"""How many positions a language model has, from its configuration alone, and whether ``max_length`` fits in. No torch here."""
+"""How many positions a language model has, from its configuration alone, and whether ``max_length``
+fits in. No torch here."""
 
 from __future__ import annotations
 
@@ -75,15 +76,18 @@ def _scaled(content: Mapping[str, Any], positions: int) -> int:
 
 def _scaled_by(scaling: Mapping[str, Any], positions: int) -> int:
     factor = scaling.get("factor")
-    if not isinstance(factor, int | float) or scaling.get("rope_type", scaling.get("type")) in (None, "default"):
+    if not isinstance(factor, int | float) or scaling.get("rope_type", scaling.get("type")) in (
+        None,
+        "default",
+    ):
         return 0
     original = scaling.get("original_max_position_embeddings")
     return int(factor * (original if isinstance(original, int) else positions))
 
 
 def fit_length(loaded: Loaded) -> Loaded:
-    """Check ``train_args.max_length`` against the positions of the model, if its configuration can be read here. The default
-    is lowered to the limit, with a notice.
+    """Check ``train_args.max_length`` against the positions of the model, if its configuration can
+    be read here. The default is lowered to the limit, with a notice.
 
     Raises:
         ConfigError: a value of the user's that is beyond a fixed limit.
@@ -96,16 +100,26 @@ def fit_length(loaded: Loaded) -> Loaded:
     if limit is None or args.max_length <= limit.tokens:
         return loaded
     if not limit.is_fixed:
-        return replace(loaded, notices=[*loaded.notices, ("warning", _beyond_trained(config, limit))])
+        return replace(
+            loaded, notices=[*loaded.notices, ("warning", _beyond_trained(config, limit))]
+        )
     if "max_length" in args.model_fields_set:
         raise _too_long(config, limit)
     lowered = args.model_copy(update={"max_length": limit.tokens})
-    text = f"max_length: {args.max_length} (the default) → {limit.tokens}, the positions of the model (`{limit.key}`)"
-    return replace(loaded, config=config.model_copy(update={"train_args": lowered}), notices=[*loaded.notices, ("info", text)])
+    text = (
+        f"max_length: {args.max_length} (the default) → {limit.tokens}, the positions of the model"
+        f" (`{limit.key}`)"
+    )
+    return replace(
+        loaded,
+        config=config.model_copy(update={"train_args": lowered}),
+        notices=[*loaded.notices, ("info", text)],
+    )
 
 
 def check_length(config: Config, content: Mapping[str, Any]) -> None:
-    """The same check where the model itself is at hand: a model of the hub has no configuration before.
+    """The same check where the model itself is at hand: a model of the hub has no configuration
+    before.
 
     Raises:
         ConfigError: ``max_length`` is beyond a fixed limit.
@@ -117,15 +131,22 @@ def check_length(config: Config, content: Mapping[str, Any]) -> None:
 
 def _too_long(config: Config, limit: PositionLimit) -> ConfigError:
     return ConfigError(
-        f"`train_args.max_length: {config.train_args.max_length}` is beyond the {limit.tokens} positions of the model "
-        f"(`{limit.key}` in its config.json)",
-        allowed=f"at most {limit.tokens}; a model with rotary positions can be extended by `rope_scaling` in its config.json",
-        fix=f"set `train_args.max_length: {limit.tokens}`; what happens to longer samples is set by `train_args.overlong`",
+        f"`train_args.max_length: {config.train_args.max_length}` is beyond the {limit.tokens}"
+        f" positions of the model (`{limit.key}` in its config.json)",
+        allowed=(
+            f"at most {limit.tokens}; a model with rotary positions can be extended by"
+            " `rope_scaling` in its config.json"
+        ),
+        fix=(
+            f"set `train_args.max_length: {limit.tokens}`; what happens to longer samples is set by"
+            " `train_args.overlong`"
+        ),
     )
 
 
 def _beyond_trained(config: Config, limit: PositionLimit) -> str:
     return (
-        f"train_args.max_length: {config.train_args.max_length} is beyond the {limit.tokens} tokens of the model's "
-        f"`{limit.key}`. The model has no fixed limit, so longer samples are trained on as they are"
+        f"train_args.max_length: {config.train_args.max_length} is beyond the {limit.tokens} tokens"
+        f" of the model's `{limit.key}`. The model has no fixed limit, so longer samples are"
+        " trained on as they are"
     )

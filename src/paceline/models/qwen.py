@@ -1,16 +1,18 @@
 """First-generation Qwen models (``model_type: qwen``: Qwen-1.8B to Qwen-72B) in the form of Qwen2.
 
-Their own modeling code needs transformers 4. The architecture is that of Qwen2 with the projections of attention fused and
-without grouped heads, so the checkpoint is converted by names and shapes (modeling_qwen.py in
-https://huggingface.co/Qwen/Qwen-7B is the reference):
+Their own modeling code needs transformers 4. The architecture is that of Qwen2 with the projections
+of attention fused and without grouped heads, so the checkpoint is converted by names and shapes
+(modeling_qwen.py in https://huggingface.co/Qwen/Qwen-7B is the reference):
 
-- ``attn.c_attn`` is query, key and value below one another; it has a bias, ``attn.c_proj`` does not.
-- The MLP is ``c_proj(w1(x) * silu(w2(x)))``: ``w2`` is Qwen2's gate, ``w1`` its up projection, and ``intermediate_size``
-  counts both.
-- Up to ``seq_length`` tokens, dynamic NTK scaling and log-n attention change nothing. Longer samples are refused.
+- ``attn.c_attn`` is query, key and value below one another; it has a bias, ``attn.c_proj`` does
+  not.
+- The MLP is ``c_proj(w1(x) * silu(w2(x)))``: ``w2`` is Qwen2's gate, ``w1`` its up projection, and
+  ``intermediate_size`` counts both.
+- Up to ``seq_length`` tokens, dynamic NTK scaling and log-n attention change nothing. Longer
+  samples are refused.
 
-The conversion renames and splits tensors in the headers of the safetensors files; their bytes are copied as they are, so it
-needs neither torch nor memory for the weights.
+The conversion renames and splits tensors in the headers of the safetensors files; their bytes are
+copied as they are, so it needs neither torch nor memory for the weights.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ _IN_LAYER = {
 _BUFFERS = re.compile(r"transformer\.(.+\.)?(rotary_emb\.inv_freq|masked_bias|logn_tensor)")
 
 
-# -- config.json --------------------------------------------------------------------------------------------------------------
+# -- config.json
+# --------------------------------------------------------------------------------------------------------------
 def is_qwen(content: Mapping[str, Any] | None) -> bool:
     """Whether a config.json is that of a first-generation Qwen model."""
     return content is not None and content.get("model_type") == MODEL_TYPE
@@ -65,16 +68,35 @@ def as_qwen2_config(content: dict[str, Any], name: str) -> dict[str, Any]:
     """
     if not is_qwen(content):
         return content
-    for key, expected in (("no_bias", True), ("rotary_pct", 1.0), ("scale_attn_weights", True), ("emb_dropout_prob", 0.0)):
+    for key, expected in (
+        ("no_bias", True),
+        ("rotary_pct", 1.0),
+        ("scale_attn_weights", True),
+        ("emb_dropout_prob", 0.0),
+    ):
         if content.get(key, expected) != expected:
-            raise _unsupported(name, f"its config.json has `{key}: {content[key]}`", f"`{key}: {expected}`")
-    for key, what in (("visual", "images"), ("audio", "audio"), ("quantization_config", "quantized weights")):
+            raise _unsupported(
+                name, f"its config.json has `{key}: {content[key]}`", f"`{key}: {expected}`"
+            )
+    for key, what in (
+        ("visual", "images"),
+        ("audio", "audio"),
+        ("quantization_config", "quantized weights"),
+    ):
         if content.get(key):
-            raise _unsupported(name, f"it has {what} (`{key}` in its config.json)", "the text models with unquantized weights")
+            raise _unsupported(
+                name,
+                f"it has {what} (`{key}` in its config.json)",
+                "the text models with unquantized weights",
+            )
     hidden = _number(content, name, "hidden_size", "n_embd")
     heads = _number(content, name, "num_attention_heads", "n_head")
     if hidden % heads or content.get("kv_channels", hidden // heads) * heads != hidden:
-        raise _unsupported(name, "its attention heads do not add up to `hidden_size`", "`kv_channels` × heads = `hidden_size`")
+        raise _unsupported(
+            name,
+            "its attention heads do not add up to `hidden_size`",
+            "`kv_channels` × heads = `hidden_size`",
+        )
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -103,7 +125,8 @@ def trained_length(content: Mapping[str, Any], name: str) -> int:
 
 
 def check_length(config: Config, content: Mapping[str, Any] | None) -> None:
-    """Refuse samples longer than the model was trained on: the original would change its attention for them.
+    """Refuse samples longer than the model was trained on: the original would change its attention
+    for them.
 
     Raises:
         ConfigError: ``train_args.max_length`` is above the model's ``seq_length``.
@@ -114,14 +137,19 @@ def check_length(config: Config, content: Mapping[str, Any] | None) -> None:
     longest, given = trained_length(content, config.model), config.train_args.max_length
     if given > longest:
         raise ConfigError(
-            f"`train_args.max_length: {given}` is above the {longest} tokens that {config.model} was trained on (`seq_length`)",
-            allowed=f"at most {longest}: for longer samples the original applies dynamic NTK scaling and log-n attention, "
-            "which Qwen2, the form in which it is trained here, does not have",
+            f"`train_args.max_length: {given}` is above the {longest} tokens that {config.model}"
+            " was trained on (`seq_length`)",
+            allowed=(
+                f"at most {longest}: for longer samples the original applies dynamic NTK scaling"
+                " and log-n attention, which Qwen2, the form in which it is trained here, does not"
+                " have"
+            ),
             fix=f"set `train_args.max_length: {longest}`",
         )
 
 
-# -- names of modules in `lora` -----------------------------------------------------------------------------------------------
+# -- names of modules in `lora`
+# -----------------------------------------------------------------------------------------------
 #: What configs for the original models name, and where it is in the Qwen2 form.
 _MODULES = {
     "c_attn": ["q_proj", "k_proj", "v_proj"],
@@ -135,7 +163,8 @@ _MODULES = {
 
 
 def with_qwen2_modules(config: Config) -> Config:
-    """The config with module names of the original Qwen models in ``lora`` replaced by those of the Qwen2 form."""
+    """The config with module names of the original Qwen models in ``lora`` replaced by those of the
+    Qwen2 form."""
     lora = config.lora
     targets = lora.target_modules
     if isinstance(targets, str):
@@ -164,18 +193,24 @@ def _number(content: Mapping[str, Any], name: str, *keys: str) -> int:
         value = content.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-    raise _unsupported(name, f"its config.json has no number `{keys[0]}`", "the config.json of the original repository")
+    raise _unsupported(
+        name,
+        f"its config.json has no number `{keys[0]}`",
+        "the config.json of the original repository",
+    )
 
 
 def _unsupported(name: str, what: str, allowed: str) -> ConfigError:
     return ConfigError(
-        f"`model: {name}` is a first-generation Qwen model that cannot be converted to Qwen2: {what}",
+        f"`model: {name}` is a first-generation Qwen model that cannot be converted to Qwen2:"
+        f" {what}",
         allowed=allowed,
         fix="use the original text model, or one of Qwen1.5 or later, which need no conversion",
     )
 
 
-# -- weights ------------------------------------------------------------------------------------------------------------------
+# -- weights
+# ------------------------------------------------------------------------------------------------------------------
 def check_weights(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint.
 
@@ -187,18 +222,21 @@ def check_weights(folder: Path) -> list[Path]:
         return weights
     pickled = any(folder.glob("*.bin"))
     raise ConfigError(
-        f"{folder} has {'only pickled weights (.bin)' if pickled else 'no weights'}, and a first-generation Qwen model is "
-        "converted from safetensors files",
+        f"{folder} has {'only pickled weights (.bin)' if pickled else 'no weights'}, and a"
+        " first-generation Qwen model is converted from safetensors files",
         allowed="model*.safetensors, as in the hub's current revision of the repository",
-        fix="download the repository's *.safetensors files" + ("; loading a pickle can run code" if pickled else ""),
+        fix="download the repository's *.safetensors files"
+        + ("; loading a pickle can run code" if pickled else ""),
     )
 
 
 def converted_folder(folder: Path) -> Path:
-    """The Qwen2 form of the model in ``folder``: a folder in the cache, made on first use, with config, weights and tokenizer.
+    """The Qwen2 form of the model in ``folder``: a folder in the cache, made on first use, with
+    config, weights and tokenizer.
 
     Raises:
-        ConfigError: the checkpoint is incomplete or has unknown tensors, or the cache's disk is too small.
+        ConfigError: the checkpoint is incomplete or has unknown tensors, or the cache's disk is too
+            small.
     """
     from paceline.data.cache import build_once, key_of
 
@@ -218,7 +256,8 @@ def _check_space(final: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ConfigError(
-            f"converting the model to Qwen2 writes {human_bytes(needed)} to {final.parent}, and {human_bytes(free)} are free",
+            f"converting the model to Qwen2 writes {human_bytes(needed)} to {final.parent}, and"
+            f" {human_bytes(free)} are free",
             fix="make room, or set XDG_CACHE_HOME to a folder on another disk",
         )
 
@@ -234,16 +273,24 @@ def _convert(source: Path, weights: list[Path], content: dict[str, Any], target:
     missing = sorted(_expected_names(config) - set(files))
     if missing:
         raise ConfigError(
-            f"{source} has no tensor for {', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}",
+            f"{source} has no tensor for"
+            f" {', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}",
             fix="copy all of its safetensors files",
         )
     total = sum((target / name).stat().st_size for name in set(files.values()))
     index = {"metadata": {"total_size": total}, "weight_map": files}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    (target / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=1), encoding="utf-8"
+    )
     special = write_qwen_tokenizer(source, target)
     ends = [special[TURN_END], special[END_OF_TEXT]]
-    generation = _generation_config(source) | {"eos_token_id": ends, "pad_token_id": special[END_OF_TEXT]}
-    (target / "generation_config.json").write_text(json.dumps(generation, indent=1), encoding="utf-8")
+    generation = _generation_config(source) | {
+        "eos_token_id": ends,
+        "pad_token_id": special[END_OF_TEXT],
+    }
+    (target / "generation_config.json").write_text(
+        json.dumps(generation, indent=1), encoding="utf-8"
+    )
     (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
@@ -261,7 +308,8 @@ def _convert_file(source: Path, target: Path) -> list[str]:
     """Copy a safetensors file under Qwen2's names; returns these."""
     with open(source, "rb") as reader, open(target, "wb") as writer:
         header, start = _read_header(reader, source)
-        pieces: list[tuple[str, dict[str, Any], int, int]] = []  # name, entry, first and last byte in the source
+        # name, entry, first and last byte in the source
+        pieces: list[tuple[str, dict[str, Any], int, int]] = []
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             for new_name, shape, first, last in _renamed(name, entry, source):
                 pieces.append((new_name, {"dtype": entry["dtype"], "shape": shape}, first, last))
@@ -291,7 +339,9 @@ def _read_header(reader: IO[bytes], source: Path) -> tuple[dict[str, Any], int]:
             if not 0 <= first <= last or not isinstance(entry["shape"], list):
                 raise ValueError("a tensor without a place")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{source} is not a safetensors file: {error}", fix="copy the file again") from error
+        raise ConfigError(
+            f"{source} is not a safetensors file: {error}", fix="copy the file again"
+        ) from error
     return header, 8 + size
 
 
@@ -300,13 +350,18 @@ def _copy_bytes(reader: IO[bytes], writer: IO[bytes], start: int, size: int, sou
     while size:
         chunk = reader.read(min(size, _COPY_BYTES))
         if not chunk:
-            raise ConfigError(f"{source} is cut off: it ends before its last tensor", fix="copy the file again")
+            raise ConfigError(
+                f"{source} is cut off: it ends before its last tensor", fix="copy the file again"
+            )
         writer.write(chunk)
         size -= len(chunk)
 
 
-def _renamed(name: str, entry: dict[str, Any], source: Path) -> Iterator[tuple[str, list[int], int, int]]:
-    """Qwen2's (name, shape, first byte, last byte) for a tensor: none for a constant, three for the fused projection."""
+def _renamed(
+    name: str, entry: dict[str, Any], source: Path
+) -> Iterator[tuple[str, list[int], int, int]]:
+    """Qwen2's (name, shape, first byte, last byte) for a tensor: none for a constant, three for the
+    fused projection."""
     first, last = entry["data_offsets"]
     shape = entry["shape"]
     if _BUFFERS.fullmatch(name):
@@ -323,19 +378,36 @@ def _renamed(name: str, entry: dict[str, Any], source: Path) -> Iterator[tuple[s
         third = (last - first) // 3
         for number, letter in enumerate("qkv"):
             new_name = f"{prefix}self_attn.{letter}_proj.{part.rpartition('.')[2]}"
-            yield new_name, [shape[0] // 3, *shape[1:]], first + number * third, first + (number + 1) * third
+            yield (
+                new_name,
+                [shape[0] // 3, *shape[1:]],
+                first + number * third,
+                first + (number + 1) * third,
+            )
     else:
         raise ConfigError(
-            f"{source} has a tensor `{name}` of shape {shape} that the original Qwen models do not have",
+            f"{source} has a tensor `{name}` of shape {shape} that the original Qwen models do not"
+            " have",
             allowed="the tensors of modeling_qwen.py in https://huggingface.co/Qwen/Qwen-7B",
-            fix="merge adapters into the weights before, and give the checkpoint of the whole model",
+            fix=(
+                "merge adapters into the weights before, and give the checkpoint of the whole model"
+            ),
         )
 
 
 def _expected_names(config: Mapping[str, Any]) -> set[str]:
-    names = {"model.embed_tokens.weight", "model.norm.weight"} | ({"lm_head.weight"} - _tied(config))
-    parts = [*_IN_LAYER.values(), *(f"self_attn.{letter}_proj.{kind}" for letter in "qkv" for kind in ("weight", "bias"))]
-    return names | {f"model.layers.{layer}.{part}" for layer in range(config["num_hidden_layers"]) for part in parts}
+    names = {"model.embed_tokens.weight", "model.norm.weight"} | (
+        {"lm_head.weight"} - _tied(config)
+    )
+    parts = [
+        *_IN_LAYER.values(),
+        *(f"self_attn.{letter}_proj.{kind}" for letter in "qkv" for kind in ("weight", "bias")),
+    ]
+    return names | {
+        f"model.layers.{layer}.{part}"
+        for layer in range(config["num_hidden_layers"])
+        for part in parts
+    }
 
 
 def _tied(config: Mapping[str, Any]) -> set[str]:

@@ -1,5 +1,6 @@
-"""A click model with embedding tables, after Naumov et al., "Deep Learning Recommendation Model for Personalization and
-Recommendation Systems" (2019): vectors of the ids and of the dense numbers, their pairwise dot products, a network on top."""
+"""A click model with embedding tables, after Naumov et al., "Deep Learning Recommendation Model for
+Personalization and Recommendation Systems" (2019): vectors of the ids and of the dense numbers,
+their pairwise dot products, a network on top."""
 
 from __future__ import annotations
 
@@ -30,15 +31,16 @@ class RowSource(Protocol):
     """Where a table's rows come from when they are not in this process."""
 
     def ask(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to fetch the rows ``ids`` (int64 [n], distinct); what is returned waits for them: float32 [n, dim]."""
+        """Start to fetch the rows ``ids`` (int64 [n], distinct); what is returned waits for them:
+        float32 [n, dim]."""
 
 
 class Table(nn.Module):
-    """An embedding table, whose rows may lie in other processes: then ``weight`` has a shape and no values, and ``source``
-    gives the rows of a batch.
+    """An embedding table, whose rows may lie in other processes: then ``weight`` has a shape and no
+    values, and ``source`` gives the rows of a batch.
 
-    The values at the start are a function of the table's seed and the row alone (uniform within 1/sqrt(rows), as in the paper's
-    code), so that any range of rows can be made anywhere.
+    The values at the start are a function of the table's seed and the row alone (uniform within
+    1/sqrt(rows), as in the paper's code), so that any range of rows can be made anywhere.
     """
 
     def __init__(self, rows: int, dim: int) -> None:
@@ -50,13 +52,15 @@ class Table(nn.Module):
         device = torch.device("meta") if _elsewhere else torch.get_default_device()
         self.weight = nn.Parameter(torch.empty(rows, dim, device=device))
         self.source: RowSource | None = None
-        self.files: list[tuple[Path, str, int, int]] = []  # where a trained table's rows lie: (file, name, first row, rows)
+        # where a trained table's rows lie: (file, name, first row, rows)
+        self.files: list[tuple[Path, str, int, int]] = []
         if device.type != "meta":
             self.fill(self.weight, 0)
 
     @torch.no_grad()
     def fill(self, target: torch.Tensor, start: int) -> None:
-        """Write the values with which this table starts, from row ``start`` on, into ``target`` [n, dim]."""
+        """Write the values with which this table starts, from row ``start`` on, into ``target`` [n,
+        dim]."""
         if not self.files:
             fill_rows(target, self.seed, self.rows, start)
             return
@@ -67,20 +71,27 @@ class Table(nn.Module):
             low, high = max(first, start), min(first + rows, end)
             if low < high:
                 with safe_open(str(file), framework="pt") as opened:
-                    target[low - start : high - start] = opened.get_slice(name)[low - first : high - first]
+                    target[low - start : high - start] = opened.get_slice(name)[
+                        low - first : high - first
+                    ]
 
     def ask(self, ids: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Start to fetch the rows of ``ids`` (int64 [n]). What is returned gives (vectors, the ids' places among them)."""
+        """Start to fetch the rows of ``ids`` (int64 [n]). What is returned gives (vectors, the ids'
+        places among them)."""
         if self.source is None:
             return lambda: (self.weight, ids)
         distinct, places = torch.unique(ids, return_inverse=True)
         wait = self.source.ask(distinct)
         return lambda: (wait(), places)
 
-    def forward(self, asked: Callable[[], tuple[torch.Tensor, torch.Tensor]], starts: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, asked: Callable[[], tuple[torch.Tensor, torch.Tensor]], starts: torch.Tensor
+    ) -> torch.Tensor:
         """The sum of each bag's rows [num_bags, dim]; ``starts`` int64 [num_bags + 1]."""
         vectors, places = asked()
-        return functional.embedding_bag(places, vectors, starts, mode="sum", include_last_offset=True)
+        return functional.embedding_bag(
+            places, vectors, starts, mode="sum", include_last_offset=True
+        )
 
 
 _elsewhere = False
@@ -103,8 +114,8 @@ def named_tables(model: nn.Module) -> dict[str, Table]:
 
 
 def fill_rows(target: torch.Tensor, seed: int, rows: int, start: int) -> None:
-    """Write the first values of the rows from ``start`` on into ``target`` [n, dim], of a table of ``rows`` rows. The values
-    come block by block, each block from a state of its own."""
+    """Write the first values of the rows from ``start`` on into ``target`` [n, dim], of a table of
+    ``rows`` rows. The values come block by block, each block from a state of its own."""
     bound, dim = 1.0 / math.sqrt(rows), target.shape[1]
     end = start + target.shape[0]
     for block in range(start // _BLOCK_ROWS, math.ceil(end / _BLOCK_ROWS)):
@@ -116,9 +127,17 @@ def fill_rows(target: torch.Tensor, seed: int, rows: int, start: int) -> None:
 
 
 class ClickModel(nn.Module):
-    """``model(dense [N, D], ids, starts)`` gives the logit of a click [N]; ``ids`` and ``starts`` have one tensor a table."""
+    """``model(dense [N, D], ids, starts)`` gives the logit of a click [N]; ``ids`` and ``starts``
+    have one tensor a table."""
 
-    def __init__(self, num_dense: int, tables: Sequence[int], dim: int, bottom: Sequence[int], top: Sequence[int]) -> None:
+    def __init__(
+        self,
+        num_dense: int,
+        tables: Sequence[int],
+        dim: int,
+        bottom: Sequence[int],
+        top: Sequence[int],
+    ) -> None:
         super().__init__()
         self.tables = nn.ModuleList(Table(rows, dim) for rows in tables)
         self.bottom = _layers([num_dense, *bottom, dim], last=True) if num_dense else None
@@ -128,13 +147,19 @@ class ClickModel(nn.Module):
         width = len(self.pairs[0]) + vectors * dim
         self.top = _layers([width, *top, 1])
 
-    def forward(self, dense: torch.Tensor, ids: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, dense: torch.Tensor, ids: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         asked = [table.ask(one) for table, one in zip(self.tables, ids, strict=True)]  # type: ignore[operator]
         vectors = [] if self.bottom is None else [self.bottom(dense)]
-        vectors += [table(one, begin) for table, one, begin in zip(self.tables, asked, starts, strict=True)]
-        stacked = torch.stack([one.to(vectors[0].dtype) for one in vectors], dim=1)  # [N, vectors, dim]
+        vectors += [
+            table(one, begin) for table, one, begin in zip(self.tables, asked, starts, strict=True)
+        ]
+        # [N, vectors, dim]
+        stacked = torch.stack([one.to(vectors[0].dtype) for one in vectors], dim=1)
         dots = torch.bmm(stacked, stacked.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
-        # The vectors themselves go up too, beside their products: an id's own weight needs no partner.
+        # The vectors themselves go up too, beside their products: an id's own weight needs no
+        # partner.
         return self.top(torch.cat([stacked.flatten(1), dots], dim=1)).squeeze(1)
 
 
@@ -147,11 +172,18 @@ def _layers(widths: Sequence[int], last: bool = False) -> nn.Sequential:
     return nn.Sequential(*found)
 
 
-# -- building, saving and loading -----------------------------------------------------------------------------------------
+# -- building, saving and loading
+# -----------------------------------------------------------------------------------------
 def model_args(config: Config, num_dense: int, tables: Sequence[int]) -> dict[str, Any]:
     """Arguments of :class:`ClickModel` as the config says."""
     said = config.recommend
-    return {"num_dense": num_dense, "tables": list(tables), "dim": said.embedding_dim, "bottom": said.bottom, "top": said.top}
+    return {
+        "num_dense": num_dense,
+        "tables": list(tables),
+        "dim": said.embedding_dim,
+        "bottom": said.bottom,
+        "top": said.top,
+    }
 
 
 def check_click_model(name: str) -> None:
@@ -159,12 +191,14 @@ def check_click_model(name: str) -> None:
     if name == DLRM or _spec(Path(name).expanduser()) is not None:
         return
     raise ConfigError(
-        f"`model: {name}` is no click model", allowed=f"{DLRM}, or the `model` folder of a run of `task: recommend`"
+        f"`model: {name}` is no click model",
+        allowed=f"{DLRM}, or the `model` folder of a run of `task: recommend`",
     )
 
 
 def build_click_model(name: str, args: dict[str, Any]) -> ClickModel:
-    """The model that ``model`` names, for data of this form: fresh, or with the weights of a run's ``model`` folder.
+    """The model that ``model`` names, for data of this form: fresh, or with the weights of a run's
+    ``model`` folder.
 
     Raises:
         ConfigError: the folder's model has another form.
@@ -176,7 +210,8 @@ def build_click_model(name: str, args: dict[str, Any]) -> ClickModel:
     found = (_spec(folder) or {}).get("args")
     if found != args:
         raise ConfigError(
-            f"`model: {name}` has another form than the data and `recommend` say: {found}, not {args}",
+            f"`model: {name}` has another form than the data and `recommend` say: {found}, not"
+            f" {args}",
             fix=f"set `recommend` and the data as they were, or `model: {DLRM}`",
         )
     _fill(model, folder)
@@ -190,8 +225,8 @@ def save_click_model(
     dense: dict[str, torch.Tensor],
     tables: Iterable[tuple[str, int, Callable[[int, int], torch.Tensor]]],
 ) -> None:
-    """Write what :func:`load_recommender` reads. A table goes into several files, a range of rows each, so that no process need
-    hold it whole.
+    """Write what :func:`load_recommender` reads. A table goes into several files, a range of rows
+    each, so that no process need hold it whole.
 
     Args:
         form: what else a user of the model must know, such as the columns and their scale.
@@ -200,7 +235,10 @@ def save_click_model(
     """
     from safetensors.torch import save_file
 
-    save_file({name: one.detach().contiguous().cpu() for name, one in dense.items()}, str(folder / "model.safetensors"))
+    save_file(
+        {name: one.detach().contiguous().cpu() for name, one in dense.items()},
+        str(folder / "model.safetensors"),
+    )
     files: dict[str, list[list[Any]]] = {}
     for number, (name, rows, read) in enumerate(tables):
         step = max(1, _FILE_BYTES // (4 * args["dim"]))
@@ -209,7 +247,10 @@ def save_click_model(
             values = read(start, min(start + step, rows)).detach().contiguous().cpu()
             save_file({name: values.clone()}, str(folder / file))
             files.setdefault(name, []).append([file, start, len(values)])
-    write_json_atomic(folder / "config.json", {"format": _FORMAT, "model": DLRM, "args": args, "tables": files, "form": form})
+    write_json_atomic(
+        folder / "config.json",
+        {"format": _FORMAT, "model": DLRM, "args": args, "tables": files, "form": form},
+    )
 
 
 def load_recommender(folder: str | Path) -> tuple[ClickModel, dict[str, Any]]:
@@ -221,7 +262,10 @@ def load_recommender(folder: str | Path) -> tuple[ClickModel, dict[str, Any]]:
     folder = Path(folder).expanduser()
     spec = _spec(folder)
     if spec is None:
-        raise ConfigError(f"{folder} holds no click model", allowed="the `model` folder of a run of `task: recommend`")
+        raise ConfigError(
+            f"{folder} holds no click model",
+            allowed="the `model` folder of a run of `task: recommend`",
+        )
     model = ClickModel(**spec["args"])
     _fill(model, folder)
     return model.eval(), dict(spec["form"])
@@ -237,7 +281,9 @@ def _fill(model: ClickModel, folder: Path) -> None:
         for name, value in load_file(str(folder / "model.safetensors")).items():
             found[name].copy_(value)
     for name, table in named_tables(model).items():
-        table.files = [(folder / file, name, start, rows) for file, start, rows in spec["tables"][name]]
+        table.files = [
+            (folder / file, name, start, rows) for file, start, rows in spec["tables"][name]
+        ]
         if table.weight.device.type != "meta":
             table.fill(table.weight, 0)
 

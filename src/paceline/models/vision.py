@@ -27,12 +27,17 @@ _PREPROCESSOR = "preprocessor_config.json"
 _FORMAT = "paceline-image-classifier"
 
 
-# -- built-in models ------------------------------------------------------------------------------------------------------
-def build_small_cnn(*, in_channels: int, image_size: int, hidden: int, num_classes: int) -> nn.Module:
-    """Three convolutions with GroupNorm, then the mean over the positions: [N, C, H, W] to logits [N, num_classes].
+# -- built-in models
+# ------------------------------------------------------------------------------------------------------
+def build_small_cnn(
+    *, in_channels: int, image_size: int, hidden: int, num_classes: int
+) -> nn.Module:
+    """Three convolutions with GroupNorm, then the mean over the positions: [N, C, H, W] to logits
+    [N, num_classes].
 
-    No BatchNorm: its statistics would be those of a micro-batch on one rank, and so would the result depend on the number
-    of ranks and on accumulation. ``image_size`` is not needed: the mean takes any.
+    No BatchNorm: its statistics would be those of a micro-batch on one rank, and so would the
+    result depend on the number of ranks and on accumulation. ``image_size`` is not needed: the mean
+    takes any.
     """
     from torch import nn
 
@@ -45,7 +50,11 @@ def build_small_cnn(*, in_channels: int, image_size: int, hidden: int, num_class
             (f"norm{number}", nn.GroupNorm(math.gcd(8, after), after)),
             (f"act{number}", nn.ReLU()),
         ]
-    layers += [("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("head", nn.Linear(widths[-1], num_classes))]
+    layers += [
+        ("pool", nn.AdaptiveAvgPool2d(1)),
+        ("flatten", nn.Flatten()),
+        ("head", nn.Linear(widths[-1], num_classes)),
+    ]
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -72,9 +81,11 @@ def is_builtin(name: str) -> bool:
     return name.startswith("builtin:")
 
 
-# -- before any rank exists -----------------------------------------------------------------------------------------------
+# -- before any rank exists
+# -----------------------------------------------------------------------------------------------
 def check_image_model(config: Config) -> None:
-    """Raise ConfigError for a name or folder that is no image classifier. Reads a local config.json at most."""
+    """Raise ConfigError for a name or folder that is no image classifier. Reads a local config.json
+    at most."""
     name = config.model
     if is_builtin(name):
         if name not in BUILT_IN:
@@ -88,17 +99,27 @@ def check_image_model(config: Config) -> None:
     folder = Path(name).expanduser()
     if not folder.exists():
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ConfigError(f"`model: {name}` does not exist", allowed=_ALLOWED, fix="check the path")
+            raise ConfigError(
+                f"`model: {name}` does not exist", allowed=_ALLOWED, fix="check the path"
+            )
         return
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"`model: {name}` is no model: it has no config.json", allowed=_ALLOWED, fix="check the path")
+        raise ConfigError(
+            f"`model: {name}` is no model: it has no config.json",
+            allowed=_ALLOWED,
+            fix="check the path",
+        )
     try:
         found = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise ConfigError(f"{folder / 'config.json'} is not JSON: {error}") from error
     if found.get("format") == _FORMAT:
         return
-    language = [one for one in found.get("architectures") or [] if one.endswith(("ForCausalLM", "LMHeadModel"))]
+    language = [
+        one
+        for one in found.get("architectures") or []
+        if one.endswith(("ForCausalLM", "LMHeadModel"))
+    ]
     if language:
         raise _not_an_image_model(name, language[0])
 
@@ -114,27 +135,42 @@ def _not_an_image_model(name: str, kind: str) -> ConfigError:
 def find_form(config: Config, *, digits: bool) -> tuple[ImageForm, list[tuple[str, str]]]:
     """What the model takes, and what a person should know of it. Loads no weights.
 
-    Built-in models take digits as they are and a folder's images in RGB at ``classify.image_size``; others say in their
-    config.json and preprocessor_config.json what they were trained with.
+    Built-in models take digits as they are and a folder's images in RGB at ``classify.image_size``;
+    others say in their config.json and preprocessor_config.json what they were trained with.
     """
     size = config.classify.image_size
     if is_builtin(config.model):
         return (ImageForm(1, 8, 8) if digits else ImageForm(3, size, size)), []
     own = _own_spec(config.model)
     if own is not None:
-        return ImageForm(own["args"]["in_channels"], own["args"]["image_size"], own["args"]["image_size"]), []
+        return (
+            ImageForm(
+                own["args"]["in_channels"], own["args"]["image_size"], own["args"]["image_size"]
+            ),
+            [],
+        )
     model_config = _hub_config(config)
     notices: list[tuple[str, str]] = []
     wanted = getattr(model_config, "image_size", None)
-    height, width = (wanted if isinstance(wanted, list | tuple) else (wanted, wanted)) if wanted else (size, size)
+    height, width = (
+        (wanted if isinstance(wanted, list | tuple) else (wanted, wanted))
+        if wanted
+        else (size, size)
+    )
     if (height, width) != (size, size):
-        notices.append(("info", f"images are resized to {height} × {width}, as {config.model} takes them"))
+        notices.append(
+            ("info", f"images are resized to {height} × {width}, as {config.model} takes them")
+        )
     channels = int(getattr(model_config, "num_channels", 3))
     mean, std = _normalisation(config.model)
     if mean is None or std is None:
-        notices.append(("info", f"{config.model} asks for no normalisation of the pixels: they stay in [0, 1]"))
+        notices.append(
+            ("info", f"{config.model} asks for no normalisation of the pixels: they stay in [0, 1]")
+        )
     elif len(mean) != channels or len(std) != channels:
-        raise ConfigError(f"{_PREPROCESSOR} of {config.model} has {len(mean)} means for {channels} channels")
+        raise ConfigError(
+            f"{_PREPROCESSOR} of {config.model} has {len(mean)} means for {channels} channels"
+        )
     return ImageForm(channels, int(height), int(width), mean, std), notices
 
 
@@ -143,7 +179,9 @@ def _hub_config(config: Config) -> Any:
 
     go_offline_if_unreachable(config.model)
     try:
-        found = AutoConfig.from_pretrained(_local(config.model), trust_remote_code=config.trust_remote_code)
+        found = AutoConfig.from_pretrained(
+            _local(config.model), trust_remote_code=config.trust_remote_code
+        )
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_load(config.model, error) from error
     remote = "AutoModelForImageClassification" in (getattr(found, "auto_map", None) or {})
@@ -158,7 +196,11 @@ def _normalisation(name: str) -> tuple[tuple[float, ...] | None, tuple[float, ..
         return None, None
     found = json.loads(file.read_text())
     mean, std = found.get("image_mean"), found.get("image_std")
-    if found.get("do_normalize") is False or not isinstance(mean, list) or not isinstance(std, list):
+    if (
+        found.get("do_normalize") is False
+        or not isinstance(mean, list)
+        or not isinstance(std, list)
+    ):
         return None, None
     return tuple(mean), tuple(std)
 
@@ -175,7 +217,8 @@ def _preprocessor_file(name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-# -- on every rank --------------------------------------------------------------------------------------------------------
+# -- on every rank
+# --------------------------------------------------------------------------------------------------------
 def load_image_model(config: Config, form: ImageForm, classes: list[str]) -> nn.Module:
     """The model to train, on the CPU in float32: [N, C, H, W] to logits [N, num_classes].
 
@@ -188,7 +231,8 @@ def load_image_model(config: Config, form: ImageForm, classes: list[str]) -> nn.
     if own is not None:
         if own["classes"] != classes:
             raise ConfigError(
-                f"`model: {config.model}` was trained on the classes {_few(own['classes'])}; the data has {_few(classes)}",
+                f"`model: {config.model}` was trained on the classes {_few(own['classes'])}; the"
+                f" data has {_few(classes)}",
                 fix="give data of the same classes, or start from a built-in model",
             )
         return load_classifier(config.model)[0].train()
@@ -237,7 +281,10 @@ def _cannot_load(name: str, error: BaseException) -> ConfigError:
     return ConfigError(
         f"`model: {name}` cannot be loaded: {lines[0][:300]}",
         allowed=_ALLOWED,
-        fix="download the model where there is a network and give its folder: `model=/path/to/folder`",
+        fix=(
+            "download the model where there is a network and give its folder:"
+            " `model=/path/to/folder`"
+        ),
     )
 
 
@@ -245,9 +292,13 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-# -- saving and loading ---------------------------------------------------------------------------------------------------
-def save_image_model(model: Any, config: Config, form: ImageForm, classes: list[str], folder: Path) -> None:
-    """Write what :func:`load_classifier` reads; of a Hugging Face model, what plain ``transformers`` reads too."""
+# -- saving and loading
+# ---------------------------------------------------------------------------------------------------
+def save_image_model(
+    model: Any, config: Config, form: ImageForm, classes: list[str], folder: Path
+) -> None:
+    """Write what :func:`load_classifier` reads; of a Hugging Face model, what plain
+    ``transformers`` reads too."""
     own = _own_spec(config.model)
     if not is_builtin(config.model) and own is None:
         model.save_pretrained(str(folder))
@@ -285,7 +336,8 @@ def load_classifier(folder: str | Path) -> tuple[nn.Module, list[str]]:
         logits = model(images)                   # images: float32 [N, C, H, W] in [0, 1]; logits: [N, len(classes)]
         names = [classes[one] for one in logits.argmax(dim=1)]
 
-    A Hugging Face classifier comes back as ``transformers`` loads it: its logits are ``model(images).logits``.
+    A Hugging Face classifier comes back as ``transformers`` loads it: its logits are
+    ``model(images).logits``.
 
     Raises:
         ConfigError: the folder holds no image classifier.
@@ -299,7 +351,10 @@ def load_classifier(folder: str | Path) -> tuple[nn.Module, list[str]]:
         load_model(model, str(folder / "model.safetensors"))
         return model.eval(), list(spec["classes"])
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} holds no image classifier: it has no config.json", allowed="the `model` folder of a run")
+        raise ConfigError(
+            f"{folder} holds no image classifier: it has no config.json",
+            allowed="the `model` folder of a run",
+        )
     from transformers import AutoModelForImageClassification
 
     try:

@@ -1,4 +1,5 @@
-"""Whether a method that saves traffic pays on the link that was measured; and how much of plain ddp's step is communication."""
+"""Whether a method that saves traffic pays on the link that was measured; and how much of plain
+ddp's step is communication."""
 
 from __future__ import annotations
 
@@ -34,13 +35,14 @@ _short = formatting.short_duration
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a step, means over ``steps`` steps. Ranks that are early wait for the last one under any method, so in each
-    step the rank that waits least tells what communication takes, and the one that computes longest when it can begin.
+    """Seconds of a step, means over ``steps`` steps. Ranks that are early wait for the last one
+    under any method, so in each step the rank that waits least tells what communication takes, and
+    the one that computes longest when it can begin.
 
     Args:
         step_s: of a step in all.
-        wait_s: least over the ranks, standing still for communication; None where the host does not wait (an accelerator's own
-            queue does).
+        wait_s: least over the ranks, standing still for communication; None where the host does not
+            wait (an accelerator's own queue does).
         computing_s: most over the ranks, not standing still; likewise.
         spent: as :class:`~paceline.parallel.comm_profile.Spent`, a step, a mean over the ranks.
         num_threads: that compute a step.
@@ -56,7 +58,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``pays``: None where it cannot be known. ``ddp``: what is predicted for plain ddp; None for what cannot be."""
+    """``pays``: None where it cannot be known. ``ddp``: what is predicted for plain ddp; None for
+    what cannot be."""
 
     pays: bool | None
     why: str
@@ -65,8 +68,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Method:
-    """What is judged: of :class:`~paceline.parallel.comm_profile.Exchange` what these names say, and how long what it sends in a
-    step should take on the link; None where that is not known."""
+    """What is judged: of :class:`~paceline.parallel.comm_profile.Exchange` what these names say,
+    and how long what it sends in a step should take on the link; None where that is not known."""
 
     name: str
     without: str
@@ -78,14 +81,16 @@ class Method:
 def judge(method: Method, link: Link, measured: Measured | None) -> Verdict:
     """Compare the measured step with the one that plain ddp would make.
 
-    That one computes as long as the measured one does without waiting for communication and without the method's own work
-    (in each step the slowest rank counts), and then waits for what of its all-reduces, as the link was measured, backward does
-    not hide (:meth:`~paceline.distributed.link.Link.exposed_s`). Work in a thread beside the step slows the step down on a CPU: what
-    of it was not waited for is taken from the step's threads. Waiting that neither the link nor the method's work accounts
-    for, as on a busy machine, would be plain ddp's too.
+    That one computes as long as the measured one does without waiting for communication and without
+    the method's own work (in each step the slowest rank counts), and then waits for what of its
+    all-reduces, as the link was measured, backward does not hide
+    (:meth:`~paceline.distributed.link.Link.exposed_s`). Work in a thread beside the step slows the
+    step down on a CPU: what of it was not waited for is taken from the step's threads. Waiting that
+    neither the link nor the method's work accounts for, as on a busy machine, would be plain ddp's
+    too.
 
-    It pays where a step is faster by more than 5 %, and does not where it is no faster. Steps are compared, not what they
-    learn.
+    It pays where a step is faster by more than 5 %, and does not where it is no faster. Steps are
+    compared, not what they learn.
     """
     buckets, total = method.buckets, sum(method.buckets)
     all_reduce_s = sum(link.all_reduce_s(size) for size in buckets)
@@ -109,10 +114,17 @@ def judge(method: Method, link: Link, measured: Measured | None) -> Verdict:
     gain = 1 - step_s / ddp_step if ddp_step > 0 else 0.0
     ours = f"a step takes {_short(step_s)}, {_short(measured.wait_s)} of it waiting"
     hidden = all_reduce_s - waits
-    hides = f"of which backward hides {_short(hidden)}" if hidden > 1e-5 else "none of it hidden by backward"
+    hides = (
+        f"of which backward hides {_short(hidden)}"
+        if hidden > 1e-5
+        else "none of it hidden by backward"
+    )
     theirs = f"plain ddp's about {_short(ddp_step)}: {sends}, {hides}"
     if other_s > _MARGIN * step_s:
-        theirs += f", and {_short(other_s)} of waiting that the link does not explain (a busy machine?) would be its too"
+        theirs += (
+            f", and {_short(other_s)} of waiting that the link does not explain (a busy machine?)"
+            " would be its too"
+        )
     if gain > _MARGIN:
         return Verdict(True, f"{ours}; {theirs}", ddp)
     work = f"; {method.name} itself computes for {_short(spent.method_s)}"
@@ -121,34 +133,53 @@ def judge(method: Method, link: Link, measured: Measured | None) -> Verdict:
     return Verdict(None, f"{ours}; {theirs}{work}. The difference is too small to tell", ddp)
 
 
-def _judge_by_bounds(without: str, sends: str, all_reduce_s: float, step_s: float, ddp: dict[str, float | None]) -> Verdict:
-    """Without the seconds of waiting: plain ddp's step is no shorter than its all-reduce, and longer than the measured one by
-    that at most."""
+def _judge_by_bounds(
+    without: str, sends: str, all_reduce_s: float, step_s: float, ddp: dict[str, float | None]
+) -> Verdict:
+    """Without the seconds of waiting: plain ddp's step is no shorter than its all-reduce, and
+    longer than the measured one by that at most."""
     ours = f"a step takes {_short(step_s)}"
     if all_reduce_s > (1 + _MARGIN) * step_s:
         return Verdict(True, f"{ours}; plain ddp's could not be shorter than that: {sends}", ddp)
     if all_reduce_s <= _MARGIN * step_s:
-        return Verdict(False, f"{ours}; plain ddp would add little at most: {sends}. Fix: {without}", ddp)
+        return Verdict(
+            False, f"{ours}; plain ddp would add little at most: {sends}. Fix: {without}", ddp
+        )
     hidden = "how much of it backward would hide is not seen from the host of an accelerator"
-    return Verdict(None, f"{ours}; of plain ddp {sends}, and {hidden}. Train a few steps without: {without}", ddp)
+    return Verdict(
+        None,
+        f"{ours}; of plain ddp {sends}, and {hidden}. Train a few steps without: {without}",
+        ddp,
+    )
 
 
 def judge_plain(measured: Measured | None, link: Link | None, buckets: Sequence[int]) -> str | None:
-    """What there is to say of plain ddp's communication; None where it is half of a step at most, or not known."""
+    """What there is to say of plain ddp's communication; None where it is half of a step at most,
+    or not known."""
     share = wait_share(measured)
     if measured is None or share is None or share <= _MUCH:
         return None
-    takes = f"communication takes {100 * share:.0f} % of a step ({_short(measured.wait_s)} of {_short(measured.step_s)})"
+    takes = (
+        f"communication takes {100 * share:.0f} % of a step ({_short(measured.wait_s)} of"
+        f" {_short(measured.step_s)})"
+    )
     if link is None:
         return takes
     exposed = link.exposed_s(buckets, measured.spent.backward_s)
     by_link = (
-        f"on this link ({rates(link)}, measured at the end) the all-reduce of {formatting.size(sum(buckets))} makes it wait"
+        f"on this link ({rates(link)}, measured at the end) the all-reduce of"
+        f" {formatting.size(sum(buckets))} makes it wait"
     )
     found = f"{takes}; {by_link} {_short(exposed)}"
     if exposed < _MUCH * (measured.wait_s or 0.0):
-        return f"{found}: the link is not what is slow. Do the ranks have enough processors, and equal work?"
-    return f"{found}. `compression.method: powersgd` or `topk` send less, `parallel.mode: diloco` less often"
+        return (
+            f"{found}: the link is not what is slow. Do the ranks have enough processors, and equal"
+            " work?"
+        )
+    return (
+        f"{found}. `compression.method: powersgd` or `topk` send less, `parallel.mode: diloco` less"
+        " often"
+    )
 
 
 def wait_share(measured: Measured | None) -> float | None:
@@ -160,26 +191,35 @@ def wait_share(measured: Measured | None) -> float | None:
 
 def rates(link: Link) -> str:
     """``94 Mbit/s, 10 ms``."""
-    rate = formatting.bit_rate(link.bandwidth_bytes_s) if link.bandwidth_bytes_s else "no limit of bandwidth seen"
+    rate = (
+        formatting.bit_rate(link.bandwidth_bytes_s)
+        if link.bandwidth_bytes_s
+        else "no limit of bandwidth seen"
+    )
     return f"{rate}, {_short(link.latency_s)}"
 
 
 class Judge:
     """Watches the steps of a run, and says whether its way of bringing replicas together pays.
 
-    What is judged by begins after the first step of this life of the run, and after the method's warm-up; of a method with a
-    period, whole periods. Making one, and every call, is a collective.
+    What is judged by begins after the first step of this life of the run, and after the method's
+    warm-up; of a method with a period, whole periods. Making one, and every call, is a collective.
     """
 
-    def __init__(self, exchange: Exchange, world: World, meter: Meter, first_step: int, last_step: int) -> None:
+    def __init__(
+        self, exchange: Exchange, world: World, meter: Meter, first_step: int, last_step: int
+    ) -> None:
         self.exchange = exchange
         self.world = world
         self.meter = meter
         self.after = max(first_step + 1, exchange.warmup)
         self.last_step = last_step
         self.steps = 0  # in whole periods
-        #: (seconds of a step, of waiting in it): of the last whole periods, and of the one that has begun.
-        self._kept: deque[tuple[float, float]] = deque(maxlen=exchange.period * max(1, _KEPT // exchange.period))
+        #: (seconds of a step, of waiting in it): of the last whole periods, and of the one that has
+        #: begun.
+        self._kept: deque[tuple[float, float]] = deque(
+            maxlen=exchange.period * max(1, _KEPT // exchange.period)
+        )
         self._begun: list[tuple[float, float]] = []
         self._before = self._spent = Spent(0.0)
         #: For a person, at the end; None where nothing needs to be said.
@@ -187,9 +227,14 @@ class Judge:
         saves = exchange.method is not None
         #: Over which plain ddp would sum gradients, and over which the method sends.
         self.link = measure_link(exchange.group) if saves else None
-        self.line = measure_link(exchange.line) if saves and exchange.line.size != exchange.group.size else self.link
+        self.line = (
+            measure_link(exchange.line)
+            if saves and exchange.line.size != exchange.group.size
+            else self.link
+        )
 
-    # -- at the start -------------------------------------------------------------------------------------------------------
+    # -- at the start
+    # -------------------------------------------------------------------------------------------------------
     def opening(self) -> tuple[str, str] | None:
         """What was measured and what it means, as (level, text); None where nothing was."""
         link, line, exchange = self.link, self.line, self.exchange
@@ -198,23 +243,32 @@ class Judge:
         buckets = exchange.bucket_bytes
         plain_s = sum(link.all_reduce_s(size) for size in buckets)
         ours_s = self.sends_s(line)
-        took = f"{formatting.ranks(link.num_ranks)}, measured in {_short(link.wall_s)} with {formatting.size(link.sent_bytes)}"
+        took = (
+            f"{formatting.ranks(link.num_ranks)}, measured in {_short(link.wall_s)} with"
+            f" {formatting.size(link.sent_bytes)}"
+        )
         mean = " in the mean" if exchange.period > 1 else ""
         text = (
-            f"link: {rates(link)} ({took} a rank, which count for no step); plain ddp would all-reduce "
-            f"{formatting.size(sum(buckets))} a step = {_short(plain_s)}; "
-            f"{exchange.method} sends {formatting.size(exchange.sent_bytes)}{mean} = {_short(ours_s)}"
+            f"link: {rates(link)} ({took} a rank, which count for no step); plain ddp would"
+            f" all-reduce {formatting.size(sum(buckets))} a step = {_short(plain_s)};"
+            f" {exchange.method} sends {formatting.size(exchange.sent_bytes)}{mean} ="
+            f" {_short(ours_s)}"
         )
         if ours_s >= plain_s:
             return "warning", f"{text}: does not pay on this link. Fix: {exchange.without}"
         return (
             "info",
-            f"{text}: saves {_short(plain_s - ours_s)} at most, less what {exchange.method} computes and backward hides",
+            (
+                f"{text}: saves {_short(plain_s - ours_s)} at most, less what {exchange.method}"
+                " computes and backward hides"
+            ),
         )
 
-    # -- step by step -------------------------------------------------------------------------------------------------------
+    # -- step by step
+    # -------------------------------------------------------------------------------------------------------
     def after_step(self, step: int) -> tuple[str, str] | None:
-        """Count a step, the number ``step`` of the run. After the first few: how it stands, as (level, text)."""
+        """Count a step, the number ``step`` of the run. After the first few: how it stands, as
+        (level, text)."""
         if step <= self.after:
             self._before = self._spent = self.exchange.spent()
             return None
@@ -231,17 +285,27 @@ class Judge:
         if measured is None:
             return None
         verdict = self._verdict(measured)
-        return "warning" if verdict.pays is False else "info", f"step {step}: {self.sentence(verdict)}"
+        return (
+            "warning" if verdict.pays is False else "info",
+            f"step {step}: {self.sentence(verdict)}",
+        )
 
     def measured(self) -> Measured | None:
         """Over all ranks; None where too few steps were made."""
-        if self.world.device.type != "cpu" or self.world.mixes_devices:  # the same collectives on every rank
+        # the same collectives on every rank
+        if self.world.device.type != "cpu" or self.world.mixes_devices:
             return self._measured_on_accelerators()
         if self.steps < _FEWEST:
             return None
         now, before, kept = self._spent, self._before, len(self._kept)
-        spent = [now.backward_s - before.backward_s, now.method_s - before.method_s, now.moments_s - before.moments_s]
-        most = torch.tensor([(step_s - wait_s, -wait_s) for step_s, wait_s in self._kept], dtype=torch.float64)
+        spent = [
+            now.backward_s - before.backward_s,
+            now.method_s - before.method_s,
+            now.moments_s - before.moments_s,
+        ]
+        most = torch.tensor(
+            [(step_s - wait_s, -wait_s) for step_s, wait_s in self._kept], dtype=torch.float64
+        )
         with uncounted():
             step_s, *spent = self.world.sum(
                 sum(step_s for step_s, _ in self._kept) / kept, *(one / self.steps for one in spent)
@@ -250,14 +314,26 @@ class Judge:
         ranks = self.world.size
         computing_s, least = most.mean(dim=0).tolist()
         return Measured(
-            kept, step_s / ranks, -least, computing_s, Spent(*(one / ranks for one in spent)), torch.get_num_threads()
+            kept,
+            step_s / ranks,
+            -least,
+            computing_s,
+            Spent(*(one / ranks for one in spent)),
+            torch.get_num_threads(),
         )
 
     def _measured_on_accelerators(self) -> Measured | None:
-        """Waits are not seen from the host, and single steps neither; what logging has waited for is."""
+        """Waits are not seen from the host, and single steps neither; what logging has waited for
+        is."""
         if self.meter.train_steps < _FEWEST:
             return None
-        return Measured(self.meter.train_steps, self.meter.train_s / self.meter.train_steps, None, None, Spent(0.0))
+        return Measured(
+            self.meter.train_steps,
+            self.meter.train_s / self.meter.train_steps,
+            None,
+            None,
+            Spent(0.0),
+        )
 
     def sends_s(self, line: Link) -> float:
         """Seconds that what the method sends in a step should take."""
@@ -270,7 +346,9 @@ class Judge:
         # Workers of several ranks have collectives of their own besides.
         alone = exchange.buckets.world.size in (1, exchange.group.size)
         sends_s = self.sends_s(self.line) if alone else None
-        method = Method(str(exchange.method), exchange.without, exchange.bucket_bytes, exchange.beside, sends_s)
+        method = Method(
+            str(exchange.method), exchange.without, exchange.bucket_bytes, exchange.beside, sends_s
+        )
         return judge(method, self.link, measured)
 
     def sentence(self, verdict: Verdict) -> str:
@@ -278,7 +356,8 @@ class Judge:
         how = {True: "pays", False: "does not pay", None: "may or may not pay"}[verdict.pays]
         return f"{self.exchange.method} {how} on this link: {verdict.why}"
 
-    # -- at the end ---------------------------------------------------------------------------------------------------------
+    # -- at the end
+    # ---------------------------------------------------------------------------------------------------------
     def report(self) -> dict[str, Any]:
         """Keys of the report: ``link`` where one was measured, ``communication``."""
         measured, exchange = self.measured(), self.exchange
@@ -297,14 +376,22 @@ class Judge:
         else:
             verdict = self._verdict(measured)
             method_s = measured.spent.method_s if measured and measured.wait_s is not None else None
-            found |= {"method_s": method_s, "ddp": verdict.ddp, "pays": verdict.pays, "why": verdict.why}
+            found |= {
+                "method_s": method_s,
+                "ddp": verdict.ddp,
+                "pays": verdict.pays,
+                "why": verdict.why,
+            }
             self.said = self.sentence(verdict)
-        return {"communication": found, **({"link": self.link.as_dict()} if self.link is not None else {})}
+        return {
+            "communication": found,
+            **({"link": self.link.as_dict()} if self.link is not None else {}),
+        }
 
 
 def make_judge(session: Session) -> Judge | None:
-    """Measure the link where the run's strategy saves traffic, and say what was found; None where there is nothing to judge.
-    A collective."""
+    """Measure the link where the run's strategy saves traffic, and say what was found; None where
+    there is nothing to judge. A collective."""
     exchange = session.strategy.exchange
     if exchange is None:
         return None

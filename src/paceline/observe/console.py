@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: events in, lines on a terminal (or in a log file) out.
 
-A console is a listener of :class:`paceline.core.events.EventLog`. It never raises: a closed terminal, a broken pipe or an
-event it does not understand must not touch the training.
+A console is a listener of :class:`paceline.core.events.EventLog`. It never raises: a closed
+terminal, a broken pipe or an event it does not understand must not touch the training.
 """
 
 from __future__ import annotations
@@ -62,37 +62,75 @@ class Progress:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds left, from the median of the recent step times: one slow step (a save, an evaluation) does not move it."""
+        """Seconds left, from the median of the recent step times: one slow step (a save, an
+        evaluation) does not move it."""
         if not self._step_times or self.total is None:
             return None
         return max(0, self.total - self.done) * statistics.median(self._step_times)
 
     def fields(self) -> list[tuple[str, str, int]]:
-        """(style, text, rank of importance) of each figure of the progress line; 0 is never left out."""
+        """(style, text, rank of importance) of each figure of the progress line; 0 is never left
+        out."""
         step = self.step or {}
         per_second, unit = formatting.throughput(step, self.derived.get("global_batch_size"))
         epoch = formatting.finite(step.get("epoch"))
-        bad = (formatting.number(step.get("loss")) is not None) and formatting.finite(step.get("loss")) is None
+        bad = (formatting.number(step.get("loss")) is not None) and formatting.finite(
+            step.get("loss")
+        ) is None
         total = f"/{self.total:,}" if self.total else ""
         found = [
             ("bold", f"step {self.done:,}{total}", 0),
             ("dim", f"epoch {epoch:.2f}" if epoch is not None else "", 5),
-            ("bold red" if bad else "bold", f"loss {formatting.loss(step.get('loss'))}" if self.step else "", 0),
-            ("dim", f"eval {formatting.loss(self.eval_loss)}" if self.eval_loss is not None else "", 7),
-            ("dim", f"lr {formatting.rate(step['learning_rate'])}" if step.get("learning_rate") is not None else "", 4),
-            ("", f"{formatting.short_count(per_second)} {unit}" if per_second is not None else "", 2),
-            ("dim", f"mem {formatting.size(memory)}" if (memory := formatting.fullest(step.get("memory_bytes"))) else "", 3),
-            ("dim", formatting.ranks(self.start["world_size"]) if self.start.get("world_size") else "", 6),
+            (
+                "bold red" if bad else "bold",
+                f"loss {formatting.loss(step.get('loss'))}" if self.step else "",
+                0,
+            ),
+            (
+                "dim",
+                f"eval {formatting.loss(self.eval_loss)}" if self.eval_loss is not None else "",
+                7,
+            ),
+            (
+                "dim",
+                (
+                    f"lr {formatting.rate(step['learning_rate'])}"
+                    if step.get("learning_rate") is not None
+                    else ""
+                ),
+                4,
+            ),
+            (
+                "",
+                f"{formatting.short_count(per_second)} {unit}" if per_second is not None else "",
+                2,
+            ),
+            (
+                "dim",
+                (
+                    f"mem {formatting.size(memory)}"
+                    if (memory := formatting.fullest(step.get("memory_bytes")))
+                    else ""
+                ),
+                3,
+            ),
+            (
+                "dim",
+                formatting.ranks(self.start["world_size"]) if self.start.get("world_size") else "",
+                6,
+            ),
             ("cyan", f"ETA {formatting.clock(self.eta_s)}" if self.eta_s is not None else "", 1),
         ]
         return [field for field in found if field[1]]
 
 
 class Console:
-    """Prints events for a person: a live line on a terminal, plain lines without control codes elsewhere.
+    """Prints events for a person: a live line on a terminal, plain lines without control codes
+    elsewhere.
 
     Args:
-        stream: where to, standard error by default. With ``json_mode`` never standard output, which is the result's.
+        stream: where to, standard error by default. With ``json_mode`` never standard output, which
+            is the result's.
         json_mode: a program reads the result, so lines are plain even on a terminal.
     """
 
@@ -137,7 +175,8 @@ class Console:
             self._give_up(error, event)
 
     def close(self) -> None:
-        """Leave the terminal as it was found: the live line stays as its last state. May be called twice."""
+        """Leave the terminal as it was found: the live line stays as its last state. May be called
+        twice."""
         try:
             self._flush_step()
             self._terminal.close()
@@ -156,7 +195,11 @@ class Console:
             self._stream.broken = True
             return
         kind = formatting.clean(event.get("type"))
-        self.say(f"warning: a {kind} event could not be shown ({type(error).__name__}: {error}); the run goes on.", "yellow")
+        self.say(
+            f"warning: a {kind} event could not be shown ({type(error).__name__}: {error}); the run"
+            " goes on.",
+            "yellow",
+        )
 
     # One method an event type.
 
@@ -174,7 +217,9 @@ class Console:
 
     def _on_notice(self, event: Event) -> None:
         warning = event.get("level") == "warning"
-        self.say(f"{'warning: ' if warning else ''}{event.get('text', '')}", "yellow" if warning else "")
+        self.say(
+            f"{'warning: ' if warning else ''}{event.get('text', '')}", "yellow" if warning else ""
+        )
 
     def _on_hang(self, event: Event) -> None:
         self.say(f"warning: {event.get('text', '')}", "bold red")
@@ -195,14 +240,22 @@ class Console:
         first = self.progress.step is None
         self.progress.add(event)
         if first and event.get("since_start_s") is not None:
-            self.say(f"first step done after {formatting.duration(event['since_start_s'])}", "green")
+            self.say(
+                f"first step done after {formatting.duration(event['since_start_s'])}", "green"
+            )
         if self._live:
             self._terminal.redraw(self.progress, force=first)
             return
         self._unprinted = event
         last = self.progress.total is not None and event["step"] >= self.progress.total
         now = formatting.finite(event.get("time")) or 0.0
-        if self._prints_all or first or last or self._printed_at is None or not 0 <= now - self._printed_at < _PLAIN_GAP_S:
+        if (
+            self._prints_all
+            or first
+            or last
+            or self._printed_at is None
+            or not 0 <= now - self._printed_at < _PLAIN_GAP_S
+        ):
             self._flush_step()
 
     def _flush_step(self) -> None:
@@ -218,66 +271,110 @@ class Console:
 
     def _on_checkpoint(self, event: Event) -> None:
         level, text = event_text(event)
-        self.say(f"warning: {text}" if level == "warning" else text, "yellow" if level == "warning" else "dim")
+        self.say(
+            f"warning: {text}" if level == "warning" else text,
+            "yellow" if level == "warning" else "dim",
+        )
 
     def _on_run_end(self, event: Event) -> None:
         self._flush_step()
         self._terminal.redraw(self.progress, force=True)
         self._terminal.close()
-        style = {"done": "bold green", "stopped": "bold yellow"}.get(event.get("status", ""), "bold red")
+        style = {"done": "bold green", "stopped": "bold yellow"}.get(
+            event.get("status", ""), "bold red"
+        )
         for index, (label, text) in enumerate(end_lines(self.progress, event)):
             self._terminal.labelled(label, formatting.clean(text), style if index == 0 else "")
 
 
 def _prints_all(start: Event) -> bool:
-    """Whether each step that is logged gets a plain line: in a short run, and if `logging_steps` already makes them few."""
+    """Whether each step that is logged gets a plain line: in a short run, and if `logging_steps`
+    already makes them few."""
     total = formatting.finite((start.get("derived") or {}).get("steps"))
-    every = formatting.finite(((start.get("config") or {}).get("train_args") or {}).get("logging_steps")) or 1
+    every = (
+        formatting.finite(
+            ((start.get("config") or {}).get("train_args") or {}).get("logging_steps")
+        )
+        or 1
+    )
     return every > 1 or (total is not None and total <= _SHORT_RUN_STEPS)
 
 
 def start_lines(event: Event) -> list[tuple[str, str]]:
-    """(label, text) of the block at the start of a run. Figures that the event does not give are left out."""
+    """(label, text) of the block at the start of a run. Figures that the event does not give are
+    left out."""
     derived, model = event.get("derived") or {}, event.get("model") or {}
     lines = []
     if event.get("output_dir"):
         lines.append(("run", str(event["output_dir"])))
     if model:
         lines.append(("model", f"{model.get('name')}: {_parameters(model)}"))
-    lines.append(("parallel", f"{event.get('strategy')}, {formatting.ranks(event.get('world_size'))}, {event.get('device')}"))
+    lines.append(
+        (
+            "parallel",
+            (
+                f"{event.get('strategy')}, {formatting.ranks(event.get('world_size'))},"
+                f" {event.get('device')}"
+            ),
+        )
+    )
     if event.get("precision"):
         lines.append(("precision", str(event["precision"])))
     if event.get("data"):
         lines.append(("data", formatting.data_line(event["data"])))
     lines += derived_lines(derived)
     if event.get("output_dir"):
-        lines.append(("watch", f"paceline watch {shlex.quote(str(event['output_dir']))}   (from another terminal)"))
+        lines.append(
+            (
+                "watch",
+                f"paceline watch {shlex.quote(str(event['output_dir']))}   (from another terminal)",
+            )
+        )
     return lines
 
 
 def _parameters(model: dict[str, Any]) -> str:
-    total, trained = formatting.finite(model.get("parameters")), formatting.finite(model.get("trainable_parameters"))
+    total, trained = (
+        formatting.finite(model.get("parameters")),
+        formatting.finite(model.get("trainable_parameters")),
+    )
     text = f"{formatting.count(total)} parameters"
     if trained is None or trained == total:
         return f"{text}, all trained" if trained is not None else text
-    return f"{text}, {formatting.count(trained)} trained" + (f" ({100 * trained / total:.3g} %)" if total else "")
+    return f"{text}, {formatting.count(trained)} trained" + (
+        f" ({100 * trained / total:.3g} %)" if total else ""
+    )
 
 
 def derived_lines(derived: dict[str, Any]) -> list[tuple[str, str]]:
-    """(label, text) of what the config's numbers come to (the dict of :class:`paceline.config.derive.Derived`).
+    """(label, text) of what the config's numbers come to (the dict of
+    :class:`paceline.config.derive.Derived`).
 
-    Worded here, not by ``Derived.lines``: importing the schema takes longer than ``paceline watch`` may take to start.
+    Worded here, not by ``Derived.lines``: importing the schema takes longer than ``paceline watch``
+    may take to start.
     """
     if not derived:
         return []
     get, count = derived.get, formatting.count
-    tokens = f", about {count(get('tokens_per_step'))} tokens a step" if get("tokens_per_step") is not None else ""
+    tokens = (
+        f", about {count(get('tokens_per_step'))} tokens a step"
+        if get("tokens_per_step") is not None
+        else ""
+    )
     batch = f"{count(get('global_batch_size'))} samples = {_factors(derived)}{tokens}"
     epochs = formatting.finite(get("epochs"))
     steps = f"{count(get('steps'))} ({count(get('steps_per_epoch'))} an epoch"
     steps += f", {epochs:.3g} epochs)" if epochs is not None else ")"
-    warmup = f", after {count(get('warmup_steps'))} steps of warm-up" if get("warmup_steps") else ", no warm-up"
-    lines = [("batch", batch), ("steps", steps), ("rate", f"{formatting.rate(get('learning_rate'))}{warmup}")]
+    warmup = (
+        f", after {count(get('warmup_steps'))} steps of warm-up"
+        if get("warmup_steps")
+        else ", no warm-up"
+    )
+    lines = [
+        ("batch", batch),
+        ("steps", steps),
+        ("rate", f"{formatting.rate(get('learning_rate'))}{warmup}"),
+    ]
     every = get("eval_every_steps")
     return [*lines, ("evaluation", f"every {count(every)} steps" if every else "none")]
 
@@ -290,12 +387,15 @@ def _factors(derived: dict[str, Any]) -> str:
         formatting.ranks(get("world_size")),
     )
     batch, replicas = get("global_batch_size"), get("replicas")
-    if batch and accumulation and replicas:  # of a run that went on with its global batch on other ranks
+    # of a run that went on with its global batch on other ranks
+    if batch and accumulation and replicas:
         micro, rest = divmod(batch, accumulation * replicas)
         if rest:
             about = "" if get("tokens_per_step") is None else "about "
             shared = f"{about}{shares_text(batch, replicas)} on {ranks}"
-            return f"{shared}: at most {micro + 1} a micro-batch × {count(accumulation)} accumulation"
+            return (
+                f"{shared}: at most {micro + 1} a micro-batch × {count(accumulation)} accumulation"
+            )
     return f"{count(micro)} a micro-batch × {count(accumulation)} accumulation × {ranks}"
 
 

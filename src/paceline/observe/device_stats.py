@@ -1,5 +1,6 @@
-"""How busy, how warm and how hungry this rank's accelerator is, read beside the training. Where NVML does not answer, or
-nvidia-ml-py is not installed, there is nothing to read, and step lines say nothing of it."""
+"""How busy, how warm and how hungry this rank's accelerator is, read beside the training. Where
+NVML does not answer, or nvidia-ml-py is not installed, there is nothing to read, and step lines say
+nothing of it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 
 _PERIOD_S = 5.0
-#: As numbers for the table that the ranks fill together: each is its value plus one, so that 0 is: not known.
+#: As numbers for the table that the ranks fill together: each is its value plus one, so that 0 is:
+#: not known.
 NOTHING = [0.0, 0.0, 0.0]
 #: (key of the event, how it is read, what it is divided by); torch maps its device to that of NVML.
 _FIGURES: tuple[tuple[str, Callable[[Any], int], float], ...] = (
@@ -22,14 +24,17 @@ _FIGURES: tuple[tuple[str, Callable[[Any], int], float], ...] = (
 
 
 class DeviceReader:
-    """A thread that reads the device every few seconds; a step only looks at :attr:`last`. It ends with this object."""
+    """A thread that reads the device every few seconds; a step only looks at :attr:`last`. It ends
+    with this object."""
 
     def __init__(self, device: torch.device) -> None:
         self.last = list(NOTHING)
         if device.type == "cuda":
             ended = threading.Event()
             weakref.finalize(self, ended.set)
-            threading.Thread(target=_run, args=(device, self.last, ended), name="device-reader", daemon=True).start()
+            threading.Thread(
+                target=_run, args=(device, self.last, ended), name="device-reader", daemon=True
+            ).start()
 
 
 def _run(device: torch.device, last: list[float], ended: threading.Event) -> None:
@@ -42,16 +47,23 @@ def _run(device: torch.device, last: list[float], ended: threading.Event) -> Non
 def _read(read: Callable[[Any], int], device: torch.device, divisor: float) -> float:
     try:
         return read(device) / divisor + 1.0
-    except Exception:  # NVML's own errors: no library, no driver, or a figure that this device has not
+    except (
+        Exception
+    ):  # NVML's own errors: no library, no driver, or a figure that this device has not
         return 0.0
 
 
 def as_event(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """What a ``step`` line says of the ranks' devices, given :attr:`DeviceReader.last` of each: ``devices``; nothing where none
-    is known."""
+    """What a ``step`` line says of the ranks' devices, given :attr:`DeviceReader.last` of each:
+    ``devices``; nothing where none is known."""
     devices = []
     for rank, row in enumerate(rows):
         if any(row):
             known = [round(value - 1.0, 3) if value else None for value in row]
-            devices.append({"rank": rank, **{name: value for (name, *_), value in zip(_FIGURES, known, strict=True)}})
+            devices.append(
+                {
+                    "rank": rank,
+                    **{name: value for (name, *_), value in zip(_FIGURES, known, strict=True)},
+                }
+            )
     return {"devices": devices} if devices else {}

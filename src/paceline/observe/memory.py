@@ -1,6 +1,8 @@
-"""What this rank's memory is filled with, measured: parameters, gradients, optimizer state, activations.
+"""What this rank's memory is filled with, measured: parameters, gradients, optimizer state,
+activations.
 
-Storages are counted once, however many tensors look into them, and of what is cut over ranks only the part that lies here.
+Storages are counted once, however many tensors look into them, and of what is cut over ranks only
+the part that lies here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
     from paceline.train.trainer import Session
 
-#: Steps of this life of the run after which memory is what it will stay: the first makes the optimizer's state.
+#: Steps of this life of the run after which memory is what it will stay: the first makes the
+#: optimizer's state.
 STEPS_BEFORE = 2
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
 _UNKNOWN = -1.0
@@ -35,9 +38,16 @@ def emit_memory(session: Session) -> None:
     peak = peak_since(device)
     if peak is not None:
         activations = max(0, peak - state)
-    mine: dict[str, int | None] = {**held, "activations": activations, "total": state + (activations or 0)}
+    mine: dict[str, int | None] = {
+        **held,
+        "activations": activations,
+        "total": state + (activations or 0),
+    }
     with uncounted():
-        columns = [session.world.gather_numbers(_UNKNOWN if mine[kind] is None else float(mine[kind])) for kind in _KINDS]  # type: ignore[arg-type]
+        columns = [
+            session.world.gather_numbers(_UNKNOWN if mine[kind] is None else float(mine[kind]))
+            for kind in _KINDS
+        ]  # type: ignore[arg-type]
     ranks = [
         {kind: None if size < 0 else int(size) for kind, size in zip(_KINDS, row, strict=True)}
         for row in zip(*columns, strict=True)
@@ -46,27 +56,43 @@ def emit_memory(session: Session) -> None:
 
 
 def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> dict[str, int]:
-    """Bytes of ``parameters``, ``gradients`` and ``optimizer`` on ``device`` at the fullest moment of a step. ``model``: as the
-    strategy has placed it. Their sum is :meth:`~paceline.parallel.base.Strategy.state_bytes`, less what is kept elsewhere.
+    """Bytes of ``parameters``, ``gradients`` and ``optimizer`` on ``device`` at the fullest moment
+    of a step. ``model``: as the strategy has placed it. Their sum is
+    :meth:`~paceline.parallel.base.Strategy.state_bytes`, less what is kept elsewhere.
 
-    What is neither a weight, a gradient nor in the optimizer's state goes where the strategy's declared cost has it: with the
-    optimizer what waits to be sent, what is an outer optimizer's and DeepSpeed's float32 weights; else with the parameters
-    (weights gathered for a while, master weights).
+    What is neither a weight, a gradient nor in the optimizer's state goes where the strategy's
+    declared cost has it: with the optimizer what waits to be sent, what is an outer optimizer's and
+    DeepSpeed's float32 weights; else with the parameters (weights gathered for a while, master
+    weights).
     """
-    held = [one for one in strategy.held() if isinstance(one, torch.Tensor) and local_tensor(one).device.type == device.type]
+    held = [
+        one
+        for one in strategy.held()
+        if isinstance(one, torch.Tensor) and local_tensor(one).device.type == device.type
+    ]
     known = {
-        "optimizer": _storages(tensor for one in _optimizers(strategy) for tensor in optimizer_tensors(one)),
+        "optimizer": _storages(
+            tensor for one in _optimizers(strategy) for tensor in optimizer_tensors(one)
+        ),
         "gradients": _storages(_gradients(strategy, model)),
         "parameters": _storages(_weights(model)),
     }
-    keeps_more = strategy.trains_apart or any(getattr(strategy, name, None) is not None for name in ("reduction", "zero"))
-    found: dict[str, list[torch.Tensor]] = {kind: [] for kind in ("parameters", "gradients", "optimizer")}
+    keeps_more = strategy.trains_apart or any(
+        getattr(strategy, name, None) is not None for name in ("reduction", "zero")
+    )
+    found: dict[str, list[torch.Tensor]] = {
+        kind: [] for kind in ("parameters", "gradients", "optimizer")
+    }
     for one in held:
         place = _storage(one)
-        kind = next((kind for kind, places in known.items() if place in places), "optimizer" if keeps_more else "parameters")
+        kind = next(
+            (kind for kind, places in known.items() if place in places),
+            "optimizer" if keeps_more else "parameters",
+        )
         found[kind].append(one)
     sizes = {kind: storage_bytes(tensors) for kind, tensors in found.items()}
-    # What was there in the step and is no more: gathered weights, messages under way, gradients that an update has freed.
+    # What was there in the step and is no more: gathered weights, messages under way, gradients
+    # that an update has freed.
     passing = max(0, strategy.state_bytes() - storage_bytes(strategy.held()))
     freed = min(passing, getattr(strategy, "most_gradient_bytes", 0))
     sizes["gradients"] += freed
@@ -78,19 +104,27 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
     for one in model.parameters():
         yield one.data
-        part = getattr(one, "ds_tensor", None)  # DeepSpeed's, of a parameter that is gathered only while it is used
+        # DeepSpeed's, of a parameter that is gathered only while it is used
+        part = getattr(one, "ds_tensor", None)
         if part is not None:
             yield part
 
 
 def _optimizers(strategy: Strategy) -> list[torch.optim.Optimizer]:
     """Its own, and the one that a server of a parameter server has beside it for what is no table."""
-    return [one for one in (strategy.optimizer, getattr(strategy, "dense_optimizer", None)) if one is not None]
+    return [
+        one
+        for one in (strategy.optimizer, getattr(strategy, "dense_optimizer", None))
+        if one is not None
+    ]
 
 
 def _gradients(strategy: Strategy, model: nn.Module) -> Iterator[torch.Tensor]:
     updated = [
-        one for optimizer in _optimizers(strategy) for group in optimizer.param_groups for one in group.get("params", ())
+        one
+        for optimizer in _optimizers(strategy)
+        for group in optimizer.param_groups
+        for one in group.get("params", ())
     ]
     for one in (*model.parameters(), *updated):
         if one.grad is not None:

@@ -14,7 +14,8 @@ from paceline.distributed.progress import PULSE
 from paceline.distributed.traffic import KINDS, uncounted
 from paceline.observe.device_stats import NOTHING, DeviceReader, as_event
 
-#: Phases that a step is made of, as they are told of each rank; beside them its waits for others (communication) and the rest.
+#: Phases that a step is made of, as they are told of each rank; beside them its waits for others
+#: (communication) and the rest.
 _PHASES = ("data", "forward", "backward", "optimizer")
 _PARTS = (*_PHASES, "communication", "other")
 #: What is sent, by name; ``other``: under names of a strategy's own.
@@ -27,7 +28,8 @@ class Meter:
 
     Args:
         traffic_period: steps after which what is sent in a step repeats.
-        serves: this rank only answers others, at any time: what it sends is counted from line to line, not within its steps.
+        serves: this rank only answers others, at any time: what it sends is counted from line to
+            line, not within its steps.
         devices: reads this rank's accelerator, where there is one that tells.
     """
 
@@ -50,12 +52,14 @@ class Meter:
         self.traffic_per_step: list[int] = []
         self.train_s = 0.0  # seconds in steps after the first, so many:
         self.train_steps = 0
-        self.last_step_s = self.last_wait_s = 0.0  # of the step made last: as the host saw it, and of it waiting for others
+        # of the step made last: as the host saw it, and of it waiting for others
+        self.last_step_s = self.last_wait_s = 0.0
         self.train_counts = [0.0, 0.0, 0.0]  # labels, tokens, samples after the first step
         self.all_counts = [0.0, 0.0, 0.0]
         self.told: list[list[float]] = []  # by rank
         self._sent_before = self._sent_at_line = world.traffic.so_far()
-        self._sent: deque[dict[str, int]] = deque(maxlen=max(1, traffic_period))  # by collective, in the last steps
+        # by collective, in the last steps
+        self._sent: deque[dict[str, int]] = deque(maxlen=max(1, traffic_period))
         self._reset()
         self._steps_done = 0
 
@@ -77,18 +81,21 @@ class Meter:
         self._data_s += time.perf_counter() - self._start
 
     def count(self, counts: torch.Tensor) -> None:
-        """Add a step's global [labels, tokens, samples, …]; perhaps a step late, but before :meth:`gather`."""
+        """Add a step's global [labels, tokens, samples, …]; perhaps a step late, but before
+        :meth:`gather`."""
         self._counts += counts[:3]
 
     def end(self, loss_sum: torch.Tensor, own_count: float) -> None:
-        """The end of a step, when :data:`~paceline.distributed.progress.PULSE` has ended it; ``loss_sum``: this rank's sum, and what it
-        is over."""
+        """The end of a step, when :data:`~paceline.distributed.progress.PULSE` has ended it;
+        ``loss_sum``: this rank's sum, and what it is over."""
         self._loss += loss_sum
         self._own += own_count
         self._steps += 1
         self._steps_done += 1
         self.last_wait_s = self.world.wait_s - self._wait_before
-        parts = {phase: PULSE.spent_s.get(phase, 0.0) for phase in _PHASES} | {"communication": PULSE.step_wait_s}
+        parts = {phase: PULSE.spent_s.get(phase, 0.0) for phase in _PHASES} | {
+            "communication": PULSE.step_wait_s
+        }
         for part, seconds in parts.items():
             self._spent_s[part] += seconds
         # Begun and ended a moment apart from the phases: a step is no shorter than its parts.
@@ -112,8 +119,8 @@ class Meter:
         self._reset()
 
     def gather(self, grad_norm: float, more: Sequence[float] = ()) -> dict[str, Any]:
-        """Figures since the last call, over all ranks; a collective. ``more``: numbers of this rank, which :attr:`told` then
-        has of each."""
+        """Figures since the last call, over all ranks; a collective. ``more``: numbers of this
+        rank, which :attr:`told` then has of each."""
         labels, tokens, samples = self._counts.tolist()
         if self.world.device.type != "cpu":
             mark = time.perf_counter()
@@ -122,7 +129,13 @@ class Meter:
             self._window_s += time.perf_counter() - mark
         steps = max(1, self._steps)
         loss_sum = self._loss.item()
-        mine = [loss_sum, self._data_s, self._comm_s, float(memory_now(self.world.device)), self._own]
+        mine = [
+            loss_sum,
+            self._data_s,
+            self._comm_s,
+            float(memory_now(self.world.device)),
+            self._own,
+        ]
         parts, sent = self._parts_s(), self._sent_by_kind(steps)
         device = NOTHING if self.devices is None else self.devices.last
         table = self._table([*mine, *parts, *sent, *device, *more])
@@ -152,7 +165,10 @@ class Meter:
                     "rank": rank,
                     "data_wait_s": row[1] / steps,
                     "comm_wait_s": row[2] / steps,
-                    **{f"{part}_s": round(value / steps, 7) for part, value in zip(_PARTS, row[ends[0] :], strict=False)},
+                    **{
+                        f"{part}_s": round(value / steps, 7)
+                        for part, value in zip(_PARTS, row[ends[0] :], strict=False)
+                    },
                     "memory_bytes": int(row[3]),
                 }
                 for rank, row in enumerate(table)
@@ -166,14 +182,14 @@ class Meter:
         return figures
 
     def _parts_s(self) -> list[float]:
-        """Seconds of this rank's steps, by :data:`_PARTS`. On an accelerator the phases are what the host took to hand the work
-        over; what it then waited for the device is in the rest."""
+        """Seconds of this rank's steps, by :data:`_PARTS`. On an accelerator the phases are what
+        the host took to hand the work over; what it then waited for the device is in the rest."""
         known = list(self._spent_s.values())
         return [*known, max(0.0, self._window_s - sum(known))]
 
     def _sent_by_kind(self, steps: int) -> list[float]:
-        """Bytes a step that this rank sent, by :data:`_SENT`: the mean since the last line; where what is sent has a period,
-        over the last whole one, and not known before there was one."""
+        """Bytes a step that this rank sent, by :data:`_SENT`: the mean since the last line; where
+        what is sent has a period, over the last whole one, and not known before there was one."""
         sent = self._window_sent
         if self.serves:
             now = self.world.traffic.so_far()
@@ -192,7 +208,9 @@ class Meter:
         """One row a rank."""
         if self.world.size == 1:
             return [mine]
-        table = torch.zeros(self.world.size, len(mine), dtype=self.world.wide_dtype, device=self.world.device)
+        table = torch.zeros(
+            self.world.size, len(mine), dtype=self.world.wide_dtype, device=self.world.device
+        )
         table[self.world.rank] = torch.tensor(mine, dtype=self.world.wide_dtype)
         with uncounted():
             self.world.wait(self.world.all_reduce(table))
@@ -210,7 +228,8 @@ class Meter:
 
     @property
     def usual_traffic(self) -> int | None:
-        """Median bytes this rank sent in a step; where traffic has a period, the mean over the last whole one."""
+        """Median bytes this rank sent in a step; where traffic has a period, the mean over the last
+        whole one."""
         if 1 < self.traffic_period <= len(self.traffic_per_step):
             return round(sum(self.traffic_per_step[-self.traffic_period :]) / self.traffic_period)
         ordered = sorted(self.traffic_per_step)
@@ -219,7 +238,11 @@ class Meter:
 
 def _more(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     """What was added to a count meanwhile; no zeros."""
-    return {name: size - before.get(name, 0) for name, size in now.items() if size != before.get(name, 0)}
+    return {
+        name: size - before.get(name, 0)
+        for name, size in now.items()
+        if size != before.get(name, 0)
+    }
 
 
 def _busiest(rows: list[list[float]]) -> dict[str, int] | None:
@@ -241,7 +264,9 @@ def memory_peak(device: torch.device) -> int:
     """Highest so far, as :func:`memory_now`."""
     if device.type == "cpu":
         return _proc_status("VmHWM")
-    return max(_EARLIER_PEAKS.get(device, 0), int(torch.accelerator.max_memory_allocated(device.index)))
+    return max(
+        _EARLIER_PEAKS.get(device, 0), int(torch.accelerator.max_memory_allocated(device.index))
+    )
 
 
 #: By accelerator: the highest before :func:`restart_peak`.
@@ -257,7 +282,11 @@ def restart_peak(device: torch.device) -> None:
 
 def peak_since(device: torch.device) -> int | None:
     """Highest since :func:`restart_peak`; None where that is not known."""
-    return int(torch.accelerator.max_memory_allocated(device.index)) if device in _EARLIER_PEAKS else None
+    return (
+        int(torch.accelerator.max_memory_allocated(device.index))
+        if device in _EARLIER_PEAKS
+        else None
+    )
 
 
 def _proc_status(field: str) -> int:

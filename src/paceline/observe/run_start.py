@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from paceline.train.trainer import Session
 
 
-def announce(session: Session, job: Job, notices: list[tuple[str, str]], resumed: str | None) -> None:
-    """Emit ``run_start`` and what follows it; a collective. ``notices``: (level, text) that nobody has seen yet; ``resumed``:
-    the checkpoint that the run goes on from."""
+def announce(
+    session: Session, job: Job, notices: list[tuple[str, str]], resumed: str | None
+) -> None:
+    """Emit ``run_start`` and what follows it; a collective. ``notices``: (level, text) that nobody
+    has seen yet; ``resumed``: the checkpoint that the run goes on from."""
     mesh = _mesh(session, job)
     if not session.world.is_first:
         return
@@ -55,7 +57,8 @@ def announce(session: Session, job: Job, notices: list[tuple[str, str]], resumed
     if job.fault is not None:
         emit("fault", said=True, **job.fault)
     for level, text in job.notices:
-        session.events.notice(text, level, said=True)  # by the launcher, while the ranks were starting
+        # by the launcher, while the ranks were starting
+        session.events.notice(text, level, said=True)
     for level, text in notices:
         session.events.notice(text, level)
     if resumed:
@@ -63,8 +66,9 @@ def announce(session: Session, job: Job, notices: list[tuple[str, str]], resumed
 
 
 def _mesh(session: Session, job: Job) -> dict[str, Any]:
-    """``{axes: {name: size}, ranks: [{rank, host, device, coordinates: {axis: n}}]}``. A rank that has no share of the model's
-    mesh has no coordinates, and a ``role``; one process that drives several devices names them all."""
+    """``{axes: {name: size}, ranks: [{rank, host, device, coordinates: {axis: n}}]}``. A rank that
+    has no share of the model's mesh has no coordinates, and a ``role``; one process that drives
+    several devices names them all."""
     strategy, axes = session.strategy, job.layout.axes
     devices = getattr(strategy, "devices", [session.world.device])
     told: list[Any] = session.world.gather_objects((host_name(), ", ".join(map(str, devices))))
@@ -79,16 +83,25 @@ def _mesh(session: Session, job: Job) -> dict[str, Any]:
 
 
 def _predicted(session: Session, job: Job) -> dict[str, Any]:
-    """What the strategy declares: bytes on the fullest rank, and bytes that the busiest rank sends in a step."""
+    """What the strategy declares: bytes on the fullest rank, and bytes that the busiest rank sends
+    in a step."""
     work, kept = workload(session), _activations(session)
     if kept is not None:
         blocks = kept.blocks if len(session.shape.blocks) == kept.layers else ()
         work = replace(work, activation_bytes=kept.total, block_activation_bytes=blocks)
     cost = session.strategy.cost(session.shape, job.layout.axes, work, session.config)
     activations = None if kept is None else cost.activations
-    memory = {"parameters": cost.parameters, "gradients": cost.gradients, "optimizer": cost.optimizer}
+    memory = {
+        "parameters": cost.parameters,
+        "gradients": cost.gradients,
+        "optimizer": cost.optimizer,
+    }
     return {
-        "memory_bytes": {**memory, "activations": activations, "total": cost.state + (activations or 0)},
+        "memory_bytes": {
+            **memory,
+            "activations": activations,
+            "total": cost.state + (activations or 0),
+        },
         "traffic_bytes_per_step": cost.traffic_per_step,
         "traffic_bytes": {name: size for name, size in cost.traffic.items() if size},
         "traffic_is_bound": cost.traffic_is_bound,
@@ -96,16 +109,25 @@ def _predicted(session: Session, job: Job) -> dict[str, Any]:
 
 
 def _activations(session: Session) -> Activations | None:
-    """Of the fullest micro-batch; None where the model's widths do not tell, as with all that are no language models."""
+    """Of the fullest micro-batch; None where the model's widths do not tell, as with all that are
+    no language models."""
     model: Any = session.model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    lengths, labels = (getattr(session.train_dataset, name, None) for name in ("lengths", "label_counts"))
-    dims = dims_of(base.config.to_dict()) if isinstance(session.task, LanguageTask) and hasattr(base, "config") else None
+    lengths, labels = (
+        getattr(session.train_dataset, name, None) for name in ("lengths", "label_counts")
+    )
+    dims = (
+        dims_of(base.config.to_dict())
+        if isinstance(session.task, LanguageTask) and hasattr(base, "config")
+        else None
+    )
     if dims is None or lengths is None or labels is None or not len(lengths):
         return None
     many = min(len(lengths), max(1, round(session.derived.samples_per_micro_batch)))
     longest = np.partition(lengths, len(lengths) - many)[-many:]
-    tokens = float(longest.sum() if session.config.train_args.packing is not False else many * longest.max())
+    tokens = float(
+        longest.sum() if session.config.train_args.packing is not False else many * longest.max()
+    )
     return language_activations(
         dims,
         session.config,
@@ -120,7 +142,11 @@ def _activations(session: Session) -> Activations | None:
 def _versions() -> dict[str, str]:
     from paceline.version import __version__
 
-    found = {"paceline": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    found = {
+        "paceline": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     for name in ("transformers", "peft"):
         module = sys.modules.get(name)
         if module is not None:

@@ -12,7 +12,8 @@ from paceline.core.events import Event
 
 
 def check_tensorboard() -> None:
-    """Raise ConfigError where the tensorboard package is not installed. Imports nothing heavy: for the start of a run."""
+    """Raise ConfigError where the tensorboard package is not installed. Imports nothing heavy: for
+    the start of a run."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "`report_to` names tensorboard, but the tensorboard package is not installed",
@@ -61,7 +62,9 @@ class TensorBoardListener:
         elif kind == "step":
             self._write(event, _step_scalars(event, self._batch))
         elif kind == "eval":
-            metrics = {f"eval/{name}": value for name, value in (event.get("metrics") or {}).items()}
+            metrics = {
+                f"eval/{name}": value for name, value in (event.get("metrics") or {}).items()
+            }
             self._write(event, {"eval/loss": event.get("loss"), **metrics})
         elif kind == "run_end":
             self.close()
@@ -70,13 +73,16 @@ class TensorBoardListener:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # After a resume, what an earlier life wrote for later steps no longer counts: purge_step hides it.
+            # After a resume, what an earlier life wrote for later steps no longer counts:
+            # purge_step hides it.
             purge = None if self._resumed_from is None else int(self._resumed_from) + 1
             self._writer = SummaryWriter(str(self.folder), purge_step=purge)
         for name, value in scalars.items():
             figure = formatting.number(value)
             if figure is not None:
-                self._writer.add_scalar(name, figure, global_step=event["step"], walltime=event.get("time"))
+                self._writer.add_scalar(
+                    name, figure, global_step=event["step"], walltime=event.get("time")
+                )
 
 
 def _step_scalars(step: Event, global_batch_size: Any) -> dict[str, Any]:

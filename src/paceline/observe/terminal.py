@@ -1,4 +1,5 @@
-"""Where the console's lines go: a stream that may break, a plain one, and a terminal with a live line at its foot."""
+"""Where the console's lines go: a stream that may break, a plain one, and a terminal with a live
+line at its foot."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class HasFields(Protocol):
 
 
 class SafeStream:
-    """A text stream that goes quiet, and never raises, once it can no longer be written (closed terminal, broken pipe)."""
+    """A text stream that goes quiet, and never raises, once it can no longer be written (closed
+    terminal, broken pipe)."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -64,7 +66,12 @@ class SafeStream:
                 try:
                     self._stream.write(text)  # type: ignore[union-attr]
                 except UnicodeEncodeError:  # an ASCII log file
-                    raw = text.replace("×", "x").replace("→", "->").replace("–", "-").replace("…", "...")
+                    raw = (
+                        text.replace("×", "x")
+                        .replace("→", "->")
+                        .replace("–", "-")
+                        .replace("…", "...")
+                    )
                     self._stream.write(raw.encode(self.encoding, "replace").decode(self.encoding))  # type: ignore[union-attr]
             except (OSError, ValueError):
                 self.broken = True
@@ -101,8 +108,8 @@ class PlainTerminal:
 class LiveTerminal:
     """A terminal: coloured lines, and one progress line at the foot that is redrawn in place.
 
-    No thread redraws it: drawing happens as events come in, so nothing runs beside the training, and a terminal that
-    closes is met only where it is handled.
+    No thread redraws it: drawing happens as events come in, so nothing runs beside the training,
+    and a terminal that closes is met only where it is handled.
     """
 
     def __init__(self, stream: SafeStream) -> None:
@@ -116,7 +123,9 @@ class LiveTerminal:
             from rich.console import Console
 
             stream: Any = self._stream
-            self._console = Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+            self._console = Console(
+                file=stream, force_terminal=True, highlight=False, markup=False, emoji=False
+            )
         self._console.size = self._stream.size()
         return self._console
 
@@ -144,8 +153,11 @@ class LiveTerminal:
         if self._live is None:
             from rich.live import Live
 
-            # What libraries write to standard error comes out above the line; standard output is left to its owner.
-            self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, vertical_overflow="crop")
+            # What libraries write to standard error comes out above the line; standard output is
+            # left to its owner.
+            self._live = Live(
+                console=console, auto_refresh=False, redirect_stdout=False, vertical_overflow="crop"
+            )
             self._live.start()
             console.show_cursor(True)  # a run that is killed leaves a terminal with its cursor
         self._live.update(_Line(progress), refresh=True)
@@ -169,11 +181,15 @@ class _Line:
         fields, bar_width = list(self._progress.fields()), _BAR_WIDTH
         while _width(fields) + 2 + bar_width > width and bar_width > 8:
             bar_width -= 1
-        while _width(fields) + 2 + bar_width > width and any(importance for *_, importance in fields):
+        while _width(fields) + 2 + bar_width > width and any(
+            importance for *_, importance in fields
+        ):
             fields.remove(max(fields, key=lambda field: field[2]))
         line = Text(no_wrap=True, overflow="crop", end="")
         if self._progress.total and _width(fields) + 2 + bar_width <= width:
-            done, left = _bar(self._progress.done / self._progress.total, bar_width, options.ascii_only)
+            done, left = _bar(
+                self._progress.done / self._progress.total, bar_width, options.ascii_only
+            )
             line.append(done, "green").append(left, "bright_black").append("  ")
         for index, (style, text, _) in enumerate(fields):
             line.append("  " if index else "").append(text, style)

@@ -1,4 +1,5 @@
-"""``paceline watch RUN``: follow a run from another terminal. It only reads the run's events; the run does not notice."""
+"""``paceline watch RUN``: follow a run from another terminal. It only reads the run's events; the
+run does not notice."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from paceline.core.processes import process_alive
 from paceline.core.run_dir import RunDir
 from paceline.observe.console import Console, resume_hint
 
-_QUIET_S = 5.0  # a process that is gone is declared so after this long without an event: it may be restarting
+# a process that is gone is declared so after this long without an event: it may be restarting
+_QUIET_S = 5.0
 _SAY_QUIET_S = 120.0  # an event log this old is worth a word, where the process cannot be looked at
 _HISTORY_LINES = 40  # plain step lines printed for what happened before the watcher came
 
@@ -59,7 +61,10 @@ def find_run(run: Path) -> RunDir:
     what = f"There is no run at `{run}`" + ("" if folder.exists() else " (no such folder)")
     raise ConfigError(
         what,
-        allowed=f"the `output_dir` of a run{f'; runs found: {listed}' if listed else ', which holds its events.jsonl'}",
+        allowed=(
+            "the `output_dir` of a"
+            f" run{f'; runs found: {listed}' if listed else ', which holds its events.jsonl'}"
+        ),
         fix=f"`paceline watch {match or (known[0] if known else './output/RUN')}`",
     )
 
@@ -67,19 +72,26 @@ def find_run(run: Path) -> RunDir:
 def _runs_below(place: Path) -> list[Path]:
     """Run folders one and two levels below ``place``, the latest first."""
     try:
-        folders = [path for pattern in ("*", "*/*") for path in place.glob(pattern) if (path / "events.jsonl").is_file()]
+        folders = [
+            path
+            for pattern in ("*", "*/*")
+            for path in place.glob(pattern)
+            if (path / "events.jsonl").is_file()
+        ]
         return sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[:20]
     except OSError:
         return []
 
 
 class _Watcher:
-    """Feeds a run's events to a console and decides, whenever there is none for a moment, whether to go on waiting."""
+    """Feeds a run's events to a console and decides, whenever there is none for a moment, whether
+    to go on waiting."""
 
     def __init__(self, run_dir: RunDir, console: Console, once: bool) -> None:
         self.run_dir, self.console, self.once = run_dir, console, once
         self.exit_code = EXIT_DONE
-        self._history: list[Event] | None = []  # what happened before the watcher came; None once it has been shown
+        # what happened before the watcher came; None once it has been shown
+        self._history: list[Event] | None = []
         self._start: Event = {}
         self._last: Event = {}
         self._said_quiet = False
@@ -115,8 +127,9 @@ class _Watcher:
         if alive is None and self._start and quiet_s > _SAY_QUIET_S and not self._said_quiet:
             self._said_quiet = True
             self.console.say(
-                f"warning: no event for {formatting.duration(quiet_s)}; the run is on host "
-                f"{self._start.get('host') or 'unknown'}, so from here it cannot be seen whether it is alive.",
+                f"warning: no event for {formatting.duration(quiet_s)}; the run is on host"
+                f" {self._start.get('host') or 'unknown'}, so from here it cannot be seen whether"
+                " it is alive.",
                 "yellow",
             )
         return self.once
@@ -137,16 +150,23 @@ class _Watcher:
             f"(last event {formatting.duration(quiet_s)} ago).",
             "bold red",
         )
-        self.console.say(f"To go on: {resume_hint(str(self.run_dir.root), self._start.get('config') or {})}")
+        self.console.say(
+            f"To go on: {resume_hint(str(self.run_dir.root), self._start.get('config') or {})}"
+        )
 
 
 def _thinned(history: list[Event], console: Console) -> Iterator[Event]:
-    """The events before the watcher came; on a plain stream with at most about ``_HISTORY_LINES`` of their steps."""
+    """The events before the watcher came; on a plain stream with at most about ``_HISTORY_LINES``
+    of their steps."""
     steps = [index for index, event in enumerate(history) if event["type"] == "step"]
     if console.live or len(steps) <= _HISTORY_LINES:
         yield from history
         return
     every = -(-len(steps) // _HISTORY_LINES)
     kept = {*steps[::every], steps[0], steps[-1]}
-    console.say(f"of {len(steps):,} past steps about one in {every} is shown; all are in events.jsonl")
-    yield from (event for index, event in enumerate(history) if event["type"] != "step" or index in kept)
+    console.say(
+        f"of {len(steps):,} past steps about one in {every} is shown; all are in events.jsonl"
+    )
+    yield from (
+        event for index, event in enumerate(history) if event["type"] != "step" or index in kept
+    )

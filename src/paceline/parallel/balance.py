@@ -1,7 +1,9 @@
-"""Micro-batches in proportion to the speed of each rank (``parallel.balance``): what is supported, and the arithmetic.
+"""Micro-batches in proportion to the speed of each rank (``parallel.balance``): what is supported,
+and the arithmetic.
 
-The global batch is cut into the same micro-batches as with equal shares; only the rank that computes a micro-batch changes. The
-loss is divided by the global count, so the gradient is the same up to the order in which it is summed. No torch here.
+The global batch is cut into the same micro-batches as with equal shares; only the rank that
+computes a micro-batch changes. The loss is divided by the global count, so the gradient is the same
+up to the order in which it is summed. No torch here.
 """
 
 from __future__ import annotations
@@ -19,11 +21,21 @@ MIN_MICRO_BATCHES = 4
 #: Strategies that support unequal shares, for messages.
 SUPPORTED = "`parallel.mode: ddp` and `zero1`"
 _REASONS = {
-    "zero2": "it reduces gradients in every micro-batch, so all ranks must run the same number of micro-batches",
-    "zero3": "it gathers weights in every micro-batch, so all ranks must run the same number of micro-batches",
+    "zero2": (
+        "it reduces gradients in every micro-batch, so all ranks must run the same number of"
+        " micro-batches"
+    ),
+    "zero3": (
+        "it gathers weights in every micro-batch, so all ranks must run the same number of"
+        " micro-batches"
+    ),
     "deepspeed": "DeepSpeed requires the same number of micro-batches on all ranks",
-    "local_sgd": "every worker counts equally in the average, so unequal shares would change the training",
-    "diloco": "every worker counts equally in the average, so unequal shares would change the training",
+    "local_sgd": (
+        "every worker counts equally in the average, so unequal shares would change the training"
+    ),
+    "diloco": (
+        "every worker counts equally in the average, so unequal shares would change the training"
+    ),
     "dp": "its devices run their micro-batches in lockstep",
 }
 
@@ -31,11 +43,16 @@ _REASONS = {
 def text_of(config: Config) -> str:
     """Return the setting as it is written in a config: ``speed``, ``[3, 1]``."""
     balance = config.parallel.balance
-    return balance if isinstance(balance, str) else "[" + ", ".join(f"{weight:g}" for weight in balance) + "]"
+    return (
+        balance
+        if isinstance(balance, str)
+        else "[" + ", ".join(f"{weight:g}" for weight in balance) + "]"
+    )
 
 
 def check_balance(config: Config, mode: str, allows_unequal_shares: bool, axes: Axes) -> None:
-    """Raise ConfigError if ``parallel.balance`` is not supported with the strategy ``mode`` or with the rest of the config."""
+    """Raise ConfigError if ``parallel.balance`` is not supported with the strategy ``mode`` or with
+    the rest of the config."""
     balance = config.parallel.balance
     if balance == "equal" or axes.size == 1:
         return
@@ -58,30 +75,38 @@ def _check_compression(config: Config, setting: str) -> None:
 
     if config.compression.chain[:1] == ("signsgd",):
         raise ConfigError(
-            f"{setting} is not supported with `compression.method: signsgd`: every rank has one vote, whatever its share",
-            allowed="bf16, fp16, int8, powersgd, and topk or randomk with `compression.local_moments: false`",
+            f"{setting} is not supported with `compression.method: signsgd`: every rank has one"
+            " vote, whatever its share",
+            allowed=(
+                "bf16, fp16, int8, powersgd, and topk or randomk with `compression.local_moments:"
+                " false`"
+            ),
             fix="set another `compression.method`, or `parallel.balance: equal`",
         )
     if uses_local_moments(config):
         raise ConfigError(
-            f"{setting} is not supported with `compression.local_moments`: the direction of every rank counts equally, "
-            "whatever its share",
+            f"{setting} is not supported with `compression.local_moments`: the direction of every"
+            " rank counts equally, whatever its share",
             allowed="`compression.local_moments: false`",
             fix="set `compression.local_moments: false`, or `parallel.balance: equal`",
         )
 
 
-def _check_number_of_weights(config: Config, setting: str, num_weights: int, num_ranks: int) -> None:
+def _check_number_of_weights(
+    config: Config, setting: str, num_weights: int, num_ranks: int
+) -> None:
     fewest, most = config.parallel.hosts
     if fewest != most:
         raise ConfigError(
-            f"{setting} has fixed weights, and the number of hosts may change (`parallel.nnodes: {config.parallel.nnodes}`)",
+            f"{setting} has fixed weights, and the number of hosts may change (`parallel.nnodes:"
+            f" {config.parallel.nnodes}`)",
             allowed="`parallel.balance: speed`, or a fixed `parallel.nnodes`",
             fix="set `parallel.balance: speed`",
         )
     from paceline.distributed.environment import outer_launcher
 
-    # Under an outer launcher the number of hosts is known once the ranks are connected, see `rank_weights`.
+    # Under an outer launcher the number of hosts is known once the ranks are connected, see
+    # `rank_weights`.
     if num_weights not in (num_ranks, most) and outer_launcher() is None:
         raise _wrong_number(setting, num_weights, num_ranks, most)
 
@@ -91,7 +116,8 @@ def _wrong_number(setting: str, num_weights: int, num_ranks: int, num_hosts: int
     if num_hosts > 1:
         allowed += f" or one per host ({num_hosts})"
     return ConfigError(
-        f"{setting} has {counted(num_weights, 'weight')}, and the run has {counted(num_ranks, 'rank')}"
+        f"{setting} has {counted(num_weights, 'weight')}, and the run has"
+        f" {counted(num_ranks, 'rank')}"
         + (f" on {counted(num_hosts, 'host')}" if num_hosts > 1 else ""),
         allowed=allowed,
         fix="give one weight per rank, or set `parallel.balance: speed`",
@@ -113,7 +139,9 @@ def rank_weights(config: Config, local_ranks: Sequence[int]) -> list[float]:
         return list(weights)
     num_hosts = sum(local_rank == 0 for local_rank in local_ranks)
     if len(weights) != num_hosts:
-        raise _wrong_number(f"`parallel.balance: {text_of(config)}`", len(weights), len(local_ranks), num_hosts)
+        raise _wrong_number(
+            f"`parallel.balance: {text_of(config)}`", len(weights), len(local_ranks), num_hosts
+        )
     found, host = [], -1
     for local_rank in local_ranks:
         host += local_rank == 0
@@ -127,7 +155,8 @@ def is_divisible(replicas: int, micro_batches: int) -> bool:
 
 
 def equal_notice(config: Config, derived: Derived) -> tuple[str, str] | None:
-    """Return (level, text) if the run cannot have unequal shares although ``parallel.balance`` asks for them."""
+    """Return (level, text) if the run cannot have unequal shares although ``parallel.balance`` asks
+    for them."""
     replicas, accumulation = derived.replicas, derived.gradient_accumulation_steps
     micro_batches = replicas * accumulation
     if config.parallel.balance == "equal" or is_divisible(replicas, micro_batches):
@@ -136,11 +165,15 @@ def equal_notice(config: Config, derived: Derived) -> tuple[str, str] | None:
     if replicas == 1:
         return "info", f"{setting} has no effect with one rank"
     needed = max(2, -(-MIN_MICRO_BATCHES // replicas))
-    return "warning", (
-        f"{setting} has no effect: it needs at least {max(MIN_MICRO_BATCHES, 2 * replicas)} micro-batches per step on "
-        f"{counted(replicas, 'rank')}, and this run has {micro_batches}. All ranks get equal shares. To change that, set "
-        f"`train_args.gradient_accumulation_steps: {needed}` or more, with a smaller `per_device_train_batch_size` to keep the "
-        "global batch"
+    return (
+        "warning",
+        (
+            f"{setting} has no effect: it needs at least {max(MIN_MICRO_BATCHES, 2 * replicas)}"
+            f" micro-batches per step on {counted(replicas, 'rank')}, and this run has"
+            f" {micro_batches}. All ranks get equal shares. To change that, set"
+            f" `train_args.gradient_accumulation_steps: {needed}` or more, with a smaller"
+            " `per_device_train_batch_size` to keep the global batch"
+        ),
     )
 
 

@@ -1,4 +1,5 @@
-"""The contract of a strategy. What is orthogonal (precision, activation checkpointing, LoRA) is not its business."""
+"""The contract of a strategy. What is orthogonal (precision, activation checkpointing, LoRA) is not
+its business."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.state import Part, StateSource, local_tensor, read_part, storage_bytes
 
-#: Loss of micro-batch number i through the module given, already divided by the global count and ready for backward.
+#: Loss of micro-batch number i through the module given, already divided by the global count and
+#: ready for backward.
 MicroStep = Callable[[int, nn.Module], torch.Tensor]
 BuildOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -43,28 +45,34 @@ class Departed:
 
 
 class Strategy(ABC):
-    """How training is spread over the ranks of a world. The engine calls, in this order: ``place``, ``build_optimizer``,
-    perhaps ``load_state``; then for each step ``backward``, ``clip``, ``update``; between steps ``evaluate``, ``state``,
-    ``state_bytes``."""
+    """How training is spread over the ranks of a world. The engine calls, in this order: ``place``,
+    ``build_optimizer``, perhaps ``load_state``; then for each step ``backward``, ``clip``,
+    ``update``; between steps ``evaluate``, ``state``, ``state_bytes``."""
 
     name: str
-    #: Rank 0 holds the whole model as the task built it, can run it alone, and can save it as it is.
+    #: Rank 0 holds the whole model as the task built it, can run it alone, and can save it as it
+    #: is.
     whole_on_first = True
-    #: Sums gradients of replicas in buckets: they can be compressed, and summed by an algorithm of our own.
+    #: Sums gradients of replicas in buckets: they can be compressed, and summed by an algorithm of
+    #: our own.
     sums_buckets = False
-    #: Groups of ranks hold weights of their own between synchronisations (``local/…`` and ``outer/…`` in a checkpoint).
+    #: Groups of ranks hold weights of their own between synchronisations (``local/…`` and
+    #: ``outer/…`` in a checkpoint).
     trains_apart = False
     skips_itself = False  # in `update`, where the gradient is not finite
-    #: Ranks may run different numbers of micro-batches in a step (``parallel.balance``); :attr:`on_computed` must be called.
+    #: Ranks may run different numbers of micro-batches in a step (``parallel.balance``);
+    #: :attr:`on_computed` must be called.
     allows_unequal_shares = False
     #: Ranks may be on devices of different types, over Gloo.
     allows_mixed_devices = False
-    #: Called in :meth:`backward` after the last micro-batch, before waiting for other ranks. Set while speeds are measured.
+    #: Called in :meth:`backward` after the last micro-batch, before waiting for other ranks. Set
+    #: while speeds are measured.
     on_computed: Callable[[], None] | None = None
     optimizer: torch.optim.Optimizer
     #: Of float16 training; the loss that :meth:`backward` gets is multiplied by its scale.
     scaler: LossScaler | None = None
-    #: A forward of the task over one sample, set before :meth:`place` where the order of the model's modules matters.
+    #: A forward of the task over one sample, set before :meth:`place` where the order of the
+    #: model's modules matters.
     probe: Callable[[nn.Module], object] | None = None
 
     def __init__(self, config: Config, world: World) -> None:
@@ -78,8 +86,8 @@ class Strategy(ABC):
 
     @staticmethod
     def check(config: Config, axes: Axes) -> None:
-        """Raise :class:`~paceline.core.errors.ConfigError` for a config that this strategy cannot run, before anything starts:
-        what was asked for, why not, and the nearest that works."""
+        """Raise :class:`~paceline.core.errors.ConfigError` for a config that this strategy cannot
+        run, before anything starts: what was asked for, why not, and the nearest that works."""
 
     @classmethod
     def check_length(cls, config: Config, steps: int) -> None:
@@ -87,7 +95,8 @@ class Strategy(ABC):
 
     @classmethod
     def num_serving(cls, config: Config) -> int:
-        """Processes beside the devices' own, with no share of the batch: the last ranks of the world."""
+        """Processes beside the devices' own, with no share of the batch: the last ranks of the
+        world."""
         return 0
 
     @classmethod
@@ -108,7 +117,8 @@ class Strategy(ABC):
 
     @property
     def num_replicas(self) -> int:
-        """Shares that the global batch is cut into: ``world.axes.replicas``, less those that are lost."""
+        """Shares that the global batch is cut into: ``world.axes.replicas``, less those that are
+        lost."""
         return self.world.axes.replicas
 
     @classmethod
@@ -117,13 +127,14 @@ class Strategy(ABC):
         return frozenset()
 
     def departed(self) -> list[Departed]:
-        """Those of them that were lost since the last call; the same on every rank at the same place of the same step. From
-        here on :attr:`replica` and :attr:`num_replicas` are those of the living."""
+        """Those of them that were lost since the last call; the same on every rank at the same
+        place of the same step. From here on :attr:`replica` and :attr:`num_replicas` are those of
+        the living."""
         return []
 
     def counting(self, own: float, whole: Callable[[], torch.Tensor]) -> None:
-        """Told before each :meth:`backward`: the count of this rank's share, and what gives the one that the loss is divided
-        by."""
+        """Told before each :meth:`backward`: the count of this rank's share, and what gives the one
+        that the loss is divided by."""
 
     @property
     def works(self) -> bool:
@@ -136,7 +147,8 @@ class Strategy(ABC):
         yield
 
     def close(self) -> None:
-        """Called once, at the end of a run that went well: end what was opened beside the process group. A collective."""
+        """Called once, at the end of a run that went well: end what was opened beside the process
+        group. A collective."""
 
     @property
     def speaks(self) -> bool:
@@ -146,13 +158,14 @@ class Strategy(ABC):
 
     @property
     def count_world(self) -> World:
-        """The ranks whose count divides the loss of this step, times how often such groups go into the world: all of them,
-        but for strategies whose replicas train on their own for a while."""
+        """The ranks whose count divides the loss of this step, times how often such groups go into
+        the world: all of them, but for strategies whose replicas train on their own for a while."""
         return self.world
 
     @property
     def traffic_period(self) -> int:
-        """Steps after which the traffic of a step repeats; what is sent in a step is measured as a mean over them."""
+        """Steps after which the traffic of a step repeats; what is sent in a step is measured as a
+        mean over them."""
         return 1
 
     def sent_in_a_step(self, measured: int | None) -> int | None:
@@ -161,18 +174,20 @@ class Strategy(ABC):
 
     @property
     def counts_late(self) -> int:
-        """With a :attr:`count_world` that is not all ranks: how many steps a rank may be ahead of the news from the others."""
+        """With a :attr:`count_world` that is not all ranks: how many steps a rank may be ahead of
+        the news from the others."""
         return 1
 
     @classmethod
     def variant(cls, config: Config) -> type[Strategy]:
-        """The class that does what the config asks of this mode: itself, unless a mode comes in several."""
+        """The class that does what the config asks of this mode: itself, unless a mode comes in
+        several."""
         return cls
 
     @abstractmethod
     def place(self, model: nn.Module) -> nn.Module:
-        """Put the model (on the rank's device, of the same shape everywhere, rank 0's values to be taken) to its ranks. Returns
-        what to call.
+        """Put the model (on the rank's device, of the same shape everywhere, rank 0's values to be
+        taken) to its ranks. Returns what to call.
 
         Raises:
             ConfigError: this model cannot be spread this way; says what would fit.
@@ -180,13 +195,13 @@ class Strategy(ABC):
 
     @abstractmethod
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
-        """Make the optimizer over what this rank updates; ``build`` takes (name, parameter) pairs, names as in the model that
-        the task built."""
+        """Make the optimizer over what this rank updates; ``build`` takes (name, parameter) pairs,
+        names as in the model that the task built."""
 
     @abstractmethod
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
-        """Run forward and backward over this replica's micro-batches. Afterwards the gradient is the sum over micro-batches and
-        replicas."""
+        """Run forward and backward over this replica's micro-batches. Afterwards the gradient is
+        the sum over micro-batches and replicas."""
 
     def use_scaler(self, scaler: LossScaler | None) -> None:
         """Take the loss scaler of float16 training; called once, after ``build_optimizer``."""
@@ -196,64 +211,73 @@ class Strategy(ABC):
         """Divide the gradients by the loss scale; called between :meth:`backward` and :meth:`clip`."""
         if self.scaler is not None:
             parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
-            self.scaler.unscale(local_tensor(one.grad) for one in parameters if one.grad is not None)
+            self.scaler.unscale(
+                local_tensor(one.grad) for one in parameters if one.grad is not None
+            )
 
     @abstractmethod
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Norm of the whole gradient (a float32 scalar tensor on the device, the same on every rank); scales the gradients down
-        to ``max_norm`` where that is > 0."""
+        """Norm of the whole gradient (a float32 scalar tensor on the device, the same on every
+        rank); scales the gradients down to ``max_norm`` where that is > 0."""
 
     def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
-        """Make the optimizer's step by ``apply``, which returns False where it was skipped; then bring the weights to where the
-        next forward wants them."""
+        """Make the optimizer's step by ``apply``, which returns False where it was skipped; then
+        bring the weights to where the next forward wants them."""
         return apply(self.optimizer)
 
     @property
     def undoes(self) -> bool:
-        """True where a skipped update leaves more to put back than weights and optimizer, so that it must be known at once."""
+        """True where a skipped update leaves more to put back than weights and optimizer, so that
+        it must be known at once."""
         return False
 
     def own_gradient(self) -> torch.Tensor | None:
-        """A float32 scalar that is not finite where this rank's own gradient of the last :meth:`backward` was not, before it
-        met that of the others. None where they meet within backward."""
+        """A float32 scalar that is not finite where this rank's own gradient of the last
+        :meth:`backward` was not, before it met that of the others. None where they meet within
+        backward."""
         return None
 
-    def evaluate(self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """Run an evaluation batch of this replica: a collective within the replica. None on ranks that do not hold the result
-        (:attr:`speaks` is true on the one that does)."""
+    def evaluate(
+        self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module
+    ) -> dict[str, torch.Tensor] | None:
+        """Run an evaluation batch of this replica: a collective within the replica. None on ranks
+        that do not hold the result (:attr:`speaks` is true on the one that does)."""
         found = run(model)
         return found if self.speaks else None
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
-        """For the while, the weights are those that a checkpoint would hold under ``model/``: what is evaluated, and what is
-        saved where :attr:`whole_on_first`. A collective."""
+        """For the while, the weights are those that a checkpoint would hold under ``model/``: what
+        is evaluated, and what is saved where :attr:`whole_on_first`. A collective."""
         yield
 
     @abstractmethod
     def parts(self) -> Iterable[Part]:
-        """The trained parameters and persistent buffers, as this rank holds them. Where weights are kept twice (master
-        weights), the float32 ones."""
+        """The trained parameters and persistent buffers, as this rank holds them. Where weights are
+        kept twice (master weights), the float32 ones."""
 
     @abstractmethod
     def held(self) -> list[Any]:
-        """All tensors of training state that this rank holds at the fullest moment of a step: parameters, buffers, gradients,
-        optimizer state."""
+        """All tensors of training state that this rank holds at the fullest moment of a step:
+        parameters, buffers, gradients, optimizer state."""
 
     @classmethod
     @abstractmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-        """Bytes on the fullest rank and bytes that the busiest rank sends in a step, each with its formula's source."""
+        """Bytes on the fullest rank and bytes that the busiest rank sends in a step, each with its
+        formula's source."""
 
-    # -- what follows from the above ----------------------------------------------------------------------------------------
+    # -- what follows from the above
+    # ----------------------------------------------------------------------------------------
     def state_bytes(self) -> int:
-        """Bytes of training state that this rank holds at the fullest moment of a step: the distinct storages of
-        :meth:`held`."""
+        """Bytes of training state that this rank holds at the fullest moment of a step: the
+        distinct storages of :meth:`held`."""
         return storage_bytes(self.held())
 
     def state(self) -> list[Part]:
-        """What this rank writes into a checkpoint: ``model/NAME``, ``buffer/NAME``, ``optimizer/NAME/KEY``, detached, live.
-        Names, shapes and values of the whole do not depend on the strategy."""
+        """What this rank writes into a checkpoint: ``model/NAME``, ``buffer/NAME``,
+        ``optimizer/NAME/KEY``, detached, live. Names, shapes and values of the whole do not depend
+        on the strategy."""
         found = []
         for part in self.parts():
             if not part.owned:
@@ -270,42 +294,54 @@ class Strategy(ABC):
         return found + self.more_state()
 
     def more_state(self) -> list[Part]:
-        """What else of this rank's is needed to go on to the bit; names as they stand in the checkpoint."""
+        """What else of this rank's is needed to go on to the bit; names as they stand in the
+        checkpoint."""
         return []
 
     def load_more(self, source: StateSource) -> None:
-        """The reverse, on every rank, after parameters and optimizer were read. What does not fit is dropped, with a notice."""
+        """The reverse, on every rank, after parameters and optimizer were read. What does not fit
+        is dropped, with a notice."""
         from paceline.parallel.compression.reducer import dropped
 
         self.notices += dropped(source)
 
     def figures(self, sent_bytes: float | None) -> dict[str, Any]:
-        """More keys of the report. A collective. ``sent_bytes``: measured, by the busiest rank in a step."""
+        """More keys of the report. A collective. ``sent_bytes``: measured, by the busiest rank in a
+        step."""
         return {}
 
     @property
     def exchange(self) -> Exchange | None:
-        """How replicas come together, where that is by plain ddp or by what sends less in its place."""
+        """How replicas come together, where that is by plain ddp or by what sends less in its
+        place."""
         return None
 
     @property
     def replica_line(self) -> World | None:
-        """The ranks that hold, after this step, the same bits of :meth:`replicated`; None where no two do."""
+        """The ranks that hold, after this step, the same bits of :meth:`replicated`; None where no
+        two do."""
         return None
 
     def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """By name, in one order on every rank of :attr:`replica_line`: parameters as this rank holds them, and what the
-        optimizer keeps for them."""
+        """By name, in one order on every rank of :attr:`replica_line`: parameters as this rank
+        holds them, and what the optimizer keeps for them."""
         for part in self.parts():
             if part.key is not None:
                 yield part.name, part.tensor
-                yield from ((f"{part.name}/{entry}", value) for entry, value in self._optimizer_state(part).items())
+                yield from (
+                    (f"{part.name}/{entry}", value)
+                    for entry, value in self._optimizer_state(part).items()
+                )
 
     def _optimizer_state(self, part: Part) -> dict[str, torch.Tensor]:
         if part.key is None:
             return {}
         entries = self.optimizer.state.get(part.key, {})
-        values = {str(key): torch.as_tensor(local_tensor(value)) for key, value in entries.items() if value is not None}
+        values = {
+            str(key): torch.as_tensor(local_tensor(value))
+            for key, value in entries.items()
+            if value is not None
+        }
         return {key: part.of_key(value.detach()) for key, value in values.items()}
 
     def load_state(self, source: StateSource) -> None:
@@ -318,7 +354,11 @@ class Strategy(ABC):
                 entries.setdefault(parameter, []).append(entry)
         with torch.no_grad():
             for part in self.parts():
-                part.tensor.copy_(read_part(source, f"{'buffer' if part.key is None else 'model'}/{part.name}", part))
+                part.tensor.copy_(
+                    read_part(
+                        source, f"{'buffer' if part.key is None else 'model'}/{part.name}", part
+                    )
+                )
                 if part.key is None:
                     continue
                 for entry in entries.get(part.name, []):
@@ -329,7 +369,12 @@ class Strategy(ABC):
 
     def _set_entry(self, part: Part, entry: str, value: torch.Tensor) -> None:
         entries = self.optimizer.state.setdefault(part.key, {})
-        if part.region is None or part.key is None or value.shape != part.tensor.shape or value.dim() == 0:
+        if (
+            part.region is None
+            or part.key is None
+            or value.shape != part.tensor.shape
+            or value.dim() == 0
+        ):
             entries[entry] = value
             return
         if entry not in entries or entries[entry].shape != part.key.shape:
@@ -340,12 +385,19 @@ class Strategy(ABC):
         """Bring the weights to where the next forward wants them, after ``parts`` were written to."""
 
     def _read_entry(
-        self, source: StateSource, name: str, part: Part, known: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+        self,
+        source: StateSource,
+        name: str,
+        part: Part,
+        known: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     ) -> torch.Tensor:
         shape = known[name][1]
         if shape == () and (part.shape != () or name.endswith("/step")):
-            # Scalars such as Adam's step stay where the optimizer makes them: beside the parameter where it is fused.
-            beside = self.optimizer.defaults.get("fused") or self.optimizer.defaults.get("capturable")
+            # Scalars such as Adam's step stay where the optimizer makes them: beside the parameter
+            # where it is fused.
+            beside = self.optimizer.defaults.get("fused") or self.optimizer.defaults.get(
+                "capturable"
+            )
             return source.read(name, (), ()).to(part.tensor.device if beside else "cpu")
         if shape != part.shape:
             return source.read(name, (0,) * len(shape), shape).to(part.tensor.device)

@@ -1,4 +1,5 @@
-"""How the replicas of a strategy come together, as numbers: what it takes to tell what that costs, and whether it pays."""
+"""How the replicas of a strategy come together, as numbers: what it takes to tell what that costs,
+and whether it pays."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class Spent:
 
     Args:
         backward_s: in the backward during which plain ddp would send its buckets.
-        method_s: in the method's own computing (choosing, packing, an outer step): processor time where it runs in a thread
-            beside the step, seconds of the step where it does not.
+        method_s: in the method's own computing (choosing, packing, an outer step): processor time
+            where it runs in a thread beside the step, seconds of the step where it does not.
         moments_s: in what plain ddp's optimizer would do in its stead.
     """
 

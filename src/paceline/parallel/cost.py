@@ -1,5 +1,5 @@
-"""What a strategy's cost is declared from besides the model's shape, and the declaration itself. Numbers alone: no torch
-here."""
+"""What a strategy's cost is declared from besides the model's shape, and the declaration itself.
+Numbers alone: no torch here."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ class Workload:
 
     Args:
         micro_batches: how many.
-        positions: tokens of a micro-batch with padding (samples, where there are no tokens); a mean.
-        activation_bytes: kept for backward of one micro-batch through the whole model on one rank; 0 where not known.
-        block_activation_bytes: the share of it of each block, in order of ``ModelShape.blocks``; empty where not known.
-        distinct: for each embedding table how many distinct ids a micro-batch has, by the server of a parameter server that has
-            their rows; means, counted in the data; empty where not known.
+        positions: tokens of a micro-batch with padding (samples, where there are no tokens); a
+            mean.
+        activation_bytes: kept for backward of one micro-batch through the whole model on one rank;
+            0 where not known.
+        block_activation_bytes: the share of it of each block, in order of ``ModelShape.blocks``;
+            empty where not known.
+        distinct: for each embedding table how many distinct ids a micro-batch has, by the server of
+            a parameter server that has their rows; means, counted in the data; empty where not
+            known.
     """
 
     micro_batches: int = 1
@@ -31,8 +35,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes on the fullest rank, and bytes that the busiest rank sends in a step, by collective (all_reduce, reduce_scatter,
-    all_gather, broadcast, send). ``traffic_is_bound``: that is at most sent, and may be much less."""
+    """Bytes on the fullest rank, and bytes that the busiest rank sends in a step, by collective
+    (all_reduce, reduce_scatter, all_gather, broadcast, send). ``traffic_is_bound``: that is at most
+    sent, and may be much less."""
 
     parameters: int
     gradients: int

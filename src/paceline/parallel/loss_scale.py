@@ -1,4 +1,5 @@
-"""Dynamic loss scaling for float16 (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2)."""
+"""Dynamic loss scaling for float16 (Micikevicius et al., "Mixed Precision Training", 2018, section
+3.2)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-#: As torch.amp.GradScaler: where the scale begins, and after how many steps without an overflow it is doubled.
+#: As torch.amp.GradScaler: where the scale begins, and after how many steps without an overflow it
+#: is doubled.
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 
@@ -14,8 +16,9 @@ GROWTH_INTERVAL = 2000
 class LossScaler:
     """The factor that the loss is multiplied by, so that small gradients do not vanish in float16.
 
-    It is a power of two, so gradients are scaled back without rounding. It is halved after a step whose gradient was not
-    finite, and doubled after :data:`GROWTH_INTERVAL` steps without one. It stays on the device: no step waits for the host.
+    It is a power of two, so gradients are scaled back without rounding. It is halved after a step
+    whose gradient was not finite, and doubled after :data:`GROWTH_INTERVAL` steps without one. It
+    stays on the device: no step waits for the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +26,8 @@ class LossScaler:
         self.growth_tracker = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, finite: torch.Tensor | bool) -> None:
-        """Adapt the scale to a step; ``finite``: whether its gradient was. The same on all ranks that share gradients."""
+        """Adapt the scale to a step; ``finite``: whether its gradient was. The same on all ranks
+        that share gradients."""
         ok = torch.as_tensor(finite, device=self.scale.device)
         steps = torch.where(ok, self.growth_tracker + 1, 0)
         grows = steps >= GROWTH_INTERVAL
@@ -33,7 +37,10 @@ class LossScaler:
 
     def state(self) -> dict[str, torch.Tensor]:
         """For a checkpoint: a copy on the CPU."""
-        return {"scale": self.scale.double().cpu(), "growth_tracker": self.growth_tracker.cpu().clone()}
+        return {
+            "scale": self.scale.double().cpu(),
+            "growth_tracker": self.growth_tracker.cpu().clone(),
+        }
 
     def load(self, scale: float, growth_tracker: float) -> None:
         self.scale.fill_(scale)

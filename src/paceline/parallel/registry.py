@@ -1,5 +1,5 @@
-"""The strategies: how training is spread over ranks. One file each; this is the whole registry. Importing it imports no
-torch."""
+"""The strategies: how training is spread over ranks. One file each; this is the whole registry.
+Importing it imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ STRATEGIES = {
 }
 ALIASES = {"fsdp": "zero3"}
 
-#: The axis that takes the ranks which no size in the config accounts for, and the axes that a mode may have beside it.
+#: The axis that takes the ranks which no size in the config accounts for, and the axes that a mode
+#: may have beside it.
 _MAIN_AXIS = {
     "single": ("data", ()),
     "dp": ("data", ()),
@@ -56,9 +57,9 @@ _AXIS_KEYS = ("data", "shard", "tensor", "pipeline")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread: the strategy's name (see :data:`STRATEGIES`; or ``module:Class``), the mesh, and how many processes
-    run it (one for ``dp``, whose devices share a process; else one a device, and the servers of a parameter server beside
-    them)."""
+    """How a run is spread: the strategy's name (see :data:`STRATEGIES`; or ``module:Class``), the
+    mesh, and how many processes run it (one for ``dp``, whose devices share a process; else one a
+    device, and the servers of a parameter server beside them)."""
 
     strategy: str
     axes: Axes
@@ -89,14 +90,16 @@ def mode_of(parallel: Parallel) -> str:
         near = nearest(mode, [*STRATEGIES, *ALIASES])
         raise ConfigError(
             f"`parallel.mode: {parallel.mode}` is not a mode",
-            allowed=", ".join(["auto", *STRATEGIES, *ALIASES]) + ", or a strategy of your own as package.module:Class",
+            allowed=", ".join(["auto", *STRATEGIES, *ALIASES])
+            + ", or a strategy of your own as package.module:Class",
             fix=f"set `parallel.mode: {near or 'auto'}`",
         )
     return mode
 
 
 def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Layout:
-    """The mesh for ``num_devices`` devices. ``mode``: a strategy's name, where the config leaves the choice.
+    """The mesh for ``num_devices`` devices. ``mode``: a strategy's name, where the config leaves
+    the choice.
 
     Raises:
         ConfigError: the sizes of the axes do not make that number; says which would.
@@ -105,7 +108,9 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Lay
     if name == "auto":
         name = "ddp" if num_devices > 1 else "single"
     main, others = _MAIN_AXIS.get(name, ("data", ("shard", "tensor", "pipeline")))
-    given = {key: getattr(parallel, key) for key in _AXIS_KEYS if getattr(parallel, key) is not None}
+    given = {
+        key: getattr(parallel, key) for key in _AXIS_KEYS if getattr(parallel, key) is not None
+    }
     wrong = [key for key in given if key not in (main, *others) and given[key] > 1]
     if wrong:
         keys = ", ".join(f"`parallel.{key}: {given[key]}`" for key in wrong)
@@ -114,8 +119,14 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Lay
             allowed=f"with {name}: " + ", ".join(f"`parallel.{key}`" for key in (main, *others)),
             fix="leave `parallel.mode` out (or set `hybrid`) to combine axes",
         )
-    if main in given and "data" in others and "data" not in given and num_devices % _multiplied(given) == 0:
-        given["data"] = num_devices // _multiplied(given)  # replicas of what was asked for fill the rest
+    if (
+        main in given
+        and "data" in others
+        and "data" not in given
+        and num_devices % _multiplied(given) == 0
+    ):
+        # replicas of what was asked for fill the rest
+        given["data"] = num_devices // _multiplied(given)
     rest = _multiplied({key: size for key, size in given.items() if key != main})
     size = given.get(main, num_devices // rest if num_devices % rest == 0 else 0)
     if name == "single":
@@ -124,8 +135,10 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Lay
         raise ConfigError(
             f"{_product(given) or name} does not make {counted(num_devices, 'rank')}",
             allowed=_fitting(num_devices, main, others),
-            fix=f"set `parallel.num_gpus: {max(1, size) * rest}`, or leave `parallel.{main}` out: it takes "
-            "the ranks that are left",
+            fix=(
+                f"set `parallel.num_gpus: {max(1, size) * rest}`, or leave `parallel.{main}` out:"
+                " it takes the ranks that are left"
+            ),
         )
     axes = Axes(**{**given, main: size})
     return Layout(name, axes, 1 if name == "dp" else num_devices)
@@ -145,7 +158,10 @@ def _product(given: dict[str, int]) -> str:
 def _fitting(num_devices: int, main: str, others: tuple[str, ...]) -> str:
     divisors = [one for one in range(1, num_devices + 1) if num_devices % one == 0]
     sizes = ", ".join(map(str, divisors))
-    return f"sizes of {', '.join((main, *others))} whose product is {num_devices} (its divisors: {sizes})"
+    return (
+        f"sizes of {', '.join((main, *others))} whose product is {num_devices} (its divisors:"
+        f" {sizes})"
+    )
 
 
 def strategy_class(name: str) -> type[Strategy]:
@@ -179,7 +195,8 @@ def strategy_class(name: str) -> type[Strategy]:
 
 
 def check_strategy(name: str, config: Config, axes: Axes) -> None:
-    """Raise :class:`~paceline.core.errors.ConfigError` for a config that the strategy cannot run on this mesh."""
+    """Raise :class:`~paceline.core.errors.ConfigError` for a config that the strategy cannot run on
+    this mesh."""
     from paceline.parallel.balance import check_balance
     from paceline.parallel.compression.cost import check_communication
 

@@ -15,15 +15,18 @@ class Part:
     """A part of a named tensor, as this rank holds it.
 
     Args:
-        name: of the parameter or buffer in the model as the task built it; in a state ``model/…``, ``optimizer/…/KEY``.
+        name: of the parameter or buffer in the model as the task built it; in a state ``model/…``,
+            ``optimizer/…/KEY``.
         tensor: this rank's values, live (writing to it changes the training). 1-D where ``flat``.
         shape: of the whole tensor.
-        offset: where the part begins in the whole, one number a dimension; where ``flat``, one number into the whole's elements
-            in row-major order.
+        offset: where the part begins in the whole, one number a dimension; where ``flat``, one
+            number into the whole's elements in row-major order.
         key: the parameter by which the optimizer knows it; None for what is not trained (buffers).
-        owned: of all ranks that hold an element exactly one owns it; that rank writes it into checkpoints.
+        owned: of all ranks that hold an element exactly one owns it; that rank writes it into
+            checkpoints.
         flat: the part is a range of the flattened whole instead of a box.
-        region: where the part lies in what this rank holds of the parameter ``key``, if it holds several parts of it.
+        region: where the part lies in what this rank holds of the parameter ``key``, if it holds
+            several parts of it.
     """
 
     name: str
@@ -36,7 +39,9 @@ class Part:
     region: tuple[slice, ...] | None = None
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor, key: torch.Tensor | None = None, owned: bool = True) -> Part:
+    def whole(
+        cls, name: str, tensor: torch.Tensor, key: torch.Tensor | None = None, owned: bool = True
+    ) -> Part:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), key, owned)
 
     def of_key(self, value: torch.Tensor) -> torch.Tensor:
@@ -51,7 +56,8 @@ class Part:
 
     @property
     def is_start(self) -> bool:
-        """True where the part holds the first element: its rank speaks for what there is once a parameter."""
+        """True where the part holds the first element: its rank speaks for what there is once a
+        parameter."""
         return not any(self.offset) and (self.tensor.numel() > 0 or _numel(self.shape) == 0)
 
 
@@ -83,7 +89,11 @@ def local_tensor(value: Any) -> Any:
 
 def frozen_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters that are not trained, as this rank holds them, by name."""
-    return ((name, local_tensor(one.detach())) for name, one in model.named_parameters() if not one.requires_grad)
+    return (
+        (name, local_tensor(one.detach()))
+        for name, one in model.named_parameters()
+        if not one.requires_grad
+    )
 
 
 def storage_bytes(tensors: Sequence[Any]) -> int:

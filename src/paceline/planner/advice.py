@@ -1,4 +1,5 @@
-"""What makes a mode fit that does not: each change of the config with its predicted memory, and the smallest set that fits."""
+"""What makes a mode fit that does not: each change of the config with its predicted memory, and the
+smallest set that fits."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ class Change:
     @property
     def text(self) -> str:
         """As overrides on the command line."""
-        return " ".join(f"{key.removeprefix('train_args.')}={_as_override(value)}" for key, value in self.settings.items())
+        return " ".join(
+            f"{key.removeprefix('train_args.')}={_as_override(value)}"
+            for key, value in self.settings.items()
+        )
 
     def as_dict(self, num_devices: int) -> dict[str, Any]:
         return {
@@ -45,7 +49,9 @@ class Change:
             "fits": self.mode.fits,
             "memory_bytes": self.mode.total,
             "memory_bytes_of_all_ranks": self.mode.total * num_devices,
-            "traffic_bytes_per_step": None if self.mode.cost is None else self.mode.cost.traffic_per_step,
+            "traffic_bytes_per_step": (
+                None if self.mode.cost is None else self.mode.cost.traffic_per_step
+            ),
             "step_time_s": self.mode.step_time_s,
             "costs": list(self.costs),
         }
@@ -57,7 +63,8 @@ class Advice:
 
     Args:
         single: each change alone.
-        smallest: the fewest changes that fit together, the fastest of those; None if all together do not fit.
+        smallest: the fewest changes that fit together, the fastest of those; None if all together
+            do not fit.
     """
 
     single: list[Change]
@@ -71,13 +78,17 @@ class _Step:
     mode: str | None = None
 
 
-def advise(config: Config, described: Described, batch: Batch, machine: Machine, mode: Mode) -> Advice:
+def advise(
+    config: Config, described: Described, batch: Batch, machine: Machine, mode: Mode
+) -> Advice:
     """What makes ``mode`` fit on ``machine``. Every change is estimated; none is applied."""
     steps = list(_steps(config, machine, mode))
     trial = _Trial(config, described, batch, machine, mode)
     single = [change for step in steps if (change := trial.change((step,))) is not None]
     for count in range(1, len(steps) + 1):
-        changes = [trial.change(chosen) for chosen in combinations(steps, count) if _compatible(chosen)]
+        changes = [
+            trial.change(chosen) for chosen in combinations(steps, count) if _compatible(chosen)
+        ]
         fitting = [change for change in changes if change is not None and change.mode.fits]
         if fitting:
             return Advice(single, max(fitting, key=lambda change: change.mode.per_second))
@@ -90,17 +101,27 @@ def _steps(config: Config, machine: Machine, mode: Mode) -> Iterator[_Step]:
         able = machine.device is None or machine.device.supports_bfloat16
         name, dtype = ("bf16-mixed", "bfloat16") if able else ("fp16-mixed", "float16")
         frozen = "; the frozen weights are held in it" if config.lora.enable else ""
-        yield _Step({"train_args.precision": name}, f"matrix products are rounded to {dtype}{frozen}")
+        yield _Step(
+            {"train_args.precision": name}, f"matrix products are rounded to {dtype}{frozen}"
+        )
     size = args.per_device_train_batch_size
     for smaller in (number for number in range(size // 2, 0, -1) if size % number == 0):
         count = args.gradient_accumulation_steps * (size // smaller)
-        settings = {"train_args.per_device_train_batch_size": smaller, "train_args.gradient_accumulation_steps": count}
+        settings = {
+            "train_args.per_device_train_batch_size": smaller,
+            "train_args.gradient_accumulation_steps": count,
+        }
         yield _Step(settings, f"{count} micro-batches a step; the same global batch and loss")
     if not args.gradient_checkpointing and (config.task in ("sft", "pretrain")):
-        yield _Step({"train_args.gradient_checkpointing": True}, "activations are computed again in backward; the same loss")
+        yield _Step(
+            {"train_args.gradient_checkpointing": True},
+            "activations are computed again in backward; the same loss",
+        )
     if machine.count > 1 and mode.layout.strategy in _WHOLE:
         yield _Step(
-            {"parallel.mode": "zero3"}, "weights are gathered from the other ranks in every pass; the same loss", "zero3"
+            {"parallel.mode": "zero3"},
+            "weights are gathered from the other ranks in every pass; the same loss",
+            "zero3",
         )
 
 
@@ -123,49 +144,88 @@ class _Trial:
     def change(self, steps: tuple[_Step, ...]) -> Change | None:
         """The mode with these steps taken; None if the mode cannot be laid out so."""
         settings = {key: value for step in steps for key, value in step.settings.items()}
-        train_args = {key.removeprefix("train_args."): value for key, value in settings.items() if key != "parallel.mode"}
-        config = self.config.model_copy(update={"train_args": self.config.train_args.model_copy(update=train_args)})
+        train_args = {
+            key.removeprefix("train_args."): value
+            for key, value in settings.items()
+            if key != "parallel.mode"
+        }
+        config = self.config.model_copy(
+            update={"train_args": self.config.train_args.model_copy(update=train_args)}
+        )
         chosen = next((step.mode for step in steps if step.mode is not None), None)
         stage = self.mode.settings.get("deepspeed_stage") if chosen is None else None
         try:
             described = self._described(config)
             where = self.mode.layout if chosen is None else self._free_layout(chosen)
-            mode = estimate(where, config, described, self._batch(config), self._machine(config), stage=stage)
+            mode = estimate(
+                where, config, described, self._batch(config), self._machine(config), stage=stage
+            )
         except ConfigError:
             return None
-        return None if mode.cost is None else Change(settings, tuple(step.cost for step in steps), mode)
+        return (
+            None
+            if mode.cost is None
+            else Change(settings, tuple(step.cost for step in steps), mode)
+        )
 
     def _free_layout(self, name: str) -> Layout:
-        free = self.config.parallel.model_copy(update=dict.fromkeys(("data", "shard", "tensor", "pipeline")))
+        free = self.config.parallel.model_copy(
+            update=dict.fromkeys(("data", "shard", "tensor", "pipeline"))
+        )
         return layout(free, self.machine.count, name)
 
     def _described(self, config: Config) -> Described:
-        """The precision decides the type in which frozen weights are held; nothing else here changes the model."""
+        """The precision decides the type in which frozen weights are held; nothing else here
+        changes the model."""
         args = config.train_args
         if args.precision == self.config.train_args.precision:
             described = self.described
         else:
             if args.precision not in self._by_precision:
                 low_bytes = 2 if args.mixed_dtype else 0
-                same = replace(self.described, shape=replace(self.described.shape, low_bytes=low_bytes))
+                same = replace(
+                    self.described, shape=replace(self.described.shape, low_bytes=low_bytes)
+                )
                 is_language = config.task in ("sft", "pretrain")
-                self._by_precision[args.precision] = describe(config) if config.lora.enable and is_language else same
+                self._by_precision[args.precision] = (
+                    describe(config) if config.lora.enable and is_language else same
+                )
             described = self._by_precision[args.precision]
-        share = args.per_device_train_batch_size / self.config.train_args.per_device_train_batch_size
+        share = (
+            args.per_device_train_batch_size / self.config.train_args.per_device_train_batch_size
+        )
         scaled = round(described.activation_bytes * share)
-        return described if share == 1 else replace(described, activation_bytes=scaled, flops=described.flops * share)
+        return (
+            described
+            if share == 1
+            else replace(described, activation_bytes=scaled, flops=described.flops * share)
+        )
 
     def _batch(self, config: Config) -> Batch:
-        same_size = config.train_args.per_device_train_batch_size == self.config.train_args.per_device_train_batch_size
-        return self.batch if same_size else self._small_batches[config.train_args.per_device_train_batch_size]
+        same_size = (
+            config.train_args.per_device_train_batch_size
+            == self.config.train_args.per_device_train_batch_size
+        )
+        return (
+            self.batch
+            if same_size
+            else self._small_batches[config.train_args.per_device_train_batch_size]
+        )
 
     @cached_property
     def _small_batches(self) -> dict[int, Batch]:
         args = self.config.train_args
-        sizes = [size for size in range(1, args.per_device_train_batch_size) if args.per_device_train_batch_size % size == 0]
+        sizes = [
+            size
+            for size in range(1, args.per_device_train_batch_size)
+            if args.per_device_train_batch_size % size == 0
+        ]
         smaller = [args.model_copy(update={"per_device_train_batch_size": size}) for size in sizes]
         return {
-            one.per_device_train_batch_size: micro_batch(self.config.model_copy(update={"train_args": one})) for one in smaller
+            one.per_device_train_batch_size: micro_batch(
+                self.config.model_copy(update={"train_args": one})
+            )
+            for one in smaller
         }
 
     def _machine(self, config: Config) -> Machine:

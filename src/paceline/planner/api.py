@@ -52,12 +52,17 @@ class Plan:
         if wanted is None:
             return None
         stage = stage_of(self.config.parallel) if wanted.strategy == "deepspeed" else None
-        found = (one for one in self.choice.modes if one.layout == wanted and one.settings.get("deepspeed_stage") == stage)
+        found = (
+            one
+            for one in self.choice.modes
+            if one.layout == wanted and one.settings.get("deepspeed_stage") == stage
+        )
         return next(found, None)
 
     @cached_property
     def advice(self) -> Advice | None:
-        """What makes the mode that the config names fit; None if it fits, cannot be laid out, or none is named."""
+        """What makes the mode that the config names fit; None if it fits, cannot be laid out, or
+        none is named."""
         mode = self.configured
         if mode is None or mode.fits or mode.cost is None:
             return None
@@ -84,10 +89,18 @@ class Plan:
             "chosen": None if taken is None else taken.name,
             "why": self.choice.why,
             "configured": None if named is None else named.name,
-            "changes": None if advice is None else [change.as_dict(self.machine.count) for change in advice.single],
+            "changes": (
+                None
+                if advice is None
+                else [change.as_dict(self.machine.count) for change in advice.single]
+            ),
             "smallest_change": None if smallest is None else smallest.as_dict(self.machine.count),
             "precision": self.config.train_args.precision,
-            "misfit": None if wrong is None else {"what": wrong.what, "allowed": wrong.allowed, "fix": wrong.fix},
+            "misfit": (
+                None
+                if wrong is None
+                else {"what": wrong.what, "allowed": wrong.allowed, "fix": wrong.fix}
+            ),
             "device": self.machine.name,
             "tokens_per_micro_batch": self.batch.positions if self.batch.has_tokens else None,
             "notes": self.notes(),
@@ -103,38 +116,61 @@ def plan(
     device: str | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Memory, traffic and time of a run under every mode, as ``paceline plan CONFIG --json`` prints them.
+    """Memory, traffic and time of a run under every mode, as ``paceline plan CONFIG --json`` prints
+    them.
 
     Args:
         config: path of a config file, or its content as a mapping.
         world_size: devices, one rank each; by default those of this machine.
         device_memory: of one device, in bytes or as text with a unit (``"24GB"``).
         device: a kind of device by name (``"A100-80GB"``) instead of this machine's.
-        overrides: further keys of the config; dotted ones as ``**{"train_args.precision": "bf16-mixed"}``.
+        overrides: further keys of the config; dotted ones as ``**{"train_args.precision":
+            "bf16-mixed"}``.
 
     Raises:
         ConfigError: the config, the model or an argument is wrong.
     """
-    loaded = load_config(None, {**config, **overrides}) if isinstance(config, Mapping) else load_config(config, overrides)
+    loaded = (
+        load_config(None, {**config, **overrides})
+        if isinstance(config, Mapping)
+        else load_config(config, overrides)
+    )
     return make_plan(fit_length(loaded).config, world_size, device_memory, device).as_dict()
 
 
 def make_plan(
-    config: Config, world_size: int | None = None, device_memory: str | int | None = None, device: str | None = None
+    config: Config,
+    world_size: int | None = None,
+    device_memory: str | int | None = None,
+    device: str | None = None,
 ) -> Plan:
     """As :func:`plan`, as an object."""
     if world_size is not None and not 1 <= world_size <= MOST_DEVICES:
-        raise ConfigError(f"`--world-size {world_size}` is no number of devices", allowed=f"1 to {MOST_DEVICES:,}")
+        raise ConfigError(
+            f"`--world-size {world_size}` is no number of devices", allowed=f"1 to {MOST_DEVICES:,}"
+        )
     memory = parse_size(device_memory) if isinstance(device_memory, str) else device_memory
     if config.task not in ("sft", "pretrain", "classify"):
         load_task(config)  # a task that cannot be had is an error before anything is measured
     machine = _machine(config, world_size, memory, device)
     if config.train_args.precision == "auto":
-        precision, reason = _precision_on(machine) if device is not None or memory is not None else _local_precision(machine)
-        config = config.model_copy(update={"train_args": config.train_args.model_copy(update={"precision": precision})})
+        precision, reason = (
+            _precision_on(machine)
+            if device is not None or memory is not None
+            else _local_precision(machine)
+        )
+        config = config.model_copy(
+            update={"train_args": config.train_args.model_copy(update={"precision": precision})}
+        )
         if precision != "32":
             machine = _machine(config, world_size, memory, device)
-        machine = replace(machine, notes=(*machine.notes, f"precision: {precision}, chosen by `precision: auto`: {reason}"))
+        machine = replace(
+            machine,
+            notes=(
+                *machine.notes,
+                f"precision: {precision}, chosen by `precision: auto`: {reason}",
+            ),
+        )
     parallel, notices = without_idle_offload(config.parallel, "cpu" if machine.is_cpu else "")
     config = config.model_copy(update={"parallel": parallel})
     machine = replace(machine, notes=(*machine.notes, *(text for _, text in notices)))
@@ -148,7 +184,9 @@ def _local_precision(machine: Machine) -> tuple[str, str]:
     from paceline.distributed.devices import accelerators
 
     kind, names = accelerators()
-    return resolve("cpu") if machine.is_cpu or kind is None else resolve(kind, names[: machine.count])
+    return (
+        resolve("cpu") if machine.is_cpu or kind is None else resolve(kind, names[: machine.count])
+    )
 
 
 def _precision_on(machine: Machine) -> tuple[str, str]:
@@ -164,7 +202,9 @@ def _precision_on(machine: Machine) -> tuple[str, str]:
     return "fp16-mixed", f"bfloat16 is not supported by {machine.device.name}"
 
 
-def _machine(config: Config, world_size: int | None, memory: int | None, device: str | None) -> Machine:
+def _machine(
+    config: Config, world_size: int | None, memory: int | None, device: str | None
+) -> Machine:
     dtype = config.train_args.mixed_dtype
     wanted = config.parallel.num_gpus
     if device is not None or memory is not None:
@@ -175,17 +215,30 @@ def _machine(config: Config, world_size: int | None, memory: int | None, device:
         return named_machine(named, memory, count, dtype, (notice,) if notice else ())
     from paceline.distributed.devices import choose_devices
 
-    settings = config.parallel if world_size is None else config.parallel.model_copy(update={"num_gpus": "auto"})
+    settings = (
+        config.parallel
+        if world_size is None
+        else config.parallel.model_copy(update={"num_gpus": "auto"})
+    )
     try:
         found = choose_devices(settings)
     except ConfigError as error:
         raise ConfigError(
             error.what,
             allowed=error.allowed,
-            fix="to plan for a machine that is not this one, name its devices: `--world-size 8 --device A100-80GB`",
+            fix=(
+                "to plan for a machine that is not this one, name its devices: `--world-size 8"
+                " --device A100-80GB`"
+            ),
         ) from error
     count = world_size or found.count
     machine = here(count, found.type == "cpu", dtype)
     if found.type != "cpu" and count > found.count:
-        machine = replace(machine, notes=(*machine.notes, f"this machine has {found.count} of the {count} devices planned for"))
+        machine = replace(
+            machine,
+            notes=(
+                *machine.notes,
+                f"this machine has {found.count} of the {count} devices planned for",
+            ),
+        )
     return machine

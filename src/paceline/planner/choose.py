@@ -1,4 +1,5 @@
-"""Which mode ``auto`` takes: the fastest by estimate that fits, and quickly so where the plainest is known to fit."""
+"""Which mode ``auto`` takes: the fastest by estimate that fits, and quickly so where the plainest
+is known to fit."""
 
 from __future__ import annotations
 
@@ -80,12 +81,17 @@ def _plainness(mode: Mode) -> tuple[int, int]:
     return (order.index(name) if name in order else len(order), axes.tensor * axes.pipeline)
 
 
-def nothing_fits(config: Config, described: Described, batch: Batch, machine: Machine, open_to: list[Mode]) -> str:
+def nothing_fits(
+    config: Config, described: Described, batch: Batch, machine: Machine, open_to: list[Mode]
+) -> str:
     """Which mode is nearest, and what would make it fit: each cure is tried by estimate."""
     if not open_to:
         return "no mode can run this config on these devices; the reasons stand beside each"
     nearest = min(open_to, key=lambda one: one.total)
-    text = f"nothing fits {counted(machine.count, 'device')}: the nearest is {nearest.name}, which {nearest.reason}"
+    text = (
+        f"nothing fits {counted(machine.count, 'device')}: the nearest is {nearest.name}, which"
+        f" {nearest.reason}"
+    )
     smallest = advise(config, described, batch, machine, nearest).smallest
     cures = [f"set {smallest.text}"] if smallest is not None else []
     if not config.lora.enable and config.task in ("sft", "pretrain"):
@@ -95,24 +101,34 @@ def nothing_fits(config: Config, described: Described, batch: Batch, machine: Ma
     return text + (f". What would do: {'; or '.join(cures)}" if cures else "")
 
 
-def _more_devices(config: Config, described: Described, batch: Batch, machine: Machine) -> int | None:
+def _more_devices(
+    config: Config, described: Described, batch: Batch, machine: Machine
+) -> int | None:
     """The smallest number of devices, doubling, on which a mode fits as the config stands."""
     for factor in (2, 4, 8, 16):
         bigger = replace(machine, count=machine.count * factor)
-        one = layout(config.parallel.model_copy(update={"data": None, "shard": None}), bigger.count, "zero3")
+        one = layout(
+            config.parallel.model_copy(update={"data": None, "shard": None}), bigger.count, "zero3"
+        )
         if estimate(one, config, described, batch, bigger).fits:
             return bigger.count
     return None
 
 
-# -- before a run ---------------------------------------------------------------------------------------------------------
+# -- before a run
+# ---------------------------------------------------------------------------------------------------------
 def pick(
-    config: Config, num_devices: int, device_memory_bytes: int | None = None, *, device_type: str | None = None
+    config: Config,
+    num_devices: int,
+    device_memory_bytes: int | None = None,
+    *,
+    device_type: str | None = None,
 ) -> tuple[Layout, str]:
-    """The layout that ``parallel.mode: auto`` takes, and why, for a person. Called before any rank exists.
+    """The layout that ``parallel.mode: auto`` takes, and why, for a person. Called before any rank
+    exists.
 
-    Most runs are far from the edge: where a bound from config.json or from the sizes in the weights' headers shows that ``ddp``
-    fits with room to spare, nothing is built or imported.
+    Most runs are far from the edge: where a bound from config.json or from the sizes in the
+    weights' headers shows that ``ddp`` fits with room to spare, nothing is built or imported.
 
     Args:
         device_memory_bytes: of one device; None: asked of this machine.
@@ -123,10 +139,18 @@ def pick(
     """
     plain = layout(config.parallel, num_devices, "ddp" if num_devices > 1 else "single")
     is_cpu = (device_type or _device_type(config)) == "cpu"
-    memory = device_memory_bytes or (available_memory() // num_devices if is_cpu else _device_memory())
+    memory = device_memory_bytes or (
+        available_memory() // num_devices if is_cpu else _device_memory()
+    )
     rough = at_most(config)
     if rough is not None and memory and rough <= _ROOMY * memory:
-        return plain, f"{plain.strategy}: at most {human_bytes(rough)} a rank, and there are {human_bytes(memory)}"
+        return (
+            plain,
+            (
+                f"{plain.strategy}: at most {human_bytes(rough)} a rank, and there are"
+                f" {human_bytes(memory)}"
+            ),
+        )
     if not memory:
         return plain, f"{plain.strategy}: the memory of these devices is not known"
     try:
@@ -148,17 +172,27 @@ def _tight(config: Config, found: Choice, batch: Batch, machine: Machine) -> tup
     open_to = [one for one in found.modes if one.cost is not None and eligible(one, machine.count)]
     nearest = min(open_to, key=lambda one: one.total, default=None)
     surely = (
-        nearest is None or nearest.cost is None or (nearest.total if batch.known else nearest.cost.state) > machine.memory_bytes
+        nearest is None
+        or nearest.cost is None
+        or (nearest.total if batch.known else nearest.cost.state) > machine.memory_bytes
     )
     if surely or nearest is None:
         raise ConfigError(
             f"`parallel.mode: auto`: {found.why}",
-            fix="change one of these, or name a mode (`parallel.mode=zero3`) to try it all the same; see `paceline plan`",
+            fix=(
+                "change one of these, or name a mode (`parallel.mode=zero3`) to try it all the"
+                " same; see `paceline plan`"
+            ),
         )
-    return nearest.layout, f"{nearest.name}, which takes the least, and it may not be enough: it {nearest.reason}"
+    return (
+        nearest.layout,
+        f"{nearest.name}, which takes the least, and it may not be enough: it {nearest.reason}",
+    )
 
 
-def here(num_devices: int, is_cpu: bool, dtype: str | None, memory_bytes: int | None = None) -> Machine:
+def here(
+    num_devices: int, is_cpu: bool, dtype: str | None, memory_bytes: int | None = None
+) -> Machine:
     """``num_devices`` of this machine's devices. ``dtype``: see :func:`named_machine`.
 
     Raises:
@@ -174,7 +208,10 @@ def here(num_devices: int, is_cpu: bool, dtype: str | None, memory_bytes: int | 
     if not memory:
         raise ConfigError(
             f"the memory of {name} is not known: the device does not report it",
-            fix="give it: `--device-memory 24GB`, and its kind if it is in the table: `--device NAME`",
+            fix=(
+                "give it: `--device-memory 24GB`, and its kind if it is in the table: `--device"
+                " NAME`"
+            ),
         )
     known = recognize(name, memory)
     if known is None:
@@ -190,7 +227,10 @@ def _with_profile(machine: Machine, device_type: str) -> Machine:
     if found is None or found.bandwidth_bytes_s is None or machine.count == 1:
         return machine
     rate = human_bytes(found.bandwidth_bytes_s)
-    note = f"links: {rate}/s a rank, as `paceline doctor` measured on {found.day} with {counted(found.num_ranks, 'rank')}"
+    note = (
+        f"links: {rate}/s a rank, as `paceline doctor` measured on {found.day} with"
+        f" {counted(found.num_ranks, 'rank')}"
+    )
     return replace(machine, link_bytes_s=found.bandwidth_bytes_s, notes=(*machine.notes, note))
 
 
@@ -211,6 +251,8 @@ def _device_memory() -> int:
     kind, names = accelerators()
     module = getattr(torch, kind or "", None)
     try:
-        return min(int(module.get_device_properties(index).total_memory) for index in range(len(names)))  # type: ignore[union-attr]
+        return min(
+            int(module.get_device_properties(index).total_memory) for index in range(len(names))
+        )  # type: ignore[union-attr]
     except (AttributeError, RuntimeError, ValueError):
         return 0

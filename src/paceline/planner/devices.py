@@ -1,4 +1,5 @@
-"""The table of devices: memory, arithmetic and links as vendors publish them, in ``devices.json`` with a source per row.
+"""The table of devices: memory, arithmetic and links as vendors publish them, in ``devices.json``
+with a source per row.
 
 No torch here.
 """
@@ -17,7 +18,8 @@ from typing import Any
 from paceline.core.errors import ConfigError
 
 _GB, _T = 10**9, 10**12
-#: Drivers report between 94 % (memory reserved for error correction) and 108 % (GB sold as GiB) of the nominal size.
+#: Drivers report between 94 % (memory reserved for error correction) and 108 % (GB sold as GiB) of
+#: the nominal size.
 _MEMORY_TOLERANCE = 0.15
 _NEAREST = 6
 #: Words that say who made a device or which line it belongs to, and nothing about the model.
@@ -32,12 +34,14 @@ class Device:
 
     Args:
         memory_bytes: as sold (80 GB = 80e9 bytes).
-        bfloat16_flops_s, float16_flops_s, tf32_flops_s, float32_flops_s: operations a second of dense matrix products; None if
-            the device has no units for the type. ``float32`` is without TF32, which torch does not use by default.
+        bfloat16_flops_s, float16_flops_s, tf32_flops_s, float32_flops_s: operations a second of
+            dense matrix products; None if the device has no units for the type. ``float32`` is
+            without TF32, which torch does not use by default.
         interconnect: in words, both directions.
         link_bytes_s: that one device sends to another of its host, in one direction.
         network_bytes_s: that one device sends to another host; an assumption.
-        aliases: further names, drivers' names without the maker among them. Variants of a device may share some.
+        aliases: further names, drivers' names without the maker among them. Variants of a device
+            may share some.
     """
 
     name: str
@@ -59,7 +63,8 @@ class Device:
         return self.bfloat16_flops_s is not None
 
     def flops_s(self, dtype: str | None) -> float | None:
-        """Operations a second in ``dtype`` (``bfloat16``, ``float16``, None for float32); None if there are no units for it."""
+        """Operations a second in ``dtype`` (``bfloat16``, ``float16``, None for float32); None if
+        there are no units for it."""
         rates = {BFLOAT16: self.bfloat16_flops_s, FLOAT16: self.float16_flops_s}
         return self.float32_flops_s if dtype is None else rates[dtype]
 
@@ -95,8 +100,9 @@ def _device(row: dict[str, Any]) -> Device:
 def find_device(name: str, memory_bytes: int | None = None) -> tuple[Device, str]:
     """The device that ``--device NAME`` means, and a notice ("" if the name is exact).
 
-    Names match exactly, or after case, separators and the maker's name are removed. A name that several variants share
-    (``A100``) means the one whose memory is ``memory_bytes``, else the first of them, and the notice says so.
+    Names match exactly, or after case, separators and the maker's name are removed. A name that
+    several variants share (``A100``) means the one whose memory is ``memory_bytes``, else the first
+    of them, and the notice says so.
 
     Raises:
         ConfigError: the name is not in the table; lists the nearest ones.
@@ -106,20 +112,33 @@ def find_device(name: str, memory_bytes: int | None = None) -> tuple[Device, str
         raise ConfigError(
             f"`--device {name}` is not in the table of devices",
             allowed="the nearest names are " + ", ".join(_nearest(name)),
-            fix="use one of these if it is the device that you mean, or give the memory alone: `--device-memory 24GB`",
+            fix=(
+                "use one of these if it is the device that you mean, or give the memory alone:"
+                " `--device-memory 24GB`"
+            ),
         )
-    of_this_size = [row for row in rows if memory_bytes is not None and _has_memory(row, memory_bytes)]
+    of_this_size = [
+        row for row in rows if memory_bytes is not None and _has_memory(row, memory_bytes)
+    ]
     chosen = _closest(of_this_size, memory_bytes) if of_this_size and memory_bytes else rows[0]
     if len(rows) == 1:
         return chosen, ""
-    return chosen, f"`--device {name}` can be {_listing(row.name for row in rows)}: this plan is for {chosen.name}"
+    return (
+        chosen,
+        (
+            f"`--device {name}` can be {_listing(row.name for row in rows)}: this plan is for"
+            f" {chosen.name}"
+        ),
+    )
 
 
 def recognize(driver_name: str, memory_bytes: int) -> Device | None:
-    """The row for a device that reports ``driver_name`` and ``memory_bytes``; None if there is none.
+    """The row for a device that reports ``driver_name`` and ``memory_bytes``; None if there is
+    none.
 
-    Nothing is guessed: a name that is not in the table, or a size that none of its variants has (a part of a device, for
-    example), is unknown, and so is a name that variants of the same memory share.
+    Nothing is guessed: a name that is not in the table, or a size that none of its variants has (a
+    part of a device, for example), is unknown, and so is a name that variants of the same memory
+    share.
     """
     rows = [row for row in _by_key().get(_key(driver_name), ()) if _has_memory(row, memory_bytes)]
     if not rows:

@@ -1,5 +1,5 @@
-"""One layout on one machine: memory of the fullest rank, traffic and time of a step. Estimates, from what each strategy
-declares."""
+"""One layout on one machine: memory of the fullest rank, traffic and time of a step. Estimates,
+from what each strategy declares."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paceline.planner.hardware import Machine
 from paceline.planner.model_profile import Described
 from paceline.planner.workload import Batch, micro_batch_flops, workload
 
-#: Share of a device's memory that a run may fill by estimate: the rest is the driver's, the allocator's gaps, and what the
-#: model of activations leaves out.
+#: Share of a device's memory that a run may fill by estimate: the rest is the driver's, the
+#: allocator's gaps, and what the model of activations leaves out.
 USABLE = 0.9
 #: Backward takes two thirds of a step; gradients can be reduced while it goes on.
 _OVERLAPPED = 2 / 3
@@ -30,9 +30,11 @@ class Mode:
     Args:
         name: as a person says it: ``zero3``, ``data 2 × tensor 2``, ``deepspeed stage 1``.
         settings: the keys of the section ``parallel`` that ask for it.
-        weight_copies: bytes of low-precision copies of float32 weights, which autocast keeps from forward to backward.
+        weight_copies: bytes of low-precision copies of float32 weights, which autocast keeps from
+            forward to backward.
         step_time_s: estimated; None if the device's rates are not known.
-        per_second: samples a second over all ranks, estimated; if ``step_time_s`` is None, it only serves to rank modes.
+        per_second: samples a second over all ranks, estimated; if ``step_time_s`` is None, it only
+            serves to rank modes.
     """
 
     name: str
@@ -53,7 +55,9 @@ class Mode:
 
     def as_dict(self) -> dict[str, Any]:
         cost = self.cost
-        memory: dict[str, int | None] = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "total"))
+        memory: dict[str, int | None] = dict.fromkeys(
+            ("parameters", "gradients", "optimizer", "activations", "total")
+        )
         if cost is not None:
             memory = {
                 "parameters": cost.parameters,
@@ -80,7 +84,13 @@ class Mode:
 
 
 def estimate(
-    layout: Layout, config: Config, described: Described, batch: Batch, machine: Machine, *, stage: int | None = None
+    layout: Layout,
+    config: Config,
+    described: Described,
+    batch: Batch,
+    machine: Machine,
+    *,
+    stage: int | None = None,
 ) -> Mode:
     """What ``layout`` comes to. ``stage``: of DeepSpeed."""
     from paceline.parallel.compression.cost import check_communication
@@ -99,46 +109,65 @@ def estimate(
         return Mode(name, layout, settings, False, error.what)
     copies = _weight_copies(described.shape, layout, cost)
     replicas = layout.axes.replicas
-    step_s = step_time(layout, config, work, cost, machine, micro_batch_flops(config, described, batch))
+    step_s = step_time(
+        layout, config, work, cost, machine, micro_batch_flops(config, described, batch)
+    )
     samples = replicas * work.micro_batches * config.train_args.per_device_train_batch_size
     shown_step_s = step_s if machine.rates_known else None
-    mode = Mode(name, layout, settings, True, "", cost, copies, shown_step_s, samples / step_s, samples)
+    mode = Mode(
+        name, layout, settings, True, "", cost, copies, shown_step_s, samples / step_s, samples
+    )
     usable = USABLE * machine.memory_bytes
     if mode.total <= usable:
         return replace(mode, reason=f"{mode.total / machine.memory_bytes:.0%} of the memory")
-    over = f"needs {human_bytes(mode.total)}; {human_bytes(usable)} of {human_bytes(machine.memory_bytes)} can be used"
+    over = (
+        f"needs {human_bytes(mode.total)}; {human_bytes(usable)} of"
+        f" {human_bytes(machine.memory_bytes)} can be used"
+    )
     return replace(mode, fits=False, reason=over)
 
 
-def step_time(layout: Layout, config: Config, work: Workload, cost: Cost, machine: Machine, flops: float) -> float:
-    """Seconds of a step: arithmetic, the pipeline's idle time, and the traffic that does not pass beside the arithmetic.
+def step_time(
+    layout: Layout, config: Config, work: Workload, cost: Cost, machine: Machine, flops: float
+) -> float:
+    """Seconds of a step: arithmetic, the pipeline's idle time, and the traffic that does not pass
+    beside the arithmetic.
 
-    Idle time of a pipeline of p stages and m micro-batches: (p-1)/m of the arithmetic (Narayanan et al., "Efficient Large-Scale
-    Language Model Training on GPU Clusters", 2021, section 2.2), divided by the chunks a rank holds where they are
-    interleaved, and about a third of it with zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, table
-    1, ZB-H1).
+    Idle time of a pipeline of p stages and m micro-batches: (p-1)/m of the arithmetic (Narayanan et
+    al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2),
+    divided by the chunks a rank holds where they are interleaved, and about a third of it with
+    zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, table 1, ZB-H1).
     """
     axes = layout.axes
-    speed = machine.flops_s * (machine.count if machine.is_cpu and layout.world_size == 1 else 1)  # all cores for one rank
+    # all cores for one rank
+    speed = machine.flops_s * (machine.count if machine.is_cpu and layout.world_size == 1 else 1)
     compute = work.micro_batches * flops / (axes.tensor * axes.pipeline) / speed
     if axes.pipeline > 1:
         schedule = config.parallel.pipeline_schedule
         idle = (axes.pipeline - 1) / max(1, work.micro_batches)
-        idle /= {"interleaved_1f1b": config.parallel.pipeline_chunks, "zero_bubble": 3}.get(schedule, 1)
+        idle /= {"interleaved_1f1b": config.parallel.pipeline_chunks, "zero_bubble": 3}.get(
+            schedule, 1
+        )
         compute *= 1 + idle
     traffic = cost.traffic_per_step / machine.link_bytes_s
-    # Within a tensor-parallel layer, between stages, and between the threads of `dp` arithmetic waits for the traffic.
+    # Within a tensor-parallel layer, between stages, and between the threads of `dp` arithmetic
+    # waits for the traffic.
     beside = axes.replicas > 1 and axes.tensor == axes.pipeline == 1 and layout.num_processes > 1
     return compute + max(0.0, traffic - (_OVERLAPPED * compute if beside else 0.0))
 
 
 def _weight_copies(shape: ModelShape, layout: Layout, cost: Cost) -> int:
-    """Autocast multiplies low-precision copies of float32 weights; backward wants them, so all are there when it starts.
-    Strategies that hold the weights in low precision, or gather them block by block, have none."""
+    """Autocast multiplies low-precision copies of float32 weights; backward wants them, so all are
+    there when it starts. Strategies that hold the weights in low precision, or gather them block by
+    block, have none."""
     if not shape.low_bytes or layout.axes.shard > 1:
         return 0
     parts = layout.axes.tensor * layout.axes.pipeline
-    matrices = sum(one.numel for one in shape.trained if len(one.shape) > 1 and one.element_bytes > shape.low_bytes)
+    matrices = sum(
+        one.numel
+        for one in shape.trained
+        if len(one.shape) > 1 and one.element_bytes > shape.low_bytes
+    )
     holds_float32 = cost.parameters >= 0.9 * 4 * matrices / parts
     return shape.low_bytes * matrices // parts if holds_float32 else 0
 
@@ -151,12 +180,21 @@ def _check_cuts(layout: Layout, config: Config, described: Described) -> None:
     if axes.pipeline > 1 and stages > len(blocks):
         raise ConfigError(f"{stages} stages are more than the model's {len(blocks)} blocks")
     if axes.pipeline > 1 and config.task == "recommend":
-        raise ConfigError("a click model's tables stand side by side: there are no stages to cut it into")
-    if axes.tensor > 1 and not described.shape.tensor_plan:
-        raise ConfigError("no plan says how this model's layers are cut: give `parallel.tensor_plan`")
-    if axes.tensor > 1 and dims is not None and (dims.heads % axes.tensor or dims.key_heads % axes.tensor):
         raise ConfigError(
-            f"{dims.heads} attention heads and {dims.key_heads} of keys and values do not divide into {axes.tensor} parts"
+            "a click model's tables stand side by side: there are no stages to cut it into"
+        )
+    if axes.tensor > 1 and not described.shape.tensor_plan:
+        raise ConfigError(
+            "no plan says how this model's layers are cut: give `parallel.tensor_plan`"
+        )
+    if (
+        axes.tensor > 1
+        and dims is not None
+        and (dims.heads % axes.tensor or dims.key_heads % axes.tensor)
+    ):
+        raise ConfigError(
+            f"{dims.heads} attention heads and {dims.key_heads} of keys and values do not divide"
+            f" into {axes.tensor} parts"
         )
 
 
@@ -165,7 +203,10 @@ def _names(layout: Layout, stage: int | None) -> tuple[str, dict[str, Any]]:
     if layout.strategy == "hybrid":
         return layout.axes.text(), {"mode": "hybrid", **axes}
     if stage is not None:
-        return f"{layout.strategy} stage {stage}", {"mode": layout.strategy, "deepspeed_stage": stage}
+        return f"{layout.strategy} stage {stage}", {
+            "mode": layout.strategy,
+            "deepspeed_stage": stage,
+        }
     if len(axes) > 1:
         return f"{layout.strategy}, {layout.axes.text()}", {"mode": layout.strategy, **axes}
     return layout.strategy, {"mode": layout.strategy}

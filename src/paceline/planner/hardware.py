@@ -1,4 +1,5 @@
-"""Machines to plan for: the devices of the table (:mod:`paceline.planner.devices`), or this machine's own."""
+"""Machines to plan for: the devices of the table (:mod:`paceline.planner.devices`), or this
+machine's own."""
 
 from __future__ import annotations
 
@@ -10,11 +11,22 @@ from paceline.core.processes import available_memory
 from paceline.planner.devices import BFLOAT16, Device, devices
 
 _GB = 10**9
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 _HOST_DEVICES = 8
 
-#: Share of a data sheet's figure that training reaches: "model FLOPs utilization" of 40 to 57 % is reported for large models
-#: on A100 (Chowdhery et al., "PaLM", 2022, table 3; Korthikanti et al., 2022, table 5); small models reach less.
+#: Share of a data sheet's figure that training reaches: "model FLOPs utilization" of 40 to 57 % is
+#: reported for large models on A100 (Chowdhery et al., "PaLM", 2022, table 3; Korthikanti et al.,
+#: 2022, table 5); small models reach less.
 DEVICE_EFFICIENCY = 0.4
 #: The same against a large matrix product measured on this CPU.
 CPU_EFFICIENCY = 0.5
@@ -60,7 +72,9 @@ def parse_size(text: str, flag: str = "--device-memory") -> int:
         bare = re.fullmatch(r"\s*[0-9.]+\s*", text)
         raise ConfigError(
             f"`{flag} {text}` " + ("has no unit" if bare else "is not a size"),
-            allowed="a number and a unit: MB, GB, TB (powers of ten), MiB, GiB, TiB (powers of two)",
+            allowed=(
+                "a number and a unit: MB, GB, TB (powers of ten), MiB, GiB, TiB (powers of two)"
+            ),
             fix=f"write e.g. `{flag} {text.strip() if bare else 80}GB`",
         )
     size = round(float(found.group(1)) * unit)
@@ -70,9 +84,14 @@ def parse_size(text: str, flag: str = "--device-memory") -> int:
 
 
 def named_machine(
-    device: Device | None, memory_bytes: int | None, count: int, dtype: str | None, notes: tuple[str, ...] = ()
+    device: Device | None,
+    memory_bytes: int | None,
+    count: int,
+    dtype: str | None,
+    notes: tuple[str, ...] = (),
 ) -> Machine:
-    """``count`` devices that need not be here: of a kind, or of a size alone (the table's nearest then gives speed and links).
+    """``count`` devices that need not be here: of a kind, or of a size alone (the table's nearest
+    then gives speed and links).
 
     Args:
         dtype: that matrix products are computed in: ``bfloat16``, ``float16``, or None for float32.
@@ -84,7 +103,10 @@ def named_machine(
         device = min(able, key=lambda row: abs(row.memory_bytes - (memory_bytes or 0)))
         notes = (
             *notes,
-            f"no device is named: times are those of {device.name}, the nearest in memory (`--device NAME` names one)",
+            (
+                f"no device is named: times are those of {device.name}, the nearest in memory"
+                " (`--device NAME` names one)"
+            ),
         )
     if device.note:
         notes = (*notes, f"{device.name}: {device.note}")
@@ -109,28 +131,44 @@ def named_machine(
 def unknown_machine(name: str, memory_bytes: int, count: int) -> Machine:
     """Devices that are not in the table: their memory is what they report, and no times are given.
 
-    Modes still need an order of preference: they are ranked as if the devices computed and communicated like a usual one."""
+    Modes still need an order of preference: they are ranked as if the devices computed and
+    communicated like a usual one."""
     notes = (
-        f"{name} is not in the table of devices: its memory is what it reports, its rates are not known, so no "
-        "times are given, and modes are ranked as for a device of 100 TFLOP/s on PCIe Gen4",
+        (
+            f"{name} is not in the table of devices: its memory is what it reports, its rates are"
+            " not known, so no times are given, and modes are ranked as for a device of 100"
+            " TFLOP/s on PCIe Gen4"
+        ),
     )
     link, notes = _between_hosts(32 * _GB, 1.25 * _GB, count, notes)
-    return Machine(name, count, memory_bytes, 100e12 * DEVICE_EFFICIENCY, link, notes=notes, rates_known=False)
+    return Machine(
+        name, count, memory_bytes, 100e12 * DEVICE_EFFICIENCY, link, notes=notes, rates_known=False
+    )
 
 
-def _between_hosts(link: float, network: float, count: int, notes: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
+def _between_hosts(
+    link: float, network: float, count: int, notes: tuple[str, ...]
+) -> tuple[float, tuple[str, ...]]:
     if count <= _HOST_DEVICES:
         return link, notes
     link = min(link, network)
-    text = f"more than {_HOST_DEVICES} devices: several hosts, {link / _GB:g} GB/s a device between them, for every mode"
+    text = (
+        f"more than {_HOST_DEVICES} devices: several hosts, {link / _GB:g} GB/s a device between"
+        " them, for every mode"
+    )
     return link, (*notes, text)
 
 
-def cpu_machine(count: int, dtype: str | None, *, measure: bool = True, memory_bytes: int | None = None) -> Machine:
-    """This machine's CPU, shared by ``count`` ranks. ``measure``: time a matrix product (0.1 s; imports torch)."""
+def cpu_machine(
+    count: int, dtype: str | None, *, measure: bool = True, memory_bytes: int | None = None
+) -> Machine:
+    """This machine's CPU, shared by ``count`` ranks. ``measure``: time a matrix product (0.1 s;
+    imports torch)."""
     speed = _measured_cpu(dtype) if measure else _CPU_FLOPS_S
     memory = memory_bytes or available_memory() // count
-    return Machine("CPU", count, memory, speed * CPU_EFFICIENCY / count, _CPU_LINK_BYTES_S, is_cpu=True)
+    return Machine(
+        "CPU", count, memory, speed * CPU_EFFICIENCY / count, _CPU_LINK_BYTES_S, is_cpu=True
+    )
 
 
 def _measured_cpu(dtype: str | None) -> float:

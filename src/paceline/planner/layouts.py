@@ -16,12 +16,15 @@ _MOST_TENSOR = 8
 
 
 def candidates(config: Config, num_devices: int) -> list[Layout]:
-    """Every layout for ``num_devices``: ``single`` first, the modes of one axis, then the hybrids by sizes of their axes.
+    """Every layout for ``num_devices``: ``single`` first, the modes of one axis, then the hybrids
+    by sizes of their axes.
 
-    Sizes and mode that the config gives do not narrow the list; what they name is in it. Whether a model can be cut this way
-    is the strategies' to say.
+    Sizes and mode that the config gives do not narrow the list; what they name is in it. Whether a
+    model can be cut this way is the strategies' to say.
     """
-    free = config.parallel.model_copy(update={"data": None, "shard": None, "tensor": None, "pipeline": None})
+    free = config.parallel.model_copy(
+        update={"data": None, "shard": None, "tensor": None, "pipeline": None}
+    )
     found = [Layout("single", Axes(), 1)]
     if num_devices > 1:
         found += [layout(free, num_devices, name) for name in PLAIN]
@@ -35,7 +38,8 @@ def candidates(config: Config, num_devices: int) -> list[Layout]:
 
 
 def configured(config: Config, num_devices: int) -> Layout | None:
-    """The layout that the config itself names; None under ``auto``, and where it cannot be: :func:`misfit` tells why."""
+    """The layout that the config itself names; None under ``auto``, and where it cannot be:
+    :func:`misfit` tells why."""
     if mode_of(config.parallel) == "auto" or misfit(config, num_devices) is not None:
         return None
     return layout(config.parallel, num_devices)
@@ -57,7 +61,10 @@ def _hybrids(num_devices: int) -> Iterator[Axes]:
         for shard in _divisors(num_devices // data):
             for tensor in _divisors(num_devices // data // shard):
                 axes = Axes(data, shard, tensor, num_devices // data // shard // tensor)
-                if tensor <= _MOST_TENSOR and sum(size > 1 for size in (data, shard, tensor, axes.pipeline)) > 1:
+                if (
+                    tensor <= _MOST_TENSOR
+                    and sum(size > 1 for size in (data, shard, tensor, axes.pipeline)) > 1
+                ):
                     yield axes
 
 

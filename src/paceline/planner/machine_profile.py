@@ -15,12 +15,10 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Profile:
-    """Args:
-    host: name of the machine that was measured; on another the profile is not used.
-    device_type: between devices of which kind.
-    num_ranks, num_hosts: that took part.
-    latency_s, bandwidth_bytes_s: of an all-reduce, by the α–β model (:class:`~paceline.distributed.link.Link`).
-    day: when, as 2026-01-31.
+    """Args: host: name of the machine that was measured; on another the profile is not used.
+    device_type: between devices of which kind. num_ranks, num_hosts: that took part. latency_s,
+    bandwidth_bytes_s: of an all-reduce, by the α–β model
+    (:class:`~paceline.distributed.link.Link`). day: when, as 2026-01-31.
     """
 
     host: str
@@ -36,10 +34,22 @@ def profile_path() -> Path:
     return cache_dir() / "machine.json"
 
 
-def keep(device_type: str, num_ranks: int, num_hosts: int, latency_s: float, bandwidth_bytes_s: float | None) -> Path:
+def keep(
+    device_type: str,
+    num_ranks: int,
+    num_hosts: int,
+    latency_s: float,
+    bandwidth_bytes_s: float | None,
+) -> Path:
     """Write the profile of this machine; the newest measurement wins. Returns where."""
     found = Profile(
-        socket.gethostname(), device_type, num_ranks, num_hosts, latency_s, bandwidth_bytes_s, date.today().isoformat()
+        socket.gethostname(),
+        device_type,
+        num_ranks,
+        num_hosts,
+        latency_s,
+        bandwidth_bytes_s,
+        date.today().isoformat(),
     )
     path = profile_path()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +58,8 @@ def keep(device_type: str, num_ranks: int, num_hosts: int, latency_s: float, ban
 
 
 def read(device_type: str) -> Profile | None:
-    """The profile of this machine for devices of this kind; None where there is none, or none that can be read."""
+    """The profile of this machine for devices of this kind; None where there is none, or none that
+    can be read."""
     try:
         found = json.loads(profile_path().read_text())
         if found.pop("version") != _VERSION:
@@ -56,4 +67,8 @@ def read(device_type: str) -> Profile | None:
         profile = Profile(**found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return profile if (profile.host, profile.device_type) == (socket.gethostname(), device_type) else None
+    return (
+        profile
+        if (profile.host, profile.device_type) == (socket.gethostname(), device_type)
+        else None
+    )

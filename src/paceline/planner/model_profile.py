@@ -1,5 +1,5 @@
-"""The model of a config as numbers, without its weights: shape, widths, and of models that are no language models a trial on
-torch's meta device, which computes nothing."""
+"""The model of a config as numbers, without its weights: shape, widths, and of models that are no
+language models a trial on torch's meta device, which computes nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class Described:
     """A model to plan for.
 
     Args:
-        dims: of a language model; None of others, and of language models whose config.json is of an unknown make.
-        activation_bytes, flops: of one micro-batch, from the trial; 0 where it could not be made. Unused with ``dims``.
+        dims: of a language model; None of others, and of language models whose config.json is of an
+            unknown make.
+        activation_bytes, flops: of one micro-batch, from the trial; 0 where it could not be made.
+            Unused with ``dims``.
         fused_attention: the model stores no attention scores.
     """
 
@@ -59,7 +61,11 @@ def _language(config: Config) -> Described:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     found = base.config.to_dict()
     dims = dims_of(found)
-    notes = () if dims else ("this model's activations and operations are not known: they are left out",)
+    notes = (
+        ()
+        if dims
+        else ("this model's activations and operations are not known: they are left out",)
+    )
     fused = getattr(base.config, "_attn_implementation", "sdpa") != "eager"
     return Described(outline(model, config), dims, fused_attention=fused, notes=notes)
 
@@ -86,11 +92,18 @@ def _other(task: Task, config: Config) -> Described:
     activation_bytes, flops = 0, 0.0
     if on_meta:
         try:
-            shape = outline(model, config, Probe(lambda one: task.loss(one, _to_meta(task.collate([dataset[0]]))), rows=1))
+            shape = outline(
+                model,
+                config,
+                Probe(lambda one: task.loss(one, _to_meta(task.collate([dataset[0]]))), rows=1),
+            )
             activation_bytes, flops = _trial(task, model, config, dataset)
         except Exception as error:  # the user's code, on tensors that hold no values
             first = (str(error).splitlines() or [""])[0][:120]
-            notes.append(f"activations are not known: the model does not run without values ({type(error).__name__}: {first})")
+            notes.append(
+                "activations are not known: the model does not run without values"
+                f" ({type(error).__name__}: {first})"
+            )
     else:
         notes.append("activations are not known: the model cannot be built without values")
     return Described(shape, None, activation_bytes, flops, notes=tuple(notes))
@@ -107,7 +120,9 @@ def _build(task: Task) -> tuple[nn.Module, bool]:
             return model, True
     except ConfigError:
         raise
-    except Exception:  # code that looks at values; a second try on the CPU tells whether it is wrong
+    except (
+        Exception
+    ):  # code that looks at values; a second try on the CPU tells whether it is wrong
         pass
     try:
         return task.build_model(), False
@@ -121,7 +136,8 @@ def _build(task: Task) -> tuple[nn.Module, bool]:
 
 
 def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[int, float]:
-    """(bytes kept for backward, operations of forward and backward) of one micro-batch, float32, nothing computed."""
+    """(bytes kept for backward, operations of forward and backward) of one micro-batch, float32,
+    nothing computed."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -132,7 +148,8 @@ def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[
     size = config.train_args.per_device_train_batch_size
     batch = _to_meta(task.collate([dataset[index % len(dataset)] for index in range(size)]))
     weights = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
-    kept: dict[int, Any] = {}  # the storages themselves: an address is used again once its storage is gone
+    # the storages themselves: an address is used again once its storage is gone
+    kept: dict[int, Any] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -48,11 +48,15 @@ def show(plan: Plan, stream: TextIO | None = None) -> None:
         console.print(Text(f"\nthe config's own: {plan.misfit}", style="bold red"))
     for line in _configured(plan):
         console.print(Text(line))
-    console.print(Text("\nauto: " + plan.choice.why, style="bold green" if plan.choice.taken else "bold red"))
+    console.print(
+        Text("\nauto: " + plan.choice.why, style="bold green" if plan.choice.taken else "bold red")
+    )
 
 
 def _head(plan: Plan) -> list[str]:
-    trained = "" if plan.trained == plan.parameters else f", {short_count(plan.trained)} of them trained"
+    trained = (
+        "" if plan.trained == plan.parameters else f", {short_count(plan.trained)} of them trained"
+    )
     machine = plan.machine
     return [
         f"model     {plan.config.model}: {plan.parameters:,} parameters{trained}",
@@ -82,7 +86,10 @@ def _configured(plan: Plan) -> list[str]:
     lines.append(f"  memory: {_memory(smallest.mode)}")
     cost = "; ".join(smallest.costs)
     if mode.step_time_s is not None and smallest.mode.step_time_s is not None:
-        cost += f"; {_seconds(smallest.mode.step_time_s)} per step instead of {_seconds(mode.step_time_s)}"
+        cost += (
+            f"; {_seconds(smallest.mode.step_time_s)} per step instead of"
+            f" {_seconds(mode.step_time_s)}"
+        )
     before, after = _traffic(mode), _traffic(smallest.mode)
     if after != before:
         cost += f"; {human_bytes(after)} sent per step instead of {human_bytes(before)}"
@@ -105,7 +112,14 @@ def _shown(plan: Plan) -> tuple[list[Mode], int]:
     possible = [one for one in plan.choice.modes if one.cost is not None]
     plain = [one for one in possible if one.layout.strategy != "hybrid"]
     hybrids = [one for one in possible if one.layout.strategy == "hybrid"]
-    hybrids.sort(key=lambda one: (one is not plan.choice.taken, one is not plan.configured, not one.fits, -one.per_second))
+    hybrids.sort(
+        key=lambda one: (
+            one is not plan.choice.taken,
+            one is not plan.configured,
+            not one.fits,
+            -one.per_second,
+        )
+    )
     return plain + hybrids[:_SHOWN_HYBRIDS], max(0, len(hybrids) - _SHOWN_HYBRIDS)
 
 
@@ -118,7 +132,10 @@ def _table(plan: Plan, modes: list[Mode]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     for one in modes:
-        table.add_row(*_row(plan, one), style="bold green" if one is plan.choice.taken else "" if one.fits else "dim")
+        table.add_row(
+            *_row(plan, one),
+            style="bold green" if one is plan.choice.taken else "" if one.fits else "dim",
+        )
     return table
 
 
@@ -126,11 +143,24 @@ def _row(plan: Plan, mode: Mode) -> list[str]:
     assert mode.cost is not None
     cost = mode.cost
     mark = "→ " if mode is plan.choice.taken else "* " if mode is plan.configured else "  "
-    sizes = (cost.parameters, cost.gradients, cost.optimizer, cost.activations + mode.weight_copies, mode.total)
+    sizes = (
+        cost.parameters,
+        cost.gradients,
+        cost.optimizer,
+        cost.activations + mode.weight_copies,
+        mode.total,
+    )
     share = mode.total / plan.machine.memory_bytes
-    verdict = f"yes {share:.0%}" if mode.fits else f"no {share:.0%}" if share < 10 else f"no {share:.0f}×"
+    verdict = (
+        f"yes {share:.0%}" if mode.fits else f"no {share:.0%}" if share < 10 else f"no {share:.0f}×"
+    )
     return [
-        mark + (mode.name if len(mode.name) <= _MODE_WIDTH else mode.name.replace(" × ", "×").replace("pipeline", "pipe")),
+        mark
+        + (
+            mode.name
+            if len(mode.name) <= _MODE_WIDTH
+            else mode.name.replace(" × ", "×").replace("pipeline", "pipe")
+        ),
         *(_short(size) for size in sizes),
         ("≤" if cost.traffic_is_bound else "") + _short(cost.traffic_per_step),
         "?" if mode.step_time_s is None else _seconds(mode.step_time_s),
@@ -143,7 +173,11 @@ def _short(size_bytes: float) -> str:
     """``13.2G``: a size of at most six characters, in powers of two."""
     for unit in ("", "K", "M", "G"):
         if abs(size_bytes) < 1000:
-            return f"{size_bytes:.0f}{unit}" if not unit or size_bytes >= 100 else f"{size_bytes:.1f}{unit}"
+            return (
+                f"{size_bytes:.0f}{unit}"
+                if not unit or size_bytes >= 100
+                else f"{size_bytes:.1f}{unit}"
+            )
         size_bytes /= 1024
     return f"{size_bytes:.1f}T"
 
@@ -158,13 +192,20 @@ def _seconds(seconds: float) -> str:
 
 def _legend(plan: Plan) -> str:
     parts = [
-        "bytes on the fullest rank; sent: by the busiest in a step; smp/s: samples a second of all ranks",
+        (
+            "bytes on the fullest rank; sent: by the busiest in a step; smp/s: samples a second of"
+            " all ranks"
+        ),
         "fits: within 90 % of the device's memory",
     ]
     if any(one.cost is not None and one.cost.traffic_is_bound for one in plan.choice.modes):
         parts.append("≤: at most, with no id twice in a batch")
     parts += ["→ taken by auto"] if plan.choice.taken else []
-    parts += ["* named in the config"] if plan.configured is not None and plan.configured is not plan.choice.taken else []
+    parts += (
+        ["* named in the config"]
+        if plan.configured is not None and plan.configured is not plan.choice.taken
+        else []
+    )
     if any(one.layout.strategy == "single" for one in plan.choice.modes) and plan.machine.count > 1:
         parts.append("single uses one of the devices")
     return "; ".join(parts)

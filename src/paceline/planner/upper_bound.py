@@ -1,4 +1,5 @@
-"""An upper bound on what a rank under ``ddp`` takes, from files alone: no model is built and no torch imported."""
+"""An upper bound on what a rank under ``ddp`` takes, from files alone: no model is built and no
+torch imported."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _HEADER_BYTES = 100 << 20
 
 
 def at_most(config: Config) -> int | None:
-    """Bytes of state and activations of one rank that holds the whole model, or more; None where the files do not say."""
+    """Bytes of state and activations of one rank that holds the whole model, or more; None where
+    the files do not say."""
     if config.task in ("sft", "pretrain"):
         return _language(config)
     if config.task == "classify" and config.model.startswith("builtin:"):
@@ -46,7 +48,8 @@ def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
     each = 4 + 4 + optimizer_bytes_per_element(args) + (2 if args.mixed_dtype else 0)
     if not lora.enable:
         return parameters * each
-    widths = 4 * dims.hidden + 2 * dims.queries + 2 * dims.keys  # of the four projections of attention, inputs and outputs
+    # of the four projections of attention, inputs and outputs
+    widths = 4 * dims.hidden + 2 * dims.queries + 2 * dims.keys
     widths += 3 * (dims.hidden + dims.feed_forward) * dims.experts
     adapters = lora.rank * widths * dims.layers
     saved = len(lora.modules_to_save) * dims.vocabulary * dims.hidden
@@ -54,16 +57,22 @@ def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
 
 
 def _classifier(config: Config) -> int:
-    """The built-in image models: weights of three 3 × 3 convolutions, or of two layers over the pixels; six maps a
-    convolution."""
+    """The built-in image models: weights of three 3 × 3 convolutions, or of two layers over the
+    pixels; six maps a convolution."""
     hidden, pixels = config.classify.hidden, max(64, config.classify.image_size**2)
-    parameters = 9 * (3 * hidden + 3 * hidden * hidden) + 3 * pixels * hidden + hidden * hidden + 4096 * hidden
+    parameters = (
+        9 * (3 * hidden + 3 * hidden * hidden)
+        + 3 * pixels * hidden
+        + hidden * hidden
+        + 4096 * hidden
+    )
     maps = config.train_args.per_device_train_batch_size * pixels * hidden * 4 * 6
     return parameters * 18 + maps
 
 
 def _recommender(config: Config) -> int | None:
-    """Click models whose tables' sizes the config gives: rows, two networks, and six times what a batch's rows hold."""
+    """Click models whose tables' sizes the config gives: rows, two networks, and six times what a
+    batch's rows hold."""
     from paceline.data.clicks.log import BUILTIN_TABLES
 
     said = config.recommend
@@ -76,14 +85,26 @@ def _recommender(config: Config) -> int | None:
     else:
         return None  # the data say how large the tables are
     vectors = len(sizes) + 1
-    widths = [max(len(said.dense), 16), *said.bottom, vectors * (vectors + said.embedding_dim), *said.top, 1]
+    widths = [
+        max(len(said.dense), 16),
+        *said.bottom,
+        vectors * (vectors + said.embedding_dim),
+        *said.top,
+        1,
+    ]
     parameters = said.embedding_dim * sum(sizes) + sum(a * b + b for a, b in pairwise(widths))
-    batch = config.train_args.per_device_train_batch_size * (sum(widths) + vectors * said.embedding_dim) * 4 * 6
+    batch = (
+        config.train_args.per_device_train_batch_size
+        * (sum(widths) + vectors * said.embedding_dim)
+        * 4
+        * 6
+    )
     return parameters * 18 + batch
 
 
 def stored_parameters(folder: Path) -> int | None:
-    """Numbers in a folder's safetensors files, by their headers; None without such files, or with one that cannot be read."""
+    """Numbers in a folder's safetensors files, by their headers; None without such files, or with
+    one that cannot be read."""
     files = sorted(folder.glob("model*.safetensors"))
     total = 0
     try:

@@ -20,7 +20,8 @@ class Batch:
         fullest: tokens of the longest samples that can meet in one; what memory must hold.
         label_share: of the tokens carry loss.
         sample: tokens of a sample on average.
-        known: from the data; else every sample is taken to have ``max_length`` tokens, all with loss.
+        known: from the data; else every sample is taken to have ``max_length`` tokens, all with
+            loss.
     """
 
     positions: float
@@ -36,10 +37,13 @@ class Batch:
             return f"{self.positions:,.0f} samples a micro-batch"
         if self.known:
             return (
-                f"{self.positions:,.0f} tokens a micro-batch on average, from the tokenised data; memory is for the "
-                f"{self.fullest:,.0f} of its longest samples"
+                f"{self.positions:,.0f} tokens a micro-batch on average, from the tokenised data;"
+                f" memory is for the {self.fullest:,.0f} of its longest samples"
             )
-        return f"{self.positions:,.0f} tokens a micro-batch: every sample of `max_length`, for the data is not tokenised yet"
+        return (
+            f"{self.positions:,.0f} tokens a micro-batch: every sample of `max_length`, for the"
+            " data is not tokenised yet"
+        )
 
 
 def micro_batch(config: Config) -> Batch:
@@ -58,11 +62,15 @@ def micro_batch(config: Config) -> Batch:
     size = min(size, len(lengths))
     mean = float(lengths.mean())
     longest_samples = sorted(lengths.tolist())[-size:]
-    fullest = float(sum(longest_samples) if args.packing is not False else size * longest_samples[-1])
+    fullest = float(
+        sum(longest_samples) if args.packing is not False else size * longest_samples[-1]
+    )
     return Batch(mean * size, fullest, float(labels.sum() / lengths.sum()), mean)
 
 
-def activations(config: Config, described: Described, batch: Batch, is_cpu: bool) -> Activations | None:
+def activations(
+    config: Config, described: Described, batch: Batch, is_cpu: bool
+) -> Activations | None:
     """Of a language model's fullest micro-batch; None where they are not known from its widths."""
     if described.dims is None:
         return None
@@ -80,7 +88,9 @@ def activations(config: Config, described: Described, batch: Batch, is_cpu: bool
 def workload(config: Config, described: Described, batch: Batch, is_cpu: bool) -> Workload:
     """What a strategy's cost is declared from, beside the model's shape."""
     found = activations(config, described, batch, is_cpu)
-    blocks = found.blocks if found is not None and len(described.shape.blocks) == found.layers else ()
+    blocks = (
+        found.blocks if found is not None and len(described.shape.blocks) == found.layers else ()
+    )
     return Workload(
         micro_batches=config.train_args.gradient_accumulation_steps,
         positions=batch.positions,
@@ -90,10 +100,16 @@ def workload(config: Config, described: Described, batch: Batch, is_cpu: bool) -
 
 
 def micro_batch_flops(config: Config, described: Described, batch: Batch) -> float:
-    """Operations of a micro-batch, forward and backward; where neither widths nor a trial say more, 6 a parameter and
-    position."""
+    """Operations of a micro-batch, forward and backward; where neither widths nor a trial say more,
+    6 a parameter and position."""
     if described.dims is not None:
-        return language_flops(described.dims, config, batch.positions, batch.positions * batch.label_share, batch.sample)
+        return language_flops(
+            described.dims,
+            config,
+            batch.positions,
+            batch.positions * batch.label_share,
+            batch.sample,
+        )
     if described.flops:
         return described.flops
     return 6.0 * batch.positions * sum(one.numel for one in described.shape.parameters)

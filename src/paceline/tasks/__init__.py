@@ -26,7 +26,8 @@ def is_user_task(config: Config) -> bool:
 
 
 def load_task(config: Config) -> Task:
-    """The task that ``config.task`` names: a built-in one, ``./file.py:Class`` or ``package.module:Class``.
+    """The task that ``config.task`` names: a built-in one, ``./file.py:Class`` or
+    ``package.module:Class``.
 
     Raises:
         ConfigError: no such task; or the user's file or class cannot be used, with the reason.

@@ -1,7 +1,9 @@
-"""Check that a user's loss is a sum over samples, as the trainer assumes, before the first step of a run.
+"""Check that a user's loss is a sum over samples, as the trainer assumes, before the first step of
+a run.
 
-The trainer adds the losses of all micro-batches and divides them by the global count. A loss that is already a mean is divided
-twice, which trains with a fraction of the gradient and prints a plausible curve.
+The trainer adds the losses of all micro-batches and divides them by the global count. A loss that
+is already a mean is divided twice, which trains with a fraction of the gradient and prints a
+plausible curve.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from paceline.tasks.base import Task
 
 _MAX_SAMPLES = 6
-#: Draws over which a loss that uses random numbers is averaged, and how far such an average may be from its expectation.
+#: Draws over which a loss that uses random numbers is averaged, and how far such an average may be
+#: from its expectation.
 _NUM_DRAWS = 8
 _STOCHASTIC_TOLERANCE = 0.2
 
@@ -48,15 +51,18 @@ class _Split:
         return _is_close(self.whole, sum(self.parts), tolerance)
 
     def is_mean(self, tolerance: float) -> bool:
-        weighted = sum(part * count for part, count in zip(self.parts, self.counts, strict=True)) / max(1, sum(self.counts))
+        weighted = sum(
+            part * count for part, count in zip(self.parts, self.counts, strict=True)
+        ) / max(1, sum(self.counts))
         return _is_close(self.whole, weighted, tolerance)
 
 
 def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> list[Notice]:
     """Compare the task's loss on a few real samples with its losses on two parts of them.
 
-    The model is in eval mode meanwhile. Its buffers and modes, attributes that the loss assigns to the task, and all random
-    states are as before when this returns. Every rank calls this, since a loss may call collectives.
+    The model is in eval mode meanwhile. Its buffers and modes, attributes that the loss assigns to
+    the task, and all random states are as before when this returns. Every rank calls this, since a
+    loss may call collectives.
 
     Args:
         model: the model before a strategy has placed it.
@@ -67,24 +73,36 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
         (level, text) notices, where the loss could not be checked.
 
     Raises:
-        ConfigError: the loss is a mean, or is not additive in another way; or ``evaluate`` returns a mean.
+        ConfigError: the loss is a mean, or is not additive in another way; or ``evaluate`` returns
+            a mean.
     """
     if not task.additive or len(dataset) == 0 or any(param.is_meta for param in model.parameters()):
         return []
-    task = copy.copy(task)  # attributes that the loss assigns, such as a count of its calls, stay as they are
+    # attributes that the loss assigns, such as a count of its calls, stay as they are
+    task = copy.copy(task)
     with _unchanged(model):
         samples = _draw_samples(dataset, seed)
         try:
-            notices = _check_quantity(task, model, samples, seed, "loss", lambda batch: {"loss": task.loss(model, batch)})
+            notices = _check_quantity(
+                task, model, samples, seed, "loss", lambda batch: {"loss": task.loss(model, batch)}
+            )
             if _overrides_evaluate(task):
                 notices += _check_quantity(
-                    task, model, samples, seed, "evaluate", lambda batch: _sums(task, task.evaluate(model, batch))
+                    task,
+                    model,
+                    samples,
+                    seed,
+                    "evaluate",
+                    lambda batch: _sums(task, task.evaluate(model, batch)),
                 )
         except ConfigError:
             raise
         except Exception as error:  # such as a detection model, which has no loss in eval mode
             first_line = (str(error).strip().splitlines() or [""])[0][:200]
-            text = f"the loss was not checked to be a sum, because it failed in eval mode: {type(error).__name__}: {first_line}"
+            text = (
+                "the loss was not checked to be a sum, because it failed in eval mode:"
+                f" {type(error).__name__}: {first_line}"
+            )
             return [("warning", text)]
     return notices
 
@@ -97,8 +115,11 @@ def _check_quantity(
     method: str,
     compute: Callable[[Any], dict[str, torch.Tensor]],
 ) -> list[Notice]:
-    cut = len(samples) - max(1, len(samples) // 3)  # parts of unequal size tell a weighted mean from a plain one
-    batches = [_collate(task, model, part, seed) for part in (samples, samples[:cut], samples[cut:])]
+    # parts of unequal size tell a weighted mean from a plain one
+    cut = len(samples) - max(1, len(samples) // 3)
+    batches = [
+        _collate(task, model, part, seed) for part in (samples, samples[:cut], samples[cut:])
+    ]
     counts = (task.count(batches[1]), task.count(batches[2]))
     first, second = (_evaluate(compute, batches[0], seed, draw) for draw in (0, 1))
     tolerance = _tolerance(model)
@@ -108,13 +129,31 @@ def _check_quantity(
         draws = range(_NUM_DRAWS) if is_stochastic else range(1)
         whole, left, right = (_average(compute, batch, name, seed, draws) for batch in batches)
         split = _Split(whole, (left, right), counts)
-        name_in_text = f"{type(task).__name__}.{method}" + (f" ({name})" if method == "evaluate" else "")
+        name_in_text = f"{type(task).__name__}.{method}" + (
+            f" ({name})" if method == "evaluate" else ""
+        )
         if split.is_zero or not all(map(np.isfinite, (whole, left, right))):
-            notices.append(("info", f"{name_in_text} was not checked to be a sum: it is {whole:g} on the first samples"))
+            notices.append(
+                (
+                    "info",
+                    (
+                        f"{name_in_text} was not checked to be a sum: it is {whole:g} on the first"
+                        " samples"
+                    ),
+                )
+            )
         elif is_stochastic:
             if split.is_mean(_STOCHASTIC_TOLERANCE) and not split.is_sum(_STOCHASTIC_TOLERANCE):
                 raise _is_a_mean(name_in_text, method, split)
-            notices.append(("info", f"{name_in_text} draws random numbers, so it was only roughly checked to be a sum"))
+            notices.append(
+                (
+                    "info",
+                    (
+                        f"{name_in_text} draws random numbers, so it was only roughly checked to be"
+                        " a sum"
+                    ),
+                )
+            )
         elif split.is_sum(tolerance):
             continue
         elif split.is_mean(tolerance):
@@ -125,11 +164,15 @@ def _check_quantity(
 
 
 def _is_a_mean(name: str, method: str, split: _Split) -> ConfigError:
-    remedy = 'reduction="sum"' if method == "loss" else "the sum over the batch, such as `(output - target).abs().sum()`"
+    remedy = (
+        'reduction="sum"'
+        if method == "loss"
+        else "the sum over the batch, such as `(output - target).abs().sum()`"
+    )
     effect = ", and the gradient would shrink with the batch size" if method == "loss" else ""
     return ConfigError(
-        f"{name} returns the mean over the batch: {_figures(split)}. Paceline divides by the global count itself, so a mean "
-        f"would be divided twice{effect}",
+        f"{name} returns the mean over the batch: {_figures(split)}. Paceline divides by the global"
+        f" count itself, so a mean would be divided twice{effect}",
         allowed="the sum over the batch",
         fix=f"return {remedy} instead of the mean, or multiply the result by self.count(batch)",
     )
@@ -137,22 +180,28 @@ def _is_a_mean(name: str, method: str, split: _Split) -> ConfigError:
 
 def _is_not_additive(name: str, split: _Split) -> ConfigError:
     return ConfigError(
-        f"{name} is not additive: {_figures(split)}. The result of training would depend on the micro-batch size and on the "
-        "number of ranks",
+        f"{name} is not additive: {_figures(split)}. The result of training would depend on the"
+        " micro-batch size and on the number of ranks",
         allowed="a loss whose value on a batch is the sum of its values on the parts of the batch",
-        fix="multiply a term that does not depend on the samples (such as a weight penalty) by self.count(batch); if the loss "
-        "compares samples of a micro-batch with each other (such as a contrastive loss), set `additive = False` in the class",
+        fix=(
+            "multiply a term that does not depend on the samples (such as a weight penalty) by"
+            " self.count(batch); if the loss compares samples of a micro-batch with each other"
+            " (such as a contrastive loss), set `additive = False` in the class"
+        ),
     )
 
 
 def _figures(split: _Split) -> str:
     left, right = split.parts
     size = " + ".join(map(str, split.counts))
-    return f"{split.whole:.6g} on a batch (count {size}), {left:.6g} and {right:.6g} on its two parts"
+    return (
+        f"{split.whole:.6g} on a batch (count {size}), {left:.6g} and {right:.6g} on its two parts"
+    )
 
 
 def _draw_samples(dataset: Any, seed: int) -> list[Any]:
-    """Up to six samples spread over the dataset; a single one twice, for the parts must not be empty."""
+    """Up to six samples spread over the dataset; a single one twice, for the parts must not be
+    empty."""
     num_samples = min(len(dataset), _MAX_SAMPLES)
     seed_everything(seed, "additivity")
     samples = [dataset[position * len(dataset) // num_samples] for position in range(num_samples)]
@@ -165,15 +214,22 @@ def _collate(task: Task, model: nn.Module, samples: Sequence[Any], seed: int) ->
     return map_tensors(task.collate(samples), lambda tensor: tensor.to(device))
 
 
-def _evaluate(compute: Callable[[Any], dict[str, torch.Tensor]], batch: Any, seed: int, draw: int) -> dict[str, float]:
+def _evaluate(
+    compute: Callable[[Any], dict[str, torch.Tensor]], batch: Any, seed: int, draw: int
+) -> dict[str, float]:
     seed_everything(seed, "additivity", draw)
-    copied = map_tensors(batch, lambda tensor: tensor.clone())  # a loss may change its batch in place
+    # a loss may change its batch in place
+    copied = map_tensors(batch, lambda tensor: tensor.clone())
     with torch.enable_grad():  # a loss may take gradients itself
         return {name: float(value.detach()) for name, value in compute(copied).items()}
 
 
 def _average(
-    compute: Callable[[Any], dict[str, torch.Tensor]], batch: Any, name: str, seed: int, draws: Sequence[int]
+    compute: Callable[[Any], dict[str, torch.Tensor]],
+    batch: Any,
+    name: str,
+    seed: int,
+    draws: Sequence[int],
 ) -> float:
     return float(np.mean([_evaluate(compute, batch, seed, draw)[name] for draw in draws]))
 

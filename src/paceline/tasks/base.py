@@ -1,7 +1,8 @@
 """The contract of a task: what a sample is, how samples become a batch, and what the loss is.
 
-A task knows nothing of ranks, accumulation or precision. It gives the *sum* of the loss over a batch and the *count* that
-sum is over (tokens, images); the engine divides by the global count, so the loss is the same for every number of ranks.
+A task knows nothing of ranks, accumulation or precision. It gives the *sum* of the loss over a
+batch and the *count* that sum is over (tokens, images); the engine divides by the global count, so
+the loss is the same for every number of ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class StateSource(Protocol):
 
 @dataclass
 class DataCounts:
-    """What became of the rows: read = kept + everything dropped. ``truncated`` rows are kept. ``excluded_turns``: assistant
-    turns of the kept rows on which the data or the config switches the loss off."""
+    """What became of the rows: read = kept + everything dropped. ``truncated`` rows are kept.
+    ``excluded_turns``: assistant turns of the kept rows on which the data or the config switches
+    the loss off."""
 
     read: int = 0
     kept: int = 0
@@ -40,13 +42,19 @@ class DataCounts:
     excluded_turns: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        out = {"read": self.read, "kept": self.kept, "truncated": self.truncated, "dropped": dict(self.dropped)}
+        out = {
+            "read": self.read,
+            "kept": self.kept,
+            "truncated": self.truncated,
+            "dropped": dict(self.dropped),
+        }
         return {**out, "excluded_turns": self.excluded_turns} if self.excluded_turns else out
 
 
 @dataclass
 class Prepared:
-    """What :meth:`Task.prepare` found, before any rank exists. Small and picklable: it is sent to every rank.
+    """What :meth:`Task.prepare` found, before any rank exists. Small and picklable: it is sent to
+    every rank.
 
     Args:
         num_train: number of training samples.
@@ -55,8 +63,10 @@ class Prepared:
         train_tokens: tokens of one epoch, or None where samples have no tokens.
         label_tokens: tokens that carry loss in one epoch, or None.
         notices: lines for the person, as (level, text), level "info" or "warning".
-        fingerprint: changes when the data does; a resumed run is refused where it differs. None: not known.
-        handle: whatever the task's ``build_datasets`` needs to find the prepared data again (a cache folder, say).
+        fingerprint: changes when the data does; a resumed run is refused where it differs. None:
+            not known.
+        handle: whatever the task's ``build_datasets`` needs to find the prepared data again (a
+            cache folder, say).
     """
 
     num_train: int
@@ -70,7 +80,8 @@ class Prepared:
 
 
 class Task:
-    """Base class of all tasks. Your own needs ``build_model``, ``build_datasets`` and ``loss``; the rest has defaults.
+    """Base class of all tasks. Your own needs ``build_model``, ``build_datasets`` and ``loss``; the
+    rest has defaults.
 
     Example::
 
@@ -93,54 +104,71 @@ class Task:
     unit = "samples"
     #: peak learning rate where the config gives none
     default_learning_rate = 1e-3
-    #: False: the loss compares samples of a micro-batch with each other (a contrastive loss), so that its value on a batch is
-    #: not the sum of its values on the parts. The result of training then depends on the micro-batch size.
+    #: False: the loss compares samples of a micro-batch with each other (a contrastive loss), so
+    #: that its value on a batch is not the sum of its values on the parts. The result of training
+    #: then depends on the micro-batch size.
     additive = True
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    # -- before any rank exists ---------------------------------------------------------------------------------------
+    # -- before any rank exists
+    # ---------------------------------------------------------------------------------------
     def check(self) -> None:
-        """Raise :class:`~paceline.core.errors.ConfigError` for what can be seen to be wrong without reading the data."""
+        """Raise :class:`~paceline.core.errors.ConfigError` for what can be seen to be wrong without
+        reading the data."""
 
     def prepare(self) -> Prepared:
-        """Read, tokenise and cache the data; called before the process group exists, once a node at a time.
+        """Read, tokenise and cache the data; called before the process group exists, once a node at
+        a time.
 
         The default builds the datasets and counts their rows.
         """
         train, evaluation = self.build_datasets()
         counts = DataCounts(read=len(train), kept=len(train))
-        return Prepared(num_train=len(train), num_eval=0 if evaluation is None else len(evaluation), counts=counts)
+        return Prepared(
+            num_train=len(train),
+            num_eval=0 if evaluation is None else len(evaluation),
+            counts=counts,
+        )
 
-    # -- on every rank ------------------------------------------------------------------------------------------------
-    prepared: Prepared | None = None  #: set by the engine before ``build_datasets`` is called on a rank
+    # -- on every rank
+    # ------------------------------------------------------------------------------------------------
+    prepared: Prepared | None = (
+        None  #: set by the engine before ``build_datasets`` is called on a rank
+    )
 
     def build_datasets(self) -> tuple[Any, Any | None]:
-        """(training dataset, validation dataset or None): map-style, with ``__len__`` and ``__getitem__(int)``.
+        """(training dataset, validation dataset or None): map-style, with ``__len__`` and
+        ``__getitem__(int)``.
 
-        A dataset may have an attribute ``lengths``, an int array [num_samples] of tokens a sample: ranks then get shares of
-        the global batch that are equal in tokens. Where an attribute ``deterministic`` is true, the random state is not set
-        before each look at a sample (it else is, by seed, epoch and index: augmentation is then the same in every run).
+        A dataset may have an attribute ``lengths``, an int array [num_samples] of tokens a sample:
+        ranks then get shares of the global batch that are equal in tokens. Where an attribute
+        ``deterministic`` is true, the random state is not set before each look at a sample (it else
+        is, by seed, epoch and index: augmentation is then the same in every run).
         """
         raise NotImplementedError(f"{type(self).__name__} needs build_datasets(self)")
 
     def build_model(self) -> nn.Module:
-        """The module to train, on the CPU, in float32, initialised from torch's global random state (already seeded)."""
+        """The module to train, on the CPU, in float32, initialised from torch's global random state
+        (already seeded)."""
         raise NotImplementedError(f"{type(self).__name__} needs build_model(self)")
 
     def setup(self, model: nn.Module) -> list[tuple[str, str]]:
-        """Called once on every rank with the model on its device, before any batch is made. Returns (level, text) notices."""
+        """Called once on every rank with the model on its device, before any batch is made. Returns
+        (level, text) notices."""
         return []
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Samples to a batch (tensors in tuples, lists or dicts). Default: torch's ``default_collate``."""
+        """Samples to a batch (tensors in tuples, lists or dicts). Default: torch's
+        ``default_collate``."""
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
 
     def count(self, batch: Any) -> int:
-        """What the loss of this batch is a sum over. Default: the first dimension of the batch's first tensor."""
+        """What the loss of this batch is a sum over. Default: the first dimension of the batch's
+        first tensor."""
         return int(_first_tensor(batch).shape[0])
 
     def num_tokens(self, batch: Any) -> int | None:
@@ -152,28 +180,31 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} needs loss(self, model, batch)")
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Sums over the batch, by name; the engine divides them by the global count. Must hold "loss". Those named in
-        :attr:`gathers` are values a sample instead."""
+        """Sums over the batch, by name; the engine divides them by the global count. Must hold
+        "loss". Those named in :attr:`gathers` are values a sample instead."""
         return {"loss": self.loss(model, batch)}
 
-    #: names of results of :meth:`evaluate` that are no sums but values a sample, [num_samples]: for :meth:`metrics`
+    #: names of results of :meth:`evaluate` that are no sums but values a sample, [num_samples]: for
+    #: :meth:`metrics`
     gathers: tuple[str, ...] = ()
 
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Metrics that follow from no sum, such as an AUC: ``gathered`` has the :attr:`gathers` of the whole validation set,
-        from all ranks, in any order but the same for each name."""
+        """Metrics that follow from no sum, such as an AUC: ``gathered`` has the :attr:`gathers` of
+        the whole validation set, from all ranks, in any order but the same for each name."""
         return {}
 
-    # -- at the end ---------------------------------------------------------------------------------------------------
+    # -- at the end
+    # ---------------------------------------------------------------------------------------------------
     def save_model(self, model: nn.Module, folder: Path) -> None:
-        """Write the trained model into ``folder`` (there, empty). Default: ``model.safetensors`` of its state dict."""
+        """Write the trained model into ``folder`` (there, empty). Default: ``model.safetensors`` of
+        its state dict."""
         from safetensors.torch import save_model
 
         save_model(model, str(folder / "model.safetensors"))
 
     def save_from(self, source: StateSource, folder: Path) -> bool:
-        """The same out of a checkpoint's parts, for a model that no single process need hold. False: this task cannot, and
-        :meth:`save_model` gets the whole model."""
+        """The same out of a checkpoint's parts, for a model that no single process need hold.
+        False: this task cannot, and :meth:`save_model` gets the whole model."""
         return False
 
 
@@ -186,7 +217,9 @@ def _first_tensor(batch: Any) -> torch.Tensor:
     for item in items:
         if isinstance(item, torch.Tensor | dict | list | tuple):
             return _first_tensor(item)
-    raise TypeError(f"no tensor in a batch of type {type(batch).__name__}; give your task a count(self, batch)")
+    raise TypeError(
+        f"no tensor in a batch of type {type(batch).__name__}; give your task a count(self, batch)"
+    )
 
 
 def num_positions(batch: Any) -> int:

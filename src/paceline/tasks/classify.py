@@ -32,7 +32,8 @@ class _Handle:
 
 
 class ClassifyTask(Task):
-    """An image classifier, built-in or Hugging Face's, on scikit-learn's digits or on a folder with a subfolder a class.
+    """An image classifier, built-in or Hugging Face's, on scikit-learn's digits or on a folder with
+    a subfolder a class.
 
     The loss is cross entropy in nats, summed over images; validation gives the accuracy too.
     """
@@ -46,7 +47,8 @@ class ClassifyTask(Task):
     def check(self) -> None:
         if self.config.lora.enable:
             raise ConfigError(
-                "`lora.enable: true` does not go with `task: classify`", fix="take it out: image models are trained in full"
+                "`lora.enable: true` does not go with `task: classify`",
+                fix="take it out: image models are trained in full",
             )
         for key in ("dataset", "val_dataset"):
             if len(self.config.sources(validation=key == "val_dataset")) > 1:
@@ -60,7 +62,8 @@ class ClassifyTask(Task):
         """Find the images and read their headers.
 
         Raises:
-            ConfigError: no usable data, one class only, or validation classes that training does not have.
+            ConfigError: no usable data, one class only, or validation classes that training does
+                not have.
         """
         from paceline.data.cache import key_of
         from paceline.data.images import DIGITS, open_images
@@ -71,13 +74,17 @@ class ClassifyTask(Task):
         notices += found.notices
         if len(found.classes) < 2:
             raise ConfigError(
-                f"`dataset: {self.config.sources()[0].path}` has one class only ({found.classes[0]}): there is nothing to tell "
-                "apart",
+                f"`dataset: {self.config.sources()[0].path}` has one class only"
+                f" ({found.classes[0]}): there is nothing to tell apart",
                 allowed="two or more subfolders with images, one a class",
             )
         form, about = vision.find_form(self.config, digits=found.source == DIGITS)
         notices += about
-        counts = DataCounts(read=len(found) + sum(found.dropped.values()), kept=len(found), dropped=dict(found.dropped))
+        counts = DataCounts(
+            read=len(found) + sum(found.dropped.values()),
+            kept=len(found),
+            dropped=dict(found.dropped),
+        )
         notices += _about(self.config.sources()[0].path, found)
         train, evaluation = found, None
         if self.config.val_dataset is not None:
@@ -85,17 +92,23 @@ class ClassifyTask(Task):
         elif self.config.split_dataset_ratio > 0:
             keep, held_out = split_indices(len(found), self.config.split_dataset_ratio, seed)
             train, evaluation = found.take(keep), found.take(held_out) if len(held_out) else None
-            notices.append(split_notice(len(held_out), len(found), self.config.split_dataset_ratio, "image"))
+            notices.append(
+                split_notice(len(held_out), len(found), self.config.split_dataset_ratio, "image")
+            )
         return Prepared(
             num_train=len(train),
             num_eval=0 if evaluation is None else len(evaluation),
             counts=counts,
             notices=notices,
-            fingerprint=key_of([train.fingerprint(), [form.channels, form.height, form.width, form.mean, form.std]]),
+            fingerprint=key_of(
+                [train.fingerprint(), [form.channels, form.height, form.width, form.mean, form.std]]
+            ),
             handle=_Handle(train, evaluation, form),
         )
 
-    def _validation(self, train: ImageIndex, seed: int, notices: list[tuple[str, str]]) -> ImageIndex:
+    def _validation(
+        self, train: ImageIndex, seed: int, notices: list[tuple[str, str]]
+    ) -> ImageIndex:
         from dataclasses import replace
 
         import numpy as np
@@ -105,18 +118,28 @@ class ClassifyTask(Task):
         name = self.config.sources(validation=True)[0].path
         found = open_images(name, seed)
         if (found.source == DIGITS) != (train.source == DIGITS):
-            raise ConfigError(f"`val_dataset: {name}` and `dataset` are not of one kind", fix="take both from folders")
+            raise ConfigError(
+                f"`val_dataset: {name}` and `dataset` are not of one kind",
+                fix="take both from folders",
+            )
         unknown = [one for one in found.classes if one not in train.classes]
         if unknown:
             raise ConfigError(
-                f"`val_dataset: {name}` has classes that training has not: {', '.join(unknown[:5])}",
+                f"`val_dataset: {name}` has classes that training has not:"
+                f" {', '.join(unknown[:5])}",
                 allowed=f"the classes of `dataset`: {', '.join(train.classes[:20])}",
                 fix="give the subfolders the same names",
             )
         missing = [one for one in train.classes if one not in found.classes]
         if missing:
             notices.append(
-                ("warning", f"validation: {name} has no image of {len(missing)} class(es): {', '.join(missing[:5])}")
+                (
+                    "warning",
+                    (
+                        f"validation: {name} has no image of {len(missing)} class(es):"
+                        f" {', '.join(missing[:5])}"
+                    ),
+                )
             )
         notices += found.notices + _about(name, found)
         number = np.array([train.classes.index(one) for one in found.classes], dtype=np.int64)
@@ -127,7 +150,9 @@ class ClassifyTask(Task):
 
         handle = self._handle()
         train = ImageDataset(handle.train, handle.form, augment=self.config.classify.augment)
-        return train, None if handle.evaluation is None else ImageDataset(handle.evaluation, handle.form)
+        return train, (
+            None if handle.evaluation is None else ImageDataset(handle.evaluation, handle.form)
+        )
 
     def build_model(self) -> nn.Module:
         handle = self._handle()
@@ -136,33 +161,43 @@ class ClassifyTask(Task):
     def setup(self, model: nn.Module) -> list[tuple[str, str]]:
         from torch.nn.modules.batchnorm import _NormBase
 
-        norms = sum(isinstance(one, _NormBase) and one.track_running_stats for one in model.modules())
+        norms = sum(
+            isinstance(one, _NormBase) and one.track_running_stats for one in model.modules()
+        )
         if not norms:
             return []
         text = (
-            f"the model has {norms} batch normalisations: their statistics are over a micro-batch of one rank, so the result "
-            "depends on the number of ranks and on accumulation"
+            f"the model has {norms} batch normalisations: their statistics are over a micro-batch"
+            " of one rank, so the result depends on the number of ranks and on accumulation"
         )
         return [("warning", text)]
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Cross entropy in nats, summed over the images. ``batch``: images [N, C, H, W] and classes int64 [N]."""
+        """Cross entropy in nats, summed over the images. ``batch``: images [N, C, H, W] and classes
+        int64 [N]."""
         from torch.nn import functional
 
         images, labels = batch
-        return functional.cross_entropy(vision.logits_of(model(images)).float(), labels, reduction="sum")
+        return functional.cross_entropy(
+            vision.logits_of(model(images)).float(), labels, reduction="sum"
+        )
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Sums over the images: ``loss`` (cross entropy in nats) and ``accuracy`` (images whose likeliest class is right)."""
+        """Sums over the images: ``loss`` (cross entropy in nats) and ``accuracy`` (images whose
+        likeliest class is right)."""
         from torch.nn import functional
 
         images, labels = batch
         logits = vision.logits_of(model(images)).float()
         right = (logits.argmax(dim=-1) == labels).sum()
-        return {"loss": functional.cross_entropy(logits, labels, reduction="sum"), "accuracy": right}
+        return {
+            "loss": functional.cross_entropy(logits, labels, reduction="sum"),
+            "accuracy": right,
+        }
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
-        """Weights, form and class names; :func:`paceline.models.vision.load_classifier` reads them back."""
+        """Weights, form and class names; :func:`paceline.models.vision.load_classifier` reads them
+        back."""
         handle = self._handle()
         vision.save_image_model(model, self.config, handle.form, handle.train.classes, folder)
 
@@ -175,16 +210,30 @@ class ClassifyTask(Task):
 def _about(name: str, found: ImageIndex) -> list[tuple[str, str]]:
     notices = [("info", f"{name}: {len(found):,} images of {len(found.classes)} classes")]
     if found.dropped:
-        each = "; ".join(f"{reason}: {number:,}" for reason, number in sorted(found.dropped.items()))
-        notices.append(("warning", f"{name}: {sum(found.dropped.values()):,} files left out ({each})"))
+        each = "; ".join(
+            f"{reason}: {number:,}" for reason, number in sorted(found.dropped.items())
+        )
+        notices.append(
+            ("warning", f"{name}: {sum(found.dropped.values()):,} files left out ({each})")
+        )
     return notices
 
 
 def _ignored(config: Config) -> list[tuple[str, str]]:
     """A notice for each setting that was changed and means nothing here."""
     defaults = TrainArgs()
-    named = [key for key in _LANGUAGE_KEYS if getattr(config, key) != Config.model_fields[key].default]
-    named += [f"train_args.{key}" for key in _LANGUAGE_ARGS if getattr(config.train_args, key) != getattr(defaults, key)]
+    named = [
+        key for key in _LANGUAGE_KEYS if getattr(config, key) != Config.model_fields[key].default
+    ]
+    named += [
+        f"train_args.{key}"
+        for key in _LANGUAGE_ARGS
+        if getattr(config.train_args, key) != getattr(defaults, key)
+    ]
     for source in config.sources() + config.sources(validation=True):
-        named += [f"dataset.{key}" for key in ("columns", "name", "ignore_columns", "roles") if getattr(source, key)]
+        named += [
+            f"dataset.{key}"
+            for key in ("columns", "name", "ignore_columns", "roles")
+            if getattr(source, key)
+        ]
     return [("warning", f"`{key}` has no effect on `task: classify`") for key in named]

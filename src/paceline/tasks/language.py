@@ -1,4 +1,5 @@
-"""Causal language models: `task: sft` (loss on the answers) and `task: pretrain` (loss on every token)."""
+"""Causal language models: `task: sft` (loss on the answers) and `task: pretrain` (loss on every
+token)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from paceline.tasks.base import Prepared, Task
 
 
 class LanguageTask(Task):
-    """Any Hugging Face causal model, in full or through LoRA, on chats, prompts and completions, or plain text."""
+    """Any Hugging Face causal model, in full or through LoRA, on chats, prompts and completions, or
+    plain text."""
 
     unit = "label tokens"
 
@@ -38,7 +40,9 @@ class LanguageTask(Task):
     def prepare(self) -> Prepared:
         from paceline.data.text.prepare import prepare_tokens
 
-        tokens = prepare_tokens(self.config, "pretrain" if self.config.task == "pretrain" else "sft")
+        tokens = prepare_tokens(
+            self.config, "pretrain" if self.config.task == "pretrain" else "sft"
+        )
         return Prepared(
             num_train=tokens.num_train,
             num_eval=tokens.num_eval,
@@ -56,13 +60,18 @@ class LanguageTask(Task):
         assert self.prepared is not None
         found = self.prepared.handle
         train = TokenDataset(found.train_folder, found.train_indices)
-        return train, None if found.eval_folder is None else TokenDataset(found.eval_folder, found.eval_indices)
+        return train, (
+            None
+            if found.eval_folder is None
+            else TokenDataset(found.eval_folder, found.eval_indices)
+        )
 
     def build_model(self) -> Any:
         return language.load_language_model(self.config)
 
     def setup(self, model: Any) -> list[tuple[str, str]]:
-        """Decide between packed and padded rows, by trying. Called with the model on its device, before training."""
+        """Decide between packed and padded rows, by trying. Called with the model on its device,
+        before training."""
         return [*self._adapter_notices(model), *self._choose_rows(model)]
 
     def _adapter_notices(self, model: Any) -> list[tuple[str, str]]:
@@ -77,7 +86,15 @@ class LanguageTask(Task):
         self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         notices = []
         if getattr(getattr(base, "config", None), CONVERTED_KEY, None):
-            notices.append(("info", "model: first-generation Qwen, converted to Qwen2; it is trained and saved in that form"))
+            notices.append(
+                (
+                    "info",
+                    (
+                        "model: first-generation Qwen, converted to Qwen2; it is trained and saved"
+                        " in that form"
+                    ),
+                )
+            )
             if self.config.lora.enable and (text := module_notice(self.config)):
                 notices.append(("info", text))
         if not self.packed:
@@ -87,7 +104,13 @@ class LanguageTask(Task):
             self._told_segments = found == "segments"
             return [
                 *notices,
-                ("info", "packing: samples of a micro-batch share one row without padding (checked: they do not mix)"),
+                (
+                    "info",
+                    (
+                        "packing: samples of a micro-batch share one row without padding (checked:"
+                        " they do not mix)"
+                    ),
+                ),
             ]
         if self.config.train_args.packing is True:
             raise ConfigError(
@@ -97,7 +120,13 @@ class LanguageTask(Task):
         self.packed = False
         return [
             *notices,
-            ("warning", "packing: off; this model mixes samples that share a row, so rows are padded (same loss, slower)"),
+            (
+                "warning",
+                (
+                    "packing: off; this model mixes samples that share a row, so rows are padded"
+                    " (same loss, slower)"
+                ),
+            ),
         ]
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
@@ -118,14 +147,18 @@ class LanguageTask(Task):
         """Cross entropy in nats, summed over the tokens that carry loss."""
         from torch.nn import functional
 
-        names = ["input_ids", "attention_mask", "position_ids"] + ["segment_lengths"] * self._told_segments
+        names = ["input_ids", "attention_mask", "position_ids"] + [
+            "segment_lengths"
+        ] * self._told_segments
         inputs = {key: batch[key] for key in names if key in batch}
         keep = batch["keep"]
         if self.picks_logits:
             logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits
         else:
             logits = model(**inputs, use_cache=False).logits[:, keep]
-        return functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum")
+        return functional.cross_entropy(
+            logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum"
+        )
 
     def save_model(self, model: Any, folder: Path) -> None:
         tokenizer = None if self.prepared is None else self.prepared.handle.tokenizer_path

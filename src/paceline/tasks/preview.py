@@ -1,4 +1,5 @@
-"""The first rows of a config's dataset as the model will see them: template applied, label tokens marked, what is cut."""
+"""The first rows of a config's dataset as the model will see them: template applied, label tokens
+marked, what is cut."""
 
 from __future__ import annotations
 
@@ -28,10 +29,12 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
     """The first ``rows`` rows of each source of ``dataset``, in the order of the file.
 
     Returns:
-        ``{task, max_length, overlong, rows: [Row], notices}``. A row: ``source, place, format, reason`` (why it is left out, or
-        None), ``segments`` [{text, label, cut}] (label: its tokens carry loss; cut: they are not trained on), ``num_tokens,
-        label_tokens, cut_tokens, hidden_tokens`` (not shown here), ``parts`` (samples that a document becomes). For `classify`
-        and `recommend` as :func:`~paceline.tasks.preview_samples.preview_images` and ``preview_clicks`` say.
+        ``{task, max_length, overlong, rows: [Row], notices}``. A row: ``source, place, format,
+        reason`` (why it is left out, or None), ``segments`` [{text, label, cut}] (label: its tokens
+        carry loss; cut: they are not trained on), ``num_tokens, label_tokens, cut_tokens,
+        hidden_tokens`` (not shown here), ``parts`` (samples that a document becomes). For
+        `classify` and `recommend` as :func:`~paceline.tasks.preview_samples.preview_images` and
+        ``preview_clicks`` say.
 
     Raises:
         ConfigError: a task of the user's own; whatever can be wrong with the data.
@@ -44,10 +47,14 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
         raise ConfigError(
             f"what the samples of `task: {config.task}` look like is known to that task alone",
             allowed="a look at the samples of `task: sft`, `pretrain`, `classify` and `recommend`",
-            fix="open the data in a program of its own kind; `paceline sft CONFIG --dry-run` checks that it can be read",
+            fix=(
+                "open the data in a program of its own kind; `paceline sft CONFIG --dry-run` checks"
+                " that it can be read"
+            ),
         )
     tokenizer = load_tokenizer(
-        find_tokenizer(resolve_model(config.tokenizer or config.model), config.trust_remote_code), config.trust_remote_code
+        find_tokenizer(resolve_model(config.tokenizer or config.model), config.trust_remote_code),
+        config.trust_remote_code,
     )
     asked = asked_template(config)
     source, notices = asked.choose(tokenizer)
@@ -59,11 +66,16 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
         "max_length": config.train_args.max_length,
         "overlong": config.train_args.overlong,
         "rows": found,
-        "notices": [list(notice) for notice in [*notices, *(notice for one in sources for notice in one.notices)]],
+        "notices": [
+            list(notice)
+            for notice in [*notices, *(notice for one in sources for notice in one.notices)]
+        ],
     }
 
 
-def _rows(source: OpenSource, rows: int, encoder: Encoder, tokenizer: LoadedTokenizer, config: Config) -> list[dict[str, Any]]:
+def _rows(
+    source: OpenSource, rows: int, encoder: Encoder, tokenizer: LoadedTokenizer, config: Config
+) -> list[dict[str, Any]]:
     converter = converter_of(source, encoder, config)
     out = []
     for place, row in islice(source.rows(config.train_args.seed), rows):
@@ -102,10 +114,17 @@ def _shown(one: Encoded, tokenizer: LoadedTokenizer, config: Config) -> dict[str
         reason = "nothing to learn from" if kept == length else "no answer left after truncation"
     cut = np.arange(length) >= (kept if reason is None else 0)
     seen = min(length, MOST_TOKENS)
-    edges = np.flatnonzero((labels[1:seen] != labels[: seen - 1]) | (cut[1:seen] != cut[: seen - 1])) + 1
+    edges = (
+        np.flatnonzero((labels[1:seen] != labels[: seen - 1]) | (cut[1:seen] != cut[: seen - 1]))
+        + 1
+    )
     bounds = [0, *edges.tolist(), seen] if seen else []
     segments = [
-        {"text": tokenizer.decode(ids[start:end].tolist()), "label": bool(labels[start]), "cut": bool(cut[start])}
+        {
+            "text": tokenizer.decode(ids[start:end].tolist()),
+            "label": bool(labels[start]),
+            "cut": bool(cut[start]),
+        }
         for start, end in pairwise(bounds)
     ]
     return {
@@ -125,10 +144,22 @@ def as_text(found: dict[str, Any]) -> str:
         return samples_as_text(found)
     lines = []
     for number, row in enumerate(found["rows"], 1):
-        counts = f"{row['num_tokens']:,} tokens, {row['label_tokens']:,} with loss, {row['cut_tokens']:,} cut"
-        lines += [f"--- {number}: {row['place']} ({row['format'] or 'no format'}): {row['reason'] or counts}"]
+        counts = (
+            f"{row['num_tokens']:,} tokens, {row['label_tokens']:,} with loss,"
+            f" {row['cut_tokens']:,} cut"
+        )
+        lines += [
+            f"--- {number}: {row['place']} ({row['format'] or 'no format'}):"
+            f" {row['reason'] or counts}"
+        ]
         parts = [
-            f"⟦{one['text']}⟧" if one["cut"] else f"【{one['text']}】" if one["label"] else one["text"]
+            (
+                f"⟦{one['text']}⟧"
+                if one["cut"]
+                else f"【{one['text']}】"
+                if one["label"]
+                else one["text"]
+            )
             for one in row["segments"]
         ]
         lines += ["".join(parts)] if parts else []

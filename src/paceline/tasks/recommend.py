@@ -42,8 +42,8 @@ class _Handle:
 class RecommendTask(Task):
     """A click model on `builtin:clicks` or on a click log of the user's.
 
-    The loss is binary cross entropy in nats, summed over rows; validation gives the exact AUC too, and `best_auc`, that of the
-    true chances, where the data's makers know them.
+    The loss is binary cross entropy in nats, summed over rows; validation gives the exact AUC too,
+    and `best_auc`, that of the true chances, where the data's makers know them.
     """
 
     unit = "rows"
@@ -56,12 +56,18 @@ class RecommendTask(Task):
         config = self.config
         if config.lora.enable:
             raise ConfigError(
-                "`lora.enable: true` does not go with `task: recommend`", fix="take it out: click models are trained in full"
+                "`lora.enable: true` does not go with `task: recommend`",
+                fix="take it out: click models are trained in full",
             )
         parallel = config.parallel
-        if parallel.mode in ("tensor", "pipeline") or (parallel.tensor or 1) > 1 or (parallel.pipeline or 1) > 1:
+        if (
+            parallel.mode in ("tensor", "pipeline")
+            or (parallel.tensor or 1) > 1
+            or (parallel.pipeline or 1) > 1
+        ):
             raise ConfigError(
-                "a click model's tables stand side by side: `task: recommend` has no layers or stages to cut",
+                "a click model's tables stand side by side: `task: recommend` has no layers or"
+                " stages to cut",
                 allowed="`parallel.mode: ddp`, zero1 to zero3, parameter_server",
                 fix="set `parallel.mode: parameter_server` where the tables do not fit, else `ddp`",
             )
@@ -69,7 +75,8 @@ class RecommendTask(Task):
             sources = config.sources(validation=key == "val_dataset")
             if len(sources) > 1:
                 raise ConfigError(
-                    f"`{key}` names several sources, and `task: recommend` takes one", fix="put the rows into one file"
+                    f"`{key}` names several sources, and `task: recommend` takes one",
+                    fix="put the rows into one file",
                 )
             if sources and not sources[0].path.startswith("builtin:"):
                 self._check_columns()
@@ -79,13 +86,19 @@ class RecommendTask(Task):
         said = self.config.recommend
         if not said.categorical:
             raise ConfigError(
-                "`recommend.categorical` names no column, and a click log of your own needs at least one",
-                fix="set `recommend.categorical: [user, item]` and `recommend.dense: [age]` to your columns' names",
+                "`recommend.categorical` names no column, and a click log of your own needs at"
+                " least one",
+                fix=(
+                    "set `recommend.categorical: [user, item]` and `recommend.dense: [age]` to your"
+                    " columns' names"
+                ),
             )
         named = [said.label, *said.dense, *said.categorical]
         twice = sorted({one for one in named if named.count(one) > 1})
         if twice:
-            raise ConfigError(f"`recommend` names {', '.join(f'`{one}`' for one in twice)} more than once")
+            raise ConfigError(
+                f"`recommend` names {', '.join(f'`{one}`' for one in twice)} more than once"
+            )
         if isinstance(said.table_size, dict):
             unknown = [one for one in said.table_size if one not in said.categorical]
             if unknown:
@@ -111,11 +124,22 @@ class RecommendTask(Task):
         if config.val_dataset is not None:
             val_name, take_validation = take_count(config.sources(validation=True)[0].path)
             if (val_name.startswith("builtin:")) != (name.startswith("builtin:")):
-                raise ConfigError(f"`val_dataset: {val_name}` and `dataset` are not of one kind", fix="take both from files")
+                raise ConfigError(
+                    f"`val_dataset: {val_name}` and `dataset` are not of one kind",
+                    fix="take both from files",
+                )
             validation = self._read(val_name, train)
         empty: Any = None
         handle = _Handle(
-            train, validation, config.split_dataset_ratio, config.train_args.seed, take, take_validation, empty, empty, ()
+            train,
+            validation,
+            config.split_dataset_ratio,
+            config.train_args.seed,
+            take,
+            take_validation,
+            empty,
+            empty,
+            (),
         )
         rows, held_out = _split(handle)
         mean, std = rows.scale()
@@ -131,7 +155,9 @@ class RecommendTask(Task):
             num_eval=0 if held_out is None else len(held_out),
             counts=DataCounts(read=taken, kept=kept, dropped=dict(meta["dropped"])),
             notices=notices,
-            fingerprint=key_of([train.name, take, config.split_dataset_ratio, config.train_args.seed]),
+            fingerprint=key_of(
+                [train.name, take, config.split_dataset_ratio, config.train_args.seed]
+            ),
             handle=handle,
         )
 
@@ -139,7 +165,11 @@ class RecommendTask(Task):
         from paceline.data.clicks.log import builtin_clicks
         from paceline.data.clicks.reader import read_clicks
 
-        return builtin_clicks(name) if name.startswith("builtin:") else read_clicks(name, self.config.recommend, train)
+        return (
+            builtin_clicks(name)
+            if name.startswith("builtin:")
+            else read_clicks(name, self.config.recommend, train)
+        )
 
     def build_datasets(self) -> tuple[Any, Any | None]:
         return _split(self._handle())
@@ -156,13 +186,18 @@ class RecommendTask(Task):
         return model_args(self.config, len(handle.mean), handle.tables)
 
     def collate(self, samples: Sequence[Row]) -> dict[str, Any]:
-        """``label`` float32 [N], ``dense`` float32 [N, D], ``ids`` and ``starts``: int64 [n] and [N + 1] for each table."""
+        """``label`` float32 [N], ``dense`` float32 [N, D], ``ids`` and ``starts``: int64 [n] and [N
+        + 1] for each table."""
         import numpy as np
         import torch
 
         batch = samples[0].log.batch(np.array([one.place for one in samples], dtype=np.int64))
         return {
-            key: [torch.from_numpy(one) for one in value] if isinstance(value, list) else torch.from_numpy(value)
+            key: (
+                [torch.from_numpy(one) for one in value]
+                if isinstance(value, list)
+                else torch.from_numpy(value)
+            )
             for key, value in batch.items()
         }
 
@@ -174,7 +209,8 @@ class RecommendTask(Task):
         return self._loss(self._logits(model, batch), batch)
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Summed over the rows: ``loss``; a value a row: ``score`` (the logit), ``label``, and ``chance`` where it is known."""
+        """Summed over the rows: ``loss``; a value a row: ``score`` (the logit), ``label``, and
+        ``chance`` where it is known."""
         logits = self._logits(model, batch)
         found = {"loss": self._loss(logits, batch), "score": logits, "label": batch["label"]}
         return found | ({"chance": batch["chance"]} if "chance" in batch else {})
@@ -189,7 +225,8 @@ class RecommendTask(Task):
         return functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum")
 
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
-        """``auc`` over the whole set, exact, and ``best_auc``, that of the true chances, where they are known."""
+        """``auc`` over the whole set, exact, and ``best_auc``, that of the true chances, where they
+        are known."""
         from paceline.data.clicks.metrics import exact_auc
 
         labels = gathered["label"].numpy()
@@ -199,13 +236,22 @@ class RecommendTask(Task):
         return found
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
-        """Weights, tables, and what the inputs are; :func:`paceline.models.recommend.load_recommender` reads them back."""
+        """Weights, tables, and what the inputs are;
+        :func:`paceline.models.recommend.load_recommender` reads them back."""
         named = dict(model.named_parameters())
 
-        self._save(folder, {name: one for name, one in named.items() if not _is_table(name)}, named.__getitem__)
+        self._save(
+            folder,
+            {name: one for name, one in named.items() if not _is_table(name)},
+            named.__getitem__,
+        )
 
     def save_from(self, source: StateSource, folder: Path) -> bool:
-        shapes = {name.removeprefix("model/"): one[1] for name, one in source.tensors().items() if name.startswith("model/")}
+        shapes = {
+            name.removeprefix("model/"): one[1]
+            for name, one in source.tensors().items()
+            if name.startswith("model/")
+        }
 
         class Rows:
             """A table in the checkpoint, read range by range."""
@@ -215,7 +261,9 @@ class RecommendTask(Task):
                 self.shape = shapes[name]
 
             def __getitem__(self, rows: slice) -> torch.Tensor:
-                return source.read(f"model/{self.name}", (rows.start, 0), (rows.stop - rows.start, self.shape[1]))
+                return source.read(
+                    f"model/{self.name}", (rows.start, 0), (rows.stop - rows.start, self.shape[1])
+                )
 
         dense = {
             name: source.read(f"model/{name}", (0,) * len(shape), shape)
@@ -242,7 +290,9 @@ class RecommendTask(Task):
         tables = []
         for number, rows in enumerate(handle.tables):
             one = table(f"tables.{number}.weight")
-            tables.append((f"tables.{number}.weight", rows, lambda start, stop, one=one: one[start:stop]))
+            tables.append(
+                (f"tables.{number}.weight", rows, lambda start, stop, one=one: one[start:stop])
+            )
         save_click_model(folder, self._model_args(), form, dense, tables)
 
     def _handle(self) -> _Handle:
@@ -266,7 +316,9 @@ def _split(handle: _Handle) -> tuple[ClickLog, ClickLog | None]:
     def some(log: ClickLog, take: int | None) -> ClickLog:
         if take is None or take >= len(log):
             return log
-        chosen = np.random.default_rng(derive_seed(handle.seed, "take")).permutation(len(log))[:take]
+        chosen = np.random.default_rng(derive_seed(handle.seed, "take")).permutation(len(log))[
+            :take
+        ]
         return log.take(np.sort(chosen))
 
     rows, held_out = some(open_stored(handle.train), handle.take), None
@@ -281,20 +333,39 @@ def _split(handle: _Handle) -> tuple[ClickLog, ClickLog | None]:
     return replace(rows, **scaled), None if held_out is None else replace(held_out, **scaled)
 
 
-def _about(name: str, rows: ClickLog, held_out: ClickLog | None, meta: dict[str, Any]) -> list[tuple[str, str]]:
+def _about(
+    name: str, rows: ClickLog, held_out: ClickLog | None, meta: dict[str, Any]
+) -> list[tuple[str, str]]:
     from paceline.data.clicks.metrics import exact_auc
 
-    columns = ", ".join(f"{column} {size:,}" for column, size in zip(rows.names, rows.tables, strict=True))
+    columns = ", ".join(
+        f"{column} {size:,}" for column, size in zip(rows.names, rows.tables, strict=True)
+    )
     clicks = float(rows.column(rows.labels).mean())
-    notices = [("info", f"{name}: {counted(len(rows), 'training row')}, {clicks:.1%} clicks; rows of the tables: {columns}")]
+    notices = [
+        (
+            "info",
+            (
+                f"{name}: {counted(len(rows), 'training row')}, {clicks:.1%} clicks; rows of the"
+                f" tables: {columns}"
+            ),
+        )
+    ]
     if meta["dropped"]:
-        each = "; ".join(f"{reason}: {number:,}" for reason, number in sorted(meta["dropped"].items()))
-        notices.append(("warning", f"{name}: {sum(meta['dropped'].values()):,} rows left out ({each})"))
+        each = "; ".join(
+            f"{reason}: {number:,}" for reason, number in sorted(meta["dropped"].items())
+        )
+        notices.append(
+            ("warning", f"{name}: {sum(meta['dropped'].values()):,} rows left out ({each})")
+        )
     if held_out is not None:
         text = f"validation: {counted(len(held_out), 'row')}"
         if held_out.chance is not None:
             best = exact_auc(held_out.column(held_out.labels), held_out.column(held_out.chance))
-            text += f"; the best AUC that a model can reach on them is {best:.4f}, that of the chances they were drawn from"
+            text += (
+                f"; the best AUC that a model can reach on them is {best:.4f}, that of the chances"
+                " they were drawn from"
+            )
         notices.append(("info", text))
     return notices
 
@@ -302,8 +373,18 @@ def _about(name: str, rows: ClickLog, held_out: ClickLog | None, meta: dict[str,
 def _ignored(config: Config) -> list[tuple[str, str]]:
     """A notice for each setting that was changed and means nothing here."""
     defaults = TrainArgs()
-    named = [key for key in _LANGUAGE_KEYS if getattr(config, key) != Config.model_fields[key].default]
-    named += [f"train_args.{key}" for key in _LANGUAGE_ARGS if getattr(config.train_args, key) != getattr(defaults, key)]
+    named = [
+        key for key in _LANGUAGE_KEYS if getattr(config, key) != Config.model_fields[key].default
+    ]
+    named += [
+        f"train_args.{key}"
+        for key in _LANGUAGE_ARGS
+        if getattr(config.train_args, key) != getattr(defaults, key)
+    ]
     for source in config.sources() + config.sources(validation=True):
-        named += [f"dataset.{key}" for key in ("columns", "name", "ignore_columns", "roles") if getattr(source, key)]
+        named += [
+            f"dataset.{key}"
+            for key in ("columns", "name", "ignore_columns", "roles")
+            if getattr(source, key)
+        ]
     return [("warning", f"`{key}` has no effect on `task: recommend`") for key in named]

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _FORM = "./file.py:Class or package.module:Class"
 _NEEDED = ("build_datasets", "build_model", "loss")
-#: Methods of Lightning, transformers and of tutorials that Paceline does not call, and what to use instead.
+#: Methods of Lightning, transformers and of tutorials that Paceline does not call, and what to use
+#: instead.
 _NOT_CALLED = {
     "the optimizer and its schedule come from `train_args` (`optim`, `learning_rate`, `lr_scheduler_type`)": (
         "configure_optimizers", "build_optimizer", "build_optimizers", "create_optimizer", "create_scheduler", "get_optimizer",
@@ -57,7 +58,8 @@ def load_user_task(config: Config) -> Task:
     Every rank calls this afresh, so an instance never travels between processes.
 
     Raises:
-        ConfigError: no such file or class, a class of another kind, or user code that raises: with the line of it.
+        ConfigError: no such file or class, a class of another kind, or user code that raises: with
+            the line of it.
     """
     if config.lora.enable:
         raise ConfigError(
@@ -89,8 +91,8 @@ def _load_file(where: str) -> ModuleType:
     loaded = sys.modules.get(_module_name(path))
     if loaded is not None:
         return loaded
-    # As when a script is run: its folder comes first, so that it may import the files beside it. Processes that a loader
-    # starts are given the same sys.path, and find the module by its name.
+    # As when a script is run: its folder comes first, so that it may import the files beside it.
+    # Processes that a loader starts are given the same sys.path, and find the module by its name.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     name = _module_name(path)
@@ -108,7 +110,8 @@ def _load_file(where: str) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """The file's own name where nothing else goes by it, else one made from its path: the same in every process."""
+    """The file's own name where nothing else goes by it, else one made from its path: the same in
+    every process."""
     known = sys.modules.get(path.stem)
     taken = known is not None and getattr(known, "__file__", None) != str(path)
     if not taken and path.stem.isidentifier():
@@ -130,7 +133,8 @@ def _load_module(where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (where == error.name or where.startswith(error.name + ".")):
             raise ConfigError(
-                f"`task: {where}:…`: there is no module {error.name!r} (looked in the environment and in {Path.cwd()})",
+                f"`task: {where}:…`: there is no module {error.name!r} (looked in the environment"
+                f" and in {Path.cwd()})",
                 allowed=_FORM,
                 fix="check the name, install the package, or give a file: `task: ./file.py:Class`",
             ) from error
@@ -141,7 +145,9 @@ def _load_module(where: str) -> ModuleType:
 
 def _find_class(module: ModuleType, where: str, class_name: str) -> type[Task]:
     tasks = sorted(
-        name for name, one in vars(module).items() if inspect.isclass(one) and issubclass(one, Task) and one is not Task
+        name
+        for name, one in vars(module).items()
+        if inspect.isclass(one) and issubclass(one, Task) and one is not Task
     )
     listing = "classes that are tasks there: " + (", ".join(tasks) or "none")
     if not class_name:
@@ -156,12 +162,23 @@ def _find_class(module: ModuleType, where: str, class_name: str) -> type[Task]:
         raise ConfigError(
             f"`task: {where}:{class_name}`: there is no class {class_name} in {where}",
             allowed=listing,
-            fix=f"did you mean `task: {where}:{near or tasks[0]}`?" if tasks else "write one: a subclass of paceline.Task",
+            fix=(
+                f"did you mean `task: {where}:{near or tasks[0]}`?"
+                if tasks
+                else "write one: a subclass of paceline.Task"
+            ),
         )
     if not inspect.isclass(found) or not issubclass(found, Task) or found is Task:
-        given = "the base class itself" if found is Task else "a class" if inspect.isclass(found) else _kind(found)
+        given = (
+            "the base class itself"
+            if found is Task
+            else "a class"
+            if inspect.isclass(found)
+            else _kind(found)
+        )
         raise ConfigError(
-            f"`task: {where}:{class_name}`: {class_name} is {given}, not a subclass of paceline.Task",
+            f"`task: {where}:{class_name}`: {class_name} is {given}, not a subclass of"
+            " paceline.Task",
             allowed=listing,
             fix=f"write `class {class_name}(paceline.Task):`",
         )
@@ -169,7 +186,9 @@ def _find_class(module: ModuleType, where: str, class_name: str) -> type[Task]:
     if missing:
         raise ConfigError(
             f"`task: {where}:{class_name}`: {class_name} has no {', '.join(missing)}",
-            allowed="a task needs build_datasets(self), build_model(self) and loss(self, model, batch)",
+            allowed=(
+                "a task needs build_datasets(self), build_model(self) and loss(self, model, batch)"
+            ),
             fix=f"add {', '.join(missing)} to {class_name}",
         )
     return found
@@ -181,9 +200,17 @@ def _construct(kind: type[Task], config: Config) -> Task:
     except ConfigError:
         raise
     except Exception as error:
-        wrong_arguments = isinstance(error, TypeError) and f"{kind.__name__}.__init__()" in str(error)
-        fix = "let it take the config: def __init__(self, config): super().__init__(config)" if wrong_arguments else None
-        raise _raised(f"{kind.__name__}(config) cannot be made", error, _file_of(kind), fix) from error
+        wrong_arguments = isinstance(error, TypeError) and f"{kind.__name__}.__init__()" in str(
+            error
+        )
+        fix = (
+            "let it take the config: def __init__(self, config): super().__init__(config)"
+            if wrong_arguments
+            else None
+        )
+        raise _raised(
+            f"{kind.__name__}(config) cannot be made", error, _file_of(kind), fix
+        ) from error
     if getattr(task, "config", None) is not config:
         raise ConfigError(
             f"{kind.__name__}.__init__ leaves self.config unset",
@@ -212,8 +239,12 @@ def _build_datasets(task: Task) -> tuple[Any, Any | None]:
     if evaluation is not None:
         guard_dataset(evaluation, f"the validation dataset of {name}")
     for dataset in (one for one in found if one is not None):
-        if f"{type(dataset).__module__}.{type(dataset).__name__}" == "torch.utils.data.dataset.TensorDataset":
-            dataset.deterministic = True  # draws nothing at random: the loader need not seed each look-up
+        if (
+            f"{type(dataset).__module__}.{type(dataset).__name__}"
+            == "torch.utils.data.dataset.TensorDataset"
+        ):
+            # draws nothing at random: the loader need not seed each look-up
+            dataset.deterministic = True
     return train, evaluation
 
 
@@ -235,7 +266,8 @@ def _prepare(task: Task) -> Prepared:
 
 
 def _contract_notices(kind: type[Task]) -> list[tuple[str, str]]:
-    """Warnings about methods that Paceline does not call, and about a loss that is declared not to be additive."""
+    """Warnings about methods that Paceline does not call, and about a loss that is declared not to
+    be additive."""
     defined = {
         name
         for base in kind.__mro__
@@ -247,34 +279,58 @@ def _contract_notices(kind: type[Task]) -> list[tuple[str, str]]:
     for instead, names in _NOT_CALLED.items():
         unused = [name for name in names if name in defined]
         if unused:
-            notices.append(("warning", f"{kind.__name__} defines {', '.join(unused)}, which Paceline does not call: {instead}"))
-    hooks = {name for name, member in vars(Task).items() if not name.startswith("_") and callable(member)}
+            notices.append(
+                (
+                    "warning",
+                    (
+                        f"{kind.__name__} defines {', '.join(unused)}, which Paceline does not"
+                        f" call: {instead}"
+                    ),
+                )
+            )
+    hooks = {
+        name for name, member in vars(Task).items() if not name.startswith("_") and callable(member)
+    }
     known = {name for names in _NOT_CALLED.values() for name in names}
     for name in sorted(defined - hooks - known):
         intended = nearest(name, hooks - defined, cutoff=0.85)
         if intended is not None:
-            text = f"{kind.__name__} defines {name}, which Paceline does not call. Did you mean {intended}?"
+            text = (
+                f"{kind.__name__} defines {name}, which Paceline does not call. Did you mean"
+                f" {intended}?"
+            )
             notices.append(("warning", text))
     if not kind.additive:
-        text = f"{kind.__name__} sets `additive = False`: the loss depends on the micro-batch size and on the number of ranks"
+        text = (
+            f"{kind.__name__} sets `additive = False`: the loss depends on the micro-batch size and"
+            " on the number of ranks"
+        )
         notices.append(("warning", text))
     return notices
 
 
 def guard_dataset(dataset: Any, what: str) -> None:
-    """Raise ConfigError unless ``dataset`` has a length and is looked up by index. ``what``: its name in the message."""
+    """Raise ConfigError unless ``dataset`` has a length and is looked up by index. ``what``: its
+    name in the message."""
     classes = _class_names(type(dataset))
     if "IterableDataset" in classes:
         raise ConfigError(
-            f"{what} is an IterableDataset ({type(dataset).__name__}): what cannot be looked up by index has no fixed order, "
-            "cannot be shared out among ranks without gaps, and cannot go on in the middle of an epoch",
+            f"{what} is an IterableDataset ({type(dataset).__name__}): what cannot be looked up by"
+            " index has no fixed order, cannot be shared out among ranks without gaps, and cannot"
+            " go on in the middle of an epoch",
             allowed="a map-style dataset: __len__() and __getitem__(index)",
-            fix="read it into a list or a file first, or index it; torch.utils.data.Dataset shows the form",
+            fix=(
+                "read it into a list or a file first, or index it; torch.utils.data.Dataset shows"
+                " the form"
+            ),
         )
     if "DataLoader" in classes:
         raise ConfigError(
             f"{what} is a DataLoader; Paceline makes the loaders itself, one a rank",
-            fix="return the dataset; set batch size, workers and `shuffle` in train_args, collate in collate(self, samples)",
+            fix=(
+                "return the dataset; set batch size, workers and `shuffle` in train_args, collate"
+                " in collate(self, samples)"
+            ),
         )
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
     if missing:
@@ -286,27 +342,37 @@ def guard_dataset(dataset: Any, what: str) -> None:
     try:
         len(dataset)
     except Exception as error:  # torch's samplers and wrappers define __len__ and raise in it
-        raise ConfigError(f"{what} is {_kind(dataset)}, whose len() raises {_brief(error)}") from error
+        raise ConfigError(
+            f"{what} is {_kind(dataset)}, whose len() raises {_brief(error)}"
+        ) from error
 
 
 def guard_model(model: Any) -> None:
-    """Raise ConfigError where ``model`` is no module, or it or a part of it is wrapped for several devices already.
+    """Raise ConfigError where ``model`` is no module, or it or a part of it is wrapped for several
+    devices already.
 
     Works on class names, so that nothing needs to be imported to look for it.
     """
     if "Module" not in _class_names(type(model)):
         raise ConfigError(
-            f"build_model gave {_kind(model)}", allowed="a torch.nn.Module", fix="end build_model with `return model`"
+            f"build_model gave {_kind(model)}",
+            allowed="a torch.nn.Module",
+            fix="end build_model with `return model`",
         )
     for path, module in model.named_modules():
         wrapper = next((one for one in _WRAPPERS if one in _class_names(type(module))), None)
         if wrapper is None:
             continue
         place = f"its part `{path}`" if path else "it"
-        cure = "return the plain module" if wrapper == "FSDPModule" else "return the module inside (its `.module`)"
+        cure = (
+            "return the plain module"
+            if wrapper == "FSDPModule"
+            else "return the module inside (its `.module`)"
+        )
         raise ConfigError(
-            f"the model is wrapped already: {place} is a {wrapper}. Paceline places the model on every rank and reduces the "
-            "gradients itself; wrapped twice, they would be reduced twice or not at all",
+            f"the model is wrapped already: {place} is a {wrapper}. Paceline places the model on"
+            " every rank and reduces the gradients itself; wrapped twice, they would be reduced"
+            " twice or not at all",
             fix=f"unwrap it: {cure}; how it is spread is `parallel.mode`",
         )
 
@@ -330,12 +396,20 @@ def _file_of(kind: type) -> Path | None:
     return Path(found) if found else None
 
 
-def _raised(what: str, error: BaseException, path: Path | None = None, fix: str | None = None) -> ConfigError:
-    """User code raised: say what, and at which line of the user's file (else at the last line of all)."""
+def _raised(
+    what: str, error: BaseException, path: Path | None = None, fix: str | None = None
+) -> ConfigError:
+    """User code raised: say what, and at which line of the user's file (else at the last line of
+    all)."""
     if isinstance(error, SyntaxError) and error.filename:
-        return ConfigError(f"{what}: {type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})", fix=fix)
+        return ConfigError(
+            f"{what}: {type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})",
+            fix=fix,
+        )
     frames = traceback.extract_tb(error.__traceback__)
     own = [one for one in frames if path is not None and one.filename == str(path)]
     frame = (own or frames)[-1]
     line = f": `{frame.line}`" if frame.line else ""
-    return ConfigError(f"{what}: {_brief(error)} ({frame.filename}, line {frame.lineno}{line})", fix=fix)
+    return ConfigError(
+        f"{what}: {_brief(error)} ({frame.filename}, line {frame.lineno}{line})", fix=fix
+    )

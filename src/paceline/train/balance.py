@@ -1,10 +1,12 @@
-"""Shares of the micro-batches in proportion to the speed of each rank (``parallel.balance``): measure, assign, check.
+"""Shares of the micro-batches in proportion to the speed of each rank (``parallel.balance``):
+measure, assign, check.
 
-``speed`` measures forward and backward of every rank in the first steps, assigns micro-batches in proportion if that makes a
-step at least 10 % shorter, and then checks that it did: if steps became longer, the previous shares are restored and kept.
-Later measurements, every hundred steps, change the shares only if two in a row agree. All decisions are made from numbers that
-every rank has, after the same step. The shares are part of each checkpoint's ``meta.json``, and every change is a ``balance``
-event.
+``speed`` measures forward and backward of every rank in the first steps, assigns micro-batches in
+proportion if that makes a step at least 10 % shorter, and then checks that it did: if steps became
+longer, the previous shares are restored and kept. Later measurements, every hundred steps, change
+the shares only if two in a row agree. All decisions are made from numbers that every rank has,
+after the same step. The shares are part of each checkpoint's ``meta.json``, and every change is a
+``balance`` event.
 """
 
 from __future__ import annotations
@@ -36,20 +38,21 @@ _META = "balance"
 _WARMUP_STEPS, _MEASURED_STEPS = 2, 5
 #: Steps between later measurements.
 _INTERVAL_STEPS = 100
-#: Predicted ratio of step times from which shares are assigned for the first time, and from which they are changed later.
+#: Predicted ratio of step times from which shares are assigned for the first time, and from which
+#: they are changed later.
 _MIN_GAIN, _MIN_LATER_GAIN = 1.1, 1.2
 #: New shares are withdrawn if steps take this many times as long as before.
 _MAX_SLOWDOWN = 1.05
 
-#: ``first``: no shares yet; ``check``: new shares are compared with the previous ones; ``watch``: later measurements;
-#: ``confirm``: the second of two in a row; ``fixed``: nothing is measured.
+#: ``first``: no shares yet; ``check``: new shares are compared with the previous ones; ``watch``:
+#: later measurements; ``confirm``: the second of two in a row; ``fixed``: nothing is measured.
 Phase = Literal["first", "check", "watch", "confirm", "fixed"]
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step of this rank. ``compute_s``: forward and backward without waits for other ranks; ``positions``: of its
-    micro-batches, padding included."""
+    """One step of this rank. ``compute_s``: forward and backward without waits for other ranks;
+    ``positions``: of its micro-batches, padding included."""
 
     compute_s: float
     step_s: float
@@ -58,7 +61,8 @@ class StepTime:
 
 
 class ComputeTimer:
-    """Times forward and backward of a step, without the waits for other ranks. On an accelerator by events on its stream."""
+    """Times forward and backward of a step, without the waits for other ranks. On an accelerator by
+    events on its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -69,8 +73,10 @@ class ComputeTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Leave out a wait for other ranks that is queued on an accelerator's stream. On a CPU all waits are left out."""
-        if self.device.type != "cpu" and len(self._marks) == 1:  # the first micro-batch; later ones find the result there
+        """Leave out a wait for other ranks that is queued on an accelerator's stream. On a CPU all
+        waits are left out."""
+        # the first micro-batch; later ones find the result there
+        if self.device.type != "cpu" and len(self._marks) == 1:
             self._marks.append(self._mark())
             yield
             self._marks.append(self._mark())
@@ -103,7 +109,8 @@ class ComputeTimer:
 
 @dataclass
 class Measured:
-    """A finished measurement; the same on every rank. ``seconds``: per micro-batch, by rank; ``step_s``: of a step."""
+    """A finished measurement; the same on every rank. ``seconds``: per micro-batch, by rank;
+    ``step_s``: of a step."""
 
     seconds: list[float]
     step_s: float
@@ -122,10 +129,12 @@ class Balancer:
     _wait_steps: int = field(default=_WARMUP_STEPS, init=False)
     _left: int = field(default=_MEASURED_STEPS, init=False)
     _stored: dict[str, Any] | None = field(default=None, init=False)
-    _previous: tuple[tuple[int, ...], float] | None = field(default=None, init=False)  # shares, and seconds of a step
+    # shares, and seconds of a step
+    _previous: tuple[tuple[int, ...], float] | None = field(default=None, init=False)
     _unsent: dict[str, Any] | None = field(default=None, init=False)
 
-    # -- at the start -------------------------------------------------------------------------------------------------------
+    # -- at the start
+    # -------------------------------------------------------------------------------------------------------
     @property
     def _num_micro_batches(self) -> int:
         return self.session.strategy.num_replicas * self.session.accumulation
@@ -152,24 +161,46 @@ class Balancer:
         )
         if balance == "equal" or not possible:
             if stored is not None and len(set(stored)) > 1:
-                reason = "`parallel.balance` is `equal` now" if balance == "equal" else "this run has too few micro-batches"
-                self._note("reset", f"balance: the checkpoint's shares {counts_text(stored)} are not used: {reason}")
+                reason = (
+                    "`parallel.balance` is `equal` now"
+                    if balance == "equal"
+                    else "this run has too few micro-batches"
+                )
+                self._note(
+                    "reset",
+                    f"balance: the checkpoint's shares {counts_text(stored)} are not used:"
+                    f" {reason}",
+                )
             return
         if isinstance(balance, list):
             local_ranks: list[Any] = session.world.gather_objects(session.world.env.local_rank)
-            self._set(tuple(weighted_shares(self._num_micro_batches, rank_weights(session.config, local_ranks))))
-            self._note("weights", f"balance: micro-batches per step by weight: {counts_text(self.counts)}")
+            self._set(
+                tuple(
+                    weighted_shares(
+                        self._num_micro_batches, rank_weights(session.config, local_ranks)
+                    )
+                )
+            )
+            self._note(
+                "weights", f"balance: micro-batches per step by weight: {counts_text(self.counts)}"
+            )
         elif stored is None:
             self.phase = "first"
-        elif len(stored) == session.strategy.num_replicas and sum(stored) == self._num_micro_batches:
+        elif (
+            len(stored) == session.strategy.num_replicas and sum(stored) == self._num_micro_batches
+        ):
             self._set(stored)
             self.phase = "fixed" if self._stored and self._stored.get("fixed") else "watch"
-            self._note("checkpoint", f"balance: micro-batches per step as in the checkpoint: {counts_text(stored)}")
+            self._note(
+                "checkpoint",
+                f"balance: micro-batches per step as in the checkpoint: {counts_text(stored)}",
+            )
         else:
             self.phase = "first"
             text = (
-                f"balance: the checkpoint's shares {counts_text(stored)} do not fit {len(self._equal)} ranks with "
-                f"{self._num_micro_batches} micro-batches per step: equal shares, and speeds are measured again"
+                f"balance: the checkpoint's shares {counts_text(stored)} do not fit"
+                f" {len(self._equal)} ranks with {self._num_micro_batches} micro-batches per step:"
+                " equal shares, and speeds are measured again"
             )
             self._note("reset", text)
 
@@ -183,9 +214,16 @@ class Balancer:
         self.shares = None if shares == self._equal else shares
 
     def _note(self, reason: str, text: str, **fields: Any) -> None:
-        self._unsent = {"step": self.session.step, "shares": list(self.counts), "reason": reason, **fields, "text": text}
+        self._unsent = {
+            "step": self.session.step,
+            "shares": list(self.counts),
+            "reason": reason,
+            **fields,
+            "text": text,
+        }
 
-    # -- a step -------------------------------------------------------------------------------------------------------------
+    # -- a step
+    # -------------------------------------------------------------------------------------------------------------
     def first_micro_batch(self, num_micro_batches: int) -> int:
         """Return the number, within the step, of this rank's first micro-batch."""
         replica = self.session.strategy.replica
@@ -223,12 +261,15 @@ class Balancer:
 
     def _record(self) -> None:
         session = self.session
-        if self._timer is None or session.saver.is_writing:  # a step without forward; or one beside a checkpoint's write
+        # a step without forward; or one beside a checkpoint's write
+        if self._timer is None or session.saver.is_writing:
             return
         compute_s = self._timer.seconds()
         if compute_s > 0 and self._positions > 0:
             num_micro_batches = self.counts[session.strategy.replica]
-            self._steps.append(StepTime(compute_s, session.meter.last_step_s, self._positions, num_micro_batches))
+            self._steps.append(
+                StepTime(compute_s, session.meter.last_step_s, self._positions, num_micro_batches)
+            )
 
     def _gather(self) -> Measured | None:
         """Return the medians over the steps; None if some rank has no time. A collective."""
@@ -237,7 +278,8 @@ class Balancer:
         if steps:
             local = [
                 statistics.median(step.compute_s / step.positions for step in steps),
-                sum(step.positions for step in steps) / sum(step.num_micro_batches for step in steps),
+                sum(step.positions for step in steps)
+                / sum(step.num_micro_batches for step in steps),
                 statistics.median(step.step_s for step in steps),
             ]
         table = torch.zeros(world.size, len(local), dtype=world.wide_dtype, device=world.device)
@@ -250,13 +292,16 @@ class Balancer:
         positions = statistics.fmean(row[1] for row in rows)
         return Measured([row[0] * positions for row in rows], max(row[2] for row in rows))
 
-    # -- decisions ----------------------------------------------------------------------------------------------------------
+    # -- decisions
+    # ----------------------------------------------------------------------------------------------------------
     def _decide(self, measured: Measured) -> None:
         if self.phase == "check":
             self._check(measured)
             return
         proposed = tuple(shares_by_speed(self._num_micro_batches, measured.seconds))
-        gain = step_seconds(self.counts, measured.seconds) / step_seconds(proposed, measured.seconds)
+        gain = step_seconds(self.counts, measured.seconds) / step_seconds(
+            proposed, measured.seconds
+        )
         if self.phase == "first" and gain < _MIN_GAIN:
             self._emit("measured", f"{_times(measured.seconds)}: equal shares are kept", measured)
             self.phase, self._wait_steps = "watch", _INTERVAL_STEPS
@@ -265,7 +310,10 @@ class Balancer:
         elif self.phase == "first" or (self.phase == "confirm" and gain >= _MIN_LATER_GAIN):
             before, self._previous = self.counts, (self.counts, measured.step_s)
             self._change(proposed)
-            text = f"{_times(measured.seconds)}: {_change_text(before, proposed)}; predicted speedup {gain:.2f}×"
+            text = (
+                f"{_times(measured.seconds)}: {_change_text(before, proposed)}; predicted speedup"
+                f" {gain:.2f}×"
+            )
             self._emit("measured", text, measured, gain)
             self.phase, self._wait_steps = "check", _WARMUP_STEPS
         else:
@@ -282,8 +330,9 @@ class Balancer:
             self._change(previous)
             self.phase = "fixed"
             text = (
-                f"a step takes {formatting.short_duration(measured.step_s)} instead of {formatting.short_duration(step_s)}: "
-                f"{_change_text(before, previous)} again, and no more changes until the next start"
+                f"a step takes {formatting.short_duration(measured.step_s)} instead of"
+                f" {formatting.short_duration(step_s)}: {_change_text(before, previous)} again, and"
+                " no more changes until the next start"
             )
             self._emit("withdrawn", text, measured)
 
@@ -303,10 +352,15 @@ class Balancer:
             text=f"balance: {text}",
         )
 
-    # -- kept with a checkpoint, and reported -------------------------------------------------------------------------------
+    # -- kept with a checkpoint, and reported
+    # -------------------------------------------------------------------------------
     def meta(self) -> dict[str, Any]:
         """Return what goes into a checkpoint's ``meta.json``; empty before the shares are decided."""
-        if self.session.config.parallel.balance == "equal" or self.phase == "first" or len(self._equal) == 1:
+        if (
+            self.session.config.parallel.balance == "equal"
+            or self.phase == "first"
+            or len(self._equal) == 1
+        ):
             return {}
         return {_META: {"shares": list(self.counts), "fixed": self.phase == "fixed"}}
 
@@ -326,12 +380,14 @@ def _size(batch: MicroBatch) -> int:
 
 def _times(seconds: Sequence[float]) -> str:
     if len(seconds) <= 8:
-        each = ", ".join(f"rank {rank} {formatting.short_duration(one)}" for rank, one in enumerate(seconds))
+        each = ", ".join(
+            f"rank {rank} {formatting.short_duration(one)}" for rank, one in enumerate(seconds)
+        )
     else:
         fastest, slowest = min(seconds), max(seconds)
         each = (
-            f"{formatting.short_duration(fastest)} (rank {seconds.index(fastest)}) to {formatting.short_duration(slowest)} "
-            f"(rank {seconds.index(slowest)})"
+            f"{formatting.short_duration(fastest)} (rank {seconds.index(fastest)}) to"
+            f" {formatting.short_duration(slowest)} (rank {seconds.index(slowest)})"
         )
     return f"a micro-batch takes {each}"
 

@@ -1,4 +1,5 @@
-"""Evaluation over all ranks, exact to the last row: sums and counts are added up, then divided once."""
+"""Evaluation over all ranks, exact to the last row: sums and counts are added up, then divided
+once."""
 
 from __future__ import annotations
 
@@ -76,11 +77,16 @@ def evaluate(
                     if name in each:
                         each[name].append(value.detach().reshape(-1).to(world.wide_dtype))
                         continue
-                    sums[name] = sums.get(name, torch.zeros((), device=world.device, dtype=world.wide_dtype)) + value
+                    sums[name] = (
+                        sums.get(name, torch.zeros((), device=world.device, dtype=world.wide_dtype))
+                        + value
+                    )
     finally:
         model.train(was_training)
     names = sorted({name for found in world.gather_objects(sorted(sums)) for name in found or ()})  # type: ignore[attr-defined]
-    total, *values = world.sum(float(count), *(float(sums[name]) if name in sums else 0.0 for name in names))
+    total, *values = world.sum(
+        float(count), *(float(sums[name]) if name in sums else 0.0 for name in names)
+    )
     means = {name: value / max(total, 1.0) for name, value in zip(names, values, strict=True)}
     loss = means.pop("loss")
     if each:
@@ -89,8 +95,11 @@ def evaluate(
 
 
 def _gather(values: list[torch.Tensor], world: World) -> torch.Tensor:
-    """Every rank's values, one after the other, on the CPU; each rank may have another number of them."""
-    mine = torch.cat(values) if values else torch.zeros(0, dtype=world.wide_dtype, device=world.device)
+    """Every rank's values, one after the other, on the CPU; each rank may have another number of
+    them."""
+    mine = (
+        torch.cat(values) if values else torch.zeros(0, dtype=world.wide_dtype, device=world.device)
+    )
     sizes = [int(one) for one in world.gather_numbers(float(len(mine)))]
     if max(sizes) == 0:
         return mine.cpu()

@@ -19,7 +19,8 @@ from paceline.train.trainer import Session
 
 
 def save_model_folder(session: Session, build: Callable[[], nn.Module]) -> None:
-    """``model/`` appears whole, written by rank 0. A collective. ``build`` makes the model as the task does.
+    """``model/`` appears whole, written by rank 0. A collective. ``build`` makes the model as the
+    task does.
 
     Raises:
         RunError: it could not be written.
@@ -57,8 +58,13 @@ def _write_model(session: Session, build: Callable[[], nn.Module]) -> None:
 
 @contextmanager
 def _own_memory(model: nn.Module) -> Iterator[None]:
-    """For the while, each parameter has memory of its own. Where it lies in a bucket with others, safetensors refuses it."""
-    views = {one: one.data for one in model.parameters() if one.untyped_storage().nbytes() > one.numel() * one.element_size()}
+    """For the while, each parameter has memory of its own. Where it lies in a bucket with others,
+    safetensors refuses it."""
+    views = {
+        one: one.data
+        for one in model.parameters()
+        if one.untyped_storage().nbytes() > one.numel() * one.element_size()
+    }
     for one, values in views.items():
         one.data = values.clone()
     try:
@@ -69,19 +75,24 @@ def _own_memory(model: nn.Module) -> Iterator[None]:
 
 
 def _save_from_parts(session: Session, folder: Path) -> bool:
-    """Write the model out of the last checkpoint's parts, where the task can, so that no process holds it whole."""
+    """Write the model out of the last checkpoint's parts, where the task can, so that no process
+    holds it whole."""
     if session.strategy.whole_on_first:
         return False
-    with store.CheckpointReader(session.run_dir.checkpoints / store.name_of(session.step)) as reader:
+    with store.CheckpointReader(
+        session.run_dir.checkpoints / store.name_of(session.step)
+    ) as reader:
         return session.task.save_from(reader, folder)
 
 
 def _whole_model(session: Session, build: Callable[[], nn.Module]) -> nn.Module:
-    """The trained model as the task built it: the one at hand, or, where it is spread over ranks, a new one in the host's
-    memory, filled from the checkpoint of the last step."""
+    """The trained model as the task built it: the one at hand, or, where it is spread over ranks, a
+    new one in the host's memory, filled from the checkpoint of the last step."""
     if session.strategy.whole_on_first:
         return session.model
     model = build()
-    with store.CheckpointReader(session.run_dir.checkpoints / store.name_of(session.step)) as reader:
+    with store.CheckpointReader(
+        session.run_dir.checkpoints / store.name_of(session.step)
+    ) as reader:
         load_whole(model, reader)
     return model

@@ -1,8 +1,10 @@
-"""Runs whose hosts have devices of different types, such as a CPU host and a GPU host: what is supported, and equal replicas.
+"""Runs whose hosts have devices of different types, such as a CPU host and a GPU host: what is
+supported, and equal replicas.
 
-All ranks use Gloo then, see :func:`paceline.distributed.communicator.open_world`. Every replica makes its own update from the same gradient.
-Devices of different types round it differently, so replicas are not compared by their bits: rank 0's weights and optimizer
-state are broadcast instead, as often as they would be compared.
+All ranks use Gloo then, see :func:`paceline.distributed.communicator.open_world`. Every replica
+makes its own update from the same gradient. Devices of different types round it differently, so
+replicas are not compared by their bits: rank 0's weights and optimizer state are broadcast instead,
+as often as they would be compared.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _SUPPORTED_TYPES = frozenset({"cpu", "cuda"})
 
 
 def check_mixed_devices(world: World, config: Config, strategy: str) -> None:
-    """Raise ConfigError on every rank if the ranks' devices differ in type and the run does not support that."""
+    """Raise ConfigError on every rank if the ranks' devices differ in type and the run does not
+    support that."""
     if not world.mixes_devices:
         return
     types = ", ".join(sorted(world.device_types))
@@ -46,8 +49,14 @@ def check_mixed_devices(world: World, config: Config, strategy: str) -> None:
         )
     for setting, is_set in (
         (f"compression.method: {config.compression.text}", bool(config.compression.chain)),
-        (f"parallel.all_reduce: {config.parallel.all_reduce}", config.parallel.all_reduce != "native"),
-        (f"local_sgd.workers: {config.local_sgd.workers}", strategy == "local_sgd" and config.local_sgd.workers is not None),
+        (
+            f"parallel.all_reduce: {config.parallel.all_reduce}",
+            config.parallel.all_reduce != "native",
+        ),
+        (
+            f"local_sgd.workers: {config.local_sgd.workers}",
+            strategy == "local_sgd" and config.local_sgd.workers is not None,
+        ),
     ):
         if is_set:
             raise ConfigError(
@@ -63,14 +72,16 @@ def mixed_devices_notices(world: World) -> list[tuple[str, str]]:
         return []
     types = " and ".join(sorted(world.device_types))
     text = (
-        f"devices: {types} ranks in one run, over Gloo; with `ddp` rank 0's weights and optimizer state are broadcast instead "
-        "of compared (`recovery.check_replicas_steps`), because devices of different types round differently"
+        f"devices: {types} ranks in one run, over Gloo; with `ddp` rank 0's weights and optimizer"
+        " state are broadcast instead of compared (`recovery.check_replicas_steps`), because"
+        " devices of different types round differently"
     )
     return [("info", text)]
 
 
 def align_replicas(strategy: Strategy, world: World) -> None:
-    """Copy rank 0's trained weights and optimizer state to all ranks. A collective. Nothing for replicas that train apart."""
+    """Copy rank 0's trained weights and optimizer state to all ranks. A collective. Nothing for
+    replicas that train apart."""
     if strategy.trains_apart:
         return
     with uncounted(), torch.no_grad():

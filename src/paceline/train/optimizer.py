@@ -14,23 +14,33 @@ from paceline.config.schema import TrainArgs
 
 def matrices_of(model: nn.Module) -> frozenset[str]:
     """Names of the parameters that weight decay falls on: matrices, not biases and norms."""
-    return frozenset(name for name, one in model.named_parameters(remove_duplicate=False) if one.dim() >= 2)
+    return frozenset(
+        name for name, one in model.named_parameters(remove_duplicate=False) if one.dim() >= 2
+    )
 
 
 def build_optimizer(
-    args: TrainArgs, learning_rate: float, named: list[tuple[str, nn.Parameter]], matrices: frozenset[str]
+    args: TrainArgs,
+    learning_rate: float,
+    named: list[tuple[str, nn.Parameter]],
+    matrices: frozenset[str],
 ) -> torch.optim.Optimizer:
-    """The optimizer over (name, parameter) pairs. Weight decay falls on those in ``matrices`` (see :func:`matrices_of`): a part
-    of a matrix, as sharding strategies hand over, has no shape to tell it by."""
+    """The optimizer over (name, parameter) pairs. Weight decay falls on those in ``matrices`` (see
+    :func:`matrices_of`): a part of a matrix, as sharding strategies hand over, has no shape to tell
+    it by."""
     decayed = [one for name, one in named if name in matrices]
     plain = [one for name, one in named if name not in matrices]
     groups: list[dict[str, Any]] = [
-        {"params": group, "weight_decay": decay} for group, decay in ((decayed, args.weight_decay), (plain, 0.0)) if group
+        {"params": group, "weight_decay": decay}
+        for group, decay in ((decayed, args.weight_decay), (plain, 0.0))
+        if group
     ]
     betas = (args.adam_beta1, args.adam_beta2)
     if args.optim in ("adamw", "adam"):
         kind = torch.optim.AdamW if args.optim == "adamw" else torch.optim.Adam
-        return kind(groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon, fused=_can_fuse(named))
+        return kind(
+            groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon, fused=_can_fuse(named)
+        )
     if args.optim == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, momentum=args.momentum)
     if args.optim == "rmsprop":
@@ -44,11 +54,14 @@ def build_optimizer(
 
 def _can_fuse(named: list[tuple[str, nn.Parameter]]) -> bool:
     kinds = {one.device.type for _, one in named}
-    return kinds <= {"cpu", "cuda", "xpu", "mps"} and all(one.is_floating_point() for _, one in named)
+    return kinds <= {"cpu", "cuda", "xpu", "mps"} and all(
+        one.is_floating_point() for _, one in named
+    )
 
 
 class Schedule:
-    """Learning rate as a function of the step alone, so that there is nothing to replay after a resume.
+    """Learning rate as a function of the step alone, so that there is nothing to replay after a
+    resume.
 
     Wraps transformers' schedules (all of them multiply the base rate by a function of the step).
     """
@@ -69,7 +82,9 @@ class Schedule:
     def set_step(self, step: int) -> float:
         """Set the rate for the update number ``step`` (from 0) and return it."""
         rate = 0.0
-        for group, base, factor in zip(self.optimizer.param_groups, self.base_rates, self.inner.lr_lambdas, strict=True):
+        for group, base, factor in zip(
+            self.optimizer.param_groups, self.base_rates, self.inner.lr_lambdas, strict=True
+        ):
             rate = base * factor(step)
             group["lr"] = rate
         return rate
@@ -88,9 +103,16 @@ def check_schedule(args: TrainArgs) -> str | None:
     """What is wrong with ``lr_scheduler_kwargs``, or None."""
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
 
-    accepted = set(inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(args.lr_scheduler_type)]).parameters)
+    accepted = set(
+        inspect.signature(
+            TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(args.lr_scheduler_type)]
+        ).parameters
+    )
     accepted -= {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
     unknown = [key for key in args.lr_scheduler_kwargs if key not in accepted]
     if not unknown:
         return None
-    return f"{', '.join(unknown)}: `{args.lr_scheduler_type}` takes {', '.join(sorted(accepted)) or 'no arguments'}"
+    return (
+        f"{', '.join(unknown)}: `{args.lr_scheduler_type}` takes"
+        f" {', '.join(sorted(accepted)) or 'no arguments'}"
+    )

@@ -17,13 +17,16 @@ from paceline.parallel.loss_scale import LossScaler
 
 
 class Precision:
-    """Autocast around forward and, for float16, dynamic loss scaling. The scale is part of the checkpoint.
+    """Autocast around forward and, for float16, dynamic loss scaling. The scale is part of the
+    checkpoint.
 
     float32 runs through here unchanged.
     """
 
     def __init__(self, args: TrainArgs, world: World) -> None:
-        assert args.precision != "auto" or world.device.type == "cpu", "`precision: auto` is resolved before ranks start"
+        assert args.precision != "auto" or world.device.type == "cpu", (
+            "`precision: auto` is resolved before ranks start"
+        )
         self.device = world.device
         self.dtype = None if args.mixed_dtype is None else getattr(torch, args.mixed_dtype)
         self.scaler = LossScaler(world.device) if args.mixed_dtype == "float16" else None
@@ -36,10 +39,13 @@ class Precision:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scaler is None else loss * self.scaler.scale.to(loss.device)
 
-    def step(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None = None, late: bool = False) -> bool:
-        """Make the optimizer's step. False if it was skipped because the gradient's ``norm`` is not finite; the loss scale is
-        adapted. ``norm``: None if the strategy sees to that itself, and :meth:`settle` is called afterwards. ``late``: the
-        device decides, see :func:`skips_on_device`; True is returned."""
+    def step(
+        self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None = None, late: bool = False
+    ) -> bool:
+        """Make the optimizer's step. False if it was skipped because the gradient's ``norm`` is not
+        finite; the loss scale is adapted. ``norm``: None if the strategy sees to that itself, and
+        :meth:`settle` is called afterwards. ``late``: the device decides, see
+        :func:`skips_on_device`; True is returned."""
         if norm is None:
             optimizer.step()
             return True
@@ -68,11 +74,13 @@ class Precision:
 
 
 def check_same_precision(world: World, args: TrainArgs) -> None:
-    """Raise ConfigError if ``precision: auto`` became different precisions on the ranks' devices. A collective."""
+    """Raise ConfigError if ``precision: auto`` became different precisions on the ranks' devices. A
+    collective."""
     precisions = world.gather_objects(args.precision)
     if len(set(precisions)) > 1:
         by_rank = "; ".join(
-            f"{one} on " + ", ".join(f"rank {rank}" for rank, other in enumerate(precisions) if other == one)
+            f"{one} on "
+            + ", ".join(f"rank {rank}" for rank, other in enumerate(precisions) if other == one)
             for one in dict.fromkeys(map(str, precisions))
         )
         raise ConfigError(
@@ -82,9 +90,12 @@ def check_same_precision(world: World, args: TrainArgs) -> None:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> bool:
-    """Whether the optimizer can leave a step out by a flag on the device of ``norm``: torch's fused ones."""
+    """Whether the optimizer can leave a step out by a flag on the device of ``norm``: torch's fused
+    ones."""
     able = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(able) and all(one.device == norm.device for group in optimizer.param_groups for one in group["params"])
+    return bool(able) and all(
+        one.device == norm.device for group in optimizer.param_groups for one in group["params"]
+    )
 
 
 def _step_where(optimizer: Any, finite: torch.Tensor) -> None:
@@ -97,8 +108,8 @@ def _step_where(optimizer: Any, finite: torch.Tensor) -> None:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recompute activations in backward, block by block: by the model's own switch where it has one, else for each child of
-    every ModuleList and Sequential.
+    """Recompute activations in backward, block by block: by the model's own switch where it has
+    one, else for each child of every ModuleList and Sequential.
 
     Raises:
         ConfigError: the model has no blocks to do it for.
@@ -112,12 +123,17 @@ def checkpoint_activations(model: nn.Module) -> None:
         for module in model.modules()
         if isinstance(module, nn.ModuleList | nn.Sequential)
         for child in module
-        if not isinstance(child, nn.ModuleList | nn.Sequential) and any(True for _ in child.parameters())
+        if not isinstance(child, nn.ModuleList | nn.Sequential)
+        and any(True for _ in child.parameters())
     ]
     if not blocks:
         raise ConfigError(
-            f"`gradient_checkpointing: true`, and {type(model).__name__} has no ModuleList or Sequential to recompute",
-            fix="turn it off, or give the model a method gradient_checkpointing_enable(gradient_checkpointing_kwargs)",
+            f"`gradient_checkpointing: true`, and {type(model).__name__} has no ModuleList or"
+            " Sequential to recompute",
+            fix=(
+                "turn it off, or give the model a method"
+                " gradient_checkpointing_enable(gradient_checkpointing_kwargs)"
+            ),
         )
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

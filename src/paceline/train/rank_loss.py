@@ -1,5 +1,6 @@
-"""When the process of a rank has ended and the others go on: it is named, its share of the batches is dealt anew, what was not
-trained on is counted, and where it was the one that spoke for the run another takes its place."""
+"""When the process of a rank has ended and the others go on: it is named, its share of the batches
+is dealt anew, what was not trained on is counted, and where it was the one that spoke for the run
+another takes its place."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def batches_of(session: Session) -> Iterator[list[MicroBatch]]:
 
 
 def close_batches(session: Session) -> None:
-    """Shut down the loader's worker processes. Without this they are killed when the rank's process exits, and torch prints
-    a traceback about them."""
+    """Shut down the loader's worker processes. Without this they are killed when the rank's process
+    exits, and torch prints a traceback about them."""
     close = getattr(session.batches, "close", None)
     session.batches = iter(())
     if close is not None:
@@ -55,8 +56,8 @@ def close_batches(session: Session) -> None:
 
 
 def regroup(session: Session) -> bool:
-    """See whether ranks were lost, and go on without them. True where some were. Every rank comes to the same answer at the
-    same place of the same step."""
+    """See whether ranks were lost, and go on without them. True where some were. Every rank comes
+    to the same answer at the same place of the same step."""
     gone = session.strategy.departed()
     if not gone:
         return False
@@ -85,13 +86,27 @@ def _tell(session: Session, one: Departed) -> None:
     unseen = _samples_unseen(session, one)
     left = session.strategy.num_replicas
     text = (
-        f"rank {one.rank}, a worker (process {one.pid}), {one.reason}. The others go on: from step {session.step + 1} on each "
-        f"global batch is shared among {counted(left, 'worker')}"
+        f"rank {one.rank}, a worker (process {one.pid}), {one.reason}. The others go on: from step"
+        f" {session.step + 1} on each global batch is shared among {counted(left, 'worker')}"
     )
-    last = f"of step {session.step}" if one.steps_missed == 1 else f"of its last {one.steps_missed} steps"
-    text += f"; {counted(unseen, 'sample')} {last} were not trained on" if unseen else "; no sample is left out for it"
+    last = (
+        f"of step {session.step}"
+        if one.steps_missed == 1
+        else f"of its last {one.steps_missed} steps"
+    )
+    text += (
+        f"; {counted(unseen, 'sample')} {last} were not trained on"
+        if unseen
+        else "; no sample is left out for it"
+    )
     session.events.emit(
-        "worker_lost", step=session.step, rank=one.rank, pid=one.pid, reason=one.reason, samples_unseen=unseen, said=True
+        "worker_lost",
+        step=session.step,
+        rank=one.rank,
+        pid=one.pid,
+        reason=one.reason,
+        samples_unseen=unseen,
+        said=True,
     )
     session.events.notice(text, level="warning")
 
@@ -101,15 +116,20 @@ def _samples_unseen(session: Session, one: Departed) -> int:
     each = session.derived.gradient_accumulation_steps
     parts, mine = one.replicas * each, slice(one.replica * each, (one.replica + 1) * each)
     steps = range(max(session.first_step, session.step - one.steps_missed), session.step)
-    return sum(len(part) for step in steps for part in session.order.micro_batches(step, parts)[mine])
+    return sum(
+        len(part) for step in steps for part in session.order.micro_batches(step, parts)[mine]
+    )
 
 
 def workers_lost(events: list[Event], step: int) -> list[dict[str, Any]]:
-    """For the report: the workers that this run has lost up to ``step``, over all its lives; none of what was rewound."""
+    """For the report: the workers that this run has lost up to ``step``, over all its lives; none
+    of what was rewound."""
     found: list[dict[str, Any]] = []
     for event in events:
         if event["type"] == "resume":
             found = [one for one in found if one["step"] <= event["step"]]
         elif event["type"] == "worker_lost":
-            found.append({key: event[key] for key in ("step", "rank", "pid", "reason", "samples_unseen")})
+            found.append(
+                {key: event[key] for key in ("step", "rank", "pid", "reason", "samples_unseen")}
+            )
     return [one for one in found if one["step"] <= step]

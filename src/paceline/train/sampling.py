@@ -1,8 +1,9 @@
-"""What the model says by now: answers to a few held-out prompts at each evaluation of a language task.
+"""What the model says by now: answers to a few held-out prompts at each evaluation of a language
+task.
 
-Decoding is greedy and takes no random number; weights, gradients and the mode of the model are left as they were, so a run with
-samples is the run without. Ranks that hold whole weights share the prompts. Where a forward is a collective all ranks work on
-each prompt together.
+Decoding is greedy and takes no random number; weights, gradients and the mode of the model are left
+as they were, so a run with samples is the run without. Ranks that hold whole weights share the
+prompts. Where a forward is a collective all ranks work on each prompt together.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
 
 #: Strategies whose forward all ranks run together, on the same input where they are given the same.
 _TOGETHER = ("zero2", "zero3", "tensor", "hybrid", "deepspeed")
-#: A share of an evaluation. All answers may take that, or a few seconds where it is short; then they are cut short.
+#: A share of an evaluation. All answers may take that, or a few seconds where it is short; then
+#: they are cut short.
 _SHARE, _LIMIT_S = 0.1, 5.0
 #: From that share on, and no less than this, it is worth a word what they take.
 _MUCH_S = 1.0
-#: Of a prompt whose every token carries loss, so much is given. A prompt is told by its last characters.
+#: Of a prompt whose every token carries loss, so much is given. A prompt is told by its last
+#: characters.
 _GIVEN, _TOLD_CHARACTERS = 32, 4000
 
 
@@ -53,22 +56,33 @@ class Sampler:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.settings = session.config.evaluation
-        wanted = isinstance(session.task, LanguageTask) and self.settings.samples > 0 and session.eval_dataset is not None
+        wanted = (
+            isinstance(session.task, LanguageTask)
+            and self.settings.samples > 0
+            and session.eval_dataset is not None
+        )
         self.active = bool(wanted)
         self._said: set[str] = set()
         self._prompts: list[_Prompt] | None = None
         self._tokenizer: LoadedTokenizer
         self._defaults: Any = None  # the model's own, of generating
         # Logits of a whole prompt can take more memory than a step of training.
-        self._last_logits = {"logits_to_keep": 1} if getattr(session.task, "picks_logits", False) else {}
+        self._last_logits = (
+            {"logits_to_keep": 1} if getattr(session.task, "picks_logits", False) else {}
+        )
 
     def take(self, eval_wall_s: float) -> None:
-        """Generate, and emit a ``sample`` event; a collective, within an evaluation that took so many seconds without it."""
+        """Generate, and emit a ``sample`` event; a collective, within an evaluation that took so
+        many seconds without it."""
         if not self.active:
             return
         if (why := self._why_not()) is not None:
             self.active = False
-            self._say("why not", f"no samples are shown at evaluations: {why} (`evaluation.samples: 0` silences this)")
+            self._say(
+                "why not",
+                f"no samples are shown at evaluations: {why} (`evaluation.samples: 0` silences"
+                " this)",
+            )
             return
         began = time.perf_counter()
         if self._prompts is None:
@@ -78,19 +92,32 @@ class Sampler:
         wall_s = time.perf_counter() - began
         if problem is not None:
             self.active = False
-            self._say("problem", f"no samples are shown at evaluations: the model could not generate ({problem})")
+            self._say(
+                "problem",
+                f"no samples are shown at evaluations: the model could not generate ({problem})",
+            )
             return
         assert self._prompts is not None
         samples = [
-            {"prompt": self._prompt_text(one), "text": self._text(answers[number]), "reference": self._text(one.reference)}
+            {
+                "prompt": self._prompt_text(one),
+                "text": self._text(answers[number]),
+                "reference": self._text(one.reference),
+            }
             for number, one in enumerate(self._prompts)
             if number in answers
         ]
         self.session.events.emit("sample", step=self.session.step, samples=samples, wall_s=wall_s)
         if cut:
-            self._say("cut", f"the samples of this evaluation were cut short after {limit_s:.0f} s. {_FEWER}")
+            self._say(
+                "cut",
+                f"the samples of this evaluation were cut short after {limit_s:.0f} s. {_FEWER}",
+            )
         elif wall_s > max(_MUCH_S, _SHARE * eval_wall_s):
-            took = f"the samples of this evaluation took {wall_s:.1f} s, and all the rest of it {eval_wall_s:.1f} s"
+            took = (
+                f"the samples of this evaluation took {wall_s:.1f} s, and all the rest of it"
+                f" {eval_wall_s:.1f} s"
+            )
             self._say("slow", f"{took}. {_FEWER}")
 
     def _say(self, what: str, text: str) -> None:
@@ -98,7 +125,8 @@ class Sampler:
             self._said.add(what)
             self.session.events.notice(text)
 
-    # -- who generates ------------------------------------------------------------------------------------------------------
+    # -- who generates
+    # ------------------------------------------------------------------------------------------------------
     def _why_not(self) -> str | None:
         strategy, axes = self.session.strategy, self.session.world.axes
         if strategy.whole_on_first:
@@ -117,12 +145,14 @@ class Sampler:
         return not self.session.strategy.whole_on_first
 
     def _mine(self, number: int) -> bool:
-        """Whether this rank works on a prompt: any rank where all are known to hold the same whole weights, else the first."""
+        """Whether this rank works on a prompt: any rank where all are known to hold the same whole
+        weights, else the first."""
         strategy, world = self.session.strategy, self.session.world
         alike = strategy.trains_apart or strategy.replica_line is world
         return self._together or (number % world.size == world.rank if alike else world.is_first)
 
-    # -- prompts ------------------------------------------------------------------------------------------------------------
+    # -- prompts
+    # ------------------------------------------------------------------------------------------------------------
     def _read(self) -> None:
         """The same prompts at every evaluation: spread evenly over the validation data."""
         session = self.session
@@ -131,8 +161,13 @@ class Sampler:
         self._defaults = getattr(_base(session.model), "generation_config", None)
         self._tokenizer = load_tokenizer(path, session.config.trust_remote_code)
         many = min(self.settings.samples, len(session.eval_dataset))
-        rows = [session.eval_dataset[number * len(session.eval_dataset) // many] for number in range(many)]
-        self._prompts = [self._prompt(row["input_ids"].tolist(), row["labels_mask"].tolist()) for row in rows]
+        rows = [
+            session.eval_dataset[number * len(session.eval_dataset) // many]
+            for number in range(many)
+        ]
+        self._prompts = [
+            self._prompt(row["input_ids"].tolist(), row["labels_mask"].tolist()) for row in rows
+        ]
 
     def _prompt(self, ids: list[int], carries_loss: list[bool]) -> _Prompt:
         """Up to the first answer; where all is to be learnt, the beginning."""
@@ -140,10 +175,15 @@ class Sampler:
         end = next((place for place in range(start, len(ids)) if not carries_loss[place]), len(ids))
         if start < 2:
             start, end = max(1, min(_GIVEN, len(ids) // 2)), len(ids)
-        ends = {self._tokenizer.eos_token_id, ids[end - 1] if ids[end - 1] in self._tokenizer.special_ids else None}
+        ends = {
+            self._tokenizer.eos_token_id,
+            ids[end - 1] if ids[end - 1] in self._tokenizer.special_ids else None,
+        }
         own = getattr(self._defaults, "eos_token_id", None)
         ends |= set(own) if isinstance(own, list) else {own}
-        return _Prompt(ids[:start], ids[start:end][: self.settings.max_new_tokens], frozenset(ends - {None}))
+        return _Prompt(
+            ids[:start], ids[start:end][: self.settings.max_new_tokens], frozenset(ends - {None})
+        )
 
     def _prompt_text(self, prompt: _Prompt) -> str:
         """As the model sees it, with special tokens."""
@@ -151,31 +191,42 @@ class Sampler:
         return text if len(text) <= _TOLD_CHARACTERS else f"…{text[-_TOLD_CHARACTERS:]}"
 
     def _text(self, ids: list[int]) -> str:
-        return self._tokenizer.decode([one for one in ids if one not in self._tokenizer.special_ids])
+        return self._tokenizer.decode(
+            [one for one in ids if one not in self._tokenizer.special_ids]
+        )
 
-    # -- answers ------------------------------------------------------------------------------------------------------------
+    # -- answers
+    # ------------------------------------------------------------------------------------------------------------
     def _generate(self, deadline: float) -> tuple[dict[int, list[int]], bool, str | None]:
-        """This rank's answers by number of the prompt, whether some were cut short, and what went wrong."""
+        """This rank's answers by number of the prompt, whether some were cut short, and what went
+        wrong."""
         session, found, cut = self.session, {}, False
         assert self._prompts is not None
         was_training = session.model.training
         session.model.eval()
         try:
-            with torch.no_grad(), session.precision.autocast(), _plain_attention(session.model), uncounted():
+            with (
+                torch.no_grad(),
+                session.precision.autocast(),
+                _plain_attention(session.model),
+                uncounted(),
+            ):
                 for number, prompt in enumerate(self._prompts):
                     if self._mine(number):
                         found[number], late = self._answer(prompt, deadline)
                         cut = cut or late
             return found, cut, None
-        except Exception as error:  # a model of any make: one that cannot generate can be trained all the same
+        except (
+            Exception
+        ) as error:  # a model of any make: one that cannot generate can be trained all the same
             first = (str(error).strip().splitlines() or [""])[0][:200]
             return {}, cut, f"{type(error).__name__}: {first}"
         finally:
             session.model.train(was_training)
 
     def _answer(self, prompt: _Prompt, deadline: float) -> tuple[list[int], bool]:
-        """The likeliest token each time, after the model's own penalty on repetition (as with `paceline generate`); and
-        whether there was no time for more."""
+        """The likeliest token each time, after the model's own penalty on repetition (as with
+        `paceline generate`); and whether there was no time for more."""
         session, answer = self.session, list[int]()
         cache: Any = None
         new = prompt.given
@@ -184,7 +235,9 @@ class Sampler:
         while len(answer) < self.settings.max_new_tokens and not late:
             PULSE.tick()
             rows = torch.tensor([new], device=session.world.device)
-            out = session.model(input_ids=rows, past_key_values=cache, use_cache=True, **self._last_logits)
+            out = session.model(
+                input_ids=rows, past_key_values=cache, use_cache=True, **self._last_logits
+            )
             cache = getattr(out, "past_key_values", None)
             told = torch.tensor([[*prompt.given, *answer]], device=session.world.device)
             answer.append(int(self._penalise(told, out.logits[:, -1].float()).argmax()))
@@ -193,7 +246,8 @@ class Sampler:
                 break
             late = self._agree(time.perf_counter() > deadline)
         if self._together:
-            session.strategy.evaluate(lambda model: {}, session.model)  # puts away what was gathered for these forwards
+            # puts away what was gathered for these forwards
+            session.strategy.evaluate(lambda model: {}, session.model)
         return answer, late
 
     def _penalise(self, told: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -212,7 +266,11 @@ class Sampler:
     def _gather(
         self, mine: dict[int, list[int]], cut: bool, problem: str | None
     ) -> tuple[dict[int, list[int]], bool, str | None]:
-        told: list[Any] = [one for one in self.session.world.gather_objects((mine, cut, problem)) if one is not None]
+        told: list[Any] = [
+            one
+            for one in self.session.world.gather_objects((mine, cut, problem))
+            if one is not None
+        ]
         answers = {number: ids for found, _, _ in reversed(told) for number, ids in found.items()}
         problems = [one for _, _, one in told if one is not None]
         return answers, any(late for _, late, _ in told), problems[0] if problems else None

@@ -1,4 +1,5 @@
-"""From a job to a finished run, on one rank: model, strategy, optimizer, resume, training, model folder, report."""
+"""From a job to a finished run, on one rank: model, strategy, optimizer, resume, training, model
+folder, report."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ from paceline.train.trainer import Session, train
 
 @dataclass
 class Job:
-    """What the launcher worked out before any rank existed; sent to every rank. Small and picklable."""
+    """What the launcher worked out before any rank existed; sent to every rank. Small and
+    picklable."""
 
     config: Config
     derived: Derived
@@ -65,27 +67,33 @@ class Job:
     started_at: float  # seconds since the epoch, when the command began
     resume_from: str | None = None
     notices: list[tuple[str, str]] = field(default_factory=list)
-    launcher: int | None = None  # process that outlives the ranks, and writes the end of a log that they could not end
+    # process that outlives the ranks, and writes the end of a log that they could not end
+    launcher: int | None = None
     fault: dict[str, Any] | None = None  # that ended the life before this one
-    reports_everywhere: bool = False  # no launcher collects rank 0's report, and each rank's caller wants it
-    sees_run_folder: bool = True  # whether this rank's host sees the run's folder of global rank 0's host
+    # no launcher collects rank 0's report, and each rank's caller wants it
+    reports_everywhere: bool = False
+    # whether this rank's host sees the run's folder of global rank 0's host
+    sees_run_folder: bool = True
 
 
 def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
-    """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``: the report on every rank, or on
-    rank 0 only if a launcher of Paceline collects it."""
+    """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``: the
+    report on every rank, or on rank 0 only if a launcher of Paceline collects it."""
     axes = job.layout.axes if job.layout.num_processes > 1 else Axes()
     PULSE.start(active=job.config.recovery.watchdog, on_cpu=job.device_type == "cpu")
     world = open_world(env, job.device_type, job.config.parallel.timeout_s, axes)
     run_dir = RunDir(Path(job.config.output_dir))
     events = EventLog(None)
-    watchdog = Watchdog(job.config.recovery, job.config.parallel.timeout_s, world, stop, run_dir.root)
+    watchdog = Watchdog(
+        job.config.recovery, job.config.parallel.timeout_s, world, stop, run_dir.root
+    )
     watchdog.start()
     try:
         check_mixed_devices(world, job.config, job.layout.strategy)
         check_same_precision(world, job.config.train_args)
         side, job = _open_side_group(job, world)
-        built = build(job, world)  # before anything is written: a model that cannot be had leaves no trace
+        # before anything is written: a model that cannot be had leaves no trace
+        built = build(job, world)
         world = built.strategy.world  # the same ranks, perhaps with other means to talk
         if job.resume_from is not None:
             with open_checkpoint(Path(job.resume_from), side) as opened:
@@ -94,9 +102,19 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             if world.is_first:
                 events = _open_events(job, run_dir)
             watchdog.watch(built.strategy, events)
-            session = begin(job, world, built, run_dir, events, stop, side, _claim_store(job, world, run_dir, events))
+            session = begin(
+                job,
+                world,
+                built,
+                run_dir,
+                events,
+                stop,
+                side,
+                _claim_store(job, world, run_dir, events),
+            )
             session.judge = make_judge(session)
-            with session.saver:  # what is being written when the training ends, however it ends, is waited for
+            # what is being written when the training ends, however it ends, is waited for
+            with session.saver:
                 status = _train(session, exits_by_itself=job.launcher is None)
                 PULSE.enter("saving")
             if status == "done":
@@ -107,16 +125,29 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
                 reason = _stop_reason(stop) if status == "stopped" else None
                 network = session.judge.said if session.judge is not None else None
                 more = {"network": network} if network is not None else {}
-                events.emit("run_end", status=status, step=session.step, reason=reason, wall_s=report["wall_s"], **more)
+                events.emit(
+                    "run_end",
+                    status=status,
+                    step=session.step,
+                    reason=reason,
+                    wall_s=report["wall_s"],
+                    **more,
+                )
             if job.reports_everywhere:
                 report = world.broadcast_object(report)  # type: ignore[assignment]
             world.barrier()
             built.strategy.close()
-            return {"status": status, "report": report if world.is_first or job.reports_everywhere else None}
+            return {
+                "status": status,
+                "report": report if world.is_first or job.reports_everywhere else None,
+            }
     except BaseException as caught:
         error = watchdog.explain(caught)
-        if world.is_first and job.launcher is None:  # the command line says the same, once, when all ranks have ended
-            events.emit("run_end", said=True, status="failed", step=None, reason=_failure(error)[:2000])
+        # the command line says the same, once, when all ranks have ended
+        if world.is_first and job.launcher is None:
+            events.emit(
+                "run_end", said=True, status="failed", step=None, reason=_failure(error)[:2000]
+            )
         if error is not caught:
             raise error from caught
         raise
@@ -131,15 +162,17 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
 
 
 def _open_side_group(job: Job, world: World) -> tuple[SideGroup | None, Job]:
-    """The group over which checkpoints travel if some rank does not see the run's folder; rank 0 then says which checkpoint
-    the run resumes from."""
+    """The group over which checkpoints travel if some rank does not see the run's folder; rank 0
+    then says which checkpoint the run resumes from."""
     side = SideGroup.open(world, job.sees_run_folder)
     if side is None:
         return None, job
     return side, replace(job, resume_from=world.broadcast_object(job.resume_from))
 
 
-def _claim_store(job: Job, world: World, run_dir: RunDir, events: EventLog) -> CheckpointStore | None:
+def _claim_store(
+    job: Job, world: World, run_dir: RunDir, events: EventLog
+) -> CheckpointStore | None:
     """``checkpoint_dir``, on rank 0, which uploads."""
     if job.config.checkpoint_dir is None or not world.is_first:
         return None
@@ -147,15 +180,17 @@ def _claim_store(job: Job, world: World, run_dir: RunDir, events: EventLog) -> C
     before = store.claim(run_dir.root)
     if before is not None:
         text = (
-            f"`checkpoint_dir: {store.url}` was last written by the run in {before.get('output_dir')} on host "
-            f"{before.get('host')}; this run takes it over, and that one ends at its next checkpoint if it still runs"
+            f"`checkpoint_dir: {store.url}` was last written by the run in"
+            f" {before.get('output_dir')} on host {before.get('host')}; this run takes it over, and"
+            " that one ends at its next checkpoint if it still runs"
         )
         events.notice(text, level="warning")
     return store
 
 
 def _train(session: Session, exits_by_itself: bool) -> str:
-    """Train, then shut down the loader's workers. After a failure that is left out where the process ends at once anyway."""
+    """Train, then shut down the loader's workers. After a failure that is left out where the
+    process ends at once anyway."""
     try:
         status = train(session)
     except BaseException:
@@ -176,7 +211,8 @@ def _stop_reason(stop: StopFlag) -> str:
 
 @contextmanager
 def _locked(run_dir: RunDir, world: World) -> Any:
-    """Rank 0 holds the run's folder, so that no second run writes into it. The lock ends with the process."""
+    """Rank 0 holds the run's folder, so that no second run writes into it. The lock ends with the
+    process."""
     handle: IO[str] | None = None
     if world.is_first:
         run_dir.root.mkdir(parents=True, exist_ok=True)
@@ -196,7 +232,8 @@ def _open_events(job: Job, run_dir: RunDir) -> EventLog:
 
 @dataclass
 class Built:
-    """The model as the strategy has placed it, its shape before that, and what the optimizer must know of it."""
+    """The model as the strategy has placed it, its shape before that, and what the optimizer must
+    know of it."""
 
     task: Task
     datasets: tuple[Any, Any | None]
@@ -209,11 +246,12 @@ class Built:
 
 
 def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None = None) -> Built:
-    """The task and the model, placed; from torch's random state as the seed sets it. ``adjust`` may change the model before
-    that.
+    """The task and the model, placed; from torch's random state as the seed sets it. ``adjust`` may
+    change the model before that.
 
-    The order is fixed here, for every strategy: activation checkpointing is a switch on the blocks' own forward, so that
-    whatever a strategy hangs on a block runs around it; then the strategy places the model.
+    The order is fixed here, for every strategy: activation checkpointing is a switch on the blocks'
+    own forward, so that whatever a strategy hangs on a block runs around it; then the strategy
+    places the model.
     """
     _quiet_libraries(job.config, world.device.type)
     task = load_task(job.config)
@@ -225,19 +263,26 @@ def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None =
         adjust(model)
     strategy.num_devices = job.layout.axes.replicas if job.layout.num_processes == 1 else 1
     if not any(one.requires_grad for one in model.parameters()):
-        raise RunError("the model has no parameter to train: all are frozen", fix="set requires_grad on what shall be trained")
+        raise RunError(
+            "the model has no parameter to train: all are frozen",
+            fix="set requires_grad on what shall be trained",
+        )
     if strategy.whole_on_first:
-        model.to(world.device)  # else a model that no single device holds stays on the CPU until it is cut
+        # else a model that no single device holds stays on the CPU until it is cut
+        model.to(world.device)
     notices = task.setup(model)
     datasets = task.build_datasets()
-    if is_user_task(job.config) and job.resume_from is None:  # on every rank: the loss may call collectives
+    # on every rank: the loss may call collectives
+    if is_user_task(job.config) and job.resume_from is None:
         notices += _check_loss(task, model, datasets[0], job.config)
     probe = _probe(task, datasets[0]) if job.layout.axes.pipeline > 1 else None
     strategy.probe = None if probe is None else probe.run
     shape, matrices = outline(model, job.config, probe), matrices_of(model)
     frozen = frozen_digest(model)
     placed = strategy.place(model)
-    return Built(task, datasets, placed, shape, matrices, strategy, notices + strategy.notices, frozen)
+    return Built(
+        task, datasets, placed, shape, matrices, strategy, notices + strategy.notices, frozen
+    )
 
 
 def _probe(task: Task, dataset: Any) -> Probe:
@@ -245,7 +290,9 @@ def _probe(task: Task, dataset: Any) -> Probe:
     return Probe(lambda model: task.loss(model, task.collate([dataset[0]])), rows=1)
 
 
-def _check_loss(task: Task, model: nn.Module, dataset: Any, config: Config) -> list[tuple[str, str]]:
+def _check_loss(
+    task: Task, model: nn.Module, dataset: Any, config: Config
+) -> list[tuple[str, str]]:
     from paceline.tasks.additivity import check_additive  # built-in tasks start without it
 
     return check_additive(task, model, dataset, config.train_args.seed)
@@ -274,14 +321,22 @@ def begin(
     config, args = job.config, job.config.train_args
     task, strategy = built.task, built.strategy
     train_dataset, eval_dataset = built.datasets
-    optimizer = strategy.build_optimizer(lambda named: build_optimizer(args, job.derived.learning_rate, named, built.matrices))
+    optimizer = strategy.build_optimizer(
+        lambda named: build_optimizer(args, job.derived.learning_rate, named, built.matrices)
+    )
     precision = Precision(args, world)
     strategy.use_scaler(precision.scaler)
     options = LoaderOptions(
-        args.dataloader_num_workers, args.dataloader_prefetch_factor, args.dataloader_pin_memory and world.device.type != "cpu"
+        args.dataloader_num_workers,
+        args.dataloader_prefetch_factor,
+        args.dataloader_pin_memory and world.device.type != "cpu",
     )
     order = SampleOrder(
-        len(train_dataset), job.derived.global_batch_size, args.seed, _balance_lengths(train_dataset, task), args.shuffle
+        len(train_dataset),
+        job.derived.global_batch_size,
+        args.seed,
+        _balance_lengths(train_dataset, task),
+        args.shuffle,
     )
     session = Session(
         config=config,
@@ -328,7 +383,8 @@ def begin(
     said = len(strategy.notices)
     with PULSE.during("loading"):
         resumed = _resume(session, job)
-    notices = built.notices + strategy.notices[said:]  # what the checkpoint did not hold, or held in vain
+    # what the checkpoint did not hold, or held in vain
+    notices = built.notices + strategy.notices[said:]
     notices += transfer_notices(session, side) + mixed_devices_notices(world)
     accumulation = job.derived.gradient_accumulation_steps
     if job.layout.num_processes == 1:  # one process works on the micro-batches of all devices
@@ -373,11 +429,13 @@ def _quiet_libraries(config: Config, device_type: str) -> None:
     import warnings
 
     if device_type == "cpu":
-        # transformers imports DeepSpeed where it is installed, which else looks for accelerators and says that it found none.
+        # transformers imports DeepSpeed where it is installed, which else looks for accelerators
+        # and says that it found none.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # peft calls what transformers deprecates: nothing that the person who trains could change.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
-    warnings.filterwarnings("ignore", message="This DataLoader will create")  # said once, by the launcher
+    # said once, by the launcher
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
     if "transformers" in sys.modules or config.task in ("sft", "pretrain"):
         from transformers.utils import logging as transformers_logging
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class StepCounts:
-    """Global sums over one step: the loss's count, tokens, samples, how many ranks wish to stop, and the first one's wish to
-    save. Where the strategy's replicas train on their own, the loss is divided by their own count (``near``), and nobody waits
-    for the global ones."""
+    """Global sums over one step: the loss's count, tokens, samples, how many ranks wish to stop,
+    and the first one's wish to save. Where the strategy's replicas train on their own, the loss is
+    divided by their own count (``near``), and nobody waits for the global ones."""
 
     def __init__(self, session: Session, micro_batches: list[MicroBatch]) -> None:
         task, world = session.task, session.world
@@ -44,8 +44,8 @@ class StepCounts:
         self._on_host: tuple[torch.Tensor, torch.Event] | None = None
 
     def denominator(self) -> torch.Tensor:
-        """What the loss is divided by: the global count, or its estimate from that of this rank's group; a float32 scalar on
-        the device, at least 1."""
+        """What the loss is divided by: the global count, or its estimate from that of this rank's
+        group; a float32 scalar on the device, at least 1."""
         count = self.read()[0] if self.near is None else self.near
         return count.clamp(min=1.0).float()
 
@@ -59,7 +59,8 @@ class StepCounts:
         return self.tensor
 
     def _copy_to_host(self) -> None:
-        # On an accelerator the host must not wait for the whole step to learn of a stop: copy now, look later.
+        # On an accelerator the host must not wait for the whole step to learn of a stop: copy now,
+        # look later.
         if self.tensor.device.type != "cpu":
             host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
             host.copy_(self.tensor, non_blocking=True)

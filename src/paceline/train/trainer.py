@@ -1,4 +1,5 @@
-"""The training loop, to be read from top to bottom. Every rank runs it; rank 0 alone speaks and writes."""
+"""The training loop, to be read from top to bottom. Every rank runs it; rank 0 alone speaks and
+writes."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Session:
     unread: list[StepCounts] = field(default_factory=list)  # on their way, of the step made last
     judge: Judge | None = None  # of how replicas come together
     accumulation: int = 1  # micro-batches of a step on this rank
-    lock: Any = None  # on the run's folder, where this rank came to hold it in the middle of the run
+    # on the run's folder, where this rank came to hold it in the middle of the run
+    lock: Any = None
     guard: Guard = field(init=False)  # of gradients, replicas and losses
     sampler: Sampler = field(init=False)  # of what the model says at evaluations
     balancer: Balancer = field(init=False)  # of the micro-batches of each rank
@@ -85,8 +87,8 @@ class Session:
 
 
 def train(session: Session) -> str:
-    """Train to the last step, or until a stop is asked for. Returns "done" or "stopped"; either way a checkpoint of the
-    last step made is on disk."""
+    """Train to the last step, or until a stop is asked for. Returns "done" or "stopped"; either way
+    a checkpoint of the last step made is on disk."""
     session.model.train()
     last = session.derived.steps
     while session.step < last:
@@ -99,7 +101,10 @@ def train(session: Session) -> str:
         session.saver.poll()
         if session.step == last or stopping:
             break
-        if session.eval_dataset is not None and session.step % session.derived.eval_every_steps == 0:
+        if (
+            session.eval_dataset is not None
+            and session.step % session.derived.eval_every_steps == 0
+        ):
             run_evaluation(session)
         save_steps = session.derived.save_every_steps
         if session.saver.asked or (save_steps and session.step % save_steps == 0):
@@ -115,9 +120,15 @@ def train(session: Session) -> str:
 
 
 def train_step(session: Session) -> bool:
-    """One update over a global batch. True where some rank was asked to stop, or the numbers leave no sense in going on: all
-    ranks learn of it in the same step."""
-    config, world, task, meter, guard = session.config, session.world, session.task, session.meter, session.guard
+    """One update over a global batch. True where some rank was asked to stop, or the numbers leave
+    no sense in going on: all ranks learn of it in the same step."""
+    config, world, task, meter, guard = (
+        session.config,
+        session.world,
+        session.task,
+        session.meter,
+        session.guard,
+    )
     if guard.spikes.leave_out():
         return False
     step = session.step
@@ -129,13 +140,15 @@ def train_step(session: Session) -> bool:
     meter.data_ready()
     PULSE.enter("forward")
 
-    # The count divides the loss; it travels while the first forward runs. The wishes to stop and to save travel with it.
+    # The count divides the loss; it travels while the first forward runs. The wishes to stop and to
+    # save travel with it.
     counts = StepCounts(session, micro_batches)
     for earlier in session.unread[: max(0, len(session.unread) - session.strategy.counts_late + 1)]:
         earlier.read()  # sent a step ago, or as many as the strategy lets pass
     first_number = session.balancer.first_micro_batch(len(micro_batches))
     timer = session.balancer.begin_step(micro_batches)
-    losses: dict[int, torch.Tensor] = {}  # by micro-batch, and added in that order: some strategies run them in another
+    # by micro-batch, and added in that order: some strategies run them in another
+    losses: dict[int, torch.Tensor] = {}
 
     def micro_step(number: int, model: nn.Module) -> torch.Tensor:
         batch = micro_batches[number]
@@ -154,7 +167,8 @@ def train_step(session: Session) -> bool:
 
     session.strategy.counting(counts.own, counts.denominator)
     session.strategy.backward(micro_step, len(micro_batches))
-    counts.denominator()  # waited for here where this rank came to no loss (an early pipeline stage)
+    # waited for here where this rank came to no loss (an early pipeline stage)
+    counts.denominator()
     PULSE.enter("optimizer")
     loss_sum = sum_in_order(losses, world.device)
     told_sum = loss_sum if session.strategy.speaks else torch.zeros_like(loss_sum)
@@ -182,8 +196,9 @@ def train_step(session: Session) -> bool:
 
 
 def read_counts(session: Session, counts: StepCounts, now: bool) -> bool:
-    """Hand the global counts of this step to the meter. Where the step did not need them they stay on their way (but for
-    ``now``), and those of the step before are read. True where some rank had asked to stop by then."""
+    """Hand the global counts of this step to the meter. Where the step did not need them they stay
+    on their way (but for ``now``), and those of the step before are read. True where some rank had
+    asked to stop by then."""
     session.unread.append(counts)
     stopping = False
     while len(session.unread) > (0 if now or counts.near is None else session.strategy.counts_late):
@@ -205,7 +220,11 @@ def sum_in_order(losses: dict[int, torch.Tensor], device: torch.device) -> torch
 def check_loss(loss: Any) -> None:
     """The first loss of a run shows whether the task keeps its contract."""
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        got = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else f"a {type(loss).__name__}"
+        )
         if isinstance(loss, torch.Tensor) and loss.dim() == 0:
             got = "a scalar without gradient"
         raise RunError(
@@ -216,7 +235,8 @@ def check_loss(loss: Any) -> None:
 
 
 def log_step(session: Session, grad_norm: torch.Tensor, learning_rate: float) -> None:
-    """Gather the figures since the last such line and emit a ``step`` event. A collective: every rank calls it."""
+    """Gather the figures since the last such line and emit a ``step`` event. A collective: every
+    rank calls it."""
     with PULSE.waiting("the device"):
         norm = float(grad_norm)
     figures = session.meter.gather(norm, session.guard.own())
@@ -231,7 +251,8 @@ def log_step(session: Session, grad_norm: torch.Tensor, learning_rate: float) ->
     if figures["loss"] != figures["loss"] and not session.said_nan:
         session.said_nan = True
         session.events.notice(
-            f"step {session.step}: the loss is not a number; lower the learning rate or set `precision: bf16-mixed`",
+            f"step {session.step}: the loss is not a number; lower the learning rate or set"
+            " `precision: bf16-mixed`",
             level="warning",
         )
 
@@ -241,7 +262,8 @@ def run_evaluation(session: Session) -> None:
     if session.step in session.eval_losses:
         return
     result: EvalResult | None = None
-    while regroup(session) or result is None:  # over the whole set: once more where a rank was lost meanwhile
+    # over the whole set: once more where a rank was lost meanwhile
+    while regroup(session) or result is None:
         with PULSE.during("evaluation"), session.strategy.consolidated():
             result = evaluate(
                 session.task,
@@ -256,13 +278,18 @@ def run_evaluation(session: Session) -> None:
             session.sampler.take(result.wall_s)
     session.eval_losses[session.step] = result.loss
     session.events.emit(
-        "eval", step=session.step, loss=result.loss, count=result.count, wall_s=result.wall_s, metrics=result.metrics
+        "eval",
+        step=session.step,
+        loss=result.loss,
+        count=result.count,
+        wall_s=result.wall_s,
+        metrics=result.metrics,
     )
 
 
 def save_checkpoint(session: Session, must_succeed: bool) -> None:
-    """Save the state of this step, unless it is saved. Where a save fails, training goes on with a warning, unless it must
-    succeed: then it is waited for, and every rank raises RunError."""
+    """Save the state of this step, unless it is saved. Where a save fails, training goes on with a
+    warning, unless it must succeed: then it is waited for, and every rank raises RunError."""
     session.guard.before_save()
     meta = {
         **session.guard.meta(),
@@ -275,4 +302,6 @@ def save_checkpoint(session: Session, must_succeed: bool) -> None:
         "config": session.config.model_dump(mode="json"),
         "torch": torch.__version__,
     }
-    session.saver.save(session.step, lambda: training_state(session), meta, must_succeed=must_succeed)
+    session.saver.save(
+        session.step, lambda: training_state(session), meta, must_succeed=must_succeed
+    )

@@ -1,4 +1,5 @@
-"""The certificate: what each mode's figures are judged by, and how they read. Numbers and text alone: no torch here."""
+"""The certificate: what each mode's figures are judged by, and how they read. Numbers and text
+alone: no torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from paceline.core.files import human_bytes
 REFERENCE = "single"
 #: The modes that differ from `ddp` only in where state or micro-batches are placed.
 FAMILY = ("ddp", "ddp-balance", "zero1", "zero1-balance", "zero2", "zero3")
-#: Bytes a step that no strategy declares: the counts that the loop itself adds up over the ranks, the gradient norm's scalar.
+#: Bytes a step that no strategy declares: the counts that the loop itself adds up over the ranks,
+#: the gradient norm's scalar.
 LOOP_BYTES = 256
 
 
@@ -38,10 +40,10 @@ class Bounds:
 
 
 def bounds_for(config: Config, device_type: str) -> Bounds:
-    """float32 on a CPU: the order of sums alone differs, 2^-24 a sum, and twenty updates of AdamW carry it on. Accelerators add
-    other kernels for other shapes (and TF32 where it is on). Under bfloat16 and float16 each result is rounded to 2^-9 or
-    2^-12, at other places in each strategy; a small tensor is then measured by the size of the others, see
-    :func:`weight_difference`."""
+    """float32 on a CPU: the order of sums alone differs, 2^-24 a sum, and twenty updates of AdamW
+    carry it on. Accelerators add other kernels for other shapes (and TF32 where it is on). Under
+    bfloat16 and float16 each result is rounded to 2^-9 or 2^-12, at other places in each strategy;
+    a small tensor is then measured by the size of the others, see :func:`weight_difference`."""
     args = config.train_args
     if args.mixed_dtype:
         return Bounds(loss=2e-2, weights=5e-2, family=None, floor=1.0)
@@ -66,17 +68,27 @@ def combine(ranks: Sequence[dict[str, Any]], floor: float = 1e-2) -> dict[str, A
         "missing": missing,
         "excluded": ranks[0].get("excluded", []),
         "notices": list(dict.fromkeys(text for one in ranks for text in one["notices"])),
-        "state_bytes": {key: round(max(one[f"state_{key}"] for one in ranks)) for key in ("predicted", "measured")},
-        "traffic_bytes": {key: round(max(one[f"traffic_{key}"] for one in ranks)) for key in ("predicted", "measured")},
+        "state_bytes": {
+            key: round(max(one[f"state_{key}"] for one in ranks))
+            for key in ("predicted", "measured")
+        },
+        "traffic_bytes": {
+            key: round(max(one[f"traffic_{key}"] for one in ranks))
+            for key in ("predicted", "measured")
+        },
     }
 
 
-def weight_difference(ranks: Sequence[dict[str, list[float]]], floor: float = 1e-2) -> tuple[float, str | None, list[str]]:
-    """(largest over the tensors of ‖w - r‖ / ‖r‖, that tensor, the tensors whose elements the ranks do not own once each).
+def weight_difference(
+    ranks: Sequence[dict[str, list[float]]], floor: float = 1e-2
+) -> tuple[float, str | None, list[str]]:
+    """(largest over the tensors of ‖w - r‖ / ‖r‖, that tensor, the tensors whose elements the ranks
+    do not own once each).
 
-    Norms, not elements: Adam divides a gradient by its own size, so where a gradient is all rounding (nearly 0) an element
-    moves by up to a whole learning rate in a direction that the order of sums decides. For the same reason ‖r‖ is taken as at
-    least ``floor`` times what a tensor of that size would have at the model's root mean square: a bias that was 0 at the start
+    Norms, not elements: Adam divides a gradient by its own size, so where a gradient is all
+    rounding (nearly 0) an element moves by up to a whole learning rate in a direction that the
+    order of sums decides. For the same reason ‖r‖ is taken as at least ``floor`` times what a
+    tensor of that size would have at the model's root mean square: a bias that was 0 at the start
     has no size of its own yet.
     """
     names = list(ranks[0])
@@ -110,7 +122,8 @@ def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> floa
 
 @dataclass
 class Verdict:
-    """One mode's line of the certificate, as it stands in the JSON. ``ok`` is None where this config cannot run under it."""
+    """One mode's line of the certificate, as it stands in the JSON. ``ok`` is None where this
+    config cannot run under it."""
 
     mode: str
     ok: bool | None
@@ -128,7 +141,10 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON has no NaN: such a figure is null, and the reason says so."""
-        return {key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in asdict(self).items()}
+        return {
+            key: None if isinstance(one, float) and not math.isfinite(one) else one
+            for key, one in asdict(self).items()
+        }
 
 
 def not_run(mode: str, layout: str, ok: bool | None, reason: str) -> Verdict:
@@ -145,7 +161,8 @@ def judge(
     ddp: dict[str, Any] | None,
     bounds: Bounds,
 ) -> Verdict:
-    """Hold a mode's figures against the reference's, against `ddp`'s where that ran, and against what the mode declared."""
+    """Hold a mode's figures against the reference's, against `ddp`'s where that ran, and against
+    what the mode declared."""
     loss = loss_difference(found["losses"], reference["losses"])
     verdict = Verdict(
         mode=mode,
@@ -171,21 +188,41 @@ def judge(
 def _reasons(verdict: Verdict, found: dict[str, Any], bounds: Bounds) -> list[str]:
     reasons = []
     if not (verdict.loss_rel_diff or 0.0) <= bounds.loss:
-        reasons.append(f"the losses differ by {verdict.loss_rel_diff:.1e}, more than {bounds.loss:g}")
+        reasons.append(
+            f"the losses differ by {verdict.loss_rel_diff:.1e}, more than {bounds.loss:g}"
+        )
     if not (verdict.weight_rel_diff or 0.0) <= bounds.weights:
         worst = _short(verdict.worst_tensor)
-        reasons.append(f"the weights differ by {verdict.weight_rel_diff:.1e} ({worst}), more than {bounds.weights:g}")
+        reasons.append(
+            f"the weights differ by {verdict.weight_rel_diff:.1e} ({worst}), more than"
+            f" {bounds.weights:g}"
+        )
     if found["missing"]:
         names = ", ".join(map(_short, found["missing"][:3]))
-        reasons.append(f"{len(found['missing'])} weights are not owned once by the ranks together ({names})")
-    family = bounds.family is not None and verdict.mode in FAMILY and verdict.loss_rel_diff_ddp is not None
+        reasons.append(
+            f"{len(found['missing'])} weights are not owned once by the ranks together ({names})"
+        )
+    family = (
+        bounds.family is not None
+        and verdict.mode in FAMILY
+        and verdict.loss_rel_diff_ddp is not None
+    )
     if family and not (verdict.loss_rel_diff_ddp or 0.0) <= (bounds.family or 0.0):
-        reasons.append(f"the losses differ from ddp's by {verdict.loss_rel_diff_ddp:.1e}, more than {bounds.family:g}")
-    for name, both, slack in (("state", verdict.state_bytes, 0), ("traffic", verdict.traffic_bytes, LOOP_BYTES)):
+        reasons.append(
+            f"the losses differ from ddp's by {verdict.loss_rel_diff_ddp:.1e}, more than"
+            f" {bounds.family:g}"
+        )
+    for name, both, slack in (
+        ("state", verdict.state_bytes, 0),
+        ("traffic", verdict.traffic_bytes, LOOP_BYTES),
+    ):
         predicted, measured = both["predicted"] or 0, both["measured"] or 0
         if abs(measured - predicted) > bounds.cost * predicted + slack:
             share = f"{measured / predicted - 1:+.1%} of" if predicted else "and predicted were"
-            reasons.append(f"{name} measured is {human_bytes(measured)}, {share} {human_bytes(predicted)} predicted")
+            reasons.append(
+                f"{name} measured is {human_bytes(measured)}, {share} {human_bytes(predicted)}"
+                " predicted"
+            )
     return reasons
 
 
@@ -203,7 +240,9 @@ def rows(certificate: dict[str, Any]) -> list[dict[str, str]]:
             "weights": _difference(one["weight_rel_diff"]),
             "state": _both(one["state_bytes"]),
             "traffic": _both(one["traffic_bytes"]),
-            "time": "–" if one["relative_step_time"] is None else f"{one['relative_step_time']:.2f}×",
+            "time": (
+                "–" if one["relative_step_time"] is None else f"{one['relative_step_time']:.2f}×"
+            ),
             "verdict": "refused" if one["ok"] is None else "ok" if one["ok"] else "not ok",
             "reason": str(one["reason"] or ""),
         }
@@ -225,7 +264,10 @@ def _both(value: dict[str, Any]) -> str:
         return "–"
     predicted, measured = human_bytes(value["predicted"]), human_bytes(value["measured"])
     unit = predicted.rpartition(" ")[2]
-    return f"{predicted.removesuffix(' ' + unit) if measured.endswith(unit) else predicted} → {measured}"
+    return (
+        f"{predicted.removesuffix(' ' + unit) if measured.endswith(unit) else predicted} →"
+        f" {measured}"
+    )
 
 
 def summary(certificate: dict[str, Any]) -> str:
@@ -233,13 +275,18 @@ def summary(certificate: dict[str, Any]) -> str:
     bounds, modes = certificate["bounds"], certificate["modes"]
     passed = sum(1 for one in modes if one["ok"])
     tried = sum(1 for one in modes if one["ok"] is not None)
-    family = f" (ddp and zero1, 2, 3 among each other: {_power(bounds['family'])})" if bounds["family"] is not None else ""
+    family = (
+        f" (ddp and zero1, 2, 3 among each other: {_power(bounds['family'])})"
+        if bounds["family"] is not None
+        else ""
+    )
     get = certificate.__getitem__
     return (
-        f"{passed} of {tried} modes agree with {get('reference')}: {get('steps')} steps of {get('optim')} in precision "
-        f"{get('precision')} on {get('world_size')} × {get('device')}, global batch {get('global_batch_size')}, dropout off. "
-        f"Relative bounds: losses {_power(bounds['loss'])}{family}, final weights {_power(bounds['weights'])}, memory and "
-        f"traffic {bounds['cost']:.0%} of what was predicted.{excluded_text(certificate)}"
+        f"{passed} of {tried} modes agree with {get('reference')}: {get('steps')} steps of"
+        f" {get('optim')} in precision {get('precision')} on {get('world_size')} × {get('device')},"
+        f" global batch {get('global_batch_size')}, dropout off. Relative bounds: losses"
+        f" {_power(bounds['loss'])}{family}, final weights {_power(bounds['weights'])}, memory and"
+        f" traffic {bounds['cost']:.0%} of what was predicted.{excluded_text(certificate)}"
     )
 
 
@@ -249,13 +296,17 @@ def excluded_text(certificate: dict[str, Any], limit: int = 6) -> str:
     if not excluded:
         return ""
     shown = [
-        one["name"] if one["elements"] == one["of"] else f"{one['name']} ({one['elements']} of {one['of']} elements)"
+        (
+            one["name"]
+            if one["elements"] == one["of"]
+            else f"{one['name']} ({one['elements']} of {one['of']} elements)"
+        )
         for one in excluded[:limit]
     ]
     more = f", and {len(excluded) - limit} more (see --json)" if len(excluded) > limit else ""
     return (
-        f" Not compared are the weights whose gradient stayed below 1e-6 of the largest tensor's in every step of "
-        f"{certificate['reference']}, which is rounding: {', '.join(shown)}{more}."
+        " Not compared are the weights whose gradient stayed below 1e-6 of the largest tensor's in"
+        f" every step of {certificate['reference']}, which is rounding: {', '.join(shown)}{more}."
     )
 
 
@@ -265,7 +316,9 @@ def certificate_page(certificate: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": str(certificate["model"]),
         "ok": bool(certificate["ok"]),
-        "subtitle": " · ".join(str(one) for one in (certificate["task"], *certificate["dataset"], when)),
+        "subtitle": " · ".join(
+            str(one) for one in (certificate["task"], *certificate["dataset"], when)
+        ),
         "summary": summary(certificate),
         "when": when,
         "rows": rows(certificate),

@@ -1,11 +1,16 @@
-"""The modes that a certificate is made of: their names, and the layout that each name stands for. No torch here.
+"""The modes that a certificate is made of: their names, and the layout that each name stands for.
+No torch here.
 
 A name is one of
 
-- a mode of ``parallel.mode``, as the config sets it up: ``zero3`` (``fsdp``), ``deepspeed``, ``pipeline`` …;
-- ``deepspeed-1`` … ``deepspeed-3``, ``pipeline-gpipe`` and its like: that mode with another stage or schedule;
-- ``ddp-balance``, ``zero1-balance``: that mode with unequal shares of the micro-batches, see :func:`trial_config`;
-- sizes of axes, joined by dashes: ``data2-tensor2``, ``shard2-pipeline2``, ``data2-shard2-tensor2``;
+- a mode of ``parallel.mode``, as the config sets it up: ``zero3`` (``fsdp``), ``deepspeed``,
+  ``pipeline`` …;
+- ``deepspeed-1`` … ``deepspeed-3``, ``pipeline-gpipe`` and its like: that mode with another stage
+  or schedule;
+- ``ddp-balance``, ``zero1-balance``: that mode with unequal shares of the micro-batches, see
+  :func:`trial_config`;
+- sizes of axes, joined by dashes: ``data2-tensor2``, ``shard2-pipeline2``,
+  ``data2-shard2-tensor2``;
 - a strategy of your own: ``package.module:Class``;
 - ``hybrid``: all the products of axes that fit; ``all``: every mode.
 """
@@ -43,8 +48,9 @@ class Mode:
 
 
 def all_modes(config: Config, world_size: int) -> list[str]:
-    """The names of every mode and hybrid for that many ranks; whether this config can run under each is not looked at. Modes
-    that are another training are left out, but for the config's own."""
+    """The names of every mode and hybrid for that many ranks; whether this config can run under
+    each is not looked at. Modes that are another training are left out, but for the config's own.
+    """
     settings = config.parallel
     names = [name for name in STRATEGIES if name not in ("hybrid", "deepspeed", *OTHER_TRAINING)]
     names.insert(names.index("ddp") + 1, "ddp-balance")
@@ -53,31 +59,43 @@ def all_modes(config: Config, world_size: int) -> list[str]:
     own = configured(config, world_size)
     names += [own] if own is not None and own not in (*names, "deepspeed") else []
     # Last: DeepSpeed keeps a state of its own in the process.
-    return [*names, "deepspeed", *(f"deepspeed-{one}" for one in _STAGES if one != stage_of(settings))]
+    return [
+        *names,
+        "deepspeed",
+        *(f"deepspeed-{one}" for one in _STAGES if one != stage_of(settings)),
+    ]
 
 
 def configured(config: Config, world_size: int) -> str | None:
-    """The name of the mode that the config itself asks for; None for ``auto`` and for sizes that do not make the world."""
+    """The name of the mode that the config itself asks for; None for ``auto`` and for sizes that do
+    not make the world."""
     settings = config.parallel
     mode = mode_of(settings)
-    sizes = [(axis, getattr(settings, axis)) for axis in _AXES if (getattr(settings, axis) or 1) > 1]
+    sizes = [
+        (axis, getattr(settings, axis)) for axis in _AXES if (getattr(settings, axis) or 1) > 1
+    ]
     if mode == "auto":
         return None
     if mode == "hybrid" or len(sizes) > 1:
-        return "-".join(f"{axis}{size}" for axis, size in sizes) if prod(size for _, size in sizes) == world_size else None
+        return (
+            "-".join(f"{axis}{size}" for axis, size in sizes)
+            if prod(size for _, size in sizes) == world_size
+            else None
+        )
     return mode
 
 
 def hybrids(world_size: int) -> list[str]:
-    """For each choice of two axes or more the most even product that makes the world, larger sizes first: 4 → data2-shard2,
-    data2-tensor2, …; 8 → data4-shard2, …, data2-shard2-tensor2, …"""
+    """For each choice of two axes or more the most even product that makes the world, larger sizes
+    first: 4 → data2-shard2, data2-tensor2, …; 8 → data4-shard2, …, data2-shard2-tensor2, …"""
     found = []
     for count in range(2, len(_AXES) + 1):
         sizes = _factors(world_size, count)
         if sizes is None:
             continue
         found += [
-            "-".join(f"{axis}{size}" for axis, size in zip(axes, sizes, strict=True)) for axes in combinations(_AXES, count)
+            "-".join(f"{axis}{size}" for axis, size in zip(axes, sizes, strict=True))
+            for axes in combinations(_AXES, count)
         ]
     return found
 
@@ -112,7 +130,11 @@ def split_names(text: str, config: Config, world_size: int) -> list[str]:
         else:
             names.append(make_mode(given, config, world_size).name)
     if not names:
-        raise ConfigError("`--modes` names no mode", allowed=_allowed(), fix="give e.g. `--modes ddp,zero3,data2-tensor2`")
+        raise ConfigError(
+            "`--modes` names no mode",
+            allowed=_allowed(),
+            fix="give e.g. `--modes ddp,zero3,data2-tensor2`",
+        )
     return list(dict.fromkeys(names))
 
 
@@ -128,7 +150,9 @@ def make_mode(name: str, config: Config, world_size: int) -> Mode:
     if all(sizes):
         settings |= {one[1]: int(one[2]) for one in sizes if one} | {"mode": "hybrid"}
         if len({one[1] for one in sizes if one}) < len(sizes):
-            raise ConfigError(f"`{name}` gives an axis twice", allowed=_allowed(), fix="name each axis once")
+            raise ConfigError(
+                f"`{name}` gives an axis twice", allowed=_allowed(), fix="name each axis once"
+            )
     elif base == "deepspeed" and variant in map(str, _STAGES):
         settings |= {"mode": base, "deepspeed_stage": int(variant)}
     elif base == "pipeline" and variant.replace("-", "_") in _SCHEDULES:
@@ -159,8 +183,8 @@ def _weights(config: Config, num_ranks: int) -> list[float]:
 
 
 def trial_config(mode: Mode, config: Config, global_batch_size: int) -> Config:
-    """Return the config of a trial. Unequal shares need several micro-batches per rank: smaller ones if the global batch has
-    too few of the config's size.
+    """Return the config of a trial. Unequal shares need several micro-batches per rank: smaller
+    ones if the global batch has too few of the config's size.
 
     Raises:
         ConfigError: the global batch has too few samples for that.
@@ -172,12 +196,14 @@ def trial_config(mode: Mode, config: Config, global_batch_size: int) -> Config:
     needed = max(MIN_MICRO_BATCHES, 2 * ranks)
     if global_batch_size < needed:
         raise ConfigError(
-            f"`{mode.name}` needs at least {needed} micro-batches per step, and the global batch has "
-            f"{counted(global_batch_size, 'sample')}",
+            f"`{mode.name}` needs at least {needed} micro-batches per step, and the global batch"
+            f" has {counted(global_batch_size, 'sample')}",
             fix="raise `train_args.gradient_accumulation_steps` or `per_device_train_batch_size`",
         )
     largest = global_batch_size // (ranks * -(-needed // ranks))
-    args = args.model_copy(update={"per_device_train_batch_size": min(args.per_device_train_batch_size, largest)})
+    args = args.model_copy(
+        update={"per_device_train_batch_size": min(args.per_device_train_batch_size, largest)}
+    )
     return config.model_copy(update={"train_args": args})
 
 
@@ -190,5 +216,6 @@ def _allowed() -> str:
     names: Sequence[str] = [*(one for one in STRATEGIES if one != "hybrid"), *ALIASES, *variants]
     return (
         ", ".join(names)
-        + ", sizes of axes such as data2-tensor2, hybrid, all, or a strategy of your own as package.module:Class"
+        + ", sizes of axes such as data2-tensor2, hybrid, all, or a strategy of your own as"
+        " package.module:Class"
     )

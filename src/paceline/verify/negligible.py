@@ -1,8 +1,10 @@
-"""Which weights `paceline verify` leaves out of its comparison: those whose gradient is nothing but rounding.
+"""Which weights `paceline verify` leaves out of its comparison: those whose gradient is nothing but
+rounding.
 
-A bias that is added to all keys alike shifts every attention score of a query by the same amount, so its gradient is 0 (under
-rotary embedding, that of the dimensions without it). In floating point it is not exactly 0, and AdamW divides it by its own
-size: rounding errors, which differ between strategies, become steps as large as any other.
+A bias that is added to all keys alike shifts every attention score of a query by the same amount,
+so its gradient is 0 (under rotary embedding, that of the dimensions without it). In floating point
+it is not exactly 0, and AdamW divides it by its own size: rounding errors, which differ between
+strategies, become steps as large as any other.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ class GradientWatch:
     """Follows the gradients of a strategy that has them whole on one rank, step by step."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self._parameters = {part.name: part.key for part in strategy.parts() if part.key is not None}
+        self._parameters = {
+            part.name: part.key for part in strategy.parts() if part.key is not None
+        }
         self._tensors: dict[str, float] = {}  # largest ratio of each tensor so far
-        self._elements: dict[str, torch.Tensor] = {}  # the same for each element of a tensor with one dimension
+        # the same for each element of a tensor with one dimension
+        self._elements: dict[str, torch.Tensor] = {}
         self._clip = strategy.clip
         strategy.clip = self._noting_clip  # type: ignore[method-assign]
 
@@ -36,7 +41,9 @@ class GradientWatch:
 
     @torch.no_grad()
     def _note(self) -> None:
-        gradients = {name: one.grad.float() for name, one in self._parameters.items() if one.grad is not None}
+        gradients = {
+            name: one.grad.float() for name, one in self._parameters.items() if one.grad is not None
+        }
         norms = {name: float(one.norm()) for name, one in gradients.items()}
         largest = max(norms.values(), default=0.0)
         if not math.isfinite(largest) or largest == 0:
@@ -49,10 +56,12 @@ class GradientWatch:
                 self._elements[name] = ratios if before is None else torch.maximum(before, ratios)
 
     def negligible(self) -> dict[str, tuple[float, torch.Tensor]]:
-        """Name of a parameter → (the largest ratio of what is left out of it, a mask that is true there), the smallest first.
+        """Name of a parameter → (the largest ratio of what is left out of it, a mask that is true
+        there), the smallest first.
 
-        Left out are tensors whose gradient norm stayed below :data:`GRADIENT_RATIO` times the largest tensor's in every step,
-        and of tensors with one dimension also single elements: those of which a whole tensor would have stayed below it.
+        Left out are tensors whose gradient norm stayed below :data:`GRADIENT_RATIO` times the
+        largest tensor's in every step, and of tensors with one dimension also single elements:
+        those of which a whole tensor would have stayed below it.
         """
         found: dict[str, tuple[float, torch.Tensor]] = {}
         for name, ratio in self._tensors.items():
@@ -62,7 +71,8 @@ class GradientWatch:
             elif name in self._elements and ratio:
                 elements = self._elements[name].cpu()
                 mask = elements < GRADIENT_RATIO / math.sqrt(elements.numel())
-                if bool((elements[mask] > 0).any()):  # exact zeros alone are zeros under every strategy
+                # exact zeros alone are zeros under every strategy
+                if bool((elements[mask] > 0).any()):
                     found[name] = float(elements[mask].norm()), mask
         most = LARGEST_SHARE * sum(one.numel() for one in self._parameters.values())
         kept, total = {}, 0

@@ -1,4 +1,5 @@
-"""``paceline verify``: train a few steps under every mode, and certify that they agree and cost what they said."""
+"""``paceline verify``: train a few steps under every mode, and certify that they agree and cost
+what they said."""
 
 from __future__ import annotations
 
@@ -16,11 +17,26 @@ from paceline.config.derive import derive
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.config.schema.compression import Compression
-from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, ConfigError, PacelineError, RunError
+from paceline.core.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    ConfigError,
+    PacelineError,
+    RunError,
+)
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.run_dir import RunDir
 from paceline.parallel.registry import OTHER_TRAINING
-from paceline.verify.certificate import REFERENCE, Verdict, bounds_for, combine, judge, not_run, render_certificate
+from paceline.verify.certificate import (
+    REFERENCE,
+    Verdict,
+    bounds_for,
+    combine,
+    judge,
+    not_run,
+    render_certificate,
+)
 from paceline.verify.modes import Mode, all_modes, make_mode, split_names, trial_config
 
 if TYPE_CHECKING:
@@ -34,7 +50,8 @@ _CPU_RANKS = 4
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line says beside the config. ``modes``: see :mod:`paceline.verify.modes`; None for all."""
+    """What the command line says beside the config. ``modes``: see :mod:`paceline.verify.modes`;
+    None for all."""
 
     modes: str | None = None
     world_size: int | None = None
@@ -51,7 +68,8 @@ class Certified:
 
 
 def verify(loaded: Loaded, request: Request) -> Certified:
-    """Make the certificate of a config. Exit code 1: a mode passed a bound, or failed; 2: one that was asked for was refused.
+    """Make the certificate of a config. Exit code 1: a mode passed a bound, or failed; 2: one that
+    was asked for was refused.
 
     Raises:
         ConfigError: the config, or a mode that was asked for, cannot be run; nothing was started.
@@ -73,7 +91,9 @@ def verify(loaded: Loaded, request: Request) -> Certified:
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
     _say("info", f"{precision}; all modes are compared in it")
     names = _names(config, devices.count, request.modes)
-    start_fork_server(config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": "zero3"})}))
+    start_fork_server(
+        config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": "zero3"})})
+    )
     load_task(config).check()
     modes, refused = _modes(config, devices.count, names, request.modes)
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
@@ -89,17 +109,29 @@ def verify(loaded: Loaded, request: Request) -> Certified:
     if request.output is not None:
         _write(certificate, request.output)
     late = request.modes is not None and any(one["ok"] is None for one in certificate["modes"])
-    return Certified(EXIT_FAILED if not certificate["ok"] else EXIT_USAGE if late else EXIT_DONE, certificate)
+    return Certified(
+        EXIT_FAILED if not certificate["ok"] else EXIT_USAGE if late else EXIT_DONE, certificate
+    )
 
 
 def _check(request: Request) -> None:
     from paceline.distributed.environment import outer_launcher
 
     if outer_launcher() is not None:
-        raise ConfigError("`paceline verify` starts its own ranks", fix="start it without torchrun: `paceline verify CONFIG`")
-    for flag, value, least in (("steps", request.steps, 1), ("world-size", request.world_size or 2, 2)):
+        raise ConfigError(
+            "`paceline verify` starts its own ranks",
+            fix="start it without torchrun: `paceline verify CONFIG`",
+        )
+    for flag, value, least in (
+        ("steps", request.steps, 1),
+        ("world-size", request.world_size or 2, 2),
+    ):
         if value < least:
-            raise ConfigError(f"`--{flag} {value}` is too few", allowed=f"{least} or more", fix=f"leave `--{flag}` out")
+            raise ConfigError(
+                f"`--{flag} {value}` is too few",
+                allowed=f"{least} or more",
+                fix=f"leave `--{flag}` out",
+            )
     if request.output is not None:
         from paceline.launch.preflight import check_output_dir
 
@@ -107,14 +139,30 @@ def _check(request: Request) -> None:
 
 
 def _calm(config: Config, steps: int) -> Config:
-    """The config as it is verified: so many steps, each one's loss told, no dropout, nothing saved or evaluated."""
-    args = config.train_args.model_copy(update={"max_steps": steps, "logging_steps": 1, "save_steps": 0})
+    """The config as it is verified: so many steps, each one's loss told, no dropout, nothing saved
+    or evaluated."""
+    args = config.train_args.model_copy(
+        update={"max_steps": steps, "logging_steps": 1, "save_steps": 0}
+    )
     if config.lora.enable and config.lora.dropout:
-        _say("info", f"dropout off: lora.dropout {config.lora.dropout:g} → 0; so are all others in the model")
+        _say(
+            "info",
+            f"dropout off: lora.dropout {config.lora.dropout:g} → 0; so are all others in the"
+            " model",
+        )
     lora = config.lora.model_copy(update={"dropout": 0.0})
     if config.compression.chain:
-        _say("info", f"compression off: compression.method {config.compression.text} → none; it is another training")
-    off: dict[str, Any] = {"val_dataset": None, "resume": "never", "report_to": [], "compression": Compression()}
+        _say(
+            "info",
+            f"compression off: compression.method {config.compression.text} → none; it is another"
+            " training",
+        )
+    off: dict[str, Any] = {
+        "val_dataset": None,
+        "resume": "never",
+        "report_to": [],
+        "compression": Compression(),
+    }
     return config.model_copy(update={"train_args": args, "lora": lora, **off})
 
 
@@ -132,9 +180,11 @@ def _devices(config: Config, world_size: int | None) -> Devices:
     for level, text in devices.notices:
         _say(
             level,
-            text
-            if config.parallel.device == "cpu"
-            else text.replace("asked for by `parallel.device: cpu`", "no GPU was found"),
+            (
+                text
+                if config.parallel.device == "cpu"
+                else text.replace("asked for by `parallel.device: cpu`", "no GPU was found")
+            ),
         )
     if devices.count < 2:
         raise ConfigError(
@@ -146,12 +196,16 @@ def _devices(config: Config, world_size: int | None) -> Devices:
 
 
 def _names(config: Config, world_size: int, asked: str | None) -> list[str]:
-    return all_modes(config, world_size) if asked is None else split_names(asked, config, world_size)
+    return (
+        all_modes(config, world_size) if asked is None else split_names(asked, config, world_size)
+    )
 
 
-def _modes(config: Config, world_size: int, names: list[str], asked: str | None) -> tuple[list[Mode], list[Verdict]]:
-    """(the modes to run: the reference, then `ddp`, whose time the others are held against, then the rest; the verdicts of
-    those that this config cannot run under).
+def _modes(
+    config: Config, world_size: int, names: list[str], asked: str | None
+) -> tuple[list[Mode], list[Verdict]]:
+    """(the modes to run: the reference, then `ddp`, whose time the others are held against, then
+    the rest; the verdicts of those that this config cannot run under).
 
     Raises:
         ConfigError: a mode that was asked for is not there, or refused.
@@ -164,8 +218,8 @@ def _modes(config: Config, world_size: int, names: list[str], asked: str | None)
             _check_mode(mode, config)
             if name in OTHER_TRAINING and name not in by_name:
                 raise ConfigError(
-                    f"not held against `{REFERENCE}`: it is another training, whose losses and weights are meant to differ; "
-                    f"`--modes {name}` shows by how much"
+                    f"not held against `{REFERENCE}`: it is another training, whose losses and"
+                    f" weights are meant to differ; `--modes {name}` shows by how much"
                 )
         except ConfigError as error:
             if name == REFERENCE or (asked is not None and name in names and not _group(asked)):
@@ -190,7 +244,8 @@ def _check_mode(mode: Mode, config: Config) -> None:
     check_strategy(mode.layout.strategy, config, mode.layout.axes)
     if strategy_class(mode.layout.strategy).num_serving(config):
         raise ConfigError(
-            f"`{mode.name}` is not certified: it has servers beside its ranks, and `paceline verify` starts ranks alone",
+            f"`{mode.name}` is not certified: it has servers beside its ranks, and `paceline"
+            " verify` starts ranks alone",
             allowed="modes without servers",
             fix="leave `--modes` out, or name others: `--modes ddp,zero3`",
         )
@@ -214,9 +269,15 @@ def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> Job:
 
 
 def _trials(
-    modes: list[Mode], config: Config, base: Job, names: list[str], asked: str | None, refused: list[Verdict]
+    modes: list[Mode],
+    config: Config,
+    base: Job,
+    names: list[str],
+    asked: str | None,
+    refused: list[Verdict],
 ) -> tuple[list[Mode], list[Trial]]:
-    """Return the modes that this global batch is large enough for, and their trials; the others are added to ``refused``."""
+    """Return the modes that this global batch is large enough for, and their trials; the others are
+    added to ``refused``."""
     kept: list[Mode] = []
     trials: list[Trial] = []
     for mode in modes:
@@ -246,32 +307,46 @@ def _trial(number: int, mode: Mode, config: Config, base: Job) -> Trial:
         replicas=mode.layout.axes.replicas,
         global_batch_size=base.derived.global_batch_size,
     )
-    own = base.config.model_copy(update={"parallel": mode.parallel, "train_args": config.train_args})
+    own = base.config.model_copy(
+        update={"parallel": mode.parallel, "train_args": config.train_args}
+    )
     return Trial(number, mode.name, replace(base, config=own, derived=derived, layout=mode.layout))
 
 
-def _run(trials: list[Trial], steps: int, folder: Path, num_ranks: int) -> dict[str, dict[str, Any]] | int:
-    """Each mode's figures, by name; or the exit code, where a signal ended it. The ranks run all modes one after another; where
-    one fails, they are started again for those that are left."""
+def _run(
+    trials: list[Trial], steps: int, folder: Path, num_ranks: int
+) -> dict[str, dict[str, Any]] | int:
+    """Each mode's figures, by name; or the exit code, where a signal ended it. The ranks run all
+    modes one after another; where one fails, they are started again for those that are left."""
     from paceline.launch.local import LocalRun
     from paceline.verify.worker import Certification, certify_rank, result_file
 
     failures: dict[str, dict[str, Any]] = {}
     left = trials
     while left:
-        ranks = LocalRun(Certification(left, steps, len(trials), str(folder)), num_ranks, certify_rank)
+        ranks = LocalRun(
+            Certification(left, steps, len(trials), str(folder)), num_ranks, certify_rank
+        )
         ranks.on_stop = "finishing this step"
         outcome = ranks.run()
         if outcome["status"] == "stopped":
             _say("info", "stopped; nothing is certified")
             return int(outcome["exit_code"])
-        files = {one.number: [result_file(folder, one.number, rank) for rank in range(num_ranks)] for one in left}
-        failed = next((one for one in left if not all(path.exists() for path in files[one.number])), None)
+        files = {
+            one.number: [result_file(folder, one.number, rank) for rank in range(num_ranks)]
+            for one in left
+        }
+        failed = next(
+            (one for one in left if not all(path.exists() for path in files[one.number])), None
+        )
         if failed is None:
             break
         text = outcome["text"].partition(" To go on:")[0]
         if failed.number == 0:
-            raise RunError(f"the reference `{REFERENCE}`, which the others are held against, did not train: {text}")
+            raise RunError(
+                f"the reference `{REFERENCE}`, which the others are held against, did not train:"
+                f" {text}"
+            )
         _say("warning", f"[{failed.number + 1}/{len(trials)}] {failed.name}: failed: {text}")
         failures[failed.name] = {"status": "failed", "reason": text}
         left = left[left.index(failed) + 1 :]
@@ -280,7 +355,11 @@ def _run(trials: list[Trial], steps: int, folder: Path, num_ranks: int) -> dict[
     for one in trials:
         if one.name not in failures:
             found[one.name] = combine(
-                [json.loads(result_file(folder, one.number, rank).read_text()) for rank in range(num_ranks)], floor
+                [
+                    json.loads(result_file(folder, one.number, rank).read_text())
+                    for rank in range(num_ranks)
+                ],
+                floor,
             )
     reference = found[trials[0].name]
     if reference["status"] == "refused":
@@ -305,9 +384,13 @@ def _certificate(
     for mode in modes:
         one, axes = found[mode.name], mode.layout.axes.text()
         if one["status"] == "done":
-            verdicts[mode.name] = judge(mode.name, axes, one, reference, ddp if ddp["status"] == "done" else None, bounds)
+            verdicts[mode.name] = judge(
+                mode.name, axes, one, reference, ddp if ddp["status"] == "done" else None, bounds
+            )
         else:
-            verdicts[mode.name] = not_run(mode.name, axes, None if one["status"] == "refused" else False, one["reason"])
+            verdicts[mode.name] = not_run(
+                mode.name, axes, None if one["status"] == "refused" else False, one["reason"]
+            )
     listed = [verdicts[name].as_dict() for name in names]
     args = config.train_args
     return {
@@ -330,7 +413,8 @@ def _certificate(
 
 
 def _write(certificate: dict[str, Any], folder: Path) -> None:
-    """``verify.json`` and ``verify.html``; where the folder is a finished run's, its report is made anew with it."""
+    """``verify.json`` and ``verify.html``; where the folder is a finished run's, its report is made
+    anew with it."""
     from paceline.observe.report.write import write_reports
 
     run_dir = RunDir(folder)
@@ -341,7 +425,10 @@ def _write(certificate: dict[str, Any], folder: Path) -> None:
         if run_dir.report.is_file():
             write_reports(run_dir, json.loads(run_dir.report.read_text()))
     except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"the certificate could not be written to {folder}: {error}", fix="give another `--output`") from error
+        raise RunError(
+            f"the certificate could not be written to {folder}: {error}",
+            fix="give another `--output`",
+        ) from error
     _say("info", f"written: {folder / 'verify.html'}, {folder / 'verify.json'}")
 
 

@@ -16,9 +16,16 @@ _COLOURS = {"ok": "green", "not ok": "bold red", "refused": "yellow"}
 
 
 def print_certificate(certificate: dict[str, Any], console: Console | None = None) -> None:
-    """Print the modes, the reasons of those that were refused or did not pass, and what it was judged by."""
+    """Print the modes, the reasons of those that were refused or did not pass, and what it was
+    judged by."""
     console = console or Console(width=_WIDTH, highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), caption="predicted → measured", caption_justify="right")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption="predicted → measured",
+        caption_justify="right",
+    )
     table.add_column("mode", overflow="fold", min_width=25)
     table.add_column("")
     for name in ("loss", "weights", "state", "traffic a step", "time"):
@@ -31,5 +38,10 @@ def print_certificate(certificate: dict[str, Any], console: Console | None = Non
     console.print(table)
     for one in lines:
         if one["reason"]:
-            console.print(Text(f"{one['mode']}: {formatting.clean(one['reason'])}", style=_COLOURS[one["verdict"]]))
+            console.print(
+                Text(
+                    f"{one['mode']}: {formatting.clean(one['reason'])}",
+                    style=_COLOURS[one["verdict"]],
+                )
+            )
     console.print(Text(summary(certificate)))

@@ -1,8 +1,9 @@
-"""A few steps under each strategy on the same ranks, one after the other, and how far each ends from the reference: a rank's
-part of ``paceline verify``.
+"""A few steps under each strategy on the same ranks, one after the other, and how far each ends
+from the reference: a rank's part of ``paceline verify``.
 
-The first trial is the reference, on one rank. Ranks tell each other what came of a trial by files in a folder, so that no
-collective waits for a rank that has none to take part in, or that has failed.
+The first trial is the reference, on one rank. Ranks tell each other what came of a trial by files
+in a folder, so that no collective waits for a rank that has none to take part in, or that has
+failed.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from paceline.train.trainer import Session, train_step
 from paceline.verify.negligible import GradientWatch, listing
 
 _POLL_S = 0.01
-# A mode that is refused is refused on all its ranks at about the same time. Where one alone refuses, the others wait for it in
-# vain.
+# A mode that is refused is refused on all its ranks at about the same time. Where one alone
+# refuses, the others wait for it in vain.
 _REFUSED_WAIT_S = 20.0
 _EXCLUDED = "excluded/"  # before the names of masks in the file of the reference
 
@@ -80,8 +81,8 @@ def result_file(folder: str | Path, number: int, rank: int) -> Path:
 
 
 def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
-    """Run all trials on this rank. What a trial gave stands in its file (see :func:`result_file`): ``status`` done | refused |
-    idle (a rank that has no part in it), and the figures.
+    """Run all trials on this rank. What a trial gave stands in its file (see :func:`result_file`):
+    ``status`` done | refused | idle (a rank that has no part in it), and the figures.
 
     Raises:
         Exception: a trial failed on this rank; the trials after it were not begun.
@@ -91,7 +92,9 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
     try:
         for trial in certification.trials:
             found = _one_trial(certification, trial, world, stop)
-            write_atomic(result_file(certification.folder, trial.number, env.rank), json.dumps(found))
+            write_atomic(
+                result_file(certification.folder, trial.number, env.rank), json.dumps(found)
+            )
             if not _all_have_done(certification, trial, env, found, stop):
                 return {"status": "stopped", "report": None}
             if world.is_first:
@@ -101,14 +104,18 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
         world.close()
 
 
-def _one_trial(certification: Certification, trial: Trial, world: World, stop: StopFlag) -> dict[str, Any]:
+def _one_trial(
+    certification: Certification, trial: Trial, world: World, stop: StopFlag
+) -> dict[str, Any]:
     layout = trial.job.layout
     if world.rank >= layout.num_processes:
         return {"status": "idle"}
     alone = layout.num_processes == 1
     env = RankEnv() if alone else world.env
     try:
-        return _train(certification, trial, World(env, world.device, Axes() if alone else layout.axes), stop)
+        return _train(
+            certification, trial, World(env, world.device, Axes() if alone else layout.axes), stop
+        )
     except ConfigError as error:
         return {"status": "refused", "reason": error.paragraph()}
     finally:
@@ -117,7 +124,9 @@ def _one_trial(certification: Certification, trial: Trial, world: World, stop: S
             torch.accelerator.memory.empty_cache()
 
 
-def _train(certification: Certification, trial: Trial, world: World, stop: StopFlag) -> dict[str, Any]:
+def _train(
+    certification: Certification, trial: Trial, world: World, stop: StopFlag
+) -> dict[str, Any]:
     heard: list[Event] = []
     built = build(trial.job, world, adjust=turn_off_dropout)
     run_dir = RunDir(Path(trial.job.config.output_dir))  # of no run: nothing is written there
@@ -133,15 +142,21 @@ def _train(certification: Certification, trial: Trial, world: World, stop: StopF
     reference = Path(certification.folder) / "reference.safetensors"
     left_out = {} if watch is None else watch.negligible()
     if trial.number == 0:
-        save_reference(session.strategy, reference, {name: mask for name, (_, mask) in left_out.items()})
+        save_reference(
+            session.strategy, reference, {name: mask for name, (_, mask) in left_out.items()}
+        )
     return {
         "status": "done",
         "losses": [float(one["loss"]) for one in steps],
-        "step_time_s": statistics.median(_after_first([float(one["step_time_s"]) for one in steps])),
+        "step_time_s": statistics.median(
+            _after_first([float(one["step_time_s"]) for one in steps])
+        ),
         **_costs(session, trial.job, positions),
         "weights": distances(session.strategy, reference),
         "excluded": listing(left_out),
-        "notices": [one["text"] for one in heard if one["type"] == "notice" and one["level"] == "warning"],
+        "notices": [
+            one["text"] for one in heard if one["type"] == "notice" and one["level"] == "warning"
+        ],
     }
 
 
@@ -150,7 +165,9 @@ def _after_first(values: list[Any]) -> list[Any]:
     return values[1:] or values
 
 
-def _watched(batches: Iterator[list[MicroBatch]], positions: list[float]) -> Iterator[list[MicroBatch]]:
+def _watched(
+    batches: Iterator[list[MicroBatch]], positions: list[float]
+) -> Iterator[list[MicroBatch]]:
     """``batches``, with the mean positions of a micro-batch of each step noted down."""
     for micro_batches in batches:
         positions.append(statistics.fmean(num_positions(one.data) for one in micro_batches))
@@ -158,8 +175,11 @@ def _watched(batches: Iterator[list[MicroBatch]], positions: list[float]) -> Ite
 
 
 def _costs(session: Session, job: Job, positions: list[float]) -> dict[str, float]:
-    """Predicted for the batches that this rank's replica really had, and measured: means over the steps after the first."""
-    work = Workload(job.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions)))
+    """Predicted for the batches that this rank's replica really had, and measured: means over the
+    steps after the first."""
+    work = Workload(
+        job.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
+    )
     cost = session.strategy.cost(session.shape, job.layout.axes, work, job.config)
     return {
         "state_predicted": cost.state,
@@ -170,40 +190,56 @@ def _costs(session: Session, job: Job, positions: list[float]) -> dict[str, floa
 
 
 def turn_off_dropout(model: nn.Module) -> int:
-    """Set every number of a module (and of its Hugging Face config) whose name speaks of dropout to 0. Returns how many were
-    not."""
+    """Set every number of a module (and of its Hugging Face config) whose name speaks of dropout to
+    0. Returns how many were not."""
     changed = 0
     for module in model.modules():
-        holders = [vars(module)] + [vars(one) for one in (getattr(module, "config", None),) if hasattr(one, "__dict__")]
+        holders = [vars(module)] + [
+            vars(one) for one in (getattr(module, "config", None),) if hasattr(one, "__dict__")
+        ]
         dropout = isinstance(module, nn.modules.dropout._DropoutNd)
         for holder in holders:
             for name, value in list(holder.items()):
-                if isinstance(value, float) and value and ("drop" in name.lower() or (dropout and name == "p")):
+                if (
+                    isinstance(value, float)
+                    and value
+                    and ("drop" in name.lower() or (dropout and name == "p"))
+                ):
                     holder[name] = 0.0
                     changed += 1
     return changed
 
 
-# -- weights ------------------------------------------------------------------------------------------------------------
+# -- weights
+# ------------------------------------------------------------------------------------------------------------
 def _trained_parts(strategy: Strategy) -> list[Part]:
-    """Running statistics are left out: under data parallelism they are those of rank 0's share, by definition."""
+    """Running statistics are left out: under data parallelism they are those of rank 0's share, by
+    definition."""
     return [part for part in strategy.state() if part.name.startswith("model/")]
 
 
-def save_reference(strategy: Strategy, path: Path, excluded: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write the whole trained weights of a strategy that holds them on one rank, and which elements are not compared: masks,
-    by the name of the parameter."""
+def save_reference(
+    strategy: Strategy, path: Path, excluded: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write the whole trained weights of a strategy that holds them on one rank, and which elements
+    are not compared: masks, by the name of the parameter."""
     from safetensors.torch import save_file
 
-    weights = {part.name: part.tensor.detach().cpu().contiguous().clone() for part in _trained_parts(strategy)}
-    masks = {f"{_EXCLUDED}model/{name}": mask.to(torch.uint8) for name, mask in (excluded or {}).items()}
+    weights = {
+        part.name: part.tensor.detach().cpu().contiguous().clone()
+        for part in _trained_parts(strategy)
+    }
+    masks = {
+        f"{_EXCLUDED}model/{name}": mask.to(torch.uint8) for name, mask in (excluded or {}).items()
+    }
     save_file({**weights, **masks}, str(path))
 
 
 def distances(strategy: Strategy, path: Path) -> dict[str, list[float]]:
-    """How far this rank's own parts of the trained weights lie from the reference's: {name: [sum of squared differences,
-    elements, squared norm of the reference's whole tensor, its elements, those of them that are compared]}, for every tensor of
-    the reference. The first and the third are taken over compared elements."""
+    """How far this rank's own parts of the trained weights lie from the reference's: {name: [sum of
+    squared differences, elements, squared norm of the reference's whole tensor, its elements, those
+    of them that are compared]}, for every tensor of the reference. The first and the third are
+    taken over compared elements."""
     from safetensors import safe_open
 
     mine: dict[str, list[Part]] = {}
@@ -215,10 +251,15 @@ def distances(strategy: Strategy, path: Path) -> dict[str, list[float]]:
         names = [name for name in reference.keys() if not name.startswith(_EXCLUDED)]  # noqa: SIM118 - not a mapping
         unknown = sorted(set(mine) - set(names))
         if unknown:
-            raise RunError(f"the strategy's state has weights that the reference has not: {', '.join(unknown[:5])}")
+            raise RunError(
+                "the strategy's state has weights that the reference has not:"
+                f" {', '.join(unknown[:5])}"
+            )
         for name in names:
             whole = reference.get_tensor(name)
-            compared = 1 - reference.get_tensor(_EXCLUDED + name) if _EXCLUDED + name in keys else None
+            compared = (
+                1 - reference.get_tensor(_EXCLUDED + name) if _EXCLUDED + name in keys else None
+            )
             counted = whole.numel() if compared is None else int(compared.sum())
             numbers = [
                 0.0,
@@ -241,17 +282,31 @@ def _squares(tensor: torch.Tensor) -> float:
 
 def _cut(whole: torch.Tensor, part: Part) -> torch.Tensor:
     if tuple(whole.shape) != tuple(part.shape):
-        raise RunError(f"{part.name} has the shape {tuple(part.shape)}, and {tuple(whole.shape)} in the reference")
+        raise RunError(
+            f"{part.name} has the shape {tuple(part.shape)}, and {tuple(whole.shape)} in the"
+            " reference"
+        )
     if part.flat:
-        return whole.reshape(-1)[part.offset[0] : part.offset[0] + part.tensor.numel()].view(part.tensor.shape)
-    box = tuple(slice(start, start + size) for start, size in zip(part.offset, part.tensor.shape, strict=True))
+        return whole.reshape(-1)[part.offset[0] : part.offset[0] + part.tensor.numel()].view(
+            part.tensor.shape
+        )
+    box = tuple(
+        slice(start, start + size)
+        for start, size in zip(part.offset, part.tensor.shape, strict=True)
+    )
     return whole[box]
 
 
-# -- among the ranks ----------------------------------------------------------------------------------------------------
-def _all_have_done(certification: Certification, trial: Trial, env: RankEnv, found: dict[str, Any], stop: StopFlag) -> bool:
-    """Wait until every rank has left its figures of the trial. False where the ranks are asked to stop."""
-    waiting = [result_file(certification.folder, trial.number, rank) for rank in range(env.world_size)]
+# -- among the ranks
+# ----------------------------------------------------------------------------------------------------
+def _all_have_done(
+    certification: Certification, trial: Trial, env: RankEnv, found: dict[str, Any], stop: StopFlag
+) -> bool:
+    """Wait until every rank has left its figures of the trial. False where the ranks are asked to
+    stop."""
+    waiting = [
+        result_file(certification.folder, trial.number, rank) for rank in range(env.world_size)
+    ]
     start = time.monotonic()
     while True:
         if found["status"] == "stopped" or (found["status"] == "idle" and stop.wanted):
@@ -260,15 +315,24 @@ def _all_have_done(certification: Certification, trial: Trial, env: RankEnv, fou
         if not waiting:
             return not stop.wanted
         if found["status"] == "refused" and time.monotonic() - start > _REFUSED_WAIT_S:
-            raise RunError(f"rank {env.rank} refused what the other ranks had begun: {found['reason']}")
+            raise RunError(
+                f"rank {env.rank} refused what the other ranks had begun: {found['reason']}"
+            )
         time.sleep(_POLL_S)
 
 
 def _say(certification: Certification, trial: Trial, found: dict[str, Any]) -> None:
     text = "refused"
     if found["status"] == "done":
-        text = f"{certification.steps} steps, loss {found['losses'][-1]:.6g}, {found['step_time_s']:.3g} s a step"
+        text = (
+            f"{certification.steps} steps, loss {found['losses'][-1]:.6g},"
+            f" {found['step_time_s']:.3g} s a step"
+        )
     try:
-        print(f"[{trial.number + 1}/{certification.total}] {trial.name}: {text}", file=sys.stderr, flush=True)
+        print(
+            f"[{trial.number + 1}/{certification.total}] {trial.name}: {text}",
+            file=sys.stderr,
+            flush=True,
+        )
     except (OSError, ValueError):  # whoever read this has gone
         return

@@ -16,9 +16,13 @@ _TRIES = 50  # ports after the one asked for
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket on ``port``, or on the next one that is free (0: any)."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"`--host {host}` is not known here", fix="leave it out (127.0.0.1), or give an address") from error
+        raise ConfigError(
+            f"`--host {host}` is not known here", fix="leave it out (127.0.0.1), or give an address"
+        ) from error
     for number in range(port, min(port + _TRIES, 65536)):
         found = socket.socket(family, kind)
         if os.name == "posix":
@@ -31,8 +35,13 @@ def bind(host: str, port: int) -> socket.socket:
             found.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 what = f"`--host {host}` is no address of this machine ({error.strerror})"
-                raise ConfigError(what, fix="leave it out (127.0.0.1), or give one of its addresses") from error
-    raise RunError(f"no port from {port} to {min(port + _TRIES, 65536) - 1} is free on {host}", fix="give another with --port")
+                raise ConfigError(
+                    what, fix="leave it out (127.0.0.1), or give one of its addresses"
+                ) from error
+    raise RunError(
+        f"no port from {port} to {min(port + _TRIES, 65536) - 1} is free on {host}",
+        fix="give another with --port",
+    )
 
 
 def check_port(text: str) -> int:
@@ -63,7 +72,8 @@ def shown_host(host: str) -> str:
 
 
 def _own_address() -> str | None:
-    """The address under which others reach this machine, as far as its routes tell. Nothing is sent."""
+    """The address under which others reach this machine, as far as its routes tell. Nothing is
+    sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -1,4 +1,5 @@
-"""Opening what lies in the served folder, and nothing outside it: a link is not followed, a pipe does not block."""
+"""Opening what lies in the served folder, and nothing outside it: a link is not followed, a pipe
+does not block."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from paceline.core.formatting import clean
 
 
 def open_inside(path: Path) -> IO[bytes] | None:
-    """A regular file for reading; None where there is none, where it is a link or where its folder is reached through one."""
+    """A regular file for reading; None where there is none, where it is a link or where its folder
+    is reached through one."""
     if os.path.realpath(path.parent) != str(path.parent):
         return None
     try:

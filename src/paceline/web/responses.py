@@ -26,14 +26,16 @@ _STATUS: dict[type, int] = {NotFound: 404, Conflict: 409}
 
 
 class Answer(JSONResponse):
-    """JSON without NaN and the infinities (they are null), and without a character that UTF-8 has not."""
+    """JSON without NaN and the infinities (they are null), and without a character that UTF-8 has
+    not."""
 
     def render(self, content: Any) -> bytes:
         return encode(content)
 
 
 def encode(content: Any) -> bytes:
-    """As JSON text. Only ASCII: file names and logs may hold lone surrogates, which nothing else can carry."""
+    """As JSON text. Only ASCII: file names and logs may hold lone surrogates, which nothing else
+    can carry."""
     try:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
@@ -68,7 +70,10 @@ async def _paceline(_: Request, error: Exception) -> Response:
 
 async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    wrong = [f"`{'.'.join(str(part) for part in one['loc'][1:]) or one['loc'][0]}`: {one['msg']}" for one in error.errors()]
+    wrong = [
+        f"`{'.'.join(str(part) for part in one['loc'][1:]) or one['loc'][0]}`: {one['msg']}"
+        for one in error.errors()
+    ]
     return problem(422, "; ".join(wrong)[:2000], fix="see /api/openapi.json")
 
 
@@ -80,4 +85,8 @@ async def _http(_: Request, error: Exception) -> Response:
 
 
 async def _unexpected(_: Request, error: Exception) -> Response:
-    return problem(500, f"{type(error).__name__}: {error}"[:2000], fix="this was not expected; the runs are not touched")
+    return problem(
+        500,
+        f"{type(error).__name__}: {error}"[:2000],
+        fix="this was not expected; the runs are not touched",
+    )

@@ -1,8 +1,9 @@
 """Who may ask for what: one ASGI middleware before everything else.
 
-- A page of another site must not reach the panel by a name of its own that leads here (DNS rebinding): Host is checked.
-- Nor by a request from the user's browser: Origin is checked, and whatever changes something needs a header that no other site
-  can set.
+- A page of another site must not reach the panel by a name of its own that leads here (DNS
+  rebinding): Host is checked.
+- Nor by a request from the user's browser: Origin is checked, and whatever changes something needs
+  a header that no other site can set.
 - Bound to more than this machine, reading needs the token too.
 """
 
@@ -22,8 +23,8 @@ from paceline.web.responses import problem
 
 TOKEN_HEADER = "x-paceline-token"
 CSP = (
-    "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
-    "frame-ancestors 'none'"
+    "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none';"
+    " form-action 'self'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "content-security-policy": CSP,
@@ -70,7 +71,9 @@ class Guard:
             return
         if scope["path"] != _UPLOAD:
             if (headers.length or 0) > MAX_BODY_BYTES:
-                await problem(413, "the request is too large", f"at most {MAX_BODY_BYTES:,} bytes")(scope, receive, answer)
+                await problem(413, "the request is too large", f"at most {MAX_BODY_BYTES:,} bytes")(
+                    scope, receive, answer
+                )
                 return
             receive = _limited(receive)
         await self.app(scope, receive, answer)
@@ -78,19 +81,35 @@ class Guard:
     def _refusal(self, scope: Scope, headers: _Headers) -> tuple[int, str, str] | None:
         if not self._host_known(headers.all("host")):
             names = "localhost" if self.open_reading else self.host
-            return 403, "this name leads to the panel but is not its own (Host)", f"open http://{names}:{self.port}/"
+            return (
+                403,
+                "this name leads to the panel but is not its own (Host)",
+                f"open http://{names}:{self.port}/",
+            )
         origins = headers.all("origin")
         own = f"http://{headers.all('host')[0].lower()}"
         if origins and [one.lower() for one in origins] != [own]:
             return 403, "a page of another site asked for this (Origin)", f"open {own}/ itself"
         api = scope["path"].startswith("/api")
         if api and headers.all("sec-fetch-site") not in ([], ["same-origin"], ["none"]):
-            return 403, "a page of another site asked for this (Sec-Fetch-Site)", f"open {own}/ itself"
+            return (
+                403,
+                "a page of another site asked for this (Sec-Fetch-Site)",
+                f"open {own}/ itself",
+            )
         writes = scope["method"] not in ("GET", "HEAD")
         if writes and not self._is_token(headers.all(TOKEN_HEADER)):
-            return 401, "whatever starts, stops or writes needs the token", "open the link that `paceline ui` printed"
+            return (
+                401,
+                "whatever starts, stops or writes needs the token",
+                "open the link that `paceline ui` printed",
+            )
         if api and not writes and not self.open_reading and not self._may_read(headers):
-            return 401, "reading over the network needs the token", "open the link that `paceline ui` printed"
+            return (
+                401,
+                "reading over the network needs the token",
+                "open the link that `paceline ui` printed",
+            )
         return None
 
     def _host_known(self, given: list[str]) -> bool:
@@ -102,18 +121,24 @@ class Guard:
             return self.host not in _WILDCARD
         if self.open_reading:
             return name in _LOOPBACK
-        # Bound to all addresses: any of them, as a number; a site cannot have its name lead to a number.
+        # Bound to all addresses: any of them, as a number; a site cannot have its name lead to a
+        # number.
         own = socket.gethostname().lower()
-        return self.host in _WILDCARD and (name in _LOOPBACK | {own, f"{own}.local"} or _is_address(name))
+        return self.host in _WILDCARD and (
+            name in _LOOPBACK | {own, f"{own}.local"} or _is_address(name)
+        )
 
     def _may_read(self, headers: _Headers) -> bool:
-        return self._is_token(headers.all(TOKEN_HEADER)) or self._is_token(headers.cookies(self.cookie))
+        return self._is_token(headers.all(TOKEN_HEADER)) or self._is_token(
+            headers.cookies(self.cookie)
+        )
 
     def _is_token(self, given: list[str]) -> bool:
         return len(given) == 1 and hmac.compare_digest(given[0].encode(), self.token.encode())
 
     def _cookie_for(self, scope: Scope) -> str | None:
-        """The cookie that the link of the start gives to a browser, which sends it where a page can set no header."""
+        """The cookie that the link of the start gives to a browser, which sends it where a page can
+        set no header."""
         if scope["type"] != "http" or scope["path"] != "/" or self.open_reading:
             return None
         query = parse_qs(scope["query_string"].decode("latin-1"))
@@ -150,8 +175,15 @@ class _Dressed:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             given = {key.lower() for key, _ in message["headers"]}
-            more = {**_HEADERS, "cache-control": "no-store" if self._path.startswith("/api") else "no-cache"}
-            added = [(key.encode(), value.encode()) for key, value in more.items() if key.encode() not in given]
+            more = {
+                **_HEADERS,
+                "cache-control": "no-store" if self._path.startswith("/api") else "no-cache",
+            }
+            added = [
+                (key.encode(), value.encode())
+                for key, value in more.items()
+                if key.encode() not in given
+            ]
             cookie = [(b"set-cookie", self._cookie.encode())] if self._cookie else []
             message = {**message, "headers": [*message["headers"], *added, *cookie]}
         await self._send(message)

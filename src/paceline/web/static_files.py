@@ -1,4 +1,5 @@
-"""The files of the page, from memory: a page is some twenty of them, and shall be there before one has looked for it."""
+"""The files of the page, from memory: a page is some twenty of them, and shall be there before one
+has looked for it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 _SMALL_BYTES = 1000  # is sent as it is
-_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".html": "text/html",
+    ".svg": "image/svg+xml",
+}
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,16 @@ class _File:
 
 
 class Shipped:
-    """An ASGI app for the files below ``folder``, those that are there as it is made; ``/`` is ``index.html``. A path is looked
-    up among their names, so none leads elsewhere. A file that has changed is read anew."""
+    """An ASGI app for the files below ``folder``, those that are there as it is made; ``/`` is
+    ``index.html``. A path is looked up among their names, so none leads elsewhere. A file that has
+    changed is read anew."""
 
     def __init__(self, folder: Path) -> None:
-        self._paths = {f"/{path.relative_to(folder).as_posix()}": path for path in folder.rglob("*") if path.is_file()}
+        self._paths = {
+            f"/{path.relative_to(folder).as_posix()}": path
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
         self._paths["/"] = self._paths["/index.html"]
         self._files: dict[Path, _File] = {}
 
@@ -51,7 +62,11 @@ class Shipped:
         if known is None or known.changed != changed:
             raw = path.read_bytes()
             packed = gzip.compress(raw, 6, mtime=0) if len(raw) > _SMALL_BYTES else None
-            kind = _TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+            kind = (
+                _TYPES.get(path.suffix)
+                or mimetypes.guess_type(path.name)[0]
+                or "application/octet-stream"
+            )
             known = _File(changed, raw, packed, f'"{hashlib.sha256(raw).hexdigest()[:24]}"', kind)
             self._files[path] = known
         return known
@@ -59,7 +74,10 @@ class Shipped:
 
 def _answer(file: _File, request: Request) -> Response:
     headers = {"etag": file.etag, "vary": "Accept-Encoding"}
-    if file.etag in [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]:
+    if file.etag in [
+        one.strip().removeprefix("W/")
+        for one in request.headers.get("if-none-match", "").split(",")
+    ]:
         return Response(status_code=304, headers=headers)
     packed = file.packed if "gzip" in request.headers.get("accept-encoding", "") else None
     if packed is not None:

@@ -1,4 +1,5 @@
-"""One browser and one server for all tests of the page: a real headless Chromium, a real `paceline ui`."""
+"""One browser and one server for all tests of the page: a real headless Chromium, a real `paceline
+ui`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if mine and why_no_browser() is not None:
         items[:] = [item for item in items if item not in mine]
         config.hook.pytest_deselected(items=mine)
-        note(config, "browser", f"NOT RUN: {len(mine)} test(s) in a real browser: {why_no_browser()}.")
+        note(
+            config,
+            "browser",
+            f"NOT RUN: {len(mine)} test(s) in a real browser: {why_no_browser()}.",
+        )
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +36,8 @@ def browser() -> Iterator[Browser]:
     own = next((path for name in NAMES if (path := shutil.which(name))), None)
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=own, args=ARGUMENTS)
-        # The helpers that it starts with its first page are there before the first test counts processes.
+        # The helpers that it starts with its first page are there before the first test counts
+        # processes.
         page = found.new_page()
         page.goto("about:blank")
         page.close()
@@ -44,7 +50,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A folder with runs of every kind."""
     folder = tmp_path_factory.mktemp("runs")
     event_logs.finished(folder / "one", steps=40)
-    config = {"model": "builtin:qwen2-micro", "task": "sft", "train_args": {"learning_rate": 0.002, "seed": 42}}
+    config = {
+        "model": "builtin:qwen2-micro",
+        "task": "sft",
+        "train_args": {"learning_rate": 0.002, "seed": 42},
+    }
     event_logs.finished(folder / "two", steps=30, strategy="zero1", config=config)
     made_runs.world(folder / "cluster", ranks=16, hosts=2)
     made_runs.world(folder / f"named {made_runs.HARM}", ranks=4, hosts=1)

@@ -1,4 +1,5 @@
-"""Logs of runs that no test machine can make: many ranks on hosts with accelerators, faults, and names that mean harm."""
+"""Logs of runs that no test machine can make: many ranks on hosts with accelerators, faults, and
+names that mean harm."""
 
 from __future__ import annotations
 
@@ -16,14 +17,19 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 HARM = "<b onclick=alert(1)>&amp; 'quoted'"
 
 
-def world(root: Path, ranks: int = 16, hosts: int = 2, steps: int = 200, slow_rank: int | None = 5) -> Path:
-    """A failed run of ``hybrid`` (data × shard × tensor) whose third quarter it went back for, with all that a run records."""
+def world(
+    root: Path, ranks: int = 16, hosts: int = 2, steps: int = 200, slow_rank: int | None = 5
+) -> Path:
+    """A failed run of ``hybrid`` (data × shard × tensor) whose third quarter it went back for, with
+    all that a run records."""
     log = begin(root, steps=steps, ranks=ranks, **_start(ranks, hosts))
     chance = random.Random(7)
     _steps(log, 1, steps // 2, ranks, slow_rank, chance)
     log.emit("memory", ranks=[_memory(chance) for _ in range(ranks)])
     half = str(root / f"checkpoints/step-{steps // 2:08d}")
-    log.emit("checkpoint", step=steps // 2, path=half, size_bytes=3 << 30, wall_s=4.2, blocked_s=0.3)
+    log.emit(
+        "checkpoint", step=steps // 2, path=half, size_bytes=3 << 30, wall_s=4.2, blocked_s=0.3
+    )
     said = {
         "prompt": "What does json.dumps do?",
         "text": f"It writes {HOSTILE} as text.",
@@ -31,11 +37,30 @@ def world(root: Path, ranks: int = 16, hosts: int = 2, steps: int = 200, slow_ra
     }
     log.emit("sample", step=steps // 2, samples=[said])
     _steps(log, steps // 2 + 1, steps * 3 // 4, ranks, slow_rank, chance)
-    log.emit("fault", step=steps * 3 // 4, ranks=[5], hosts=["node-0"], reason=f"rank 5 was killed {HOSTILE}", restart=1)
-    log.emit("run_start", **{**_start(ranks, hosts), "world_size": ranks, "resumed_from_step": steps // 2})
+    log.emit(
+        "fault",
+        step=steps * 3 // 4,
+        ranks=[5],
+        hosts=["node-0"],
+        reason=f"rank 5 was killed {HOSTILE}",
+        restart=1,
+    )
+    log.emit(
+        "run_start",
+        **{**_start(ranks, hosts), "world_size": ranks, "resumed_from_step": steps // 2},
+    )
     log.emit("resume", step=steps // 2, path=half)
     _steps(log, steps // 2 + 1, steps, ranks, slow_rank, chance)
-    log.emit("straggler", rank=5, host="node-0", step=steps, slower_by_s=0.1, share={}, steps=20, text="rank 5 is slow")
+    log.emit(
+        "straggler",
+        rank=5,
+        host="node-0",
+        step=steps,
+        slower_by_s=0.1,
+        share={},
+        steps=20,
+        text="rank 5 is slow",
+    )
     log.emit("run_end", status="failed", step=steps, reason=f"disk full {HOSTILE}", wall_s=812.0)
     log.close()
     return root
@@ -49,7 +74,13 @@ def _start(ranks: int, hosts: int) -> dict[str, Any]:
          "coordinates": dict(zip(sizes, place, strict=True))}
         for rank, place in enumerate(places)
     ]  # fmt: skip
-    memory = {"parameters": 7.1e9, "gradients": 7.1e9, "optimizer": 14.2e9, "activations": 9.0e9, "total": 37.4e9}
+    memory = {
+        "parameters": 7.1e9,
+        "gradients": 7.1e9,
+        "optimizer": 14.2e9,
+        "activations": 9.0e9,
+        "total": 37.4e9,
+    }
     return {
         "strategy": "hybrid", "device": "cuda", "model": {"name": "Qwen/Qwen2-7B", "parameters": 7_615_616_512},
         "mesh": {"axes": sizes, "ranks": mesh}, "pid": 1 << 22, "derived": {"steps": 2 * 200, "world_size": ranks},
@@ -58,11 +89,18 @@ def _start(ranks: int, hosts: int) -> dict[str, Any]:
 
 
 def _memory(chance: random.Random) -> dict[str, float]:
-    parts = {"parameters": 7.1e9, "gradients": 7.1e9, "optimizer": 14.2e9, "activations": 8.5e9 + chance.random() * 1e9}
+    parts = {
+        "parameters": 7.1e9,
+        "gradients": 7.1e9,
+        "optimizer": 14.2e9,
+        "activations": 8.5e9 + chance.random() * 1e9,
+    }
     return {**parts, "total": sum(parts.values())}
 
 
-def _steps(log: EventLog, first: int, last: int, ranks: int, slow_rank: int | None, chance: random.Random) -> None:
+def _steps(
+    log: EventLog, first: int, last: int, ranks: int, slow_rank: int | None, chance: random.Random
+) -> None:
     for step in range(first, last + 1):
         rows = [_rank(rank, rank == slow_rank, chance) for rank in range(ranks)]
         log.emit(
@@ -79,11 +117,25 @@ def _steps(log: EventLog, first: int, last: int, ranks: int, slow_rank: int | No
             data_wait_s=0.01,
             comm_wait_s=0.1,
             memory_bytes=[38e9] * ranks,
-            traffic={"all_gather": 1.4e9, "reduce_scatter": 0.9e9, "all_reduce": 0.6e9 + 1e7 * chance.random()},
-            devices=[{"rank": rank, "utilisation": 0.9, "temperature_c": 61, "power_w": 402.0} for rank in range(ranks)],
+            traffic={
+                "all_gather": 1.4e9,
+                "reduce_scatter": 0.9e9,
+                "all_reduce": 0.6e9 + 1e7 * chance.random(),
+            },
+            devices=[
+                {"rank": rank, "utilisation": 0.9, "temperature_c": 61, "power_w": 402.0}
+                for rank in range(ranks)
+            ],
         )
         if step % 50 == 0:
-            log.emit("eval", step=step, loss=2.2 + 7 / (1 + step / 30), count=4096, wall_s=3.0, metrics={})
+            log.emit(
+                "eval",
+                step=step,
+                loss=2.2 + 7 / (1 + step / 30),
+                count=4096,
+                wall_s=3.0,
+                metrics={},
+            )
 
 
 def _rank(rank: int, slow: bool, chance: random.Random) -> dict[str, Any]:
@@ -100,7 +152,16 @@ def older(root: Path) -> Path:
     log = begin(root, steps=20, ranks=2, mesh=None)
     unknown = dict.fromkeys(("grad_norm", "comm_wait_s", "memory_bytes", "ranks"))
     for step in range(1, 21):
-        log.emit("step", step=step, loss=9 / step, learning_rate=1e-3, tokens=100, step_time_s=0.1, data_wait_s=0.01, **unknown)
+        log.emit(
+            "step",
+            step=step,
+            loss=9 / step,
+            learning_rate=1e-3,
+            tokens=100,
+            step_time_s=0.1,
+            data_wait_s=0.01,
+            **unknown,
+        )
     log.emit("run_end", status="stopped", step=20, reason="stopped by SIGTERM", wall_s=4.0)
     log.close()
     return root

@@ -18,8 +18,14 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from paceline.web.runs.discovery import run_id as id_of
 
-ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-features=SpareRendererForSitePerProcess"]
-if sys.platform.startswith("linux"):  # the tests' cache is a folder of their own; Playwright's browsers are in the user's
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+    "--disable-features=SpareRendererForSitePerProcess",
+]
+# the tests' cache is a folder of their own; Playwright's browsers are in the user's
+if sys.platform.startswith("linux"):
     os.environ.setdefault("PLAYWRIGHT_BROWSERS_PATH", str(Path.home() / ".cache" / "ms-playwright"))
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -50,7 +56,17 @@ class Server:
 
 def serve(folder: Path, port: int = 0) -> Server:
     """Start one, and wait until it listens."""
-    words = [sys.executable, "-m", "paceline", "ui", str(folder), "--port", str(port), "--no-browser", "--json"]
+    words = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "ui",
+        str(folder),
+        "--port",
+        str(port),
+        "--no-browser",
+        "--json",
+    ]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -67,7 +83,12 @@ def run_id(folder: Path, name: str) -> str:
 @contextmanager
 def opened(browser: Browser, url: str, **options: object) -> Iterator[Page]:
     """A page in a context of its own. A script error or a refused resource fails the test."""
-    given = {"viewport": {"width": 1280, "height": 900}, "locale": "en-GB", "color_scheme": "light", **options}
+    given = {
+        "viewport": {"width": 1280, "height": 900},
+        "locale": "en-GB",
+        "color_scheme": "light",
+        **options,
+    }
     context = browser.new_context(**given)  # type: ignore[arg-type]
     context.set_default_timeout(30_000)
     found = context.new_page()
@@ -81,8 +102,16 @@ def opened(browser: Browser, url: str, **options: object) -> Iterator[Page]:
 
 
 def _keep(message: ConsoleMessage, wrong: list[str]) -> None:
-    # A server that is gone, a run that is not there and what is refused are the page's to show; the browser says them too.
-    expected = ("ERR_CONNECTION", "ERR_INCOMPLETE", "status of 404", "status of 400", "ERR_EMPTY_RESPONSE", "ERR_NETWORK")
+    # A server that is gone, a run that is not there and what is refused are the page's to show; the
+    # browser says them too.
+    expected = (
+        "ERR_CONNECTION",
+        "ERR_INCOMPLETE",
+        "status of 404",
+        "status of 400",
+        "ERR_EMPTY_RESPONSE",
+        "ERR_NETWORK",
+    )
     if message.type == "error" and not any(one in message.text for one in expected):
         wrong.append(message.text)
 
@@ -94,4 +123,8 @@ def why_no_browser() -> str | None:
         return None
     with sync_playwright() as found:
         path = Path(found.chromium.executable_path)
-    return None if path.exists() else f"no {', '.join(NAMES)} on PATH, and Playwright has none of its own at {path}"
+    return (
+        None
+        if path.exists()
+        else f"no {', '.join(NAMES)} on PATH, and Playwright has none of its own at {path}"
+    )

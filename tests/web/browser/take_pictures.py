@@ -1,6 +1,8 @@
-"""Takes the pictures of docs/panel-pictures.md: each page of the panel in light, dark and phone width.
+"""Takes the pictures of docs/panel-pictures.md: each page of the panel in light, dark and phone
+width.
 
-python tests/web/browser/take_pictures.py FOLDER      # runs in it: at least two finished ones, one of them named `first`
+python tests/web/browser/take_pictures.py FOLDER      # runs in it: at least two finished ones, one
+of them named `first`
 """
 
 from __future__ import annotations
@@ -20,7 +22,18 @@ WAYS = {
     "zh": {"viewport": {"width": 1280, "height": 860}, "locale": "zh-CN"},
 }
 IN_CHINESE = ("runs", "run-overview", "new")
-TABS = ("overview", "ranks", "traffic", "memory", "world", "samples", "log", "config", "checkpoints", "report")
+TABS = (
+    "overview",
+    "ranks",
+    "traffic",
+    "memory",
+    "world",
+    "samples",
+    "log",
+    "config",
+    "checkpoints",
+    "report",
+)
 COLOURS = 96  # of a picture's palette: pages of text and lines need no more
 
 
@@ -71,15 +84,33 @@ def main(folder: Path) -> None:
             browser.close()
     finally:
         server.stop()
-    rows = [f"| {name} | " + " | ".join(_image(name, way) for way in WAYS if way != "zh") + " |" for name in pages(folder)]
-    text = ["# Pictures of the panel", "", "Of real runs; taken by `tests/web/browser/take_pictures.py`.", ""]
-    text += ["| page | light | dark | phone |", "| --- | --- | --- | --- |", *rows, "", "In Chinese:", ""]
+    rows = [
+        f"| {name} | " + " | ".join(_image(name, way) for way in WAYS if way != "zh") + " |"
+        for name in pages(folder)
+    ]
+    text = [
+        "# Pictures of the panel",
+        "",
+        "Of real runs; taken by `tests/web/browser/take_pictures.py`.",
+        "",
+    ]
+    text += [
+        "| page | light | dark | phone |",
+        "| --- | --- | --- | --- |",
+        *rows,
+        "",
+        "In Chinese:",
+        "",
+    ]
     text += [_image(name, "zh") for name in IN_CHINESE]
     (OUTPUT.parents[1] / "panel-pictures.md").write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 def _image(name: str, way: str) -> str:
-    return f'<img src="images/panel/{name}-{way}.png" alt="{name}, {way}" width="{150 if way == "phone" else 380}">'
+    return (
+        f'<img src="images/panel/{name}-{way}.png" alt="{name}, {way}"'
+        f' width="{150 if way == "phone" else 380}">'
+    )
 
 
 if __name__ == "__main__":

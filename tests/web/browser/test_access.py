@@ -1,4 +1,5 @@
-"""For everyone: no serious finding of axe-core on any page in either theme, keys alone, a phone's width, Chinese."""
+"""For everyone: no serious finding of axe-core on any page in either theme, keys alone, a phone's
+width, Chinese."""
 
 from __future__ import annotations
 
@@ -9,13 +10,31 @@ from panel_pages import Server, opened, run_id
 from playwright.sync_api import Browser, Page, expect
 
 AXE = (Path(__file__).parent / "axe-core" / "axe.min.js").read_text(encoding="utf-8")
-TABS = ("overview", "ranks", "traffic", "memory", "world", "samples", "log", "config", "checkpoints", "report")
+TABS = (
+    "overview",
+    "ranks",
+    "traffic",
+    "memory",
+    "world",
+    "samples",
+    "log",
+    "config",
+    "checkpoints",
+    "report",
+)
 
 
 def pages(server: Server) -> list[str]:
     cluster, one, two = (run_id(server.folder, name) for name in ("cluster", "one", "two"))
     tabs = [f"#/run/{cluster}/{tab}" for tab in TABS]
-    return ["#/", *tabs, f"#/compare/{one},{two},{cluster}", "#/new", f"#/run/{one}/chat", "#/no/such"]
+    return [
+        "#/",
+        *tabs,
+        f"#/compare/{one},{two},{cluster}",
+        "#/new",
+        f"#/run/{one}/chat",
+        "#/no/such",
+    ]
 
 
 def visit(page: Page, address: str) -> None:
@@ -35,7 +54,8 @@ Math.max(...[...document.querySelectorAll("main, main *")]
 
 @pytest.fixture(scope="module")
 def seen(browser: Browser, server: Server) -> dict[str, list[str]]:
-    """What is wrong with the pages, each looked at in both themes and at a phone's width: by theme, and ``phone``."""
+    """What is wrong with the pages, each looked at in both themes and at a phone's width: by theme,
+    and ``phone``."""
     wrong: dict[str, list[str]] = {"light": [], "dark": [], "phone": []}
     with opened(browser, server.url) as page:
         page.evaluate(AXE)
@@ -66,7 +86,11 @@ def serious(page: Page) -> list[str]:
     result = page.evaluate("axe.run(document, {iframes: false, resultTypes: ['violations']})")
     assert len(result["passes"]) > 10, "axe-core has not looked"
     found = [one for one in result["violations"] if one["impact"] in ("serious", "critical")]
-    return [f"{one['id']}: {node['target']} {node['failureSummary']}" for one in found for node in one["nodes"][:3]]
+    return [
+        f"{one['id']}: {node['target']} {node['failureSummary']}"
+        for one in found
+        for node in one["nodes"][:3]
+    ]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

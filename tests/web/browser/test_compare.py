@@ -32,20 +32,28 @@ def test_the_state_of_the_page_is_in_its_address(page: Page, server: Server) -> 
     page.get_by_label("time", exact=True).check(force=True)
     page.get_by_role("button", name="Sort by Steps").click()
     page.get_by_role("button", name="Sort by Steps").click()
-    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(["one", "two"])
+    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(
+        ["one", "two"]
+    )
     page.get_by_role("button", name="Sort by Steps").click()
-    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(["two", "one"])
+    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(
+        ["two", "one"]
+    )
     assert all(part in page.url for part in ("x=time", "y=tokens_per_second", "sort=steps"))
     page.reload()
     expect(page.get_by_role("application", name="Throughput over time")).to_be_visible()
-    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(["two", "one"])
+    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(
+        ["two", "one"]
+    )
 
 
 def test_configs_that_differ_are_shown_by_key(page: Page, server: Server) -> None:
     open_compare(page, server, "one", "two")
     table = page.get_by_role("region", name="Differences of the config")
     expect(table.locator("tbody tr")).to_have_count(1)
-    expect(table.locator("tbody tr").locator("th, td")).to_have_text(["train_args.learning_rate", "0.001", "0.002"])
+    expect(table.locator("tbody tr").locator("th, td")).to_have_text(
+        ["train_args.learning_rate", "0.001", "0.002"]
+    )
     open_compare(page, server, "one", "older")
     expect(page.get_by_text("Their configs are the same.")).to_be_visible()
 

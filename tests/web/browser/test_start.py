@@ -20,7 +20,8 @@ LONG_MS = 90_000  # for what a run does on a busy machine
 
 @pytest.fixture
 def panel(tmp_path: Path) -> Iterator[Server]:
-    """A panel of its own for runs that are started; it has ended, with all that it holds, before processes are counted."""
+    """A panel of its own for runs that are started; it has ended, with all that it holds, before
+    processes are counted."""
     found = serve(tmp_path)
     yield found
     found.stop()
@@ -51,7 +52,8 @@ def test_form_and_text_are_in_step(form):
     expect(yaml).to_have_value(re.compile(r"lora:\n  enable: true\n[\s\S]*  packing: false\n"))
     form.locator('[data-key="train_args.max_steps"] .reset').click()
     expect(yaml).not_to_have_value(re.compile("max_steps"))
-    # And the other way; a mistake is named at its line and at its field, and nothing can be started.
+    # And the other way; a mistake is named at its line and at its field, and nothing can be
+    # started.
     yaml.fill("model: m\ndataset: d\ntrain_args:\n  max_length: 2\n  lerning_rate: 1\n")
     expect(form.locator(".mistakes li")).to_have_count(2)
     expect(form.locator(".mistakes .place").first).to_have_text("line 4")
@@ -66,9 +68,14 @@ def test_form_and_text_are_in_step(form):
 
 
 def test_data_is_uploaded_and_looked_at(form, panel):
-    rows = [{"prompt": "What is a pace line?", "completion": "Riders in a row."}, {"prompt": "<b>", "completion": "bold " * 60}]
+    rows = [
+        {"prompt": "What is a pace line?", "completion": "Riders in a row."},
+        {"prompt": "<b>", "completion": "bold " * 60},
+    ]
     content = "".join(json.dumps(one) + "\n" for one in rows).encode()
-    form.set_input_files("#upload", {"name": "../mine.jsonl", "mimeType": "application/json", "buffer": content})
+    form.set_input_files(
+        "#upload", {"name": "../mine.jsonl", "mimeType": "application/json", "buffer": content}
+    )
     expect(field(form, "dataset")).to_have_value("./datasets/mine.jsonl")
     assert (panel.folder / "datasets" / "mine.jsonl").read_bytes() == content
     form.locator("#look").click()
@@ -85,7 +92,9 @@ def test_data_is_uploaded_and_looked_at(form, panel):
     expect(form.locator("#start")).to_be_enabled()
     form.locator("#look").click()
     expect(form.locator(".pictures img")).to_have_count(5, timeout=LONG_MS)
-    assert form.locator(".pictures img").evaluate_all("all => all.every((one) => one.complete && one.naturalWidth > 0)")
+    assert form.locator(".pictures img").evaluate_all(
+        "all => all.every((one) => one.complete && one.naturalWidth > 0)"
+    )
 
 
 def test_a_run_is_started_watched_to_its_end_and_asked(form, panel):
@@ -100,7 +109,9 @@ def test_a_run_is_started_watched_to_its_end_and_asked(form, panel):
     expect(form.locator(".run-head .badge-done")).to_be_visible(timeout=LONG_MS)
     run = panel.folder / "mine"
     assert len(events(run, "step")) == 6
-    assert (run / "panel.yaml").read_text().startswith("model: builtin:qwen2-micro  # the smallest\n")
+    assert (
+        (run / "panel.yaml").read_text().startswith("model: builtin:qwen2-micro  # the smallest\n")
+    )
 
     form.locator("#chat").click()
     form.locator(".choice label", has_text="Both").click()
@@ -157,7 +168,9 @@ def test_a_rank_that_stands_still_is_seen_and_the_run_ended_at_once(form, panel)
     expect(form.locator("#verdict .good")).to_be_visible()
     form.fill("#run-name", "stuck")
     form.locator("#start").click()
-    expect(form.locator("[data-key='f.progress']")).to_contain_text(re.compile(r"step [1-9]"), timeout=LONG_MS)
+    expect(form.locator("[data-key='f.progress']")).to_contain_text(
+        re.compile(r"step [1-9]"), timeout=LONG_MS
+    )
     form.get_by_role("link", name="Ranks", exact=True).click()
     now = form.get_by_role("region", name="Ranks").locator("tbody tr")
     expect(now.nth(1)).to_contain_text(re.compile(r"step [1-9]"))
@@ -171,11 +184,14 @@ def test_a_rank_that_stands_still_is_seen_and_the_run_ended_at_once(form, panel)
         expect(form.locator("#stop")).to_have_text(word)
         form.locator("#stop").click()
         form.locator("#stop-yes").click()
-        if word == "Stop":  # asked again by another page it is refused: a second signal would end it
+        # asked again by another page it is refused: a second signal would end it
+        if word == "Stop":
             expect(form.locator("#stop")).to_have_text("End at once")
             address, _, token = panel.url.partition("?token=")
             again = f"{address}api/runs/{run_id(panel.folder, 'stuck')}/stop"
-            assert form.request.post(again, data={}, headers={"X-Paceline-Token": token}).status == 409
+            assert (
+                form.request.post(again, data={}, headers={"X-Paceline-Token": token}).status == 409
+            )
     expect(form.locator(".run-head .badge-stopped")).to_be_visible(timeout=LONG_MS)
     assert not psutil.pid_exists(pid)
 
@@ -196,7 +212,9 @@ def test_without_the_token_the_form_says_how_to_get_it(browser, panel):
 
 
 def test_the_form_fits_a_phone_and_speaks_chinese(browser, panel):
-    with opened(browser, f"{panel.url}#/new", viewport={"width": 390, "height": 844}, locale="zh-CN") as page:
+    with opened(
+        browser, f"{panel.url}#/new", viewport={"width": 390, "height": 844}, locale="zh-CN"
+    ) as page:
         expect(page.locator("#verdict .good")).to_have_text("配置正确。")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         expect(page.locator('[data-key="model"] p.muted')).to_contain_text("本地文件夹")

@@ -1,4 +1,5 @@
-"""What the front end is made of: small, without markup made of data, without a source elsewhere, in two languages."""
+"""What the front end is made of: small, without markup made of data, without a source elsewhere, in
+two languages."""
 
 from __future__ import annotations
 
@@ -28,19 +29,24 @@ def test_no_script_or_style_stands_in_the_page_and_none_comes_from_elsewhere() -
 
 
 def test_no_markup_is_made_of_data() -> None:
-    markup = r"\.(innerHTML|outerHTML)\s*\+?=|insertAdjacentHTML|document\.write|\beval\(|new Function"
+    markup = (
+        r"\.(innerHTML|outerHTML)\s*\+?=|insertAdjacentHTML|document\.write|\beval\(|new Function"
+    )
     for path in OWN:
         assert not re.search(markup, path.read_text(encoding="utf-8")), path
 
 
 def test_every_module_that_is_named_is_there() -> None:
     for path in OWN:
-        for name in re.findall(r"""(?:from|import)\s*\(?\s*["'](\.[^"']+)["']""", path.read_text(encoding="utf-8")):
+        for name in re.findall(
+            r"""(?:from|import)\s*\(?\s*["'](\.[^"']+)["']""", path.read_text(encoding="utf-8")
+        ):
             assert (path.parent / name).is_file(), f"{path}: {name}"
 
 
 def test_each_text_is_there_once_in_both_languages() -> None:
-    """All words come into one table: a key that two files have would mean the one or the other, as pages are opened."""
+    """All words come into one table: a key that two files have would mean the one or the other, as
+    pages are opened."""
     english, chinese = ([], [])
     for path in (STATIC / "i18n").glob("*.js"):
         if path.name == "start_help.js":  # of the config's keys; in English the schema has them
@@ -51,13 +57,18 @@ def test_each_text_is_there_once_in_both_languages() -> None:
         chinese += _keys(text if path.stem.endswith("zh") else after)
     assert len(english) > 300
     assert [key for key, count in Counter(english).items() if count > 1] == []
-    of_sections = {f"group.{name}" for name in SECTIONS if name != "lora"}  # a section's name is the key's, in any language
+    # a section's name is the key's, in any language
+    of_sections = {f"group.{name}" for name in SECTIONS if name != "lora"}
     assert sorted(set(english) - of_sections) == sorted(chinese)
 
 
 def test_each_text_that_is_asked_for_is_there() -> None:
     texts = [path.read_text(encoding="utf-8") for path in OWN]
-    known = {key for path in (STATIC / "i18n").glob("*.js") for key in _keys(path.read_text(encoding="utf-8"))}
+    known = {
+        key
+        for path in (STATIC / "i18n").glob("*.js")
+        for key in _keys(path.read_text(encoding="utf-8"))
+    }
     asked = {key for text in texts for key in re.findall(r"""\bt(?:ermOf)?\("([\w.]+)["]""", text)}
     assert len(asked) > 100
     assert asked - known == set()

@@ -1,4 +1,5 @@
-"""Watching runs in a real browser: the list, a real run from its start to its end, every tab, and what happens to a page."""
+"""Watching runs in a real browser: the list, a real run from its start to its end, every tab, and
+what happens to a page."""
 
 from __future__ import annotations
 
@@ -16,8 +17,19 @@ from panel_pages import Server, opened, run_id, serve
 from playwright.sync_api import Browser, Page, expect
 
 TRAIN = [
-    *("model=builtin:qwen2-micro", "dataset=builtin:python-docs#60", "split_dataset_ratio=0.2", "max_length=64"),
-    *("parallel.device=cpu", "parallel.num_gpus=1", "max_steps=12", "logging_steps=1", "eval_steps=6"),
+    *(
+        "model=builtin:qwen2-micro",
+        "dataset=builtin:python-docs#60",
+        "split_dataset_ratio=0.2",
+        "max_length=64",
+    ),
+    *(
+        "parallel.device=cpu",
+        "parallel.num_gpus=1",
+        "max_steps=12",
+        "logging_steps=1",
+        "eval_steps=6",
+    ),
     *("evaluation.samples=1", "evaluation.max_new_tokens=4"),
 ]
 
@@ -67,14 +79,20 @@ def test_a_real_run_is_watched_to_its_end(page: Page, server: Server) -> None:
     try:
         page.get_by_role("link", name="real").click(timeout=180_000)
         expect(page.get_by_role("heading", name="real", level=1)).to_be_visible()
-        expect(page.locator("[data-key='f.progress']")).to_contain_text(re.compile(r"step [1-9]\d* of 12"), timeout=180_000)
+        expect(page.locator("[data-key='f.progress']")).to_contain_text(
+            re.compile(r"step [1-9]\d* of 12"), timeout=180_000
+        )
         expect(page.locator(".badge").first).to_have_text("done", timeout=180_000)
         expect(page.locator("[data-key='f.progress']")).to_contain_text("step 12 of 12")
         expect(page.get_by_role("application", name="Loss over step")).to_be_visible()
-        expect(page.locator("[data-key='f.eval_loss'] .figure-value")).to_have_text(re.compile(r"^\d\.\d{4}$"))
+        expect(page.locator("[data-key='f.eval_loss'] .figure-value")).to_have_text(
+            re.compile(r"^\d\.\d{4}$")
+        )
         expect(page.get_by_role("region", name="What happened")).to_contain_text("checkpoint")
         page.get_by_role("link", name="Report", exact=True).click()
-        expect(page.frame_locator("iframe.report").get_by_role("heading", name="real")).to_be_visible()
+        expect(
+            page.frame_locator("iframe.report").get_by_role("heading", name="real")
+        ).to_be_visible()
         assert process.wait(60) == 0
     finally:
         process.kill()
@@ -89,7 +107,9 @@ def live(server: Server) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_events_come_to_the_screen_as_they_are_written(page: Page, server: Server, live: Path) -> None:
+def test_events_come_to_the_screen_as_they_are_written(
+    page: Page, server: Server, live: Path
+) -> None:
     log = event_logs.begin(live, steps=100)
     page.get_by_role("link", name="live one").click()
     expect(page.locator(".badge").first).to_have_text("live")
@@ -102,7 +122,8 @@ def test_events_come_to_the_screen_as_they_are_written(page: Page, server: Serve
     expect(chart).to_have_attribute("aria-label", re.compile("is 0.4500 at the end"))
     log.emit("fault", step=20, ranks=[1], hosts=["one"], reason="rank 1 was killed", restart=1)
     expect(page.get_by_role("region", name="What happened")).to_contain_text("rank 1 was killed")
-    log.emit("resume", step=10, path="checkpoints/step-00000010")  # what came after step 10 counts no more
+    # what came after step 10 counts no more
+    log.emit("resume", step=10, path="checkpoints/step-00000010")
     event_logs.emit_steps(log, 11, 12)
     expect(chart).to_have_attribute("aria-label", re.compile("is 0.7500 at the end"))
     log.close()
@@ -118,7 +139,10 @@ def open_tab(page: Page, server: Server, name: str, tab: str) -> None:
 def test_every_tab_of_a_large_run(page: Page, server: Server) -> None:
     open_tab(page, server, "cluster", "ranks")
     expect(page.locator(".callout-warn")).to_contain_text("Rank 5 is the slowest")
-    drawn = "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.filter((_, at) => at % 4 === 0)).size"
+    drawn = (
+        "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.filter((_, at)"
+        " => at % 4 === 0)).size"
+    )
     assert page.locator("canvas.lanes").evaluate(drawn) > 20
     expect(page.locator("tbody tr")).to_have_count(16)
     expect(page.locator("tbody tr").first).to_contain_text("90 % · 61 °C · 402 W")
@@ -146,7 +170,9 @@ def test_every_tab_of_a_large_run(page: Page, server: Server) -> None:
     assert page.locator("main img").count() == 0
 
 
-def test_a_run_of_an_older_version_says_what_it_has_not_recorded(page: Page, server: Server) -> None:
+def test_a_run_of_an_older_version_says_what_it_has_not_recorded(
+    page: Page, server: Server
+) -> None:
     for tab, what in {
         "ranks": "the time of its ranks",
         "memory": "its memory",
@@ -154,9 +180,12 @@ def test_a_run_of_an_older_version_says_what_it_has_not_recorded(page: Page, ser
         "samples": "samples",
     }.items():
         open_tab(page, server, "older", tab)
-        expect(page.get_by_role("heading", name=f"This run has not recorded {what}")).to_be_visible()
+        expect(
+            page.get_by_role("heading", name=f"This run has not recorded {what}")
+        ).to_be_visible()
     open_tab(page, server, "older", "overview")
-    expect(page.get_by_role("application")).to_have_count(4)  # loss, learning rate, throughput, step time; no empty chart
+    # loss, learning rate, throughput, step time; no empty chart
+    expect(page.get_by_role("application")).to_have_count(4)
 
 
 def test_a_range_is_asked_of_the_server(page: Page, server: Server) -> None:

@@ -65,14 +65,23 @@ def check_options(tokens: list[str], verb: str, names: Collection[str]) -> None:
     for token in tokens:
         name = token[2:].partition("=")[0]
         key = name.replace("-", "_")
-        known = key == "config" or key in KEYS or f"train_args.{key}" in KEYS or alias_of("", key) is not None
+        known = (
+            key == "config"
+            or key in KEYS
+            or f"train_args.{key}" in KEYS
+            or alias_of("", key) is not None
+        )
         if not token.startswith("--") or "." in key or known:
             continue
         near = nearest(name.replace("_", "-"), names)
         raise ConfigError(
             f"`--{name}` is neither an option of `paceline {verb}` nor a key of the config",
             allowed=", ".join(f"--{one}" for one in sorted(names)),
-            fix=f"did you mean `--{near}`?" if near else "leave it out, or add it to the file that is written",
+            fix=(
+                f"did you mean `--{near}`?"
+                if near
+                else "leave it out, or add it to the file that is written"
+            ),
         )
 
 
@@ -82,7 +91,10 @@ def needed(values: Mapping[str, Any], verb: str, *names: str) -> None:
     if missing:
         raise ConfigError(
             f"`paceline {verb}` needs {', '.join(missing)}",
-            fix=f"write e.g. `paceline {verb} CONFIG.yaml {' '.join(_EXAMPLES[name] for name in names)}`",
+            fix=(
+                f"write e.g. `paceline {verb} CONFIG.yaml"
+                f" {' '.join(_EXAMPLES[name] for name in names)}`"
+            ),
         )
 
 
@@ -97,9 +109,13 @@ _EXAMPLES = {
 def plain(name: str, text: str, pattern: str, allowed: str) -> str:
     """``text``, or a ConfigError where the whole of it does not match the pattern."""
     if not text or text.startswith("--"):
-        raise ConfigError(f"`--{name}` has no value", allowed=allowed, fix=f"write `--{name} VALUE`")
+        raise ConfigError(
+            f"`--{name}` has no value", allowed=allowed, fix=f"write `--{name} VALUE`"
+        )
     if re.fullmatch(pattern, text) is None:
-        raise ConfigError(f"`--{name}` is not of the form that is needed: {text!r}", allowed=allowed)
+        raise ConfigError(
+            f"`--{name}` is not of the form that is needed: {text!r}", allowed=allowed
+        )
     return text
 
 
@@ -121,13 +137,17 @@ def time_limit_s(text: str) -> int:
             hours, minutes, rest_s = fields
         else:
             hours, (minutes, rest_s) = 0, [*fields, 0][:2]
-        leading = [len(fields) == 3 or bool(dash), len(fields) > 1]  # minutes, seconds that follow a larger unit
+        # minutes, seconds that follow a larger unit
+        leading = [len(fields) == 3 or bool(dash), len(fields) > 1]
         if not (leading[0] and minutes >= 60) and not (leading[1] and rest_s >= 60):
             seconds = ((int(days) if dash else 0) * 24 + hours) * 3600 + minutes * 60 + rest_s
     if not seconds:
         raise ConfigError(
             f"`--time {text}` is not a time limit",
-            allowed="minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, or with :seconds",
+            allowed=(
+                "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,"
+                " or with :seconds"
+            ),
             fix="write e.g. `--time 4:00:00` for four hours",
         )
     return seconds
@@ -142,7 +162,10 @@ def for_hosts(path: Path | None, words: list[str], nodes: int, gpus: int) -> Hos
     if not 1 <= nodes <= MOST_NODES:
         raise ConfigError(f"`--nodes {nodes}` is out of range", allowed=f"1 to {MOST_NODES:,}")
     if not 0 <= gpus <= MOST_GPUS:
-        raise ConfigError(f"`--gpus-per-node {gpus}` is out of range", allowed=f"0 (ranks on the CPU) to {MOST_GPUS}")
+        raise ConfigError(
+            f"`--gpus-per-node {gpus}` is out of range",
+            allowed=f"0 (ranks on the CPU) to {MOST_GPUS}",
+        )
     own = _own_words(load_config(path, words).config, nodes, gpus)
     loaded = load_config(path, [*words, *own])
     found = Hosts(path, tuple(words), tuple(own), loaded, nodes, gpus)
@@ -188,7 +211,8 @@ def _check_axes(hosts: Hosts) -> None:
     mode = mode_of(hosts.config.parallel)
     if hosts.nodes > 1 and mode in ("single", "dp"):
         raise ConfigError(
-            f"`parallel.mode: {mode}` runs in one process, and {counted(hosts.nodes, 'host')} were asked for",
+            f"`parallel.mode: {mode}` runs in one process, and {counted(hosts.nodes, 'host')} were"
+            " asked for",
             fix="give `--nodes 1`, or set `parallel.mode: ddp`",
         )
     if hosts.ranks_per_node is None or mode == "parameter_server" or ":" in mode:
@@ -197,7 +221,10 @@ def _check_axes(hosts: Hosts) -> None:
     try:
         layout(hosts.config.parallel, ranks)
     except ConfigError as error:
-        what = f"{counted(hosts.nodes, 'host')} × {counted(hosts.ranks_per_node, 'rank')}: {error.what}"
+        what = (
+            f"{counted(hosts.nodes, 'host')} × {counted(hosts.ranks_per_node, 'rank')}:"
+            f" {error.what}"
+        )
         fix = "change `--nodes`, `--gpus-per-node`, or the sizes of the axes"
         raise ConfigError(what, allowed=error.allowed, fix=fix) from error
 
@@ -208,8 +235,16 @@ def check_output(text: str | None) -> Path | None:
         return None
     path = Path(text).expanduser()
     folder = path.absolute().parent
-    if not text or text.startswith("--") or path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"`--output {text}` cannot be written", allowed="a file in a folder that exists")
+    if (
+        not text
+        or text.startswith("--")
+        or path.is_dir()
+        or not folder.is_dir()
+        or not os.access(folder, os.W_OK)
+    ):
+        raise ConfigError(
+            f"`--output {text}` cannot be written", allowed="a file in a folder that exists"
+        )
     return path
 
 
@@ -218,4 +253,6 @@ def write(path: Path, text: str) -> None:
     try:
         write_atomic(path, text)
     except OSError as error:
-        raise ConfigError(f"`--output {path}` cannot be written: {error.strerror or error}") from error
+        raise ConfigError(
+            f"`--output {path}` cannot be written: {error.strerror or error}"
+        ) from error

@@ -1,4 +1,5 @@
-"""A JobSet without Kubeflow Trainer. It has the Job template of the shipped runtime, with the values of this config.
+"""A JobSet without Kubeflow Trainer. It has the Job template of the shipped runtime, with the
+values of this config.
 
 API: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/
 """
@@ -17,9 +18,14 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def jobset(options: KubernetesOptions) -> Object:
-    """The JobSet: one Job of all pods; or, where only the first pod has a claim, one of that pod and one of the others."""
+    """The JobSet: one Job of all pods; or, where only the first pod has a claim, one of that pod
+    and one of the others."""
     if options.endpoint_claim is None:
-        jobs = [_replicated_job(options, "node", options.hosts.nodes, options.claim, _endpoint(options, "node"))]
+        jobs = [
+            _replicated_job(
+                options, "node", options.hosts.nodes, options.claim, _endpoint(options, "node")
+            )
+        ]
     else:
         endpoint = _endpoint(options, _ENDPOINT_JOB)
         jobs = [_replicated_job(options, _ENDPOINT_JOB, 1, options.endpoint_claim, endpoint)]
@@ -44,7 +50,9 @@ def _endpoint(options: KubernetesOptions, job: str) -> str:
     return f"{options.name}-{job}-0-0.{options.name}"
 
 
-def _replicated_job(options: KubernetesOptions, name: str, count: int, work_claim: str | None, endpoint: str) -> Object:
+def _replicated_job(
+    options: KubernetesOptions, name: str, count: int, work_claim: str | None, endpoint: str
+) -> Object:
     template = pods.job_template()
     del template["metadata"]  # Kubeflow Trainer's label
     template["spec"] = {
@@ -61,7 +69,10 @@ def _replicated_job(options: KubernetesOptions, name: str, count: int, work_clai
         del pod["securityContext"]["fsGroup"], pod["securityContext"]["fsGroupChangePolicy"]
     pod.update(pods.access(options))
     sources, mounts = pods.volumes(options, work_claim)
-    pod["volumes"] = [*(volume for volume in pod["volumes"] if volume["name"] != "paceline-shm"), *sources]
+    pod["volumes"] = [
+        *(volume for volume in pod["volumes"] if volume["name"] != "paceline-shm"),
+        *sources,
+    ]
     container = pod["containers"][0]
     first = {
         "name": container["name"],
@@ -75,16 +86,24 @@ def _replicated_job(options: KubernetesOptions, name: str, count: int, work_clai
         resources=pods.pod_resources(options),
         ports=[{"name": "rendezvous", "containerPort": _PORT}],
     )
-    pod["containers"] = [{**first, **{key: value for key, value in container.items() if key not in first}}]
+    pod["containers"] = [
+        {**first, **{key: value for key, value in container.items() if key not in first}}
+    ]
     return {"name": name, "replicas": 1, "template": template}
 
 
 def _place(options: KubernetesOptions, name: str, endpoint: str) -> list[Object]:
-    """The variables that Kubeflow Trainer sets: the number of pods, this pod's number, and the rendezvous endpoint.
+    """The variables that Kubeflow Trainer sets: the number of pods, this pod's number, and the
+    rendezvous endpoint.
 
-    Beside a Job for the endpoint alone, the indexes of the other pods start at 0 too: they take the numbers that are free.
+    Beside a Job for the endpoint alone, the indexes of the other pods start at 0 too: they take the
+    numbers that are free.
     """
-    index = {"value": "0"} if name == _ENDPOINT_JOB else {"valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
+    index = (
+        {"value": "0"}
+        if name == _ENDPOINT_JOB
+        else {"valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
+    )
     is_numbered = options.endpoint_claim is None or name == _ENDPOINT_JOB
     return [
         {"name": "PET_NNODES", "value": str(options.hosts.nodes)},

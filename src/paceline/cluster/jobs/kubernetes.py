@@ -1,4 +1,5 @@
-"""`paceline kubernetes`: manifests that train a config on several nodes, for Kubeflow Trainer or as a plain JobSet."""
+"""`paceline kubernetes`: manifests that train a config on several nodes, for Kubeflow Trainer or as
+a plain JobSet."""
 
 from __future__ import annotations
 
@@ -30,31 +31,51 @@ def kubernetes(options: KubernetesOptions, as_json: bool) -> int:
     """Write the manifest, or print it. Returns the exit code."""
     for level, text in [*options.hosts.loaded.notices, *_notices(options)]:
         print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr)
-    text = yaml.dump_all(manifest(options), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.dump_all(
+        manifest(options), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120
+    )
     return _hand_over(text, options.output, as_json)
 
 
-def print_runtime(values: dict[str, Any], coscheduling: bool, others: list[str], as_json: bool) -> int:
+def print_runtime(
+    values: dict[str, Any], coscheduling: bool, others: list[str], as_json: bool
+) -> int:
     """`--runtime-manifest`: the ClusterTrainingRuntime, which is the same for all configs.
 
     Raises:
         ConfigError: an option that belongs to a job.
     """
-    unknown = [f"`--{name}`" for name in values if name not in ("output", "scheduler")] + [f"`{word}`" for word in others]
+    unknown = [f"`--{name}`" for name in values if name not in ("output", "scheduler")] + [
+        f"`{word}`" for word in others
+    ]
     if unknown:
         raise ConfigError(
-            f"`--runtime-manifest` is independent of the config and the job, and {', '.join(unknown)} was given with it",
+            "`--runtime-manifest` is independent of the config and the job, and"
+            f" {', '.join(unknown)} was given with it",
             allowed="--coscheduling, --scheduler NAME, --output FILE, --json",
         )
     if "scheduler" in values:
-        plain("scheduler", values["scheduler"], r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "the name of a scheduler")
+        plain(
+            "scheduler",
+            values["scheduler"],
+            r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?",
+            "the name of a scheduler",
+        )
         if not coscheduling:
-            raise ConfigError("`--scheduler` sets the scheduler of the coscheduling plugin", fix="add `--coscheduling`")
-    return _hand_over(runtime_manifest(coscheduling, values.get("scheduler")), check_output(values.get("output")), as_json)
+            raise ConfigError(
+                "`--scheduler` sets the scheduler of the coscheduling plugin",
+                fix="add `--coscheduling`",
+            )
+    return _hand_over(
+        runtime_manifest(coscheduling, values.get("scheduler")),
+        check_output(values.get("output")),
+        as_json,
+    )
 
 
 def manifest(options: KubernetesOptions) -> list[dict[str, Any]]:
-    """The objects, in the order in which they are created: the policy is in force before the first pod starts."""
+    """The objects, in the order in which they are created: the policy is in force before the first
+    pod starts."""
     job = jobset(options) if options.variant == "jobset" else train_job(options)
     policy = [pods.network_policy(options)] if options.network_policy else []
     return [*policy, pods.config_map(options), job]
@@ -64,7 +85,11 @@ def _hand_over(text: str, output: Path | None, as_json: bool) -> int:
     if output is not None:
         write(output, text)
     if as_json:
-        print(json.dumps({"manifest": text, "path": None if output is None else str(output)}, indent=2))
+        print(
+            json.dumps(
+                {"manifest": text, "path": None if output is None else str(output)}, indent=2
+            )
+        )
     elif output is not None:
         print(f"written: {output}\nstart it with: kubectl apply -f {output}")
     else:
@@ -74,42 +99,93 @@ def _hand_over(text: str, output: Path | None, as_json: bool) -> int:
 
 def _notices(options: KubernetesOptions) -> list[tuple[str, str]]:
     found = []
-    if options.variant == "kubeflow" and options.runtime in (RUNTIME_NAME, COSCHEDULING_RUNTIME_NAME):
+    if options.variant == "kubeflow" and options.runtime in (
+        RUNTIME_NAME,
+        COSCHEDULING_RUNTIME_NAME,
+    ):
         flag = " --coscheduling" if options.runtime == COSCHEDULING_RUNTIME_NAME else ""
         text = (
-            f"the TrainJob needs the runtime `{options.runtime}` in the cluster: `paceline kubernetes --runtime-manifest{flag}`"
+            f"the TrainJob needs the runtime `{options.runtime}` in the cluster: `paceline"
+            f" kubernetes --runtime-manifest{flag}`"
         )
         found.append(("info", text))
     elif options.variant == "kubeflow":
-        text = f"retry policies, user and environment of the pods are those of the runtime `{options.runtime}`"
+        text = (
+            "retry policies, user and environment of the pods are those of the runtime"
+            f" `{options.runtime}`"
+        )
         found.append(("warning", f"{text}: check its backoffLimit and podFailurePolicy"))
     if options.variant == "kubeflow" and options.grace_s != RUNTIME_GRACE_S:
-        text = f"`terminationGracePeriodSeconds: {options.grace_s}` in a TrainJob needs Kubeflow Trainer 2.3 or newer"
+        text = (
+            f"`terminationGracePeriodSeconds: {options.grace_s}` in a TrainJob needs Kubeflow"
+            " Trainer 2.3 or newer"
+        )
         found.append(("info", f"{text}; 2.2 refuses the field"))
     if not options.memory_is_limit:
-        text = f"each pod requests {options.memory} of memory, an estimate from the config without a limit"
+        text = (
+            f"each pod requests {options.memory} of memory, an estimate from the config without a"
+            " limit"
+        )
         found.append(("info", f"{text}; set request and limit with `--memory-per-node`"))
     if options.claim is None and options.endpoint_claim is None:
-        found.append(("warning", "no `--claim`: what the run writes to its local folder, such as the log, ends with the pods"))
+        found.append(
+            (
+                "warning",
+                (
+                    "no `--claim`: what the run writes to its local folder, such as the log, ends"
+                    " with the pods"
+                ),
+            )
+        )
     if options.queue:
-        found.append(("info", f"the job is created suspended; Kueue starts it when the queue `{options.queue}` admits it"))
+        found.append(
+            (
+                "info",
+                (
+                    "the job is created suspended; Kueue starts it when the queue"
+                    f" `{options.queue}` admits it"
+                ),
+            )
+        )
     if not options.network_policy:
-        text = "no NetworkPolicy: any pod that reaches the rendezvous port can run code in this job's pods"
+        text = (
+            "no NetworkPolicy: any pod that reaches the rendezvous port can run code in this job's"
+            " pods"
+        )
         found.append(("warning", text))
     return found + _path_notices(options)
 
 
 def _path_notices(options: KubernetesOptions) -> list[tuple[str, str]]:
-    mounted = [WORK_FOLDER, *([DATA_FOLDER] if options.data_claim else []), *([CACHE_FOLDER] if options.cache_claim else [])]
+    mounted = [
+        WORK_FOLDER,
+        *([DATA_FOLDER] if options.data_claim else []),
+        *([CACHE_FOLDER] if options.cache_claim else []),
+    ]
     config = options.hosts.config
     found = []
-    outside = [path for path in _absolute_paths(config) if not any(map(PurePosixPath(path).is_relative_to, mounted))]
+    outside = [
+        path
+        for path in _absolute_paths(config)
+        if not any(map(PurePosixPath(path).is_relative_to, mounted))
+    ]
     if outside:
-        found.append(("warning", f"{', '.join(outside)}: outside {', '.join(mounted)}, so it must be in the image"))
+        found.append(
+            (
+                "warning",
+                f"{', '.join(outside)}: outside {', '.join(mounted)}, so it must be in the image",
+            )
+        )
     if options.endpoint_claim and options.hosts.nodes > 1:
         text = f"only the first pod mounts `{options.endpoint_claim}`"
         found.append(
-            ("info", f"{text}: datasets and models must come from a hub, the image, `--data-claim` or `--cache-claim`")
+            (
+                "info",
+                (
+                    f"{text}: datasets and models must come from a hub, the image, `--data-claim`"
+                    " or `--cache-claim`"
+                ),
+            )
         )
     return found
 
@@ -120,14 +196,17 @@ def _absolute_paths(config: Config) -> list[str]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a block, so that the config in the manifest can be read, and no anchors."""
+    """Writes text of several lines as a block, so that the config in the manifest can be read, and
+    no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", value, style="|" if "\n" in value else None
+    )
 
 
 _Dumper.add_representer(str, _text)

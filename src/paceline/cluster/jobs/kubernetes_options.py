@@ -1,4 +1,5 @@
-"""The options of `paceline kubernetes`, checked, and the values that follow from the config where an option is not given."""
+"""The options of `paceline kubernetes`, checked, and the values that follow from the config where
+an option is not given."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.jobs.hosts import COMMON, Hosts, check_options, check_output, for_hosts, needed, plain, time_limit_s
+from paceline.cluster.jobs.hosts import (
+    COMMON,
+    Hosts,
+    check_options,
+    check_output,
+    for_hosts,
+    needed,
+    plain,
+    time_limit_s,
+)
 from paceline.config.load import to_yaml
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -25,7 +35,12 @@ VALUES: dict[str, Callable[[str], Any]] = {
 #: Options without a value.
 FLAGS = ("coscheduling", "no-network-policy", "runtime-manifest")
 
-WORK_FOLDER, DATA_FOLDER, CACHE_FOLDER, CONFIG_FOLDER = "/workspace", "/data", "/cache", "/etc/paceline"
+WORK_FOLDER, DATA_FOLDER, CACHE_FOLDER, CONFIG_FOLDER = (
+    "/workspace",
+    "/data",
+    "/cache",
+    "/etc/paceline",
+)
 #: In `runtime.yaml`.
 RUNTIME_NAME, RUNTIME_GRACE_S, RUNTIME_SHM, RUNTIME_USER = "paceline", 660, "8Gi", 1000
 COSCHEDULING_RUNTIME_NAME = "paceline-coscheduling"
@@ -34,7 +49,10 @@ _LABEL = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"  # RFC 1035, which the API asks of a
 _SUBDOMAIN = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"  # RFC 1123
 _QUANTITY = r"[1-9][0-9]*([KMGT]i|[kMGT])?"
 _SECRET_ENV = rf"[A-Za-z_]\w*=({_SUBDOMAIN})/([-\w.]+)"
-_WORDS = {"label": "lower-case letters, digits and -, a letter first", "subdomain": "lower-case letters, digits, - and ."}
+_WORDS = {
+    "label": "lower-case letters, digits and -, a letter first",
+    "subdomain": "lower-case letters, digits, - and .",
+}
 #: A pod's name, such as `NAME-endpoint-0-0-x7k2p`, has at most 63 characters.
 _MAX_NAME_LENGTH = 44
 #: Kubernetes refuses an object of more than 1 MiB, its own fields included.
@@ -42,7 +60,8 @@ _MAX_CONFIG_BYTES = 900 * 1024
 #: After the checkpoint the processes still have to end.
 _GRACE_MARGIN_S = 60
 _GIB = 1 << 30
-#: Resident memory of a rank without model and data: Python, torch, and on GPUs the libraries and pinned buffers of CUDA.
+#: Resident memory of a rank without model and data: Python, torch, and on GPUs the libraries and
+#: pinned buffers of CUDA.
 _CPU_RANK_BYTES, _GPU_RANK_BYTES, _LOADER_BYTES = _GIB, 8 * _GIB, _GIB
 
 
@@ -95,24 +114,30 @@ def make_options(
     """Check the command line.
 
     Args:
-        state_bytes: an upper bound on the memory that the model of a config takes on one rank, if known.
+        state_bytes: an upper bound on the memory that the model of a config takes on one rank, if
+            known.
 
     Raises:
-        ConfigError: an option is missing, unknown or wrong, or the config does not load or does not fit the pods.
+        ConfigError: an option is missing, unknown or wrong, or the config does not load or does not
+            fit the pods.
     """
     needed(values, "kubernetes", "nodes", "gpus-per-node", "image")
     _check_words(values)
     name = values.get("name") or _name_from(path)
     plain("name", name, _LABEL, _WORDS["label"])
     if len(name) > _MAX_NAME_LENGTH:
-        raise ConfigError(f"`--name {name}` has {len(name)} characters", allowed=f"at most {_MAX_NAME_LENGTH}")
+        raise ConfigError(
+            f"`--name {name}` has {len(name)} characters", allowed=f"at most {_MAX_NAME_LENGTH}"
+        )
     variant = values.get("variant", "kubeflow")
     _check_variant(variant, values, flags)
     output = check_output(values.get("output"))
     hosts = for_hosts(path, words, values["nodes"], values["gpus-per-node"])
     _check_shared_storage(hosts, values)
     _check_config_size(hosts.config)
-    runtime = values.get("runtime", COSCHEDULING_RUNTIME_NAME if flags["coscheduling"] else RUNTIME_NAME)
+    runtime = values.get(
+        "runtime", COSCHEDULING_RUNTIME_NAME if flags["coscheduling"] else RUNTIME_NAME
+    )
     return KubernetesOptions(
         hosts=hosts,
         variant=variant,
@@ -129,10 +154,13 @@ def make_options(
         cache_claim=values.get("cache-claim"),
         cpus=values.get("cpus-per-node", hosts.min_cpus),
         cpus_is_limit="cpus-per-node" in values,
-        memory=values.get("memory-per-node") or f"{_memory_gib(hosts, state_bytes(hosts.config), values)}Gi",
+        memory=values.get("memory-per-node")
+        or f"{_memory_gib(hosts, state_bytes(hosts.config), values)}Gi",
         memory_is_limit="memory-per-node" in values,
         shm=values.get("shm-size", f"{_processes(hosts)}Gi"),
-        grace_s=values.get("grace-period", math.ceil(hosts.config.parallel.timeout_s) + _GRACE_MARGIN_S),
+        grace_s=values.get(
+            "grace-period", math.ceil(hosts.config.parallel.timeout_s) + _GRACE_MARGIN_S
+        ),
         user=values.get("user", RUNTIME_USER),
         secret_env=_secret_env(values.get("secret-env")),
         image_pull_secret=values.get("image-pull-secret"),
@@ -148,11 +176,24 @@ def check_kubernetes_options(tokens: list[str]) -> None:
 
 
 def _check_words(values: dict[str, Any]) -> None:
-    plain("image", values["image"], r"[\w./:@-]+", "an image, such as registry.example.org/paceline:1.0")
+    plain(
+        "image",
+        values["image"],
+        r"[\w./:@-]+",
+        "an image, such as registry.example.org/paceline:1.0",
+    )
     for option in ("namespace", "queue", "scheduler"):
         if option in values:
             plain(option, values[option], _LABEL, _WORDS["label"])
-    named = ("claim", "endpoint-claim", "data-claim", "cache-claim", "runtime", "image-pull-secret", "service-account")
+    named = (
+        "claim",
+        "endpoint-claim",
+        "data-claim",
+        "cache-claim",
+        "runtime",
+        "image-pull-secret",
+        "service-account",
+    )
     for option in named:
         if option in values:
             plain(option, values[option], _SUBDOMAIN, _WORDS["subdomain"])
@@ -166,39 +207,55 @@ def _check_words(values: dict[str, Any]) -> None:
         ("user", 0, 65_535),
     ):
         if option in values and not low <= values[option] <= high:
-            raise ConfigError(f"`--{option} {values[option]}` is out of range", allowed=f"{low:,} to {high:,}")
+            raise ConfigError(
+                f"`--{option} {values[option]}` is out of range", allowed=f"{low:,} to {high:,}"
+            )
 
 
 def _check_variant(variant: str, values: dict[str, Any], flags: dict[str, bool]) -> None:
     if variant not in VARIANTS:
         raise ConfigError(f"`--variant {variant}` is unknown", allowed=" or ".join(VARIANTS))
-    only_kubeflow = [f"--{name}" for name in ("runtime",) if name in values] + ["--coscheduling"] * flags["coscheduling"]
+    only_kubeflow = [f"--{name}" for name in ("runtime",) if name in values] + [
+        "--coscheduling"
+    ] * flags["coscheduling"]
     if variant == "jobset" and only_kubeflow:
         raise ConfigError(
-            f"`{only_kubeflow[0]}` is not supported with `--variant jobset`: it belongs to a runtime of Kubeflow Trainer",
+            f"`{only_kubeflow[0]}` is not supported with `--variant jobset`: it belongs to a"
+            " runtime of Kubeflow Trainer",
             fix="leave it out; to start all pods together, use Kueue: `--queue NAME`",
         )
     only_jobset = [f"--{name}" for name in ("endpoint-claim", "ttl") if name in values]
     if variant == "kubeflow" and only_jobset:
         raise ConfigError(
-            f"`{only_jobset[0]}` is not supported with `--variant kubeflow`: a TrainJob cannot set it",
+            f"`{only_jobset[0]}` is not supported with `--variant kubeflow`: a TrainJob cannot"
+            " set it",
             fix="leave it out, or give `--variant jobset`",
         )
     if "scheduler" in values:
-        raise ConfigError("`--scheduler` belongs to the runtime", fix="give it with `--runtime-manifest --coscheduling`")
+        raise ConfigError(
+            "`--scheduler` belongs to the runtime",
+            fix="give it with `--runtime-manifest --coscheduling`",
+        )
     if flags["coscheduling"] and "runtime" in values:
-        raise ConfigError("`--coscheduling` and `--runtime` name two runtimes", fix="give one of them")
+        raise ConfigError(
+            "`--coscheduling` and `--runtime` name two runtimes", fix="give one of them"
+        )
 
 
 def _check_shared_storage(hosts: Hosts, values: dict[str, Any]) -> None:
     if "claim" in values and "endpoint-claim" in values:
-        raise ConfigError("`--claim` and `--endpoint-claim` both mount the working folder", fix="give one of them")
+        raise ConfigError(
+            "`--claim` and `--endpoint-claim` both mount the working folder", fix="give one of them"
+        )
     remote = "://" in str(hosts.config.checkpoint_dir or "")
     if hosts.nodes > 1 and not remote and "claim" not in values and "endpoint-claim" not in values:
         raise ConfigError(
             f"`--nodes {hosts.nodes}` needs storage for the checkpoints that outlives the pods",
-            fix="name a PersistentVolumeClaim that all pods can mount (ReadWriteMany) with `--claim NAME`, or with `--variant "
-            "jobset` one for the first pod alone (ReadWriteOnce) with `--endpoint-claim NAME`",
+            fix=(
+                "name a PersistentVolumeClaim that all pods can mount (ReadWriteMany) with `--claim"
+                " NAME`, or with `--variant jobset` one for the first pod alone (ReadWriteOnce)"
+                " with `--endpoint-claim NAME`"
+            ),
         )
 
 
@@ -220,7 +277,8 @@ def _processes(hosts: Hosts) -> int:
 def _memory_gib(hosts: Hosts, state_bytes: int | None, values: dict[str, Any]) -> int:
     """An estimate of a pod's memory: /dev/shm, the processes, and the model's state.
 
-    On a CPU each rank holds the state. On GPUs the host holds it once: the copy of a checkpoint that is being written.
+    On a CPU each rank holds the state. On GPUs the host holds it once: the copy of a checkpoint
+    that is being written.
     """
     ranks = hosts.ranks_per_node or 2
     state = state_bytes or 0
@@ -234,7 +292,12 @@ def _secret_env(text: str | None) -> tuple[tuple[str, str, str], ...]:
         return ()
     entries = []
     for entry in text.split(","):
-        plain("secret-env", entry, _SECRET_ENV, "VARIABLE=SECRET/KEY, several with commas, as HF_TOKEN=hub/token")
+        plain(
+            "secret-env",
+            entry,
+            _SECRET_ENV,
+            "VARIABLE=SECRET/KEY, several with commas, as HF_TOKEN=hub/token",
+        )
         variable, _, source = entry.partition("=")
         secret, _, key = source.partition("/")
         entries.append((variable, secret, key))

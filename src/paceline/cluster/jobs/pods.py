@@ -1,4 +1,5 @@
-"""Parts of the manifests that TrainJobs and JobSets share. The policies of the pods are in ``runtime.yaml``."""
+"""Parts of the manifests that TrainJobs and JobSets share. The policies of the pods are in
+``runtime.yaml``."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 
 import yaml
 
-from paceline.cluster.jobs.kubernetes_options import CACHE_FOLDER, CONFIG_FOLDER, DATA_FOLDER, WORK_FOLDER, KubernetesOptions
+from paceline.cluster.jobs.kubernetes_options import (
+    CACHE_FOLDER,
+    CONFIG_FOLDER,
+    DATA_FOLDER,
+    WORK_FOLDER,
+    KubernetesOptions,
+)
 from paceline.config.load import to_yaml
 
 Object = dict[str, Any]
@@ -37,11 +44,16 @@ def metadata(options: KubernetesOptions, name: str, queued: bool = False) -> Obj
         "app.kubernetes.io/instance": options.name,
         **({QUEUE_LABEL: options.queue} if queued and options.queue else {}),
     }
-    return {"name": name, **({"namespace": options.namespace} if options.namespace else {}), "labels": labels}
+    return {
+        "name": name,
+        **({"namespace": options.namespace} if options.namespace else {}),
+        "labels": labels,
+    }
 
 
 def config_map(options: KubernetesOptions) -> Object:
-    """The config, unchangeable: a pod that is replaced must read the one that the other pods have read."""
+    """The config, unchangeable: a pod that is replaced must read the one that the other pods have
+    read."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -52,7 +64,8 @@ def config_map(options: KubernetesOptions) -> Object:
 
 
 def network_policy(options: KubernetesOptions) -> Object:
-    """Only pods of this job reach its pods: neither the rendezvous nor Gloo nor NCCL authenticates its peers.
+    """Only pods of this job reach its pods: neither the rendezvous nor Gloo nor NCCL authenticates
+    its peers.
 
     All ports, because Gloo and NCCL listen on ports that the kernel chooses.
     """
@@ -74,10 +87,18 @@ def command(in_folder: bool = True) -> list[str]:
 
 def environment(options: KubernetesOptions) -> list[Object]:
     """Variables that depend on the options: the cache of the Hugging Face hub, and secrets."""
-    cache = CACHE_FOLDER if options.cache_claim else f"{WORK_FOLDER}/.cache/huggingface" if options.claim else None
+    cache = (
+        CACHE_FOLDER
+        if options.cache_claim
+        else f"{WORK_FOLDER}/.cache/huggingface"
+        if options.claim
+        else None
+    )
     found: list[Object] = [{"name": "HF_HOME", "value": cache}] if cache else []
     for variable, secret, key in options.secret_env:
-        found.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
+        found.append(
+            {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        )
     return found
 
 
@@ -85,13 +106,20 @@ def pod_resources(options: KubernetesOptions) -> Object:
     """Requests, and as limits the quantities that the command line gives."""
     gpus = {"nvidia.com/gpu": str(options.hosts.gpus)} if options.hosts.gpus else {}
     requests = {"cpu": str(options.cpus), "memory": options.memory, **gpus}
-    limited = {"cpu": options.cpus_is_limit, "memory": options.memory_is_limit, "nvidia.com/gpu": True}
+    limited = {
+        "cpu": options.cpus_is_limit,
+        "memory": options.memory_is_limit,
+        "nvidia.com/gpu": True,
+    }
     limits = {name: amount for name, amount in requests.items() if limited[name]}
     return {"requests": requests, **({"limits": limits} if limits else {})}
 
 
-def volumes(options: KubernetesOptions, work_claim: str | None) -> tuple[list[Object], list[Object]]:
-    """(volumes, mounts) that depend on the options. ``work_claim``: of the working folder; None: it ends with the pod."""
+def volumes(
+    options: KubernetesOptions, work_claim: str | None
+) -> tuple[list[Object], list[Object]]:
+    """(volumes, mounts) that depend on the options. ``work_claim``: of the working folder; None: it
+    ends with the pod."""
     sources: list[Object] = [
         {"name": "paceline-config", "configMap": {"name": f"{options.name}-config"}},
         {"name": "paceline-shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
@@ -114,16 +142,27 @@ def user_context(options: KubernetesOptions) -> Object:
     """The user that the pod runs as, where it is not the runtime's."""
     if options.user == 0:
         return {"runAsNonRoot": False, "runAsUser": 0, "runAsGroup": 0}
-    return {"runAsNonRoot": True, "runAsUser": options.user, "runAsGroup": options.user, "fsGroup": options.user}
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": options.user,
+        "runAsGroup": options.user,
+        "fsGroup": options.user,
+    }
 
 
 def access(options: KubernetesOptions) -> Object:
     """Fields of the pod that name its service account and the secret for its image."""
     return {
         **({"serviceAccountName": options.service_account} if options.service_account else {}),
-        **({"imagePullSecrets": [{"name": options.image_pull_secret}]} if options.image_pull_secret else {}),
+        **(
+            {"imagePullSecrets": [{"name": options.image_pull_secret}]}
+            if options.image_pull_secret
+            else {}
+        ),
     }
 
 
 def _claim(name: str, read_only: bool = False) -> Object:
-    return {"persistentVolumeClaim": {"claimName": name, **({"readOnly": True} if read_only else {})}}
+    return {
+        "persistentVolumeClaim": {"claimName": name, **({"readOnly": True} if read_only else {})}
+    }

@@ -1,5 +1,6 @@
-"""`paceline slurm`: a batch script that trains a config on several nodes. It stops with a checkpoint when Slurm sends SIGTERM,
-goes back into the queue, and resumes; so it does when the command of a node was killed. https://slurm.schedmd.com/sbatch.html"""
+"""`paceline slurm`: a batch script that trains a config on several nodes. It stops with a
+checkpoint when Slurm sends SIGTERM, goes back into the queue, and resumes; so it does when the
+command of a node was killed. https://slurm.schedmd.com/sbatch.html"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def make_request(path: Path | None, words: list[str], values: dict[str, Any]) ->
     """Check the words of the command line.
 
     Raises:
-        ConfigError: an option is missing, unknown or wrong, or the config does not load or does not fit the nodes.
+        ConfigError: an option is missing, unknown or wrong, or the config does not load or does not
+            fit the nodes.
     """
     needed(values, "slurm", "nodes", "gpus-per-node", "time")
     limit_s = time_limit_s(values["time"])
@@ -65,9 +67,14 @@ def make_request(path: Path | None, words: list[str], values: dict[str, Any]) ->
     if not 1 <= lead_s <= _MOST_LEAD_S or lead_s >= limit_s:
         raise ConfigError(
             f"`--signal-lead {lead_s}` does not fit `--time {values['time']}`",
-            allowed=f"1 to {min(limit_s - 1, _MOST_LEAD_S)} seconds before the end, time enough to write a checkpoint",
+            allowed=(
+                f"1 to {min(limit_s - 1, _MOST_LEAD_S)} seconds before the end, time enough to"
+                " write a checkpoint"
+            ),
         )
-    name = values.get("job-name", "paceline" if path is None else re.sub(r"[^\w.+-]+", "-", path.stem))
+    name = values.get(
+        "job-name", "paceline" if path is None else re.sub(r"[^\w.+-]+", "-", path.stem)
+    )
     plain("job-name", name, r"[\w.+-]+", "letters, digits and . _ + -")
     for one in _PASSED:
         if one in values:
@@ -96,7 +103,10 @@ def slurm(request: Request, submit: bool, as_json: bool) -> int:
     if submit and shutil.which("sbatch") is None:
         raise ConfigError(
             "`--submit` needs Slurm's command sbatch, and it is not on this machine's PATH",
-            fix="give the command on a login node of the cluster; or leave `--submit` out and take the script there",
+            fix=(
+                "give the command on a login node of the cluster; or leave `--submit` out and take"
+                " the script there"
+            ),
         )
     for level, text in request.hosts.loaded.notices:
         print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr)
@@ -135,12 +145,22 @@ def script(request: Request) -> str:
         ("signal", f"TERM@{request.lead_s}"),
     ]
     header = "\n".join(
-        f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quoted(value)}" for name, value in options
+        f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quoted(value)}"
+        for name, value in options
     )
     given = [str(hosts.given.absolute())] if hosts.given is not None else []
     words = (*hosts.words, *hosts.own, *_own_words(hosts))
-    command = " \\\n  ".join(map(shlex.join, [[sys.executable, "-m", "paceline", "sft", *given], *([word] for word in words)]))
-    rendezvous, endpoint = (_RENDEZVOUS, ' \\\n  "parallel.rdzv_endpoint=$address:$port"') if hosts.nodes > 1 else ("", "")
+    command = " \\\n  ".join(
+        map(
+            shlex.join,
+            [[sys.executable, "-m", "paceline", "sft", *given], *([word] for word in words)],
+        )
+    )
+    rendezvous, endpoint = (
+        (_RENDEZVOUS, ' \\\n  "parallel.rdzv_endpoint=$address:$port"')
+        if hosts.nodes > 1
+        else ("", "")
+    )
     return _SCRIPT.format(
         header=header,
         rendezvous=rendezvous,
@@ -156,7 +176,8 @@ def script(request: Request) -> str:
 
 
 def _own_words(hosts: Hosts) -> list[str]:
-    """Slurm does not start a lost task again within the job, so the others wait for a short interruption at most."""
+    """Slurm does not start a lost task again within the job, so the others wait for a short
+    interruption at most."""
     chosen = hosts.nodes == 1 or "rejoin_s" in hosts.config.recovery.model_fields_set
     return [] if chosen else [f"recovery.rejoin_s={_REJOIN_S}"]
 
@@ -219,12 +240,23 @@ def _quoted(value: object) -> str:
 def _submit(text: str) -> int:
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False, timeout=_SUBMIT_TIMEOUT_S
+            ["sbatch", "--parsable"],
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SUBMIT_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RunError(f"sbatch could not be run: {error}", fix="see whether `sinfo` answers") from error
+        raise RunError(
+            f"sbatch could not be run: {error}", fix="see whether `sinfo` answers"
+        ) from error
     number = done.stdout.strip().partition(";")[0]
     if done.returncode or not number.isdecimal():
-        said = (done.stderr or done.stdout).strip().replace("\n", "; ") or f"exit code {done.returncode}"
-        raise RunError(f"Slurm refused the job: {said}", fix="see `sinfo` for partitions and their limits")
+        said = (done.stderr or done.stdout).strip().replace(
+            "\n", "; "
+        ) or f"exit code {done.returncode}"
+        raise RunError(
+            f"Slurm refused the job: {said}", fix="see `sinfo` for partitions and their limits"
+        )
     return int(number)

@@ -1,7 +1,8 @@
 """What the driver of a Ray run and its workers share: one small Ray actor beside the driver.
 
-Ray Train starts all workers again after a failure, perhaps on other nodes, and gives the new ones nothing of the old ones. The
-actor remembers which workers an attempt had, which of them described how they ended, and whether the run can be retried at all.
+Ray Train starts all workers again after a failure, perhaps on other nodes, and gives the new ones
+nothing of the old ones. The actor remembers which workers an attempt had, which of them described
+how they ended, and whether the run can be retried at all.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Attempt:
     Args:
         order: Ray's rank of each worker, in the order in which Paceline numbers them.
         fault: the content of the `fault` event if an attempt failed before this one.
-        lost_folder_of: the host that holds the run's folder, if rank 0 of this attempt runs on another one.
+        lost_folder_of: the host that holds the run's folder, if rank 0 of this attempt runs on
+            another one.
     """
 
     order: list[int]
@@ -51,7 +53,8 @@ class _Ended:
 
 
 class RunRecord:
-    """State of one `fit()`; runs as a Ray actor. Times are seconds since the epoch, by the clock of the driver's node.
+    """State of one `fit()`; runs as a Ray actor. Times are seconds since the epoch, by the clock of
+    the driver's node.
 
     Args:
         driver_node: Ray's identifier of the driver's node.
@@ -71,16 +74,18 @@ class RunRecord:
         self._has_run_folder = False
         self._stop_signal: int | None = None
 
-    # -- workers ----------------------------------------------------------------------------------------------------------
+    # -- workers
+    # ----------------------------------------------------------------------------------------------------------
     def final_failure(self) -> dict[str, Any] | None:
         """The failure after which no attempt may follow (:meth:`fail_finally`), or None."""
         return self._final_failure
 
     def begin_attempt(self, places: list[WorkerPlace]) -> Attempt:
-        """One worker begins an attempt for all. ``places``: of the workers, in the order of Ray's ranks.
+        """One worker begins an attempt for all. ``places``: of the workers, in the order of Ray's
+        ranks.
 
-        The node that held rank 0 keeps it: without shared storage the run's folder lies there. The first attempt prefers the
-        driver's node, where the user looks for the folder.
+        The node that held rank 0 keeps it: without shared storage the run's folder lies there. The
+        first attempt prefers the driver's node, where the user looks for the folder.
         """
         fault = self.last_fault()
         previous = self._first_place
@@ -88,7 +93,9 @@ class RunRecord:
             (place for place in places if place.node_id == previous.node_id),
             next((place for place in places if place.address == previous.address), places[0]),
         )
-        order = sorted(range(len(places)), key=lambda rank: (places[rank].node_id != first.node_id, rank))
+        order = sorted(
+            range(len(places)), key=lambda rank: (places[rank].node_id != first.node_id, rank)
+        )
         has_moved = self._has_run_folder and first.host != previous.host
         if not has_moved:
             self._first_place = first
@@ -99,7 +106,8 @@ class RunRecord:
         return Attempt(order, fault, previous.host if has_moved else None)
 
     def poll(self, has_run_folder: bool) -> int | None:
-        """Rank 0 reports that it runs. Returns the number of the signal that the driver received, or None."""
+        """Rank 0 reports that it runs. Returns the number of the signal that the driver received,
+        or None."""
         self._has_run_folder = self._has_run_folder or has_run_folder
         return self._stop_signal
 
@@ -107,13 +115,15 @@ class RunRecord:
         """A worker describes why it fails.
 
         Args:
-            is_secondary: the text may describe what another worker's end caused, such as a closed connection.
+            is_secondary: the text may describe what another worker's end caused, such as a closed
+                connection.
         """
         self._ended.setdefault(ray_rank, _Ended(text, time.time(), is_secondary))
         self._failed_at = self._failed_at or time.time()
 
     def fail_finally(self, ray_rank: int, failure: dict[str, Any]) -> int:
-        """A worker has a failure that every further attempt would repeat. Returns how many workers have reported one."""
+        """A worker has a failure that every further attempt would repeat. Returns how many workers
+        have reported one."""
         if self._final_failure is None:
             self._final_failure = {**failure, "place": self._place(ray_rank)}
         self._final_ranks.add(ray_rank)
@@ -123,7 +133,8 @@ class RunRecord:
         """The worker that Paceline numbers ``rank`` has its result: status, exit code and report."""
         self._results[rank] = result
 
-    # -- the driver ---------------------------------------------------------------------------------------------------------
+    # -- the driver
+    # ---------------------------------------------------------------------------------------------------------
     def lose_workers(self, ray_ranks: list[int]) -> None:
         """Ray reports that these workers are gone without an exception of their program."""
         self._lost.update(ray_ranks)
@@ -138,27 +149,40 @@ class RunRecord:
     def places(self) -> list[dict[str, Any]]:
         """The workers of the attempt under way, in the order of Paceline's ranks."""
         ranks = sorted(self._numbers, key=lambda ray_rank: self._numbers[ray_rank])
-        return [{"rank": self._numbers[ray_rank], **asdict(self._places[ray_rank])} for ray_rank in ranks]
+        return [
+            {"rank": self._numbers[ray_rank], **asdict(self._places[ray_rank])}
+            for ray_rank in ranks
+        ]
 
     def last_fault(self) -> dict[str, Any] | None:
-        """The content of a `fault` event: the workers that failed first, not those that lost their connection to them. None
-        before the first attempt.
+        """The content of a `fault` event: the workers that failed first, not those that lost their
+        connection to them. None before the first attempt.
 
-        A worker that Ray lost and that described nothing was killed. Of the others the earliest counts that does not merely
-        report a closed connection.
+        A worker that Ray lost and that described nothing was killed. Of the others the earliest
+        counts that does not merely report a closed connection.
         """
         if not self._places:
             return None
         killed = sorted(self._lost - self._ended.keys())
-        described = sorted(self._ended.items(), key=lambda item: (item[1].is_secondary, item[1].time))
+        described = sorted(
+            self._ended.items(), key=lambda item: (item[1].is_secondary, item[1].time)
+        )
         if killed:
             ray_ranks = killed
-            reason = "; ".join(f"{self._place(ray_rank)} was killed, or its node was lost" for ray_rank in killed)
+            reason = "; ".join(
+                f"{self._place(ray_rank)} was killed, or its node was lost" for ray_rank in killed
+            )
         elif described:
             ray_ranks = [described[0][0]]
             reason = f"{self._place(ray_ranks[0])}: {described[0][1].text}"
         else:
-            ray_ranks, reason = [], "Ray ended the workers without an error of theirs (a drained node, or a preemption)"
+            ray_ranks, reason = (
+                [],
+                (
+                    "Ray ended the workers without an error of theirs (a drained node, or a"
+                    " preemption)"
+                ),
+            )
         return {
             "ranks": [self._numbers[ray_rank] for ray_rank in ray_ranks],
             "hosts": sorted({self._places[ray_rank].host for ray_rank in ray_ranks}),
@@ -172,4 +196,6 @@ class RunRecord:
         if ray_rank >= len(self._places):
             return f"the worker with Ray's rank {ray_rank}"
         place = self._places[ray_rank]
-        return f"rank {self._numbers[ray_rank]} on {place.host} ({place.address}, process {place.pid})"
+        return (
+            f"rank {self._numbers[ray_rank]} on {place.host} ({place.address}, process {place.pid})"
+        )

@@ -1,4 +1,5 @@
-"""A Ray Train worker: the same path as a rank under torchrun, with a config that the driver has read."""
+"""A Ray Train worker: the same path as a rank under torchrun, with a config that the driver has
+read."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
 
 _POLL_S = 1.0
-#: So long a worker with a final failure waits for the others to find the same one, before Ray ends them.
+#: So long a worker with a final failure waits for the others to find the same one, before Ray ends
+#: them.
 _AGREE_S = 5.0
 
 
@@ -31,8 +33,8 @@ class WorkerTask:
 
     Args:
         loaded: the config, with an absolute ``output_dir``.
-        directory: the driver's working directory, which relative paths of the config start from; None if Ray copies a
-            working directory to the nodes.
+        directory: the driver's working directory, which relative paths of the config start from;
+            None if Ray copies a working directory to the nodes.
         version: of Paceline on the driver.
         record: handle of the actor :class:`~paceline.cluster.ray.record.RunRecord`.
     """
@@ -48,8 +50,9 @@ class WorkerTask:
 def train_worker(task: WorkerTask) -> dict[str, Any]:
     """Train on this worker. Returns the result of this rank: status, exit_code, report.
 
-    An exception makes Ray start all workers again. A failure that would only come again is therefore returned, if all workers
-    report one, and otherwise remembered by the record, so that the workers of the next attempt end at once.
+    An exception makes Ray start all workers again. A failure that would only come again is
+    therefore returned, if all workers report one, and otherwise remembered by the record, so that
+    the workers of the next attempt end at once.
     """
     import ray
     import ray.train
@@ -83,52 +86,69 @@ def _run(task: WorkerTask, attempt: Attempt) -> dict[str, Any]:
     is_first = os.environ["RANK"] == "0"
     if is_first and attempt.lost_folder_of is not None and not run_dir.is_run():
         raise ConfigError(
-            f"the run cannot continue: {attempt.lost_folder_of}, which holds its folder {run_dir.root}, is not among the nodes "
-            f"of the workers any more, and {host_name()} does not see that folder",
+            f"the run cannot continue: {attempt.lost_folder_of}, which holds its folder"
+            f" {run_dir.root}, is not among the nodes of the workers any more, and {host_name()}"
+            " does not see that folder",
             fix="set `output_dir` to a folder on storage that all nodes share",
         )
     fault, started_at = attempt.fault, task.started_at
     if fault is not None:
         fault, started_at = {**fault, "step": _last_step(run_dir)}, float(fault["seen_at"])
         if is_first:
-            _say(f"warning: {fault['reason']}. Ray has started the workers again (restart {fault['restart']})")
+            _say(
+                f"warning: {fault['reason']}. Ray has started the workers again (restart"
+                f" {fault['restart']})"
+            )
     if is_first:
         _say(f"Ray nodes: {_nodes(ray.get(task.record.places.remote()))}")
     options = Options(allow_config_change=task.allow_config_change, fault=fault)
     with _reporting(task, run_dir) if is_first else contextlib.nullcontext():
         result = run(_for_ranks(task.loaded), options, started_at)
-    return {"status": (result.report or {}).get("status", "stopped"), "exit_code": result.exit_code, "report": result.report}
+    return {
+        "status": (result.report or {}).get("status", "stopped"),
+        "exit_code": result.exit_code,
+        "report": result.report,
+    }
 
 
 def _for_ranks(loaded: Loaded) -> Loaded:
     return replace(loaded, notices=loaded.notices if os.environ["RANK"] == "0" else [])
 
 
-# -- numbering ----------------------------------------------------------------------------------------------------------------
+# -- numbering
+# ----------------------------------------------------------------------------------------------------------------
 def _begin_attempt(task: WorkerTask) -> Attempt:
-    """Enter the working directory, and number the ranks so that rank 0 stays on its node. A collective of all workers."""
+    """Enter the working directory, and number the ranks so that rank 0 stays on its node. A
+    collective of all workers."""
     import ray
     import ray.util
 
     from paceline.version import __version__
 
     context = ray.get_runtime_context()
-    place = WorkerPlace(context.get_node_id(), ray.util.get_node_ip_address(), host_name(), os.getpid())
+    place = WorkerPlace(
+        context.get_node_id(), ray.util.get_node_ip_address(), host_name(), os.getpid()
+    )
     gathered = _gather((place, __version__))
     places = [place for place, _ in gathered]
     # One worker asks for all: the record counts the attempts.
-    attempt: Attempt = _broadcast(ray.get(task.record.begin_attempt.remote(places)) if _rank() == 0 else None)
+    attempt: Attempt = _broadcast(
+        ray.get(task.record.begin_attempt.remote(places)) if _rank() == 0 else None
+    )
     if attempt.order != list(range(len(places))):
         _renumber(attempt.order)
     else:
-        os.environ["GROUP_RANK"] = os.environ["NODE_RANK"]  # as torchrun names the number of the node
+        # as torchrun names the number of the node
+        os.environ["GROUP_RANK"] = os.environ["NODE_RANK"]
     _check_same([(place.host, version) for place, version in gathered], task.version)
     if task.directory is not None:
         if not os.path.isdir(task.directory):
             raise ConfigError(
                 f"{place.host} has no folder {task.directory}, the working directory of the driver",
-                fix="give the command in a folder that all nodes share; or add `--working-dir .`, with which Ray copies the "
-                "folder to the nodes",
+                fix=(
+                    "give the command in a folder that all nodes share; or add `--working-dir .`,"
+                    " with which Ray copies the folder to the nodes"
+                ),
             )
         os.chdir(task.directory)
     return attempt
@@ -138,7 +158,8 @@ def _check_same(versions: list[tuple[str, str]], driver: str) -> None:
     differing = sorted({f"{host} has {version}" for host, version in versions if version != driver})
     if differing:
         raise ConfigError(
-            f"the driver has Paceline {driver}, but {', '.join(differing)}", fix="install the same version on all nodes"
+            f"the driver has Paceline {driver}, but {', '.join(differing)}",
+            fix="install the same version on all nodes",
         )
 
 
@@ -169,7 +190,8 @@ def _broadcast(value: Any) -> Any:
 
 
 def _renumber(order: list[int]) -> None:
-    """Leave Ray's process group, and describe one with other ranks in the environment: Paceline forms it.
+    """Leave Ray's process group, and describe one with other ranks in the environment: Paceline
+    forms it.
 
     Args:
         order: Ray's rank of each worker, in the order of the new ranks.
@@ -200,15 +222,20 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-# -- the end ------------------------------------------------------------------------------------------------------------------
+# -- the end
+# ------------------------------------------------------------------------------------------------------------------
 def _fail_finally(task: WorkerTask, ray_rank: int, error: PacelineError) -> dict[str, Any]:
-    """Return the failure, if all workers have one; else raise it: the others wait for this worker, and Ray must end them."""
+    """Return the failure, if all workers have one; else raise it: the others wait for this worker,
+    and Ray must end them."""
     import ray
     import ray.train
 
     failed = {"exit_code": error.exit_code, "text": error.paragraph()}
     deadline = time.monotonic() + _AGREE_S
-    while ray.get(task.record.fail_finally.remote(ray_rank, failed)) < ray.train.get_context().get_world_size():
+    while (
+        ray.get(task.record.fail_finally.remote(ray_rank, failed))
+        < ray.train.get_context().get_world_size()
+    ):
         if time.monotonic() > deadline:
             raise error
         time.sleep(0.1)
@@ -216,7 +243,12 @@ def _fail_finally(task: WorkerTask, ray_rank: int, error: PacelineError) -> dict
 
 
 def _final(failed: dict[str, Any]) -> dict[str, Any]:
-    return {"status": "failed", "exit_code": failed["exit_code"], "text": failed["text"], "report": None}
+    return {
+        "status": "failed",
+        "exit_code": failed["exit_code"],
+        "text": failed["text"],
+        "report": None,
+    }
 
 
 def _only_reports_a_peer(text: str) -> bool:
@@ -262,7 +294,8 @@ def _nodes(places: list[dict[str, Any]]) -> str:
         ranks.setdefault(place["node_id"], []).append(str(place["rank"]))
         names[place["node_id"]] = f"{place['host']} ({place['address']})"
     return "; ".join(
-        f"{names[node]} with rank{'s' if len(of_node) > 1 else ''} {' '.join(of_node)}" for node, of_node in ranks.items()
+        f"{names[node]} with rank{'s' if len(of_node) > 1 else ''} {' '.join(of_node)}"
+        for node, of_node in ranks.items()
     )
 
 

@@ -1,5 +1,5 @@
-"""What can only be decided once all keys are known: keys of other tools that act on another key, and keys that exclude
-each other when they come from the file and from an override."""
+"""What can only be decided once all keys are known: keys of other tools that act on another key,
+and keys that exclude each other when they come from the file and from an override."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _T = "train_args."
 
 
 def settle(merge: Merge) -> Notices:
-    """Apply the ``_`` targets and the exclusions to ``merge.winners``. Returns notices beyond those of single keys."""
+    """Apply the ``_`` targets and the exclusions to ``merge.winners``. Returns notices beyond those
+    of single keys."""
     notices: Notices = []
     _default_dataset_dir(merge, notices)
     for name, act in _ACTS.items():
@@ -30,7 +31,9 @@ def settle(merge: Merge) -> Notices:
             try:
                 level, words = act(merge, winner)
             except Refused as refused:
-                merge.problems.append(Problem(f"{winner.entry.shown()}: {refused.why}", winner.entry, fix=refused.fix))
+                merge.problems.append(
+                    Problem(f"{winner.entry.shown()}: {refused.why}", winner.entry, fix=refused.fix)
+                )
                 continue
             for line in merge.lines:
                 if any(one is winner for one in line.assigned):
@@ -51,7 +54,8 @@ def _higher(merge: Merge, target: str, by: Assigned) -> bool:
     return layer is not None and layer > by.entry.layer
 
 
-# -- keys that act on another ---------------------------------------------------------------------------------------------
+# -- keys that act on another
+# ---------------------------------------------------------------------------------------------
 
 
 def _target_linear(merge: Merge, by: Assigned) -> tuple[str, str]:
@@ -80,19 +84,26 @@ def _save_in_full(merge: Merge, by: Assigned) -> tuple[str, str]:
 def _jinja(merge: Merge, by: Assigned) -> tuple[str, str]:
     """axolotl's `chat_template: jinja`, whose template another key holds."""
     if merge.value_of("chat_template") is None:
-        raise Refused("`chat_template_jinja` is missing", "add it, with the template or the path of its file")
+        raise Refused(
+            "`chat_template_jinja` is missing", "add it, with the template or the path of its file"
+        )
     return "info", "is the template that `chat_template_jinja` holds"
 
 
 def _save_names(merge: Merge, names: list[str], by: Assigned) -> str:
-    """Add modules to those trained in full: embeddings and heads that are named beside all linear layers."""
+    """Add modules to those trained in full: embeddings and heads that are named beside all linear
+    layers."""
     before = merge.value_of("lora.modules_to_save") or []
     saved = [*before, *(name for name in names if name not in before)]
     if before:
-        merge.winners["lora.modules_to_save"].value = saved  # the key that names the others counts too
+        # the key that names the others counts too
+        merge.winners["lora.modules_to_save"].value = saved
     else:
         _set(merge, "lora.modules_to_save", saved, by)
-    return f"{', '.join(f'`{name}`' for name in names)} beside all linear layers: `lora.modules_to_save: {short(saved)}`"
+    return (
+        f"{', '.join(f'`{name}`' for name in names)} beside all linear layers:"
+        f" `lora.modules_to_save: {short(saved)}`"
+    )
 
 
 def _save_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
@@ -104,9 +115,15 @@ def _save_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
     if by.value == "steps":
         return "info", "is how it is here: a checkpoint every `save_steps`"
     if by.value == "epoch" and not merge.value_of(f"{_T}max_steps"):
-        given = merge.winners.pop(f"{_T}save_steps") if merge.layer_of(f"{_T}save_steps") == by.entry.layer else None
+        given = (
+            merge.winners.pop(f"{_T}save_steps")
+            if merge.layer_of(f"{_T}save_steps") == by.entry.layer
+            else None
+        )
         level, words = _per_epoch(merge, by, f"{_T}save_steps", 1)
-        return level, words + (f"; {given.entry.shown()} has no effect beside it" if given is not None else "")
+        return level, words + (
+            f"; {given.entry.shown()} has no effect beside it" if given is not None else ""
+        )
     return "warning", "checkpoints are written every `save_steps` steps, and at the end"
 
 
@@ -116,15 +133,24 @@ def _per_epoch(merge: Merge, by: Assigned, target: str, count: float) -> tuple[s
     if _higher(merge, target, by):
         return "info", "gives way to the command line"
     if merge.value_of(target) is not None:
-        raise Refused(f"`{name}` is given too, and both tell how often", f"keep one of `{by.entry.name}` and `{name}`")
+        raise Refused(
+            f"`{name}` is given too, and both tell how often",
+            f"keep one of `{by.entry.name}` and `{name}`",
+        )
     epochs = merge.value_of(f"{_T}num_train_epochs")
     if not isinstance(epochs, int | float) or epochs <= 0:
         # where a number of steps ends the run, the other tool counts one epoch
-        epochs = 1 if merge.value_of(f"{_T}max_steps") else TrainArgs.model_fields["num_train_epochs"].default
+        epochs = (
+            1
+            if merge.value_of(f"{_T}max_steps")
+            else TrainArgs.model_fields["num_train_epochs"].default
+        )
     times = count * epochs
     if times <= 1 or (name == "eval_steps" and count == 1):
         _set(merge, target, 0, by)
-        return "info", f"is read as `{target}: 0`: at the end" + (" of each epoch" if name == "eval_steps" else " of the run")
+        return "info", f"is read as `{target}: 0`: at the end" + (
+            " of each epoch" if name == "eval_steps" else " of the run"
+        )
     _set(merge, target, 1 / times, by)
     share = f"`{target}: {short(round(1 / times, 6))}`, a share of all steps"
     return "info", f"is read as {share}: {short(count)} in each of {short(epochs)} epochs"
@@ -140,7 +166,10 @@ def _evals_per_epoch(merge: Merge, by: Assigned) -> tuple[str, str]:
 
 def _eval_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
     if by.value == "steps":
-        return "info", "is how it is here: evaluation every `eval_steps`, where there is validation data"
+        return (
+            "info",
+            "is how it is here: evaluation every `eval_steps`, where there is validation data",
+        )
     if by.value == "epoch":
         if _higher(merge, "train_args.eval_steps", by):
             return "info", "gives way to the command line"
@@ -153,11 +182,20 @@ def _eval_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
 
 
 def _each_source(
-    merge: Merge, by: Assigned, change: Callable[[list[Any]], list[Any]], same_layer: bool = True, key: str = "dataset"
+    merge: Merge,
+    by: Assigned,
+    change: Callable[[list[Any]], list[Any]],
+    same_layer: bool = True,
+    key: str = "dataset",
 ) -> bool:
-    """Change the sources of the training data; False where they come from another layer than the key."""
+    """Change the sources of the training data; False where they come from another layer than the
+    key."""
     data = merge.winners.get(key)
-    if data is None or data.value in (RESET, None) or (same_layer and data.entry.layer != by.entry.layer):
+    if (
+        data is None
+        or data.value in (RESET, None)
+        or (same_layer and data.entry.layer != by.entry.layer)
+    ):
         return False
     listed = data.value if isinstance(data.value, list) else [data.value]
     new = change(listed)
@@ -184,7 +222,9 @@ def _dataset_dir(merge: Merge, by: Assigned) -> tuple[str, str]:
         return "info", "the datasets are hub ids"
     if after == before:
         return "info", "holds no file of these datasets' names; they are taken as paths or hub ids"
-    return "warning" if notes else "info", "; ".join([f"gives `dataset: {short(after)}`", *dict.fromkeys(notes)])
+    return "warning" if notes else "info", "; ".join(
+        [f"gives `dataset: {short(after)}`", *dict.fromkeys(notes)]
+    )
 
 
 def _default_dataset_dir(merge: Merge, notices: Notices) -> None:
@@ -197,7 +237,9 @@ def _default_dataset_dir(merge: Merge, notices: Notices) -> None:
     try:
         level, words = _dataset_dir(merge, Assigned("_dataset_dir", "data", data.entry))
     except Refused as refused:
-        merge.problems.append(Problem(f"{data.entry.shown()}: {refused.why}", data.entry, fix=refused.fix))
+        merge.problems.append(
+            Problem(f"{data.entry.shown()}: {refused.why}", data.entry, fix=refused.fix)
+        )
     else:
         notices.append((level, f"{table}, LLaMA-Factory's default, {words}"))
 
@@ -205,7 +247,9 @@ def _default_dataset_dir(merge: Merge, notices: Notices) -> None:
 def _max_samples(merge: Merge, by: Assigned) -> tuple[str, str]:
     number = by.value
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise Refused(f"{short(number)} is not a number of samples", "give a whole number of at least 1")
+        raise Refused(
+            f"{short(number)} is not a number of samples", "give a whole number of at least 1"
+        )
     _each_source(merge, by, lambda listed: limit(listed, number), same_layer=False)
     _each_source(merge, by, lambda listed: limit(listed, number), key="val_dataset")
     return "info", f"is read as `path#{number}` for each source: {short(merge.value_of('dataset'))}"
@@ -233,26 +277,31 @@ def _test_split(merge: Merge, by: Assigned) -> tuple[str, str]:
     if merge.value_of("val_dataset") is not None or merge.value_of("split_dataset_ratio"):
         return "info", "gives way to the validation data given beside it"
     listed = data.value if isinstance(data.value, list) else [data.value]
-    split = [{**({"path": one} if isinstance(one, str) else one), "split": by.value} for one in listed]
+    split = [
+        {**({"path": one} if isinstance(one, str) else one), "split": by.value} for one in listed
+    ]
     _set(merge, "val_dataset", split, by)
     return "info", f"is read as `val_dataset: {short(split)}`"
 
 
 def _listed_splits(merge: Merge, by: Assigned) -> tuple[str, str]:
-    """alignment-handbook's `dataset_splits`: of each source, the splits with `train` in their name train, those with `test`
-    evaluate."""
+    """alignment-handbook's `dataset_splits`: of each source, the splits with `train` in their name
+    train, those with `test` evaluate."""
     named = [str(one) for one in (by.value if isinstance(by.value, list) else [by.value])]
     train = [one for one in named if "train" in one]
     test = [one for one in named if "test" in one]
     if not train or len(train) + len(test) < len(named):
         raise Refused(
-            f"{short(named)}: a split is for training if its name has `train`, and for evaluation if it has `test`",
+            f"{short(named)}: a split is for training if its name has `train`, and for evaluation"
+            " if it has `test`",
             "name the split of each source: `dataset: [{path: ..., split: ...}]`",
         )
     before = merge.winners.get("dataset")
 
     def change(splits: list[str]) -> Callable[[list[Any]], list[Any]]:
-        return lambda listed: [one for split in splits for one in with_fields(listed, {"split": split})]
+        return lambda listed: [
+            one for split in splits for one in with_fields(listed, {"split": split})
+        ]
 
     if before is None or not _each_source(merge, by, change(train)):
         return "info", _OTHER_DATA
@@ -273,7 +322,9 @@ def _listed_configs(merge: Merge, by: Assigned) -> tuple[str, str]:
         raise Refused(f"{len(names)} names for {count} sources", "give one name for each source")
 
     def change(listed: list[Any]) -> list[Any]:
-        return [with_fields([one], {"name": name})[0] for one, name in zip(listed, names, strict=True)]
+        return [
+            with_fields([one], {"name": name})[0] for one, name in zip(listed, names, strict=True)
+        ]
 
     if not _each_source(merge, by, change):
         return "info", _OTHER_DATA
@@ -300,7 +351,8 @@ _ACTS: dict[str, Callable[[Merge, Assigned], tuple[str, str]]] = {
 }
 
 
-# -- keys that exclude each other ---------------------------------------------------------------------------------------------
+# -- keys that exclude each other
+# ---------------------------------------------------------------------------------------------
 
 #: (key given by an override, key of the file that would beat or contradict it, when)
 _EXCLUSIVE: list[tuple[str, str, Callable[[Any], bool]]] = [
@@ -314,11 +366,25 @@ _EXCLUSIVE: list[tuple[str, str, Callable[[Any], bool]]] = [
 def _exclusive(merge: Merge, notices: Notices) -> None:
     for key, other, when in _EXCLUSIVE:
         winner, beaten = merge.winners.get(key), merge.winners.get(other)
-        if winner is None or beaten is None or winner.value is RESET or beaten.value is RESET or not when(winner.value):
+        if (
+            winner is None
+            or beaten is None
+            or winner.value is RESET
+            or beaten.value is RESET
+            or not when(winner.value)
+        ):
             continue
-        if winner.entry.layer == OVERRIDE > beaten.entry.layer and beaten.value not in (None, False, 0, -1):
+        if winner.entry.layer == OVERRIDE > beaten.entry.layer and beaten.value not in (
+            None,
+            False,
+            0,
+            -1,
+        ):
             if not any(line.meaning.entry is beaten.entry for line in merge.lines):
-                words = f"{beaten.entry.shown()} ({beaten.entry.place()}) gives way to {winner.entry.shown()}"
+                words = (
+                    f"{beaten.entry.shown()} ({beaten.entry.place()}) gives way to"
+                    f" {winner.entry.shown()}"
+                )
                 notices.append(("info", words))
             merge.winners[other] = Assigned(other, RESET, winner.entry)
 
@@ -326,14 +392,19 @@ def _exclusive(merge: Merge, notices: Notices) -> None:
 def _warmup(merge: Merge, notices: Notices) -> None:
     steps, share = merge.winners.get(f"{_T}warmup_steps"), merge.value_of(f"{_T}warmup_ratio")
     if steps is not None and steps.value == 0 and steps.value is not False and share:
-        # transformers' rule, under whose names both stand: a number of steps counts where it is more than 0
+        # transformers' rule, under whose names both stand: a number of steps counts where it is
+        # more than 0
         notices.append(("info", f"`warmup_steps: 0` gives way to `warmup_ratio: {short(share)}`"))
         merge.winners[f"{_T}warmup_steps"] = Assigned(f"{_T}warmup_steps", RESET, steps.entry)
 
 
 def _lora(merge: Merge, notices: Notices) -> None:
     """Say, or settle, what keys of LoRA mean in a config that does not say whether it trains LoRA."""
-    given = [one for target, one in merge.winners.items() if target.startswith("lora.") and one.value is not RESET]
+    given = [
+        one
+        for target, one in merge.winners.items()
+        if target.startswith("lora.") and one.value is not RESET
+    ]
     if "lora.enable" in merge.winners or not given:
         return
     first = given[0].entry
@@ -344,7 +415,15 @@ def _lora(merge: Merge, notices: Notices) -> None:
         and max(merge.scores["s"], merge.scores["l"]) > max(merge.scores["a"], merge.scores["t"])
     ):
         _set(merge, "lora.enable", True, given[0])
-        text = f"{first.shown()} is given and no method: `lora.enable: true`, which is what the tool it comes from does"
+        text = (
+            f"{first.shown()} is given and no method: `lora.enable: true`, which is what the tool"
+            " it comes from does"
+        )
         notices.append(("info", text))
     else:
-        notices.append(("warning", f"{first.shown()} is given but `lora.enable` is not true: all weights are trained"))
+        notices.append(
+            (
+                "warning",
+                f"{first.shown()} is given but `lora.enable` is not true: all weights are trained",
+            )
+        )

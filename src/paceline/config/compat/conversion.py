@@ -1,4 +1,5 @@
-"""Values of other tools' keys, turned into Paceline's. Each function takes one value and gives an :class:`Out`."""
+"""Values of other tools' keys, turned into Paceline's. Each function takes one value and gives an
+:class:`Out`."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from typing import Any
 class Out:
     """What one foreign value comes to.
 
-    ``sets``: values by dotted native key (a name with ``_`` in front is settled later, against the other keys).
-    ``weak``: the same, but giving way to any other spelling that sets the key. ``says``: (level, words), said after the key.
-    Nothing set and nothing said means the value is off there as it is here.
+    ``sets``: values by dotted native key (a name with ``_`` in front is settled later, against the
+    other keys).
+    ``weak``: the same, but giving way to any other spelling that sets the key. ``says``: (level,
+    words), said after the key. Nothing set and nothing said means the value is off there as it is
+    here.
     """
 
     sets: dict[str, Any] = field(default_factory=dict)
@@ -46,11 +49,14 @@ def _dotted(sets: dict[str, Any]) -> dict[str, Any]:
 
 def is_off(value: object) -> bool:
     """True for values that turn a feature off: null, false, 0, empty, ``none``."""
-    return value in (None, False, 0, "", [], {}) or (isinstance(value, str) and value.lower() in ("none", "no", "false", "off"))
+    return value in (None, False, 0, "", [], {}) or (
+        isinstance(value, str) and value.lower() in ("none", "no", "false", "off")
+    )
 
 
 def as_bool(value: Any) -> Any:
-    """The words for true and false that launchers pass as text; anything else as it is, for the schema to refuse."""
+    """The words for true and false that launchers pass as text; anything else as it is, for the
+    schema to refuse."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return value
@@ -72,7 +78,8 @@ def flag(target: str) -> Convert:
 
 
 def inverse(target: str, weak_when: bool | None = None) -> Convert:
-    """A flag with the opposite sense; ``weak_when``: the value with which it says little and gives way."""
+    """A flag with the opposite sense; ``weak_when``: the value with which it says little and gives
+    way."""
 
     def convert(value: Any) -> Out:
         given = as_bool(value)
@@ -91,5 +98,6 @@ def listed(target: str) -> Convert:
 
 
 def on_here(why: str) -> Convert:
-    """A feature that is always on here: asking for it is fine, turning it off changes the numbers and is said."""
+    """A feature that is always on here: asking for it is fine, turning it off changes the numbers
+    and is said."""
     return lambda value: warning(why) if as_bool(value) is False else info(why)

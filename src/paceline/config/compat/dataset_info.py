@@ -1,4 +1,5 @@
-"""LLaMA-Factory's ``dataset_info.json``: names of datasets as sources. Every key of an entry is read, or refused."""
+"""LLaMA-Factory's ``dataset_info.json``: names of datasets as sources. Every key of an entry is
+read, or refused."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _KNOWN = {
 
 
 def in_folder(sources: list[Any], folder: str, pretrain: bool, notes: list[str]) -> list[Any]:
-    """LLaMA-Factory's names of datasets as sources: by the folder's ``dataset_info.json``, or files of their own name.
+    """LLaMA-Factory's names of datasets as sources: by the folder's ``dataset_info.json``, or files
+    of their own name.
 
     Args:
         sources: what `dataset` names; mappings are left as they are.
@@ -37,11 +39,15 @@ def in_folder(sources: list[Any], folder: str, pretrain: bool, notes: list[str])
         return sources
     if folder.startswith("REMOTE:"):
         raise Refused(
-            f"`{folder}` is a folder on the hub, which is not read", f"download it, and give its path instead of `{folder}`"
+            f"`{folder}` is a folder on the hub, which is not read",
+            f"download it, and give its path instead of `{folder}`",
         )
     root = Path(folder)
     table = _table(root / FILE)
-    return [_source(one, root, table, pretrain, notes) if isinstance(one, str) else one for one in sources]
+    return [
+        _source(one, root, table, pretrain, notes) if isinstance(one, str) else one
+        for one in sources
+    ]
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -50,9 +56,14 @@ def _table(path: Path) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise Refused(f"{path} is not valid JSON: {error}", "repair it, or give the files themselves") from None
+        raise Refused(
+            f"{path} is not valid JSON: {error}", "repair it, or give the files themselves"
+        ) from None
     if not isinstance(loaded, dict):
-        raise Refused(f"{path} is not a mapping of names to datasets", "repair it, or give the files themselves")
+        raise Refused(
+            f"{path} is not a mapping of names to datasets",
+            "repair it, or give the files themselves",
+        )
     return loaded
 
 
@@ -88,24 +99,37 @@ class _Entry:
         return self.values.get(key)
 
 
-def _from_entry(entry: _Entry, root: Path, mark: str, pretrain: bool, notes: list[str]) -> dict[str, Any]:
+def _from_entry(
+    entry: _Entry, root: Path, mark: str, pretrain: bool, notes: list[str]
+) -> dict[str, Any]:
     _check_method(entry)
     media = [key for key in _MEDIA if key in entry.columns]
     if media:
-        raise entry.refused(f"it has {media[0]}, and `task: sft` reads text alone", "use a dataset of text")
+        raise entry.refused(
+            f"it has {media[0]}, and `task: sft` reads text alone", "use a dataset of text"
+        )
     if entry.get("folder"):
         raise entry.refused(
-            f"`folder: {entry.get('folder')}` of a hub dataset cannot be chosen", "download it and give `file_name`"
+            f"`folder: {entry.get('folder')}` of a hub dataset cannot be chosen",
+            "download it and give `file_name`",
         )
     if entry.get("revision") not in (None, "main", "master"):
-        raise entry.refused(f"`revision: {entry.get('revision')}` cannot be chosen", "download it and give `file_name`")
+        raise entry.refused(
+            f"`revision: {entry.get('revision')}` cannot be chosen",
+            "download it and give `file_name`",
+        )
     unknown = sorted(set(entry.values) - _KNOWN)
     if unknown:
-        notes.append(f"`{entry.name}`: {', '.join(f'`{key}`' for key in unknown)} has no meaning in {FILE}")
+        notes.append(
+            f"`{entry.name}`: {', '.join(f'`{key}`' for key in unknown)} has no meaning in {FILE}"
+        )
     number = entry.get("num_samples")
     if number is not None and not mark:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise entry.refused(f"`num_samples: {number}` is not a number of samples", "write a number of at least 1")
+            raise entry.refused(
+                f"`num_samples: {number}` is not a number of samples",
+                "write a number of at least 1",
+            )
         mark = f"#{number}"
     source: dict[str, Any] = {"path": _path(entry, root) + mark}
     form, columns = _shape(entry, pretrain)
@@ -128,7 +152,9 @@ def _check_method(entry: _Entry) -> None:
     if entry.get("ranking") or pairs:
         key = "`ranking: true`" if entry.get("ranking") else f"the column `{pairs[0]}`"
         raise entry.refused(
-            f"{key} marks it as preference data, for DPO, ORPO, SimPO or reward modeling, which Paceline does not have", fix
+            f"{key} marks it as preference data, for DPO, ORPO, SimPO or reward modeling, which"
+            " Paceline does not have",
+            fix,
         )
     if "kto_tag" in entry.columns:
         raise entry.refused("`kto_tag` marks it as data for KTO, which Paceline does not have", fix)
@@ -143,11 +169,14 @@ def _path(entry: _Entry, root: Path) -> str:
     for key in ("om_hub_url", "script_url", "cloud_file_name"):
         if entry.get(key):
             raise entry.refused(
-                f"`{key}: {entry.get(key)}` is not read; `hf_hub_url`, `ms_hub_url` and `file_name` are",
+                f"`{key}: {entry.get(key)}` is not read; `hf_hub_url`, `ms_hub_url` and"
+                " `file_name` are",
                 "download it and give `file_name`",
             )
     if not entry.get("file_name"):
-        raise entry.refused("it has neither `file_name` nor `hf_hub_url` nor `ms_hub_url`", "add one of them")
+        raise entry.refused(
+            "it has neither `file_name` nor `hf_hub_url` nor `ms_hub_url`", "add one of them"
+        )
     return str(root / str(entry.get("file_name")))
 
 
@@ -157,11 +186,15 @@ def _shape(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
     if form == "alpaca":
         return _alpaca(entry, pretrain)
     if form not in ("sharegpt", "openai"):
-        raise entry.refused(f"`formatting: {form}` is not known", "write alpaca, sharegpt or openai")
+        raise entry.refused(
+            f"`formatting: {form}` is not known", "write alpaca, sharegpt or openai"
+        )
     role = entry.tags.get("role_tag", "role" if form == "openai" else "from")
     content = entry.tags.get("content_tag", "content" if form == "openai" else "value")
     messages = entry.columns.get("messages", "messages" if form == "openai" else "conversations")
-    columns = {key: entry.columns[key] for key in ("system", "tools") if entry.columns.get(key, key) != key}
+    columns = {
+        key: entry.columns[key] for key in ("system", "tools") if entry.columns.get(key, key) != key
+    }
     if (role, content) == ("role", "content"):
         return "messages", columns | ({"messages": messages} if messages != "messages" else {})
     if messages != "conversations":
@@ -175,7 +208,10 @@ def _alpaca(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
     if pretrain:
         text = entry.columns.get("prompt", "instruction")
         return "text", {"text": text} if text != "text" else {}
-    columns = {ours: entry.columns[theirs] for theirs, ours in _ALPACA.items() if theirs in entry.columns}
+    columns = {
+        ours: entry.columns[theirs] for theirs, ours in _ALPACA.items() if theirs in entry.columns
+    }
     if columns and "input" not in columns:
-        columns["input"] = ""  # LLaMA-Factory does not read a column that an entry with columns leaves out
+        # LLaMA-Factory does not read a column that an entry with columns leaves out
+        columns["input"] = ""
     return "alpaca", {ours: theirs for ours, theirs in columns.items() if ours != theirs}

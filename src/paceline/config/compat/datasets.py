@@ -13,7 +13,14 @@ from paceline.core.errors import nearest
 
 Source = str | dict[str, Any]
 
-_BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "text": "text", "arrow": "arrow"}
+_BUILDERS = {
+    "json": "json",
+    "jsonl": "json",
+    "csv": "csv",
+    "parquet": "parquet",
+    "text": "text",
+    "arrow": "arrow",
+}
 _COLUMNS = {  # their key → the column it names
     "field": "text", "text_column": "text", "field_messages": "messages", "message_field_role": "role",
     "message_field_content": "content", "field_instruction": "instruction", "field_input": "input", "field_output": "output",
@@ -22,19 +29,39 @@ _COLUMNS = {  # their key → the column it names
     "field_chosen": "chosen", "field_rejected": "rejected",
 }  # fmt: skip
 _DROPPED_WORDS = (
-    "conversation revision "
-    "trust_remote_code shards shards_idx preprocess_shards ds_type input_format drop_system_message "
-    "data_dir split_thinking "
-    "template_thinking_key input_transform skip logprobs_field temperature weight format_string "
-    "system_prompt system_format no_input_format seed"
+    "conversation revision trust_remote_code shards shards_idx preprocess_shards ds_type"
+    " input_format drop_system_message data_dir split_thinking template_thinking_key"
+    " input_transform skip logprobs_field temperature weight format_string system_prompt"
+    " system_format no_input_format seed"
 )
 _DROPPED = set(_DROPPED_WORDS.split())
 _TEMPLATE = ("chat_template_jinja", "chat_template")
-_MATTER = {"conversation", "weight", "revision", "shards", "skip", "drop_system_message", "split_thinking", "input_transform"}
+_MATTER = {
+    "conversation",
+    "weight",
+    "revision",
+    "shards",
+    "skip",
+    "drop_system_message",
+    "split_thinking",
+    "input_transform",
+}
 #: Settings of the loss: taken where they say what Paceline does, and refused otherwise.
-_LOSS = {"roles_to_train": roles_to_train, "train_on_eos": train_on_eos, "train_on_eot": train_on_eos}
+_LOSS = {
+    "roles_to_train": roles_to_train,
+    "train_on_eos": train_on_eos,
+    "train_on_eot": train_on_eos,
+}
 #: Keys of a message that `message_property_mappings` may rename.
-_PROPERTIES = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "weight"}
+_PROPERTIES = {
+    "role",
+    "content",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+    "reasoning_content",
+    "weight",
+}
 _FOREIGN = {
     *_COLUMNS, *_DROPPED, *_LOSS, *_TEMPLATE, "type", "data_files", "id", "config", "message_property_mappings",
     "sampling_ratio",
@@ -54,21 +81,28 @@ def eval_sources(value: Any) -> Out:
 def pretraining_sources(value: Any) -> Out:
     out = _all(value, "dataset")
     listed = out.sets["dataset"] if isinstance(out.sets["dataset"], list) else [out.sets["dataset"]]
-    texts = [{"path": one, "format": "text"} if isinstance(one, str) else {**one, "format": "text"} for one in listed]
+    texts = [
+        {"path": one, "format": "text"} if isinstance(one, str) else {**one, "format": "text"}
+        for one in listed
+    ]
     return Out({"dataset": texts, "task": "pretrain"}, says=out.says)
 
 
 def mixture(value: Any) -> Out:
     """TRL's `dataset_mixture`: `{datasets: [...], test_split_size: ...}`."""
     if not isinstance(value, dict) or "datasets" not in value:
-        raise Refused("`dataset_mixture` has no `datasets`", "give dataset: [{path: ..., split: ...}]")
+        raise Refused(
+            "`dataset_mixture` has no `datasets`", "give dataset: [{path: ..., split: ...}]"
+        )
     out = _all(value["datasets"], "dataset")
     sets = dict(out.sets)
     if value.get("test_split_size") is not None:
         sets.update(ratio(value["test_split_size"]).sets)
     rest = [key for key in value if key not in ("datasets", "test_split_size", "streaming")]
     says = out.says + (
-        (("info", f"{_names(rest)} in it: the one `seed` and the order of the sources are used"),) if rest else ()
+        (("info", f"{_names(rest)} in it: the one `seed` and the order of the sources are used"),)
+        if rest
+        else ()
     )
     return Out(sets, says=says)
 
@@ -78,12 +112,20 @@ def mixture_by_share(value: Any) -> Out:
     if not isinstance(value, dict):
         return train_sources(value)
     shares = [f"{name} ({share})" for name, share in value.items() if share != 1]
-    says = (("warning", f"all rows are taken of {', '.join(shares)}; for fewer write `path#N`"),) if shares else ()
+    says = (
+        (("warning", f"all rows are taken of {', '.join(shares)}; for fewer write `path#N`"),)
+        if shares
+        else ()
+    )
     return Out({"dataset": list(value)}, says=says)
 
 
 def _all(value: Any, key: str) -> Out:
-    items = words(value) if isinstance(value, str) and "," in value and not Path(value).exists() else value
+    items = (
+        words(value)
+        if isinstance(value, str) and "," in value and not Path(value).exists()
+        else value
+    )
     items = items if isinstance(items, list) else [items]
     sources: list[Source] = []
     says: list[tuple[str, str]] = []
@@ -93,7 +135,10 @@ def _all(value: Any, key: str) -> Out:
         elif isinstance(item, str):
             sources.append(_text(item))
         else:
-            raise Refused(f"`{item}` is not a source of samples", "give a path, a hub id, or a mapping with `path`")
+            raise Refused(
+                f"`{item}` is not a source of samples",
+                "give a path, a hub id, or a mapping with `path`",
+            )
     whole: Any = sources[0] if len(sources) == 1 and not isinstance(value, list) else sources
     template = _one_template(items)
     return Out({key: whole, **template.sets}, says=(*dict.fromkeys(says), *template.says))
@@ -101,12 +146,19 @@ def _all(value: Any, key: str) -> Out:
 
 def _one_template(items: list[Any]) -> Out:
     """The chat template that sources name (axolotl); a run has one for all of them."""
-    named = [item.get(key) for item in items if isinstance(item, dict) for key in _TEMPLATE if item.get(key)]
+    named = [
+        item.get(key)
+        for item in items
+        if isinstance(item, dict)
+        for key in _TEMPLATE
+        if item.get(key)
+    ]
     named = list(dict.fromkeys(str(one) for one in named if one != "jinja"))
     if len(named) > 1:
         raise Refused(
             "the sources name different chat templates, and a run has one",
-            "keep one of them, as `chat_template` of the config, or train on one source after the other",
+            "keep one of them, as `chat_template` of the config, or train on one source after the"
+            " other",
         )
     return chat_template(named[0]) if named else Out()
 
@@ -131,7 +183,9 @@ def _mapping(item: dict[str, Any], says: list[tuple[str, str]]) -> list[Source]:
     out = {key: value for key, value in item.items() if key in native and value is not None}
     if isinstance(out.get("columns"), list):
         out.pop("columns")
-        says.append(("info", "`columns` as a list: all columns are read and those of the format are used"))
+        says.append(
+            ("info", "`columns` as a list: all columns are read and those of the format are used")
+        )
     for theirs, ours in (("id", "path"), ("config", "name")):
         if item.get(theirs) is not None:
             out.setdefault(ours, item[theirs])
@@ -144,11 +198,17 @@ def _mapping(item: dict[str, Any], says: list[tuple[str, str]]) -> list[Source]:
     if columns.get("role") == "from" and columns.get("content") == "value":
         out["format"] = "sharegpt"
         turns = columns.get("messages", "conversations")
-        columns = {key: name for key, name in columns.items() if key not in ("role", "content", "messages")}
+        columns = {
+            key: name for key, name in columns.items() if key not in ("role", "content", "messages")
+        }
         columns |= {"conversations": turns} if turns != "conversations" else {}
     if columns:
         out["columns"] = {**columns, **out.get("columns", {})}
-    dropped = [key for key in item if key in _DROPPED and item[key] is not None and (key, item[key]) != ("weight", 1)]
+    dropped = [
+        key
+        for key in item
+        if key in _DROPPED and item[key] is not None and (key, item[key]) != ("weight", 1)
+    ]
     if dropped:
         level = "warning" if _MATTER & set(dropped) else "info"
         says.append((level, f"{_names(dropped)} of a source: without effect here"))
@@ -156,19 +216,31 @@ def _mapping(item: dict[str, Any], says: list[tuple[str, str]]) -> list[Source]:
 
 
 def _columns(item: dict[str, Any]) -> dict[str, str]:
-    columns = {ours: str(item[theirs]) for theirs, ours in _COLUMNS.items() if item.get(theirs) is not None}
+    columns = {
+        ours: str(item[theirs]) for theirs, ours in _COLUMNS.items() if item.get(theirs) is not None
+    }
     for ours, theirs in (item.get("message_property_mappings") or {}).items():
         if ours in _PROPERTIES:
             columns[ours] = str(theirs)
     return {ours: theirs for ours, theirs in columns.items() if ours != theirs}
 
 
-def _set_type(kind: Any, out: dict[str, Any], columns: dict[str, str], says: list[tuple[str, str]]) -> None:
+def _set_type(
+    kind: Any, out: dict[str, Any], columns: dict[str, str], says: list[tuple[str, str]]
+) -> None:
     if isinstance(kind, dict):  # axolotl: the user's own prompt, by fields
         columns.update(_columns(kind))
         rest = [key for key in kind if key not in _COLUMNS]
         if rest:
-            says.append(("warning", f"{_names(rest)} of `type`: prompts are written with the tokenizer's chat template"))
+            says.append(
+                (
+                    "warning",
+                    (
+                        f"{_names(rest)} of `type`: prompts are written with the tokenizer's chat"
+                        " template"
+                    ),
+                )
+            )
         out.setdefault("format", "alpaca")
         return
     name = re.split(r"[.:]", str(kind).lower())[0]
@@ -182,7 +254,9 @@ def _set_type(kind: Any, out: dict[str, Any], columns: dict[str, str], says: lis
     if name in formats:
         out.setdefault("format", formats[name])
     else:
-        says.append(("warning", f"`type: {kind}` of a source: the format is found from the columns instead"))
+        says.append(
+            ("warning", f"`type: {kind}` of a source: the format is found from the columns instead")
+        )
 
 
 def _files(item: dict[str, Any], out: dict[str, Any]) -> list[Source]:

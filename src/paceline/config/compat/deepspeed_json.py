@@ -1,7 +1,8 @@
-"""A DeepSpeed JSON: what of it sets a key of Paceline, what is passed on, what changes nothing, what cannot be honored.
+"""A DeepSpeed JSON: what of it sets a key of Paceline, what is passed on, what changes nothing,
+what cannot be honored.
 
-No import of DeepSpeed or torch: the JSON is read while the config is loaded. Names and defaults are those of DeepSpeed's
-`runtime/constants.py` and `runtime/zero/config.py`.
+No import of DeepSpeed or torch: the JSON is read while the config is loaded. Names and defaults are
+those of DeepSpeed's `runtime/constants.py` and `runtime/zero/config.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ HONOURED_ZERO: dict[str, type] = {
     "use_multi_rank_bucket_allreduce": bool,
 }
 #: DeepSpeed takes these names without `stage3_` too.
-SHORT_NAMES = {key.removeprefix("stage3_"): key for key in HONOURED_ZERO if key.startswith("stage3_")}
+SHORT_NAMES = {
+    key.removeprefix("stage3_"): key for key in HONOURED_ZERO if key.startswith("stage3_")
+}
 
 _LOGS = "Paceline logs and reports by itself"
 _CHECKPOINTS = "checkpoints are written by Paceline and load under every strategy"
@@ -68,7 +71,8 @@ IGNORED: dict[str, str] = {
 _SUM = "gradients are summed and divided by the global count of the loss"
 _DTYPES = "the types follow from the precision in `train_args`"
 _FEATURE = "Paceline does not use this feature of DeepSpeed"
-#: Top-level keys that would change the training or its layout and cannot be honored when they are on.
+#: Top-level keys that would change the training or its layout and cannot be honored when they are
+#: on.
 REFUSED: dict[str, str] = {
     "amp": _DTYPES,
     "communication_data_type": _DTYPES,
@@ -113,7 +117,8 @@ _IGNORED_ZERO: dict[str, str] = {
     "save_muon_momentum_buffer_in_memory": "it concerns the Muon optimizer",
     "compute_grad_norm": "the norm is always computed",
 }  # fmt: skip
-#: Keys of `zero_optimization` that cannot be honored when they are on, with the values that mean "off".
+#: Keys of `zero_optimization` that cannot be honored when they are on, with the values that mean
+#: "off".
 _REFUSED_ZERO: dict[str, tuple[Any, ...]] = {
     "leaf_module": (),
     "legacy_stage1": (),
@@ -137,14 +142,30 @@ _OPTIMIZER_PARAMS = {
     "weight_decay": "train_args.weight_decay",
     "momentum": "train_args.momentum",
 }
-_SCHEDULERS = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-_SCHEDULER_PARAMS = {"warmup_max_lr": "train_args.learning_rate", "warmup_num_steps": "train_args.warmup_steps"}
-_KNOWN = ("bf16", "bfloat16", "fp16", "optimizer", "scheduler", "train_batch_size", "zero_optimization")
+_SCHEDULERS = {
+    "warmuplr": "constant_with_warmup",
+    "warmupdecaylr": "linear",
+    "warmupcosinelr": "cosine",
+}
+_SCHEDULER_PARAMS = {
+    "warmup_max_lr": "train_args.learning_rate",
+    "warmup_num_steps": "train_args.warmup_steps",
+}
+_KNOWN = (
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "optimizer",
+    "scheduler",
+    "train_batch_size",
+    "zero_optimization",
+)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value of the JSON that sets a key of Paceline: where it lies in the JSON, the value there, and what it sets."""
+    """A value of the JSON that sets a key of Paceline: where it lies in the JSON, the value there,
+    and what it sets."""
 
     name: str
     value: Any
@@ -170,7 +191,10 @@ class DeepSpeedJson:
 
     def ignored_text(self) -> str:
         """One clause for a notice; empty if nothing is ignored."""
-        parts = [f"{', '.join(f'`{name}`' for name in names)} ({reason})" for reason, names in self.ignored.items()]
+        parts = [
+            f"{', '.join(f'`{name}`' for name in names)} ({reason})"
+            for reason, names in self.ignored.items()
+        ]
         return f"without effect in it: {'; '.join(parts)}" if parts else ""
 
     def _ignore(self, name: str, reason: str) -> None:
@@ -179,7 +203,8 @@ class DeepSpeedJson:
     def _set(self, name: str, value: Any, target: str, sets: Any = None) -> None:
         self.settings.append(Setting(name, value, target, value if sets is None else sets))
 
-    # -- sections -----------------------------------------------------------------------------------------------------------
+    # -- sections
+    # -----------------------------------------------------------------------------------------------------------
     def _top(self, key: str, value: Any) -> None:
         if key.startswith(("_", "$")) or key in ("comment", "description"):
             return
@@ -194,7 +219,9 @@ class DeepSpeedJson:
         elif key in _PLAIN:
             if value not in ("auto", None):
                 self._set(key, value, _PLAIN[key])
-        elif is_off(value) or key == "train_batch_size":  # the number of ranks decides whether the latter agrees
+        elif (
+            is_off(value) or key == "train_batch_size"
+        ):  # the number of ranks decides whether the latter agrees
             pass
         elif key == "optimizer":
             self._optimizer(value)
@@ -221,15 +248,25 @@ class DeepSpeedJson:
             self._set(f"{key}.enabled", enabled, f"train_args.{name}")
         if enabled is not True:
             return
-        for one in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        for one in (
+            "fp16_master_weights_and_grads",
+            "bf16_master_weights_and_grads",
+            "bf16_optimizer_states",
+        ):
             if not is_off(section.get(one)):
                 self.problems.append(f"{key}.{one}: {_DTYPES}")
         if key == "fp16" and section.get("loss_scale", 0) not in (0, "auto"):
-            self.problems.append("fp16.loss_scale: a fixed loss scale; Paceline scales the loss dynamically (0)")
+            self.problems.append(
+                "fp16.loss_scale: a fixed loss scale; Paceline scales the loss dynamically (0)"
+            )
 
     def _optimizer(self, value: Any) -> None:
         section = self._mapping("optimizer", value)
-        self.problems += [f"optimizer.{key}: {_FEATURE}" for key in section if key not in ("type", "params", "legacy_fusion")]
+        self.problems += [
+            f"optimizer.{key}: {_FEATURE}"
+            for key in section
+            if key not in ("type", "params", "legacy_fusion")
+        ]
         params = dict(self._mapping("optimizer.params", section.get("params", {})))
         kind = str(section.get("type", "auto")).lower()
         decoupled = params.pop("adam_w_mode", True)
@@ -248,33 +285,52 @@ class DeepSpeedJson:
             elif key in _OPTIMIZER_PARAMS:
                 self._set(f"optimizer.params.{key}", one, _OPTIMIZER_PARAMS[key])
             elif not (key == "bias_correction" and one is True) and not is_off(one):
-                self.problems.append(f"optimizer.params.{key}: the optimizer is built from `train_args`")
+                self.problems.append(
+                    f"optimizer.params.{key}: the optimizer is built from `train_args`"
+                )
 
     def _scheduler(self, value: Any) -> None:
         section = self._mapping("scheduler", value)
         kind = str(section.get("type", "auto"))
         if kind != "auto" and kind.lower() not in _SCHEDULERS:
-            self.problems.append(f"scheduler.type: {kind}; set `train_args.lr_scheduler_type` and `lr_scheduler_kwargs`")
+            self.problems.append(
+                f"scheduler.type: {kind}; set `train_args.lr_scheduler_type` and"
+                " `lr_scheduler_kwargs`"
+            )
             return
         if kind != "auto":
-            self._set("scheduler.type", kind, "train_args.lr_scheduler_type", _SCHEDULERS[kind.lower()])
+            self._set(
+                "scheduler.type", kind, "train_args.lr_scheduler_type", _SCHEDULERS[kind.lower()]
+            )
             if "warmup_type" not in self._mapping("scheduler.params", section.get("params", {})):
-                self._ignore("scheduler.params.warmup_type", "the warm-up is linear; DeepSpeed's default is logarithmic")
+                self._ignore(
+                    "scheduler.params.warmup_type",
+                    "the warm-up is linear; DeepSpeed's default is logarithmic",
+                )
         for key, one in self._mapping("scheduler.params", section.get("params", {})).items():
-            if one == "auto" or (key in ("warmup_min_lr", "warmup_min_ratio") and one == 0) or key == "last_batch_iteration":
+            if (
+                one == "auto"
+                or (key in ("warmup_min_lr", "warmup_min_ratio") and one == 0)
+                or key == "last_batch_iteration"
+            ):
                 continue
             if key in _SCHEDULER_PARAMS:
                 self._set(f"scheduler.params.{key}", one, _SCHEDULER_PARAMS[key])
             elif key == "warmup_type" and one == "linear":
                 continue
             else:
-                self.problems.append(f"scheduler.params.{key}: the schedule is that of `train_args.lr_scheduler_type`")
+                self.problems.append(
+                    f"scheduler.params.{key}: the schedule is that of"
+                    " `train_args.lr_scheduler_type`"
+                )
 
     def _zero(self, value: Any) -> None:
         section = dict(self._mapping("zero_optimization", value))
         stage = section.pop("stage", None)
         if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-            self.problems.append(f"zero_optimization.stage: {stage}; there are the stages 0, 1, 2 and 3")
+            self.problems.append(
+                f"zero_optimization.stage: {stage}; there are the stages 0, 1, 2 and 3"
+            )
         elif stage is not None:
             self.stage = int(stage)
         self._offload(section)
@@ -284,33 +340,55 @@ class DeepSpeedJson:
             if key in HONOURED_ZERO or key in SHORT_NAMES:
                 kind = HONOURED_ZERO[SHORT_NAMES.get(key, key)]
                 if one is not None and one != "auto" and not _is_a(one, kind):
-                    self.problems.append(f"{name}: {one!r} is not {'a whole number' if kind is int else 'true or false'}")
+                    self.problems.append(
+                        f"{name}: {one!r} is not"
+                        f" {'a whole number' if kind is int else 'true or false'}"
+                    )
             elif plain in _IGNORED_ZERO:
-                if not is_off(one) and not plain.startswith("gather_"):  # which Paceline does in any case
+                # which Paceline does in any case
+                if not is_off(one) and not plain.startswith("gather_"):
                     self._ignore(name, _IGNORED_ZERO[plain])
             elif key in _REFUSED_ZERO:
                 if not is_off(one) and one not in _REFUSED_ZERO[key]:
                     self.problems.append(f"{name}: {_FEATURE}")
             elif not key.startswith("_"):
-                near = nearest(key, [*HONOURED_ZERO, *SHORT_NAMES, *_IGNORED_ZERO, *_REFUSED_ZERO, "stage", "offload_param"])
+                near = nearest(
+                    key,
+                    [
+                        *HONOURED_ZERO,
+                        *SHORT_NAMES,
+                        *_IGNORED_ZERO,
+                        *_REFUSED_ZERO,
+                        "stage",
+                        "offload_param",
+                    ],
+                )
                 hint = f"; did you mean {near}?" if near else ""
                 self.problems.append(f"{name}: not a key of DeepSpeed that Paceline knows{hint}")
 
     def _offload(self, section: dict[str, Any]) -> None:
         """Set `parallel.offload` from where the optimizer's state and the parameters are to lie."""
         given = {key: section.pop(key, None) for key in ("offload_optimizer", "offload_param")}
-        devices = {key: self._offload_device(f"zero_optimization.{key}", one) for key, one in given.items()}
-        for legacy, key in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        devices = {
+            key: self._offload_device(f"zero_optimization.{key}", one) for key, one in given.items()
+        }
+        for legacy, key in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_param", "offload_param"),
+        ):
             if section.pop(legacy, None) is True:
                 devices[key] = "cpu"
         parameters = devices["offload_param"] == "cpu"
         if parameters and self.stage is not None and self.stage < 3:
-            self._ignore("zero_optimization.offload_param", "parameters leave the device only at stage 3")
+            self._ignore(
+                "zero_optimization.offload_param", "parameters leave the device only at stage 3"
+            )
             parameters = False
         if parameters:
             if devices["offload_optimizer"] != "cpu":
                 self._ignore(
-                    "zero_optimization.offload_optimizer", "the optimizer's state moves to the host with the parameters"
+                    "zero_optimization.offload_optimizer",
+                    "the optimizer's state moves to the host with the parameters",
                 )
             self._set("zero_optimization.offload_param", "cpu", "parallel.offload", "all")
         elif devices["offload_optimizer"] == "cpu":
@@ -320,14 +398,22 @@ class DeepSpeedJson:
         device = value.get("device", "none") if isinstance(value, Mapping) else value
         device = "none" if device in (None, "auto", False) else str(device)
         if device not in ("none", "cpu"):
-            self.problems.append(f"{name}.device: {device}; Paceline offloads to the host's memory (cpu) only")
+            self.problems.append(
+                f"{name}.device: {device}; Paceline offloads to the host's memory (cpu) only"
+            )
             return "none"
         if device == "cpu" and isinstance(value, Mapping):
             if value.get("ratio", 1) not in (1, "auto"):
-                self.problems.append(f"{name}.ratio: {value['ratio']}; Paceline offloads all of it (1.0) or nothing")
+                self.problems.append(
+                    f"{name}.ratio: {value['ratio']}; Paceline offloads all of it (1.0) or nothing"
+                )
             if not is_off(value.get("super_offload")):
                 self.problems.append(f"{name}.super_offload: {_FEATURE}")
-            details = [key for key in value if key not in ("device", "ratio", "super_offload", "pin_memory") and value[key]]
+            details = [
+                key
+                for key in value
+                if key not in ("device", "ratio", "super_offload", "pin_memory") and value[key]
+            ]
             for key in details:
                 self._ignore(f"{name}.{key}", _OFFLOAD_DETAIL)
             if value.get("pin_memory") is False:
@@ -336,8 +422,14 @@ class DeepSpeedJson:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value of a DeepSpeed JSON leaves its feature off, or leaves it to the program (`auto`)."""
-    if value is None or value is False or value in ("auto", "none", "", 0) or (isinstance(value, list) and not value):
+    """Whether a value of a DeepSpeed JSON leaves its feature off, or leaves it to the program
+    (`auto`)."""
+    if (
+        value is None
+        or value is False
+        or value in ("auto", "none", "", 0)
+        or (isinstance(value, list) and not value)
+    ):
         return True
     if not isinstance(value, Mapping):
         return False
@@ -349,7 +441,12 @@ def is_off(value: Any) -> bool:
 def _is_a(value: object, kind: type) -> bool:
     if kind is bool:
         return isinstance(value, bool)
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and float(value).is_integer()
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and value >= 0
+        and float(value).is_integer()
+    )
 
 
 def interpret(given: Mapping[str, Any]) -> DeepSpeedJson:
@@ -365,7 +462,9 @@ def looks_like_deepspeed(tree: Mapping[str, Any]) -> bool:
     return "zero_optimization" in tree or "train_micro_batch_size_per_gpu" in tree
 
 
-def read_json(given: str | Mapping[str, Any] | None, key: str = "parallel.deepspeed_config") -> dict[str, Any]:
+def read_json(
+    given: str | Mapping[str, Any] | None, key: str = "parallel.deepspeed_config"
+) -> dict[str, Any]:
     """The DeepSpeed config as a mapping; empty if there is none.
 
     Args:
@@ -380,19 +479,28 @@ def read_json(given: str | Mapping[str, Any] | None, key: str = "parallel.deepsp
     if isinstance(given, Mapping):
         return dict(given)
     try:
-        text = given if given.lstrip().startswith("{") else Path(given).expanduser().read_text(encoding="utf-8")
+        text = (
+            given
+            if given.lstrip().startswith("{")
+            else Path(given).expanduser().read_text(encoding="utf-8")
+        )
         value = json.loads(text)
     except OSError as error:
         raise ConfigError(
             f"`{key}: {given}` cannot be read: {error.strerror or error}",
             allowed="the path of a JSON file, or the mapping itself",
-            fix="correct the path; for a ZeRO stage without a file set `parallel.mode: deepspeed` and "
-            "`parallel.deepspeed_stage`",
+            fix=(
+                "correct the path; for a ZeRO stage without a file set `parallel.mode: deepspeed`"
+                " and `parallel.deepspeed_stage`"
+            ),
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"`{key}: {given}` is not valid JSON: {error}", allowed="the path of a JSON file, or the mapping itself"
+            f"`{key}: {given}` is not valid JSON: {error}",
+            allowed="the path of a JSON file, or the mapping itself",
         ) from error
     if not isinstance(value, dict):
-        raise ConfigError(f"`{key}: {given}` contains a {type(value).__name__}", allowed="a JSON object")
+        raise ConfigError(
+            f"`{key}: {given}` contains a {type(value).__name__}", allowed="a JSON object"
+        )
     return value

@@ -1,4 +1,5 @@
-"""Settings of torch's FSDP as transformers, Accelerate and axolotl write them, read as a strategy of Paceline."""
+"""Settings of torch's FSDP as transformers, Accelerate and axolotl write them, read as a strategy
+of Paceline."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ _STRATEGIES = {
     "hybrid_shard_zero2": "zero2",
     "_hybrid_shard_zero2": "zero2",
 }
-_BY_NUMBER = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")  # from 1 on
+# from 1 on
+_BY_NUMBER = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _OTHER_WORDS = ("auto_wrap", "offload")
-#: Settings that change neither the results nor what a rank holds, or that Paceline's own FSDP always has.
+#: Settings that change neither the results nor what a rank holds, or that Paceline's own FSDP
+#: always has.
 _WITHOUT_EFFECT = (
     "auto_wrap_policy", "backward_prefetch", "backward_prefetch_policy", "cpu_offload_pin_memory",
     "cpu_ram_efficient_loading", "final_state_dict_type", "forward_prefetch", "ignored_modules", "limit_all_gathers",
@@ -54,7 +57,8 @@ class FsdpPlan:
 
 
 def fsdp_plan(flags: list[str], config: Mapping[str, Any]) -> FsdpPlan:
-    """Read the words of `fsdp` and the settings of `fsdp_config` (with or without ``fsdp_`` in front).
+    """Read the words of `fsdp` and the settings of `fsdp_config` (with or without ``fsdp_`` in
+    front).
 
     Raises:
         Refused: a word or a setting that Paceline does not know, or cannot honor.
@@ -66,18 +70,32 @@ def fsdp_plan(flags: list[str], config: Mapping[str, Any]) -> FsdpPlan:
         elif word not in _OTHER_WORDS:
             near = nearest(word, [*_STRATEGIES, *_OTHER_WORDS])
             raise Refused(
-                f"`{word}` is not a setting of FSDP", f"did you mean `{near}`?" if near else f"use {', '.join(_BY_NUMBER)}"
+                f"`{word}` is not a setting of FSDP",
+                f"did you mean `{near}`?" if near else f"use {', '.join(_BY_NUMBER)}",
             )
     plan.offload = "offload" in flags
-    settings = {key.lower().removeprefix("fsdp_"): value for key, value in config.items() if not key.startswith("_")}
+    settings = {
+        key.lower().removeprefix("fsdp_"): value
+        for key, value in config.items()
+        if not key.startswith("_")
+    }
     _check_names(settings)
     _sharding(plan, settings)
-    plan.offload |= any(_on(settings.get(key)) for key in ("offload_params", "cpu_offload", "offload"))
+    plan.offload |= any(
+        _on(settings.get(key)) for key in ("offload_params", "cpu_offload", "offload")
+    )
     plan.checkpointing = _on(settings.get("activation_checkpointing"))
     plan.precision = _precision(settings)
-    inert = [key for key in settings if key in _WITHOUT_EFFECT and settings[key] is not None and key != "version"]
+    inert = [
+        key
+        for key in settings
+        if key in _WITHOUT_EFFECT and settings[key] is not None and key != "version"
+    ]
     if inert:
-        plan.notes.append(f"without effect in it: {', '.join(inert)} (Paceline shards block by block and saves by itself)")
+        plan.notes.append(
+            f"without effect in it: {', '.join(inert)} (Paceline shards block by block and saves by"
+            " itself)"
+        )
     if plan.mode == "ddp" and plan.offload:
         plan.offload = False
         plan.notes.append("nothing is sharded, so nothing is offloaded")
@@ -85,11 +103,15 @@ def fsdp_plan(flags: list[str], config: Mapping[str, Any]) -> FsdpPlan:
 
 
 def read_fsdp_name(value: str) -> list[str] | None:
-    """The words for one of ms-swift's names of FSDP configs (`fsdp2`, `fsdp_zero2_offload`); None if it is not one."""
+    """The words for one of ms-swift's names of FSDP configs (`fsdp2`, `fsdp_zero2_offload`); None
+    if it is not one."""
     match = _NAME.match(value.strip().lower())
     if match is None:
         return None
-    return ["shard_grad_op" if match[1] == "zero2" else "full_shard", *(["offload"] if match[2] else [])]
+    return [
+        "shard_grad_op" if match[1] == "zero2" else "full_shard",
+        *(["offload"] if match[2] else []),
+    ]
 
 
 def _on(value: Any) -> bool:
@@ -106,9 +128,14 @@ def _check_names(settings: Mapping[str, Any]) -> None:
     for key, value in settings.items():
         if key not in _WITHOUT_EFFECT and key not in _READ:
             near = nearest(key, [*_READ, *_WITHOUT_EFFECT])
-            raise Refused(f"`fsdp_config` has no setting `{key}`", f"did you mean `{near}`?" if near else "remove it")
+            raise Refused(
+                f"`fsdp_config` has no setting `{key}`",
+                f"did you mean `{near}`?" if near else "remove it",
+            )
         if key in ("xla", "xla_fsdp_v2") and _on(value):
-            raise Refused(f"`fsdp_config` asks for `{key}`, and TPUs are not supported", "remove it")
+            raise Refused(
+                f"`fsdp_config` asks for `{key}`, and TPUs are not supported", "remove it"
+            )
 
 
 def _sharding(plan: FsdpPlan, settings: Mapping[str, Any]) -> None:
@@ -124,13 +151,19 @@ def _sharding(plan: FsdpPlan, settings: Mapping[str, Any]) -> None:
                 word = "hybrid_shard" if value else "hybrid_shard_zero2"
         elif isinstance(value, int) and key == "reshard_after_forward":
             word = "full_shard"
-            plan.notes.append(f"reshard_after_forward: {value} (a number of ranks): the weights are sharded over all ranks")
+            plan.notes.append(
+                f"reshard_after_forward: {value} (a number of ranks): the weights are sharded over"
+                " all ranks"
+            )
         elif str(value).isdigit() and 1 <= int(value) <= len(_BY_NUMBER):
             word = _BY_NUMBER[int(value) - 1]
         else:
             word = str(value).split(".")[-1].lower()
         if word not in _STRATEGIES:
-            raise Refused(f"`fsdp_config` has `{key}: {value}`", f"use {', '.join(name.upper() for name in _BY_NUMBER)}")
+            raise Refused(
+                f"`fsdp_config` has `{key}: {value}`",
+                f"use {', '.join(name.upper() for name in _BY_NUMBER)}",
+            )
         _set_strategy(plan, word)
 
 

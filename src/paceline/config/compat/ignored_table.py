@@ -1,7 +1,9 @@
-"""Keys of ms-swift (s), LLaMA-Factory (l), axolotl (a) and TRL with transformers (t) that mean nothing here, with the reason.
+"""Keys of ms-swift (s), LLaMA-Factory (l), axolotl (a) and TRL with transformers (t) that mean
+nothing here, with the reason.
 
-A key that changes what is learned, or how much memory is used, is a ``warning``; its reason says what happens instead. ``info``
-is for logging, caching, uploads and other keys without such an effect.
+A key that changes what is learned, or how much memory is used, is a ``warning``; its reason says
+what happens instead. ``info`` is for logging, caching, uploads and other keys without such an
+effect.
 """
 
 from __future__ import annotations
@@ -384,8 +386,13 @@ IGNORED: dict[str, Ignored] = {
 }
 
 _TRACKERS = "the run is followed with report.html, events.jsonl, `paceline watch` and TensorBoard"
-_KERNELS = "kernels that replace a model's own are not available: the same results to rounding, more memory and time"
-_OPTIMIZERS = "the optimizers are those of `train_args.optim`, with one learning rate for all weights"
+_KERNELS = (
+    "kernels that replace a model's own are not available: the same results to rounding, more"
+    " memory and time"
+)
+_OPTIMIZERS = (
+    "the optimizers are those of `train_args.optim`, with one learning rate for all weights"
+)
 #: beginnings of keys: whole families of settings of one feature
 IGNORED_PREFIXES: dict[str, Ignored] = {
     "wandb_": Ignored("a", "info", _TRACKERS),
@@ -400,12 +407,16 @@ IGNORED_PREFIXES: dict[str, Ignored] = {
     "badam_": Ignored("l", "warning", _OPTIMIZERS),
     "apollo_": Ignored("l", "warning", _OPTIMIZERS),
     "lisa_": Ignored("sa", "warning", _OPTIMIZERS),
-    "fsdp_": Ignored("at", "info", "Paceline shards the model's blocks and saves checkpoints by itself"),
+    "fsdp_": Ignored(
+        "at", "info", "Paceline shards the model's blocks and saves checkpoints by itself"
+    ),
     "lora_ga_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
     "adalora_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
     "vera_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
     "boft_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
     "reft_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
     "fourier_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
-    "llamapro_": Ignored("s", "warning", "this kind of adapter is not there; plain LoRA is trained"),
+    "llamapro_": Ignored(
+        "s", "warning", "this kind of adapter is not there; plain LoRA is trained"
+    ),
 }

@@ -1,6 +1,7 @@
 """Keys of other tools: which there are, what each is read as, and why some mean nothing here.
 
-The tables are in :mod:`paceline.config.compat.aliases_table` (read as a key of ours) and :mod:`paceline.config.compat.ignored_table`.
+The tables are in :mod:`paceline.config.compat.aliases_table` (read as a key of ours) and
+:mod:`paceline.config.compat.ignored_table`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ class Alias:
     """A key that is read as a key of ours.
 
     Args:
-        target: the native key, dotted; the first one where a value sets several; empty where none is ever set.
-        tools: letters of :data:`TOOLS`; empty where the key is Paceline's own and only some values are foreign.
+        target: the native key, dotted; the first one where a value sets several; empty where none
+            is ever set.
+        tools: letters of :data:`TOOLS`; empty where the key is Paceline's own and only some values
+            are foreign.
         convert: from their value to ours.
         meaning: for the documentation, where it is more than a new name.
     """
@@ -32,7 +35,8 @@ class Alias:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A key of other tools that means nothing here. ``level`` is ``warning`` where it would change what is trained."""
+    """A key of other tools that means nothing here. ``level`` is ``warning`` where it would change
+    what is trained."""
 
     tools: str
     level: str
@@ -52,7 +56,9 @@ def alias_of(section: str, key: str) -> Alias | None:
     alias = ALIASES.get(key)
     if alias is None:
         return None
-    fits = section in ("", "train_args") or not alias.target or alias.target.startswith(f"{section}.")
+    fits = (
+        section in ("", "train_args") or not alias.target or alias.target.startswith(f"{section}.")
+    )
     return alias if fits else None
 
 
@@ -63,7 +69,9 @@ def ignored_of(key: str) -> Ignored | None:
     found = IGNORED.get(key)
     if found is not None:
         return found
-    return next((entry for prefix, entry in IGNORED_PREFIXES.items() if key.startswith(prefix)), None)
+    return next(
+        (entry for prefix, entry in IGNORED_PREFIXES.items() if key.startswith(prefix)), None
+    )
 
 
 def all_foreign() -> set[str]:
@@ -84,7 +92,8 @@ def tool_scores(letters: Iterable[str]) -> dict[str, int]:
 
 
 def tool_names(letters: str, scores: dict[str, int]) -> str:
-    """The tools a key may come from, likeliest first, two at most; one where the other keys decide it."""
+    """The tools a key may come from, likeliest first, two at most; one where the other keys decide
+    it."""
     ranked = sorted(letters, key=lambda letter: -scores.get(letter, 0))
     best = max(scores.values(), default=0)
     leaders = [letter for letter in TOOLS if scores.get(letter) == best]

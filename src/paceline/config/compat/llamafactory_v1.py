@@ -36,14 +36,24 @@ def _dataset(value: Any, key: str, otherwise: Callable[[Any], Out]) -> Out:
     path = Path(value).expanduser()
     if not path.is_file():
         raise Refused(
-            f"there is no file {value}, which is to list the data sets", f"correct the path, or write {key}: [{{path: ...}}]"
+            f"there is no file {value}, which is to list the data sets",
+            f"correct the path, or write {key}: [{{path: ...}}]",
         )
     try:
         tree = parse_yaml(path.read_text(encoding="utf-8"), value).value
     except (ConfigError, OSError, UnicodeDecodeError) as error:
-        raise Refused(f"{value} cannot be read: {error}", f"correct it, or write {key}: [{{path: ...}}]") from None
-    if not isinstance(tree, Mapping) or not tree or not all(isinstance(one, Mapping) for one in tree.values()):
-        raise Refused(f"{value} does not list data sets by name", "write NAME: {path: FILE, converter: alpaca}")
+        raise Refused(
+            f"{value} cannot be read: {error}", f"correct it, or write {key}: [{{path: ...}}]"
+        ) from None
+    if (
+        not isinstance(tree, Mapping)
+        or not tree
+        or not all(isinstance(one, Mapping) for one in tree.values())
+    ):
+        raise Refused(
+            f"{value} does not list data sets by name",
+            "write NAME: {path: FILE, converter: alpaca}",
+        )
     sources = [_source(name, one, value) for name, one in tree.items()]
     return Out({key: sources}, says=tuple(dict.fromkeys(_weights(tree))))
 
@@ -52,7 +62,10 @@ def _source(name: str, entry: Mapping[str, Any], file: str) -> dict[str, Any]:
     for key in entry:
         if key not in _KEYS:
             near = nearest(key, _KEYS)
-            raise Refused(f"`{name}` in {file} has `{key}`", f"did you mean `{near}`?" if near else f"use {', '.join(_KEYS)}")
+            raise Refused(
+                f"`{name}` in {file} has `{key}`",
+                f"did you mean `{near}`?" if near else f"use {', '.join(_KEYS)}",
+            )
     path = entry.get("path") or entry.get("file_name") or entry.get("hf_hub_url")
     if not path:
         raise Refused(f"`{name}` in {file} names no data", "write path: FILE or a hub id")
@@ -60,17 +73,29 @@ def _source(name: str, entry: Mapping[str, Any], file: str) -> dict[str, Any]:
         path = str(Path(str(entry["dataset_dir"])) / str(path))
     converter = entry.get("converter")
     if converter == "pair":
-        raise Refused(f"`{name}` in {file} is preference data (`converter: pair`)", "use supervised data")
+        raise Refused(
+            f"`{name}` in {file} is preference data (`converter: pair`)", "use supervised data"
+        )
     if converter not in _FORMATS:
-        raise Refused(f"`{name}` in {file} has `converter: {converter}`", "use alpaca or sharegpt, or leave it out")
+        raise Refused(
+            f"`{name}` in {file} has `converter: {converter}`",
+            "use alpaca or sharegpt, or leave it out",
+        )
     count = entry.get("size") or entry.get("num_samples")
-    source: dict[str, Any] = {"path": f"{path}#{count}" if count else str(path), "format": _FORMATS[converter]}
+    source: dict[str, Any] = {
+        "path": f"{path}#{count}" if count else str(path),
+        "format": _FORMATS[converter],
+    }
     return source | ({"split": entry["split"]} if entry.get("split") else {})
 
 
 def _weights(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
     weighted = [name for name, entry in tree.items() if entry.get("weight") not in (None, 1, 1.0)]
-    return [("warning", f"`weight` of {', '.join(weighted)}: every sample is seen once per epoch")] if weighted else []
+    return (
+        [("warning", f"`weight` of {', '.join(weighted)}: every sample is seen once per epoch")]
+        if weighted
+        else []
+    )
 
 
 def model_class(value: Any) -> Out:
@@ -87,7 +112,12 @@ def peft_config(value: Any) -> Out:
         raise Refused("expected a mapping", "write peft_config: {name: lora, r: 16}")
     rest = {key: one for key, one in value.items() if one is not None}
     outs = [tuner(rest.pop("name", "lora"))]
-    for key, name in (("r", "rank"), ("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")):
+    for key, name in (
+        ("r", "rank"),
+        ("lora_rank", "rank"),
+        ("lora_alpha", "alpha"),
+        ("lora_dropout", "dropout"),
+    ):
         if key in rest:
             outs.append(Out({f"lora.{name}": rest.pop(key)}))
     if "target_modules" in rest:
@@ -98,4 +128,6 @@ def peft_config(value: Any) -> Out:
     says = [line for out in outs for line in out.says]
     says += [("warning", f"without effect in it: {', '.join(left)}")] if left else []
     sets = {key: one for out in outs for key, one in out.sets.items()}
-    return Out(sets, weak={key: one for out in outs for key, one in out.weak.items()}, says=tuple(says))
+    return Out(
+        sets, weak={key: one for out in outs for key, one in out.weak.items()}, says=tuple(says)
+    )

@@ -1,4 +1,5 @@
-"""The modules that get adapters, as other tools name them: a list, a regular expression, or all linear layers."""
+"""The modules that get adapters, as other tools name them: a list, a regular expression, or all
+linear layers."""
 
 from __future__ import annotations
 
@@ -21,12 +22,16 @@ def is_regex(text: str) -> bool:
 
 
 def targets(value: Any) -> Out:
-    """`all`, names in a list or with commas, or a regular expression, which peft matches with the whole name of a module."""
+    """`all`, names in a list or with commas, or a regular expression, which peft matches with the
+    whole name of a module."""
     if isinstance(value, str) and is_regex(value):
         try:
             re.compile(value)
         except re.error as error:
-            raise Refused(f"it is not a valid regular expression: {error}", "repair it, or give a list of names") from None
+            raise Refused(
+                f"it is not a valid regular expression: {error}",
+                "repair it, or give a list of names",
+            ) from None
         return Out({"lora.target_modules": value})
     names = words(value)
     if not names:
@@ -36,11 +41,14 @@ def targets(value: Any) -> Out:
         return Out({"lora.target_modules": names})
     ends, covered = split_beside_all(names)
     says = (("info", f"{_listed(covered)}: among all linear layers"),) if covered else ()
-    return Out({"lora.target_modules": ALL_LINEAR}, weak={"_save_in_full": ends} if ends else {}, says=says)
+    return Out(
+        {"lora.target_modules": ALL_LINEAR}, weak={"_save_in_full": ends} if ends else {}, says=says
+    )
 
 
 def split_beside_all(names: list[str]) -> tuple[list[str], list[str]]:
-    """Names given beside "all linear layers": embeddings and heads, and those that are among the linear layers."""
+    """Names given beside "all linear layers": embeddings and heads, and those that are among the
+    linear layers."""
     rest = [name for name in names if name.lower() not in _ALL_SPELLINGS]
     _refuse_groups(rest)
     ends = [name for name in rest if _ENDS.search(name)]

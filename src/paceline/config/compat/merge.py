@@ -1,4 +1,5 @@
-"""Entries to one value for each native key: conversion, disagreement, precedence (file < overrides)."""
+"""Entries to one value for each native key: conversion, disagreement, precedence (file <
+overrides)."""
 
 from __future__ import annotations
 
@@ -50,9 +51,11 @@ class Merge:
         self.winners: dict[str, Assigned] = {}
         self.methods: list[Meaning] = []
         self.overridden: list[Problem] = []
-        self.below_file: list[Assigned] = []  # values of a DeepSpeed JSON, which give way to the config
+        # values of a DeepSpeed JSON, which give way to the config
+        self.below_file: list[Assigned] = []
 
-    # -- one entry --------------------------------------------------------------------------------------------------------
+    # -- one entry
+    # --------------------------------------------------------------------------------------------------------
     def take(self, meaning: Meaning) -> None:
         entry = meaning.entry
         if meaning.methods:
@@ -99,21 +102,31 @@ class Merge:
         try:
             out: Out = convert(entry.value)
         except Refused as refused:
-            self.problems.append(Problem(f"{entry.shown()}: {refused.why}", entry, fix=refused.fix, target=target))
+            self.problems.append(
+                Problem(f"{entry.shown()}: {refused.why}", entry, fix=refused.fix, target=target)
+            )
             return
         wanted = [Assigned(key, value, entry) for key, value in out.sets.items()]
         wanted += [Assigned(key, value, entry, weak=True) for key, value in out.weak.items()]
         made = [part for one in wanted for part in self._assign(one)]
         values = {key: short(value) for key, value in (out.sets | out.weak).items()}
-        as_written = meaning.target is not None and not out.says and values == {target: short(entry.value)}
+        as_written = (
+            meaning.target is not None and not out.says and values == {target: short(entry.value)}
+        )
         if not as_written:
             self.lines.append(Line(meaning, made, out.says))
 
     def _assign(self, one: Assigned) -> list[Assigned]:
-        """Keep an assignment; a free mapping becomes one for each of its keys, so that overrides merge into it."""
-        free = next((key for key in FREE if one.target == key or one.target.startswith(f"{key}.")), None)
+        """Keep an assignment; a free mapping becomes one for each of its keys, so that overrides
+        merge into it."""
+        free = next(
+            (key for key in FREE if one.target == key or one.target.startswith(f"{key}.")), None
+        )
         if free is not None and isinstance(one.value, dict) and one.value:
-            parts = [Assigned(f"{one.target}.{key}", value, one.entry, one.weak) for key, value in one.value.items()]
+            parts = [
+                Assigned(f"{one.target}.{key}", value, one.entry, one.weak)
+                for key, value in one.value.items()
+            ]
             return [leaf for part in parts for leaf in self._assign(part)]
         self.assigned.append(one)
         return [one]
@@ -124,9 +137,11 @@ class Merge:
             return ()
         return ((meaning.ignored.level, meaning.ignored.reason),)
 
-    # -- all entries ------------------------------------------------------------------------------------------------------
+    # -- all entries
+    # ------------------------------------------------------------------------------------------------------
     def settle_precedence(self) -> None:
-        """Fill ``winners``: an override before the file, a strong value before a weak one; two that disagree are a problem."""
+        """Fill ``winners``: an override before the file, a strong value before a weak one; two that
+        disagree are a problem."""
         by_target: dict[str, list[Assigned]] = {}
         for one in self.assigned:
             by_target.setdefault(one.target, []).append(one)
@@ -137,7 +152,9 @@ class Merge:
             self.winners[target] = strong[0]
             for layer_number in (FILE, OVERRIDE):
                 self._check_agreement(
-                    target, [one for one in several if one.entry.layer == layer_number and not one.weak], layer
+                    target,
+                    [one for one in several if one.entry.layer == layer_number and not one.weak],
+                    layer,
                 )
         self.drop_overridden_problems()
 
@@ -154,29 +171,44 @@ class Merge:
             if not _agree(first.value, other.value):
                 a, b = first.entry, other.entry
                 name = target.lstrip("_")
-                what = f"{a.shown()} ({a.place()}) and {b.shown()} ({b.place()}) disagree: both set `{name}`"
+                what = (
+                    f"{a.shown()} ({a.place()}) and {b.shown()} ({b.place()}) disagree: both set"
+                    f" `{name}`"
+                )
                 self.problems.append(Problem(what, b, fix="keep one of the two"))
                 return
 
     def _overridden(self, problem: Problem) -> bool:
         winner = self.winners.get(problem.target) if problem.target else None
-        return problem.entry is not None and winner is not None and winner.entry.layer > problem.entry.layer
+        return (
+            problem.entry is not None
+            and winner is not None
+            and winner.entry.layer > problem.entry.layer
+        )
 
     def missing_methods(self) -> list[Meaning]:
-        """The keys that ask for a training method that Paceline does not have; to be called once precedence is settled.
+        """The keys that ask for a training method that Paceline does not have; to be called once
+        precedence is settled.
 
-        A config that names its task may keep settings of another method, which then have no effect. A key that names its
-        method (`rl: dpo`) gives way to a task on the command line only.
+        A config that names its task may keep settings of another method, which then have no effect.
+        A key that names its method (`rl: dpo`) gives way to a task on the command line only.
         """
         task = self.winners.get("task")
         asking = []
         for meaning in self.methods:
             entry = meaning.entry
             is_named = named_method(entry.name, entry.value) is not None
-            if task is None or task.value is RESET or (is_named and task.entry.layer <= entry.layer):
+            if (
+                task is None
+                or task.value is RESET
+                or (is_named and task.entry.layer <= entry.layer)
+            ):
                 asking.append(meaning)
             elif entry.name not in DATA_KEYS:
-                words = f"it is a setting of another training method ({', '.join(meaning.methods)}) than {task.entry.shown()}"
+                words = (
+                    f"it is a setting of another training method ({', '.join(meaning.methods)})"
+                    f" than {task.entry.shown()}"
+                )
                 self.lines.append(Line(meaning, [], (("warning", words),)))
         return asking
 
@@ -188,24 +220,46 @@ class Merge:
         winner = self.winners.get(target)
         return None if winner is None or winner.value is RESET else winner.value
 
-    # -- words ------------------------------------------------------------------------------------------------------------
+    # -- words
+    # ------------------------------------------------------------------------------------------------------------
     def notices(self) -> list[tuple[str, str]]:
         """One line for each foreign key, in the order written."""
-        order = sorted(self.lines, key=lambda line: (line.meaning.entry.layer, line.meaning.entry.line or 0))
+        order = sorted(
+            self.lines, key=lambda line: (line.meaning.entry.layer, line.meaning.entry.line or 0)
+        )
         out = [self._words(line) for line in order]
-        given_way = [(problem.entry, self.winners[problem.target]) for problem in self.overridden if problem.target]
-        out += [("info", f"{entry.shown()} gives way to {winner.entry.shown()}") for entry, winner in given_way if entry]
+        given_way = [
+            (problem.entry, self.winners[problem.target])
+            for problem in self.overridden
+            if problem.target
+        ]
+        out += [
+            ("info", f"{entry.shown()} gives way to {winner.entry.shown()}")
+            for entry, winner in given_way
+            if entry
+        ]
         return [one for one in out if one is not None]
 
     def _words(self, line: Line) -> tuple[str, str] | None:
         entry = line.meaning.entry
-        tools = tool_names(line.meaning.tools, self.scores) if line.meaning.tools and line.meaning.target is None else ""
+        tools = (
+            tool_names(line.meaning.tools, self.scores)
+            if line.meaning.tools and line.meaning.target is None
+            else ""
+        )
         head = entry.shown() + (f" ({tools})" if tools else "")
         real = [one for one in line.assigned if not one.target.startswith("_")]
-        beaten = [one for one in line.assigned if (layer := self.layer_of(one.target)) is not None and layer > entry.layer]
+        beaten = [
+            one
+            for one in line.assigned
+            if (layer := self.layer_of(one.target)) is not None and layer > entry.layer
+        ]
         if line.assigned and len(beaten) == len(line.assigned):
             name = beaten[0].target
-            return "info", f"{head} gives way to the command line: {self.winners[name].entry.shown()}"
+            return (
+                "info",
+                f"{head} gives way to the command line: {self.winners[name].entry.shown()}",
+            )
         says = [*line.says, *line.settled]
         level = "warning" if any(one == "warning" for one, _ in says) else "info"
         words = "; ".join(text for _, text in says)

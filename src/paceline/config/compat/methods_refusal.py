@@ -18,8 +18,8 @@ def refusal(meanings: Sequence[Meaning], hints: Iterable[str]) -> Problem:
 
     Args:
         meanings: the keys that are settings of such a method, at least one.
-        hints: texts in which the method's name may appear, such as the output folder; they only choose between methods that
-            have all of these keys.
+        hints: texts in which the method's name may appear, such as the output folder; they only
+            choose between methods that have all of these keys.
     """
     candidates = _candidates(meanings)
     hinted = _hinted(candidates, hints)
@@ -36,13 +36,16 @@ def refusal(meanings: Sequence[Meaning], hints: Iterable[str]) -> Problem:
     )
     is_named = any(named_method(one.entry.name, one.entry.value) for one in meanings)
     how = (
-        "train this file with the tool it was written for; to fine-tune on the answers of a supervised dataset instead, "
-        "remove these keys"
+        "train this file with the tool it was written for; to fine-tune on the answers of a"
+        " supervised dataset instead, remove these keys"
     )
     return Problem(
         f"{shown} {verb} for {what}",
         entries[0],
-        allowed="`task: sft`, `task: pretrain`, `task: classify`, `task: recommend`, and your own as `./file.py:Class`",
+        allowed=(
+            "`task: sft`, `task: pretrain`, `task: classify`, `task: recommend`, and your own as"
+            " `./file.py:Class`"
+        ),
         fix=how if is_named else how + ", or keep them without effect by adding `task: sft`",
         target="task",
     )
@@ -53,7 +56,8 @@ def _shown(entry: Entry) -> str:
 
 
 def _candidates(meanings: Sequence[Meaning]) -> list[str]:
-    """The methods that have the most of these keys; a method that a value names comes before all others."""
+    """The methods that have the most of these keys; a method that a value names comes before all
+    others."""
     named = [name for one in meanings if (name := named_method(one.entry.name, one.entry.value))]
     if named:
         return list(dict.fromkeys(named))
@@ -75,6 +79,17 @@ def _hinted(candidates: list[str], hints: Iterable[str]) -> str | None:
 
 def hints_of(entries: Iterable[Entry], file: Path | None) -> list[str]:
     """Texts that often hold the method's name: the names of the run, and the file's last folders."""
-    names = ("output_dir", "hub_model_id", "run_name", "wandb_run_name", "wandb_name", "wandb_project")
-    texts = [str(entry.value) for entry in entries if entry.name in names and isinstance(entry.value, str)]
+    names = (
+        "output_dir",
+        "hub_model_id",
+        "run_name",
+        "wandb_run_name",
+        "wandb_name",
+        "wandb_project",
+    )
+    texts = [
+        str(entry.value)
+        for entry in entries
+        if entry.name in names and isinstance(entry.value, str)
+    ]
     return texts + (["/".join(file.parts[-3:])] if file is not None else [])

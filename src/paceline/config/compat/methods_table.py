@@ -1,7 +1,8 @@
-"""Keys that only trainers of preference optimization, reinforcement learning, reward modeling or distillation read.
+"""Keys that only trainers of preference optimization, reinforcement learning, reward modeling or
+distillation read.
 
-Sources: the configuration classes of TRL's trainers, LLaMA-Factory's RLHF arguments, ms-swift's RLHF arguments, and axolotl's
-configuration reference.
+Sources: the configuration classes of TRL's trainers, LLaMA-Factory's RLHF arguments, ms-swift's
+RLHF arguments, and axolotl's configuration reference.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ METHODS = {
 }
 
 _GENERATING = "grpo rloo"
-# methods → tools → keys. Names that may as well be a misspelling of another key (`epsilon`, `gamma`, …) are left out: a config
-# of such a method has other keys by which it is recognized.
+# methods → tools → keys. Names that may as well be a misspelling of another key (`epsilon`,
+# `gamma`, …) are left out: a config of such a method has other keys by which it is recognized.
 _GROUPS: list[tuple[str, dict[str, str]]] = [
     ("dpo orpo kto cpo bco online_dpo xpo nash_md grpo rloo gkd", {"st": "beta"}),
     ("dpo orpo kto cpo bco grpo", {"t": "max_prompt_length", "a": "max_prompt_len"}),
@@ -149,10 +150,22 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "alphapo": ("cpo",),
     **dict.fromkeys(("kto", "apo_zero_unpaired"), ("kto",)),
     "bco": ("bco",),
-    **dict.fromkeys(["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "fipo", "real"], ("grpo",)),
+    **dict.fromkeys(
+        ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "fipo", "real"],
+        ("grpo",),
+    ),
 }
 #: values of `loss_type` with which supervised fine-tuning is trained
-SUPERVISED_LOSSES = ("nll", "chunked_nll", "dft", "cross_entropy", "causal_lm", "forcausallm", "none", "")
+SUPERVISED_LOSSES = (
+    "nll",
+    "chunked_nll",
+    "dft",
+    "cross_entropy",
+    "causal_lm",
+    "forcausallm",
+    "none",
+    "",
+)
 
 #: beginnings of axolotl's `type` of a source → methods
 DATA_TYPES: dict[str, tuple[str, ...]] = {"bradley_terry": ("rm",), "stepwise_supervised": ("prm",)}

@@ -1,8 +1,10 @@
-"""Parallelism strategies of other tools, put together from all their keys before the precedence of keys is settled.
+"""Parallelism strategies of other tools, put together from all their keys before the precedence of
+keys is settled.
 
-`deepspeed`, `fsdp`, `fsdp_config`, `distributed_type` and their like only mean something together, so
-:mod:`paceline.config.compat.parallel_values` keeps them under names with ``_`` in front. :func:`expand` replaces these by what they
-set: `parallel.mode`, its stage, its file, the offload, the sizes of axes, and values that a DeepSpeed JSON has.
+`deepspeed`, `fsdp`, `fsdp_config`, `distributed_type` and their like only mean something together,
+so :mod:`paceline.config.compat.parallel_values` keeps them under names with ``_`` in front.
+:func:`expand` replaces these by what they set: `parallel.mode`, its stage, its file, the offload,
+the sizes of axes, and values that a DeepSpeed JSON has.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class _Keys:
     merge: Merge
     base: Path | None
     by_name: dict[str, Assigned] = field(default_factory=dict)
-    settings: list[Assigned] = field(default_factory=list)  # of `_fsdp_setting`, all of the winning layer
+    # of `_fsdp_setting`, all of the winning layer
+    settings: list[Assigned] = field(default_factory=list)
 
     def value(self, name: str) -> Any:
         assigned = self.by_name.get(name)
@@ -54,8 +57,11 @@ class _Keys:
     def line(self, entry: Entry) -> Line | None:
         return next((line for line in self.merge.lines if line.meaning.entry is entry), None)
 
-    def assign(self, by: Entry, target: str, value: Any, weak: bool = False, entry: Entry | None = None) -> None:
-        """Let the key ``by`` set ``target``. ``entry``: where the value lies, if not in the key itself."""
+    def assign(
+        self, by: Entry, target: str, value: Any, weak: bool = False, entry: Entry | None = None
+    ) -> None:
+        """Let the key ``by`` set ``target``. ``entry``: where the value lies, if not in the key
+        itself."""
         assigned = Assigned(target, value, entry or by, weak)
         self.merge.assigned.append(assigned)
         line = self.line(by)
@@ -67,7 +73,9 @@ class _Keys:
         if line is not None and text:
             line.says = (*line.says, (level, text))
 
-    def refuse(self, by: Entry, why: str, fix: str | None = None, target: str | None = "parallel.mode") -> None:
+    def refuse(
+        self, by: Entry, why: str, fix: str | None = None, target: str | None = "parallel.mode"
+    ) -> None:
         self.merge.problems.append(Problem(f"{by.shown()}: {why}", by, fix=fix, target=target))
 
     def native(self, target: str) -> Assigned | None:
@@ -79,15 +87,25 @@ class _Keys:
     def number(self, target: str, default: int = 1) -> int:
         assigned = self.native(target)
         value = None if assigned is None else assigned.value
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+        return (
+            value
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0
+            else default
+        )
 
     def overridden(self, by: Entry, mode: str) -> bool:
         """Whether an override of `parallel.mode` takes the strategy from the key ``by``."""
         native = self.native("parallel.mode")
-        return native is not None and native.entry.layer > by.layer and not native.weak and native.value != mode
+        return (
+            native is not None
+            and native.entry.layer > by.layer
+            and not native.weak
+            and native.value != mode
+        )
 
     def set_strategy(self, by: Entry, settings: Mapping[str, Any]) -> None:
-        """Let ``by`` set `parallel.mode` and what belongs to it, or the mode alone where an override takes its place."""
+        """Let ``by`` set `parallel.mode` and what belongs to it, or the mode alone where an
+        override takes its place."""
         for key, value in settings.items():
             if key == "mode" or not self.overridden(by, str(settings["mode"])):
                 self.assign(by, f"parallel.{key}", value)
@@ -133,7 +151,8 @@ def _take(merge: Merge, base: Path | None) -> _Keys:
     return keys
 
 
-# -- how many ranks -----------------------------------------------------------------------------------------------------------
+# -- how many ranks
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _num_processes(keys: _Keys) -> None:
@@ -146,7 +165,10 @@ def _num_processes(keys: _Keys) -> None:
         keys.assign(given.entry, "parallel.num_gpus", count)
     elif count % hosts:
         keys.refuse(
-            given.entry, f"{count} processes do not divide into {hosts} hosts", "correct it", target="parallel.num_gpus"
+            given.entry,
+            f"{count} processes do not divide into {hosts} hosts",
+            "correct it",
+            target="parallel.num_gpus",
         )
     else:
         keys.assign(given.entry, "parallel.num_gpus", count // hosts)
@@ -159,12 +181,15 @@ def _num_ranks(keys: _Keys) -> int | None:
     return per_host * keys.number("parallel.nnodes") if per_host else None
 
 
-# -- which strategy -----------------------------------------------------------------------------------------------------------
+# -- which strategy
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _drop_lower(keys: _Keys) -> None:
     """Drop the file's DeepSpeed or FSDP where an override asks for the other."""
-    chosen = [keys.by_name[name] for name in ("_deepspeed", "_fsdp") if not is_off(keys.value(name))]
+    chosen = [
+        keys.by_name[name] for name in ("_deepspeed", "_fsdp") if not is_off(keys.value(name))
+    ]
     if len({one.entry.layer for one in chosen}) != 2:
         return
     low, high = sorted(chosen, key=lambda one: one.entry.layer)
@@ -179,23 +204,48 @@ def _strategy(keys: _Keys) -> None:
     kind = keys.value("_distributed_type")
     wants_fsdp = "_fsdp" in keys.by_name and not is_off(keys.value("_fsdp"))
     fsdp_off = "_fsdp" in keys.by_name and not wants_fsdp
-    others = [name for name in ("_fsdp_config", "_fsdp_version", "_fsdp_setting") if name in keys.by_name]
+    others = [
+        name for name in ("_fsdp_config", "_fsdp_version", "_fsdp_setting") if name in keys.by_name
+    ]
     deepspeed = [name for name in ("_deepspeed", "_deepspeed_config") if name in keys.by_name]
     if kind not in (None, "DEEPSPEED") and "_deepspeed" not in deepspeed:
-        _inert(keys, deepspeed, f"it belongs to `distributed_type: DEEPSPEED`, and the type is {kind}")
+        _inert(
+            keys, deepspeed, f"it belongs to `distributed_type: DEEPSPEED`, and the type is {kind}"
+        )
         deepspeed = []
-    if fsdp_off or (kind not in (None, "FSDP") and not wants_fsdp) or (deepspeed and not wants_fsdp):
-        why = "`fsdp` is off" if fsdp_off else f"the type is {kind}" if kind not in (None, "FSDP") else "DeepSpeed is used"
+    if (
+        fsdp_off
+        or (kind not in (None, "FSDP") and not wants_fsdp)
+        or (deepspeed and not wants_fsdp)
+    ):
+        why = (
+            "`fsdp` is off"
+            if fsdp_off
+            else f"the type is {kind}"
+            if kind not in (None, "FSDP")
+            else "DeepSpeed is used"
+        )
         _inert(keys, others, f"it belongs to FSDP, and {why}")
         others = []
     if (deepspeed or kind == "DEEPSPEED") and (wants_fsdp or kind == "FSDP"):
         first = keys.by_name[deepspeed[0] if deepspeed else "_distributed_type"].entry
         second = keys.by_name["_fsdp" if wants_fsdp else "_distributed_type"].entry
-        keys.refuse(first, f"{second.shown()} ({second.place()}) asks for another strategy", "keep one of the two")
+        keys.refuse(
+            first,
+            f"{second.shown()} ({second.place()}) asks for another strategy",
+            "keep one of the two",
+        )
     elif deepspeed or kind == "DEEPSPEED":
         _deepspeed(keys, [*deepspeed, *(["_distributed_type"] if kind == "DEEPSPEED" else [])])
     elif wants_fsdp or others or kind == "FSDP":
-        _fsdp(keys, [*(["_fsdp"] if wants_fsdp else []), *others, *(["_distributed_type"] if kind == "FSDP" else [])])
+        _fsdp(
+            keys,
+            [
+                *(["_fsdp"] if wants_fsdp else []),
+                *others,
+                *(["_distributed_type"] if kind == "FSDP" else []),
+            ],
+        )
     elif kind is not None:
         _plain(keys, kind)
     if kind is not None and kind not in ("DEEPSPEED", "FSDP") and (deepspeed or wants_fsdp):
@@ -210,7 +260,11 @@ def _inert(keys: _Keys, names: Sequence[str], why: str) -> None:
 def _plain(keys: _Keys, kind: str) -> None:
     """`distributed_type` alone."""
     by = keys.by_name["_distributed_type"].entry
-    sizes = [target for target in ("shard", "tensor", "pipeline") if keys.number(f"parallel.{target}") > 1]
+    sizes = [
+        target
+        for target in ("shard", "tensor", "pipeline")
+        if keys.number(f"parallel.{target}") > 1
+    ]
     if sizes:
         keys.say(by, f"the sizes of the axes ({', '.join(sizes)}) choose the strategy")
         return
@@ -222,7 +276,8 @@ def _plain(keys: _Keys, kind: str) -> None:
         keys.say(by, f"gives way to {native.entry.shown()}")
 
 
-# -- DeepSpeed ----------------------------------------------------------------------------------------------------------------
+# -- DeepSpeed
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def _deepspeed(keys: _Keys, names: list[str]) -> None:
@@ -231,7 +286,11 @@ def _deepspeed(keys: _Keys, names: list[str]) -> None:
     settings: dict[str, Any] = {"mode": "deepspeed"}
     parsed = DeepSpeedJson()
     try:
-        if names[0] == "_deepspeed_config" and isinstance(value, Mapping) and "zero_optimization" not in value:
+        if (
+            names[0] == "_deepspeed_config"
+            and isinstance(value, Mapping)
+            and "zero_optimization" not in value
+        ):
             settings, parsed = _accelerate_deepspeed(keys, by, value)
         elif value is not True:
             settings, parsed = _deepspeed_value(keys, by, value)
@@ -249,19 +308,32 @@ def _deepspeed(keys: _Keys, names: list[str]) -> None:
             keys.set_strategy(entry, {"mode": settings["mode"]})
     if settings["mode"] == "ddp":
         keys.say(by, "ZeRO stage 0 shards nothing, as `ddp`")
-    _apply_json(keys, by, parsed, "" if isinstance(value, Mapping) else Path(str(value)).name, str(settings["mode"]))
+    _apply_json(
+        keys,
+        by,
+        parsed,
+        "" if isinstance(value, Mapping) else Path(str(value)).name,
+        str(settings["mode"]),
+    )
 
 
 def _deepspeed_value(keys: _Keys, by: Entry, value: Any) -> tuple[dict[str, Any], DeepSpeedJson]:
-    """The settings of `parallel` and the JSON of a value of `deepspeed`: the name of a stage, a file, or a mapping."""
-    if isinstance(value, str) and not value.lstrip().startswith("{") and "." not in value and not Path(value).is_file():
+    """The settings of `parallel` and the JSON of a value of `deepspeed`: the name of a stage, a
+    file, or a mapping."""
+    if (
+        isinstance(value, str)
+        and not value.lstrip().startswith("{")
+        and "." not in value
+        and not Path(value).is_file()
+    ):
         named = read_mode(f"deepspeed_{value.removeprefix('default-')}")
         if "deepspeed_stage" in named or named["mode"] == "ddp":
             return named, DeepSpeedJson()
         if "/" not in value:
             raise Refused(
                 f"`{value}` is neither a file nor the name of a ZeRO stage",
-                "write zero1, zero2, zero3, zero2_offload or zero3_offload, or the path of a DeepSpeed JSON",
+                "write zero1, zero2, zero3, zero2_offload or zero3_offload, or the path of a"
+                " DeepSpeed JSON",
             )
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = read_json(value, by.key)
@@ -282,11 +354,15 @@ def _find(keys: _Keys, by: Entry, path: str) -> str:
     return path
 
 
-def _accelerate_deepspeed(keys: _Keys, by: Entry, value: Mapping[str, Any]) -> tuple[dict[str, Any], DeepSpeedJson]:
+def _accelerate_deepspeed(
+    keys: _Keys, by: Entry, value: Mapping[str, Any]
+) -> tuple[dict[str, Any], DeepSpeedJson]:
     """Accelerate's own settings of DeepSpeed, or the file that it names."""
     rest = dict(value)
     file = rest.pop("deepspeed_config_file", None)
-    ignored = [key for key in list(rest) if key in _ACCELERATE_DEEPSPEED and rest.pop(key) is not None]
+    ignored = [
+        key for key in list(rest) if key in _ACCELERATE_DEEPSPEED and rest.pop(key) is not None
+    ]
     if file is not None:
         settings, parsed = _deepspeed_value(keys, by, file)
     else:
@@ -294,19 +370,26 @@ def _accelerate_deepspeed(keys: _Keys, by: Entry, value: Mapping[str, Any]) -> t
         for key in ("offload_optimizer", "offload_param"):
             zero[key] = {"device": rest.pop(f"{key}_device", None) or "none"}
         found: dict[str, Any] = {
-            key: rest.pop(key) for key in ("gradient_accumulation_steps", "gradient_clipping") if key in rest
+            key: rest.pop(key)
+            for key in ("gradient_accumulation_steps", "gradient_clipping")
+            if key in rest
         }
         parsed = interpret({"zero_optimization": zero, **found})
         settings = stage_settings(parsed.stage or 0, deepspeed=True)
     if rest:
         raise Refused(f"there is no key `{next(iter(rest))}` in it", "remove it")
     if ignored:
-        keys.say(by, f"without effect in it: {', '.join(f'`{key}`' for key in ignored)} (Paceline starts the ranks itself)")
+        keys.say(
+            by,
+            f"without effect in it: {', '.join(f'`{key}`' for key in ignored)} (Paceline starts the"
+            " ranks itself)",
+        )
     return settings, parsed
 
 
 def _apply_json(keys: _Keys, by: Entry, parsed: DeepSpeedJson, name: str, mode: str) -> None:
-    """Let the values of a JSON set what the config leaves out, and report what is ignored and what cannot be honored."""
+    """Let the values of a JSON set what the config leaves out, and report what is ignored and what
+    cannot be honored."""
     overridden = keys.overridden(by, mode)
     if parsed.problems and not overridden:
         text = "settings that cannot be honored:\n  " + "\n  ".join(parsed.problems)
@@ -317,7 +400,14 @@ def _apply_json(keys: _Keys, by: Entry, parsed: DeepSpeedJson, name: str, mode: 
         if setting.target in _PRECISION:
             _precision(keys, by, setting, name or by.key)
             continue
-        source = replace(by, path=(setting.name,), value=setting.value, layer=BELOW_FILE, source=name or by.key, token="")
+        source = replace(
+            by,
+            path=(setting.name,),
+            value=setting.value,
+            layer=BELOW_FILE,
+            source=name or by.key,
+            token="",
+        )
         keys.assign(by, setting.target, setting.sets, entry=source)
         keys.merge.below_file.append(Assigned(setting.target, setting.sets, source))
     if not overridden:
@@ -326,25 +416,47 @@ def _apply_json(keys: _Keys, by: Entry, parsed: DeepSpeedJson, name: str, mode: 
 
 def _precision(keys: _Keys, by: Entry, setting: Setting, name: str) -> None:
     """`bf16.enabled` and `fp16.enabled`, which decide unless the config names a precision."""
-    in_file = [one for one in keys.merge.assigned if one.target in _PRECISION_TARGETS and one.entry.layer == FILE]
-    is_open = [one.value == "auto" or (one.target in (DTYPE, MIXED) and one.value == "32") for one in in_file]
+    in_file = [
+        one
+        for one in keys.merge.assigned
+        if one.target in _PRECISION_TARGETS and one.entry.layer == FILE
+    ]
+    is_open = [
+        one.value == "auto" or (one.target in (DTYPE, MIXED) and one.value == "32")
+        for one in in_file
+    ]
     target, value, layer = _PRECISION[setting.target], setting.sets, BELOW_FILE
     if setting.sets is True:
-        keys.say(by, f"`{setting.name}: true` in it sets `train_args.precision` unless the config does")
+        keys.say(
+            by, f"`{setting.name}: true` in it sets `train_args.precision` unless the config does"
+        )
         if in_file and all(is_open):
             for one in in_file:
                 one.weak = True
-            target, value, layer = PRECISION, f"{setting.target.removeprefix('train_args.')}-mixed", FILE
-    source = replace(by, path=(setting.name,), value=setting.value, layer=layer, source=name, token="")
+            target, value, layer = (
+                PRECISION,
+                f"{setting.target.removeprefix('train_args.')}-mixed",
+                FILE,
+            )
+    source = replace(
+        by, path=(setting.name,), value=setting.value, layer=layer, source=name, token=""
+    )
     keys.merge.assigned.append(Assigned(target, value, source))
     if setting.sets is True:
-        keys.merge.below_file.append(Assigned(PRECISION, f"{setting.target.removeprefix('train_args.')}-mixed", source))
+        keys.merge.below_file.append(
+            Assigned(PRECISION, f"{setting.target.removeprefix('train_args.')}-mixed", source)
+        )
 
 
 def _native_deepspeed(keys: _Keys) -> None:
     """A DeepSpeed JSON that is given as Paceline's own `parallel.deepspeed_config`."""
     given = keys.native("parallel.deepspeed_config")
-    if given is None or given.value is None or given.entry.path[-1] != "deepspeed_config" or not given.entry.section:
+    if (
+        given is None
+        or given.value is None
+        or given.entry.path[-1] != "deepspeed_config"
+        or not given.entry.section
+    ):
         return
     if not isinstance(given.value, str | Mapping):
         return  # the schema refuses it
@@ -360,7 +472,9 @@ def _native_deepspeed(keys: _Keys) -> None:
             given.value = _find(keys, by, given.value)
         parsed = interpret(read_json(given.value, by.key))
     except ConfigError as error:
-        keys.merge.problems.append(Problem(error.what, by, fix=error.fix, target="parallel.deepspeed_config"))
+        keys.merge.problems.append(
+            Problem(error.what, by, fix=error.fix, target="parallel.deepspeed_config")
+        )
         return
     if native is None or native.weak:
         keys.assign(by, "parallel.mode", "ddp" if parsed.stage == 0 else "deepspeed")
@@ -370,7 +484,14 @@ def _native_deepspeed(keys: _Keys) -> None:
         given.value = None
         keys.say(by, "ZeRO stage 0 shards nothing: `parallel.mode: ddp`")
     elif parsed.stage:
-        source = replace(by, path=("stage",), value=parsed.stage, layer=BELOW_FILE, source=_name(given.value), token="")
+        source = replace(
+            by,
+            path=("stage",),
+            value=parsed.stage,
+            layer=BELOW_FILE,
+            source=_name(given.value),
+            token="",
+        )
         keys.assign(by, "parallel.deepspeed_stage", parsed.stage, entry=source)
         keys.merge.below_file.append(Assigned("parallel.deepspeed_stage", parsed.stage, source))
     _apply_json(keys, by, parsed, _name(given.value), "ddp" if parsed.stage == 0 else "deepspeed")
@@ -380,7 +501,8 @@ def _name(given: Any) -> str:
     return Path(given).name if isinstance(given, str) else "parallel.deepspeed_config"
 
 
-# -- FSDP ---------------------------------------------------------------------------------------------------------------------
+# -- FSDP
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _fsdp(keys: _Keys, names: list[str]) -> None:
@@ -389,7 +511,10 @@ def _fsdp(keys: _Keys, names: list[str]) -> None:
         flags, config = _fsdp_inputs(keys)
         plan = fsdp_plan(flags, config)
     except Refused as refused:
-        at = keys.by_name.get("_fsdp_config" if refused.why.startswith("`fsdp_config") else names[0], keys.by_name[names[0]])
+        at = keys.by_name.get(
+            "_fsdp_config" if refused.why.startswith("`fsdp_config") else names[0],
+            keys.by_name[names[0]],
+        )
         keys.refuse(at.entry, refused.why, refused.fix)
         return
     settings = _fsdp_settings(keys, by, plan)
@@ -403,12 +528,25 @@ def _fsdp(keys: _Keys, names: list[str]) -> None:
         keys.say(by, text)
     if plan.checkpointing:
         for one in keys.merge.assigned:
-            if one.target == "train_args.gradient_checkpointing" and one.value is False and one.entry.layer == by.layer:
+            if (
+                one.target == "train_args.gradient_checkpointing"
+                and one.value is False
+                and one.entry.layer == by.layer
+            ):
                 one.weak = True  # "use activation_checkpointing instead of gradient_checkpointing"
         keys.assign(by, "train_args.gradient_checkpointing", True)
     if plan.precision is not None:
-        source = replace(by, path=("mixed_precision",), value=plan.precision, layer=BELOW_FILE, source=by.key, token="")
-        keys.merge.assigned.append(Assigned(BF16 if plan.precision == "bf16" else FP16, True, source))
+        source = replace(
+            by,
+            path=("mixed_precision",),
+            value=plan.precision,
+            layer=BELOW_FILE,
+            source=by.key,
+            token="",
+        )
+        keys.merge.assigned.append(
+            Assigned(BF16 if plan.precision == "bf16" else FP16, True, source)
+        )
 
 
 def _fsdp_inputs(keys: _Keys) -> tuple[list[str], dict[str, Any]]:
@@ -444,19 +582,27 @@ def _fsdp_file(path: str, key: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise Refused(f"{path} cannot be read: {error}", f"correct the path, or write the settings into `{key}`") from None
+        raise Refused(
+            f"{path} cannot be read: {error}",
+            f"correct the path, or write the settings into `{key}`",
+        ) from None
     if not isinstance(found, dict):
         raise Refused(f"{path} is not a JSON object", f"write the settings into `{key}`")
     return found
 
 
 def _fsdp_settings(keys: _Keys, by: Entry, plan: FsdpPlan) -> dict[str, Any] | None:
-    """The settings of `parallel` for FSDP with the sizes of axes that the config gives; None where they do not suffice."""
+    """The settings of `parallel` for FSDP with the sizes of axes that the config gives; None where
+    they do not suffice."""
     settings: dict[str, Any] = {"mode": plan.mode}
     if plan.offload:
         settings["offload"] = "all"
     hosts, ranks = keys.number("parallel.nnodes"), _num_ranks(keys)
-    if plan.hybrid and keys.native("parallel.data") is None and keys.native("parallel.shard") is None:
+    if (
+        plan.hybrid
+        and keys.native("parallel.data") is None
+        and keys.native("parallel.shard") is None
+    ):
         settings["data"] = hosts
         if hosts == 1:
             keys.say(by, "on one host all its ranks form one group of shards")
@@ -469,11 +615,14 @@ def _fsdp_settings(keys: _Keys, by: Entry, plan: FsdpPlan) -> dict[str, Any] | N
     if keys.native("parallel.shard") is None and "shard" not in settings:
         others = sizes["data"] * sizes["tensor"] * sizes["pipeline"]
         if ranks is None or ranks % others:
-            cut = " and ".join(f"`parallel.{axis}: {size}`" for axis, size in sizes.items() if size > 1)
+            cut = " and ".join(
+                f"`parallel.{axis}: {size}`" for axis, size in sizes.items() if size > 1
+            )
             keys.refuse(
                 by,
                 f"FSDP with {cut} needs the number of shards",
-                "set `parallel.shard` (dp_shard_size): the number of ranks divided by the other sizes",
+                "set `parallel.shard` (dp_shard_size): the number of ranks divided by the other"
+                " sizes",
                 target="parallel.shard",
             )
             return None
@@ -492,7 +641,11 @@ def _hsdp(keys: _Keys) -> None:
     if keys.native("parallel.data") is None and keys.native("parallel.shard") is None:
         keys.assign(given.entry, "parallel.data", hosts)
         if hosts == 1:
-            keys.say(given.entry, "on one host all its ranks form one group of shards; for replicas set `parallel.data`")
+            keys.say(
+                given.entry,
+                "on one host all its ranks form one group of shards; for replicas set"
+                " `parallel.data`",
+            )
 
 
 def notices(merge: Merge) -> list[tuple[str, str]]:
@@ -500,8 +653,16 @@ def notices(merge: Merge) -> list[tuple[str, str]]:
     out = []
     for one in merge.below_file:
         winner = merge.winners.get(one.target)
-        if winner is None or winner.value is RESET or winner.entry.layer == BELOW_FILE or winner.value == one.value:
+        if (
+            winner is None
+            or winner.value is RESET
+            or winner.entry.layer == BELOW_FILE
+            or winner.value == one.value
+        ):
             continue
-        text = f"`{one.entry.key}: {short(one.entry.value)}` ({one.entry.source}) gives way to {winner.entry.shown()}"
+        text = (
+            f"`{one.entry.key}: {short(one.entry.value)}` ({one.entry.source}) gives way to"
+            f" {winner.entry.shown()}"
+        )
         out.append(("warning", text))
     return out

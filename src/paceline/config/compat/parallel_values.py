@@ -1,7 +1,8 @@
 """How other tools choose a parallelism strategy: the values of their keys, read one by one.
 
-What depends on several keys (`fsdp` with `fsdp_config`, `num_processes` with `num_machines`) is kept under names with ``_`` in
-front and put together by :mod:`paceline.config.compat.parallel_keys`.
+What depends on several keys (`fsdp` with `fsdp_config`, `num_processes` with `num_machines`) is
+kept under names with ``_`` in front and put together by
+:mod:`paceline.config.compat.parallel_keys`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from paceline.config.compat.conversion import Convert, Out, Refused, as_bool, in
 from paceline.config.modes import is_hsdp, read_mode
 
 _LONG_SAMPLES = (
-    "remove it; for long samples set `train_args.gradient_checkpointing: true`, or cut the layers with `parallel.tensor` "
-    "and `parallel.sequence_parallel: true`"
+    "remove it; for long samples set `train_args.gradient_checkpointing: true`, or cut the layers"
+    " with `parallel.tensor` and `parallel.sequence_parallel: true`"
 )
 
 
@@ -36,7 +37,10 @@ def deepspeed(value: Any) -> Out:
         return Out()
     if value is True or isinstance(value, str | Mapping):
         return Out({"_deepspeed": value})
-    raise Refused("expected a DeepSpeed JSON or the name of a stage", "write deepspeed: ds_config.json, or deepspeed: zero2")
+    raise Refused(
+        "expected a DeepSpeed JSON or the name of a stage",
+        "write deepspeed: ds_config.json, or deepspeed: zero2",
+    )
 
 
 def deepspeed_config(value: Any) -> Out:
@@ -62,13 +66,19 @@ def fsdp_config(value: Any) -> Out:
         return Out()
     if isinstance(value, str | Mapping):
         return Out({"_fsdp_config": value})
-    raise Refused("expected a mapping, or the path of a JSON file", "write fsdp_config: {reshard_after_forward: true}")
+    raise Refused(
+        "expected a mapping, or the path of a JSON file",
+        "write fsdp_config: {reshard_after_forward: true}",
+    )
 
 
 def fsdp_version(value: Any) -> Out:
     if str(value) in ("1", "2"):
         return Out({"_fsdp_version": int(value)})
-    raise Refused(f"`{value}` is not a version of FSDP", "use 2; Paceline shards with torch's `fully_shard` (FSDP2) either way")
+    raise Refused(
+        f"`{value}` is not a version of FSDP",
+        "use 2; Paceline shards with torch's `fully_shard` (FSDP2) either way",
+    )
 
 
 def fsdp_setting(name: str) -> Convert:
@@ -77,7 +87,10 @@ def fsdp_setting(name: str) -> Convert:
 
 
 _NO_STRATEGY = {
-    "MEGATRON_LM": "Megatron-LM is not used; tensor and pipeline parallelism are `parallel.tensor` and `parallel.pipeline`",
+    "MEGATRON_LM": (
+        "Megatron-LM is not used; tensor and pipeline parallelism are `parallel.tensor` and"
+        " `parallel.pipeline`"
+    ),
     "XLA": "TPUs are not supported",
     "TPU": "TPUs are not supported",
 }
@@ -85,14 +98,17 @@ _NO_STRATEGY = {
 
 def distributed_type(value: Any) -> Out:
     """Accelerate's `distributed_type`."""
-    name = str(value).removeprefix("DistributedType.").upper() if not isinstance(value, bool) else "NO"
+    name = (
+        str(value).removeprefix("DistributedType.").upper() if not isinstance(value, bool) else "NO"
+    )
     if name in _NO_STRATEGY:
         raise Refused(_NO_STRATEGY[name], "remove it, and set `parallel.mode`")
     if name in ("DEEPSPEED", "FSDP", "TP", "NO") or name.startswith("MULTI_"):
         sets: dict[str, Any] = {"_distributed_type": name}
         return Out({**sets, "parallel.device": "cpu"} if name == "MULTI_CPU" else sets)
     raise Refused(
-        f"`{value}` is not a distributed type of Accelerate that Paceline knows", "use MULTI_GPU, FSDP, DEEPSPEED or NO"
+        f"`{value}` is not a distributed type of Accelerate that Paceline knows",
+        "use MULTI_GPU, FSDP, DEEPSPEED or NO",
     )
 
 
@@ -103,7 +119,8 @@ def num_processes(value: Any) -> Out:
     return Out({"_num_processes": value})
 
 
-# -- sizes ------------------------------------------------------------------------------------------------------------------
+# -- sizes
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def size(target: str) -> Convert:
@@ -112,7 +129,9 @@ def size(target: str) -> Convert:
     def convert(value: Any) -> Out:
         if value == 1 and not isinstance(value, bool):
             return info("1 is the default")
-        return info("it follows from the number of ranks") if _no_axis(value) else Out({target: value})
+        return (
+            info("it follows from the number of ranks") if _no_axis(value) else Out({target: value})
+        )
 
     return convert
 
@@ -127,8 +146,16 @@ def context(what: str = "context parallelism") -> Convert:
     def convert(value: Any) -> Out:
         if is_off(value) or _no_axis(value):
             return info("1 is the default")
-        why = "samples are not split over ranks" if what == "context parallelism" else "each rank holds all experts of a layer"
-        fix = _LONG_SAMPLES if what == "context parallelism" else "remove it; `parallel.mode: zero3` shards the experts too"
+        why = (
+            "samples are not split over ranks"
+            if what == "context parallelism"
+            else "each rank holds all experts of a layer"
+        )
+        fix = (
+            _LONG_SAMPLES
+            if what == "context parallelism"
+            else "remove it; `parallel.mode: zero3` shards the experts too"
+        )
         raise Refused(f"{what} is not supported: {why}", fix)
 
     return convert
@@ -140,7 +167,8 @@ def autotp(value: Any) -> Out:
         return info("1 is the default")
     raise Refused(
         "tensor parallelism inside DeepSpeed is not supported",
-        f"remove it and `deepspeed`, and set `parallel: {{mode: hybrid, tensor: {value}, shard: ...}}`",
+        f"remove it and `deepspeed`, and set `parallel: {{mode: hybrid, tensor: {value}, shard:"
+        " ...}`",
     )
 
 
@@ -150,7 +178,8 @@ def hpz(value: Any) -> Out:
         return info("1 is the default")
     raise Refused(
         "ZeRO++'s secondary partition is not supported",
-        "remove it; for shards within each host set `parallel.mode: zero3` and `parallel.data` to the number of hosts",
+        "remove it; for shards within each host set `parallel.mode: zero3` and `parallel.data` to"
+        " the number of hosts",
     )
 
 
@@ -189,9 +218,13 @@ def parallelism_config(value: Any) -> Out:
     if is_off(value):
         return Out()
     if not isinstance(value, Mapping):
-        raise Refused("expected a mapping", "write parallelism_config: {tp_size: 2}, or parallel.tensor: 2")
+        raise Refused(
+            "expected a mapping", "write parallelism_config: {tp_size: 2}, or parallel.tensor: 2"
+        )
     sets, rest = _sizes(value)
-    unknown = [key for key in rest if not key.removeprefix("parallelism_config_").startswith(_SIZE_DETAILS)]
+    unknown = [
+        key for key in rest if not key.removeprefix("parallelism_config_").startswith(_SIZE_DETAILS)
+    ]
     if unknown:
         raise Refused(f"there is no key `{unknown[0]}` in it", f"use {', '.join(list(_SIZES)[:4])}")
     if sets:
@@ -212,8 +245,17 @@ def dist_config(value: Any) -> Out:
     if name == "ddp":
         return Out({**sets, "parallel.mode": "ddp"})
     if not name.startswith("fsdp"):
-        raise Refused(f"`{value['name']}` is not a strategy that Paceline knows", "use fsdp2, deepspeed or ddp")
-    kept = ("reshard_after_forward", "offload_params", "cpu_offload", "mixed_precision", "activation_checkpointing")
+        raise Refused(
+            f"`{value['name']}` is not a strategy that Paceline knows",
+            "use fsdp2, deepspeed or ddp",
+        )
+    kept = (
+        "reshard_after_forward",
+        "offload_params",
+        "cpu_offload",
+        "mixed_precision",
+        "activation_checkpointing",
+    )
     config = {key: value[key] for key in kept if key in rest and value[key] is not None}
     return Out({**sets, "_fsdp": "full_shard", "_fsdp_config": config})
 

@@ -1,4 +1,5 @@
-"""The spellings of the precision setting, Paceline's and other tools', and how several of them in one config agree."""
+"""The spellings of the precision setting, Paceline's and other tools', and how several of them in
+one config agree."""
 
 from __future__ import annotations
 
@@ -20,11 +21,16 @@ _ALLOWED = "use auto, bf16-mixed, fp16-mixed or 32"
 
 
 def _mixed(value: Any) -> str | None:
-    """The value of ``train_args.precision`` that a spelling stands for; None if it is not a spelling of one."""
+    """The value of ``train_args.precision`` that a spelling stands for; None if it is not a
+    spelling of one."""
     name = str(value).lower().removeprefix("torch.")
     if name == "auto":
         return "auto"
-    for result, names in (("bf16-mixed", _BF16_NAMES), ("fp16-mixed", _FP16_NAMES), ("32", _FLOAT32_NAMES)):
+    for result, names in (
+        ("bf16-mixed", _BF16_NAMES),
+        ("fp16-mixed", _FP16_NAMES),
+        ("32", _FLOAT32_NAMES),
+    ):
         if name in names:
             return result
     return None
@@ -38,7 +44,10 @@ def precision(value: Any) -> Out:
     name = str(value).lower()
     if name in ("bf16-true", "16-true", "fp16-true"):
         raise Refused(f"`{name}` (trained weights in half precision) is not supported", _ALLOWED)
-    if name in ("64", "64-true", "transformer-engine", "transformer-engine-float16") or "fp8" in name:
+    if (
+        name in ("64", "64-true", "transformer-engine", "transformer-engine-float16")
+        or "fp8" in name
+    ):
         raise Refused(f"`{name}` is not a precision that Paceline trains in", _ALLOWED)
     return Out({TARGET: value})  # the schema lists what it takes
 
@@ -57,7 +66,9 @@ def mixed_precision(value: Any) -> Out:
         return Out({MIXED: "32"})
     result = _mixed(value)
     if result is None:
-        raise Refused(f"`{value}` is not a precision that Paceline trains in", "use no, fp16 or bf16")
+        raise Refused(
+            f"`{value}` is not a precision that Paceline trains in", "use no, fp16 or bf16"
+        )
     return Out({MIXED: result})
 
 
@@ -69,7 +80,14 @@ def pure_bf16(value: Any) -> Out:
     """Trained weights in bfloat16, which is not supported yet."""
     flag = _flag(value)
     says = (
-        (("warning", "trained weights and optimizer states stay in float32, which takes more memory"),) if flag is True else ()
+        (
+            (
+                "warning",
+                "trained weights and optimizer states stay in float32, which takes more memory",
+            ),
+        )
+        if flag is True
+        else ()
     )
     return Out({BF16: flag}, says=says)
 
@@ -85,12 +103,14 @@ def _flag(value: Any) -> bool | str:
     result = words.get(str(value).lower(), as_bool(value))
     if not isinstance(result, bool):
         raise Refused(
-            f"expected true, false or auto, got {short(value)}", "set `train_args.precision` instead: " + _ALLOWED[4:]
+            f"expected true, false or auto, got {short(value)}",
+            "set `train_args.precision` instead: " + _ALLOWED[4:],
         )
     return result
 
 
-# -- several keys ---------------------------------------------------------------------------------------------------------
+# -- several keys
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -109,21 +129,34 @@ class _Claim:
 def settle_precision(merge: Merge) -> None:
     """Replace the pseudo-targets by one value of ``train_args.precision``.
 
-    The command line prevails over the file. Within one layer a key that names a precision prevails over ``auto``, and that over
-    ``float32`` as the type a model is loaded in; two keys that name different ones are a problem. ``bf16: false`` alone
-    means float32; ``fp16: false`` alone changes nothing.
+    The command line prevails over the file. Within one layer a key that names a precision prevails
+    over ``auto``, and that over ``float32`` as the type a model is loaded in; two keys that name
+    different ones are a problem. ``bf16: false`` alone means float32; ``fp16: false`` alone changes
+    nothing.
     """
     keys = {name: merge.winners.pop(name, None) for name in (TARGET, MIXED, DTYPE, BF16, FP16)}
-    present = {name: one for name, one in keys.items() if one is not None and one.value is not RESET}
+    present = {
+        name: one for name, one in keys.items() if one is not None and one.value is not RESET
+    }
     native = keys[TARGET]
     if native is not None and native.value is RESET:
         present = {name: one for name, one in present.items() if one.entry.layer == OVERRIDE}
-    off = {flag: present[flag] for flag in (BF16, FP16) if flag in present and present[flag].value is False}
-    claims = [claim for claim in map(_claim, present.items()) if claim is not None and not _turned_off(claim, off)]
+    off = {
+        flag: present[flag]
+        for flag in (BF16, FP16)
+        if flag in present and present[flag].value is False
+    }
+    claims = [
+        claim
+        for claim in map(_claim, present.items())
+        if claim is not None and not _turned_off(claim, off)
+    ]
     chosen = _choose(merge, claims)
     if chosen is not None and _contradicted(merge, chosen, off):
         return
-    if BF16 in off and (chosen is None or (chosen.value == "auto" and chosen.layer <= off[BF16].entry.layer)):
+    if BF16 in off and (
+        chosen is None or (chosen.value == "auto" and chosen.layer <= off[BF16].entry.layer)
+    ):
         chosen = _Claim("32", off[BF16], firm=False)
     if chosen is not None:
         merge.winners[TARGET] = Assigned(TARGET, chosen.value, chosen.by.entry)
@@ -145,7 +178,8 @@ def _claim(item: tuple[str, Assigned]) -> _Claim | None:
 
 
 def _turned_off(claim: _Claim, off: dict[str, Assigned]) -> bool:
-    """True if a later layer has ``bf16: false`` for a claim of bf16, or ``fp16: false`` for one of fp16."""
+    """True if a later layer has ``bf16: false`` for a claim of bf16, or ``fp16: false`` for one of
+    fp16."""
     flag = off.get({"bf16-mixed": BF16, "fp16-mixed": FP16}.get(str(claim.value), ""))
     return flag is not None and flag.entry.layer > claim.layer
 
@@ -188,17 +222,24 @@ def _report(merge: Merge, keys: dict[str, Assigned | None], chosen: _Claim | Non
             merge.lines.remove(line)
         elif winner.layer > mine.entry.layer:
             line.settled.append(("info", f"gives way to the command line: {winner.shown()}"))
-        elif chosen is None or (claim is not None and claim.value == chosen.value) or chosen.by is mine:
+        elif (
+            chosen is None
+            or (claim is not None and claim.value == chosen.value)
+            or chosen.by is mine
+        ):
             value = chosen.value if chosen is not None else "auto"
             line.settled.append(("info", f"is read as `{TARGET}: {value}`"))
         elif chosen.layer > mine.entry.layer:
-            line.settled.append(("info", f"gives way to the command line: {chosen.by.entry.shown()}"))
+            line.settled.append(
+                ("info", f"gives way to the command line: {chosen.by.entry.shown()}")
+            )
         else:
             line.settled.append(("info", f"gives way to {chosen.by.entry.shown()}"))
 
 
 def _winner(keys: dict[str, Assigned | None], mine: Assigned) -> Entry:
-    """The entry that decides about the key of ``mine``: another spelling of it, or an override that resets the setting."""
+    """The entry that decides about the key of ``mine``: another spelling of it, or an override that
+    resets the setting."""
     reset, same = keys[TARGET], keys[mine.target]
     if reset is not None and reset.value is RESET:
         return reset.entry

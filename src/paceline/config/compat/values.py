@@ -1,4 +1,5 @@
-"""Values of other tools' keys, one function for each kind of value. Read beside :mod:`paceline.config.compat.aliases_table`."""
+"""Values of other tools' keys, one function for each kind of value. Read beside
+:mod:`paceline.config.compat.aliases_table`."""
 
 from __future__ import annotations
 
@@ -7,12 +8,31 @@ import re
 from typing import Any
 
 from paceline.config.chat_roles import ROLES
-from paceline.config.compat.conversion import Convert, Out, Refused, as_bool, info, is_off, warning, words
-from paceline.config.template_names import FALLBACK, TEMPLATE_NAMES, TOKENIZER_DEFAULT, canonical_name, is_inline, is_path
+from paceline.config.compat.conversion import (
+    Convert,
+    Out,
+    Refused,
+    as_bool,
+    info,
+    is_off,
+    warning,
+    words,
+)
+from paceline.config.template_names import (
+    FALLBACK,
+    TEMPLATE_NAMES,
+    TOKENIZER_DEFAULT,
+    canonical_name,
+    is_inline,
+    is_path,
+)
 
-# -- the method ----------------------------------------------------------------------------------------------------------
+# -- the method
+# ----------------------------------------------------------------------------------------------------------
 
-_QUANTISED = "4-bit and 8-bit loading are not there: the weights are loaded in full, which takes more memory"
+_QUANTISED = (
+    "4-bit and 8-bit loading are not there: the weights are loaded in full, which takes more memory"
+)
 
 
 def tuner(value: Any) -> Out:
@@ -24,7 +44,10 @@ def tuner(value: Any) -> Out:
         return warning(_QUANTISED, lora__enable=True)
     if is_off(value) or name == "full":
         return Out({"lora.enable": False})
-    raise Refused(f"`{value}` is not a method that Paceline trains; it has `lora` and `full`", "use lora or full")
+    raise Refused(
+        f"`{value}` is not a method that Paceline trains; it has `lora` and `full`",
+        "use lora or full",
+    )
 
 
 def adapter(value: Any) -> Out:
@@ -40,20 +63,23 @@ def adapter_path(value: Any) -> Out:
         return Out()
     if len(paths) > 1:
         raise Refused(
-            f"{len(paths)} adapters are given; training goes on from one", "keep one of them, and merge the others before"
+            f"{len(paths)} adapters are given; training goes on from one",
+            "keep one of them, and merge the others before",
         )
     return Out({"lora.adapter": paths[0]}, weak={"lora.enable": True})
 
 
 def task(value: Any) -> Out:
-    """Stages and task types: supervised fine-tuning and pre-training are here, preference training is not."""
+    """Stages and task types: supervised fine-tuning and pre-training are here, preference training
+    is not."""
     name = str(value).lower()
     if name in ("sft", "instruct"):
         return Out({"task": "sft"})
     if name in ("pt", "pretrain", "pretraining", "cpt"):
         return Out({"task": "pretrain"})
     raise Refused(
-        f"`{value}` is not a task of Paceline; it has `sft`, `pretrain`, `classify` and your own (`./file.py:Class`)",
+        f"`{value}` is not a task of Paceline; it has `sft`, `pretrain`, `classify` and your own"
+        " (`./file.py:Class`)",
         "use sft, or the tool this config was written for",
     )
 
@@ -71,17 +97,23 @@ _NEGATIVE_LOG_LIKELIHOOD = ("nll", "chunked_nll", "cross_entropy", "causal_lm", 
 
 
 def supervised_loss(value: Any) -> Out:
-    """TRL's and ms-swift's `loss_type`. The losses of preference training are recognized before, in ``methods``."""
+    """TRL's and ms-swift's `loss_type`. The losses of preference training are recognized before, in
+    ``methods``."""
     if is_off(value):
         return Out()
     name = str(value).lower()
     if name in _NEGATIVE_LOG_LIKELIHOOD:
         return info("the loss is the negative log-likelihood of the answers' tokens")
     if name == "dft":
-        return warning("dynamic fine-tuning is not available; the loss is the negative log-likelihood of the answers' tokens")
+        return warning(
+            "dynamic fine-tuning is not available; the loss is the negative log-likelihood of the"
+            " answers' tokens"
+        )
     raise Refused(
-        f"`{value}` is not a loss that Paceline trains language models with; it has the negative log-likelihood (`nll`)",
-        "remove the key to train with the negative log-likelihood, or use the tool this config was written for",
+        f"`{value}` is not a loss that Paceline trains language models with; it has the negative"
+        " log-likelihood (`nll`)",
+        "remove the key to train with the negative log-likelihood, or use the tool this config was"
+        " written for",
     )
 
 
@@ -89,7 +121,8 @@ def preference(value: Any) -> Out:
     return Out() if is_off(value) else task(value)
 
 
-# -- precision and device ---------------------------------------------------------------------------------------------------
+# -- precision and device
+# ---------------------------------------------------------------------------------------------------
 
 
 def quantised(value: Any) -> Out:
@@ -110,7 +143,10 @@ def attention(value: Any) -> Out:
 def tuner_backend(value: Any) -> Out:
     if str(value).lower() == "peft":
         return info("adapters are those of peft")
-    return warning(f"`{value}` is not available; adapters are those of peft: the same method, other speed and memory")
+    return warning(
+        f"`{value}` is not available; adapters are those of peft: the same method, other speed and"
+        " memory"
+    )
 
 
 def cpu(value: Any) -> Out:
@@ -127,10 +163,13 @@ def ranks(value: Any) -> Out:
     return Out({"parallel.num_gpus": "auto" if value in ("gpu", "auto", -1) else value})
 
 
-# -- the training -------------------------------------------------------------------------------------------------------------
+# -- the training
+# -------------------------------------------------------------------------------------------------------------
 
 _SAME_OPTIM = {"adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"}
-_EIGHT_BIT = re.compile(r"^(paged_)?(adamw?|rmsprop|adagrad|sgd)(_bnb|_torch)?_[48]bit$|^rmsprop_bnb\w*$")
+_EIGHT_BIT = re.compile(
+    r"^(paged_)?(adamw?|rmsprop|adagrad|sgd)(_bnb|_torch)?_[48]bit$|^rmsprop_bnb\w*$"
+)
 
 
 def optim(value: Any) -> Out:
@@ -139,8 +178,13 @@ def optim(value: Any) -> Out:
         return Out({"train_args.optim": name})
     if _EIGHT_BIT.match(name):
         kind = next((one for one in ("rmsprop", "adagrad", "sgd") if one in name), "adamw")
-        return warning("the optimizer's states are float32 here, not 8-bit: more memory, the same rule", train_args__optim=kind)
-    if re.match(r"^(paged_)?adamw(_\w+)?$", name) and not name.endswith(("schedule_free", "galore", "stable")):
+        return warning(
+            "the optimizer's states are float32 here, not 8-bit: more memory, the same rule",
+            train_args__optim=kind,
+        )
+    if re.match(r"^(paged_)?adamw(_\w+)?$", name) and not name.endswith(
+        ("schedule_free", "galore", "stable")
+    ):
         return Out({"train_args.optim": "adamw"})
     return Out({"train_args.optim": value})  # unknown: the schema says what there is
 
@@ -156,7 +200,13 @@ _SCHEDULES = {
 
 def scheduler(value: Any) -> Out:
     name = value.lower() if isinstance(value, str) else value
-    return Out({"train_args.lr_scheduler_type": _SCHEDULES.get(name, name) if isinstance(name, str) else value})
+    return Out(
+        {
+            "train_args.lr_scheduler_type": (
+                _SCHEDULES.get(name, name) if isinstance(name, str) else value
+            )
+        }
+    )
 
 
 def scheduler_args(value: Any) -> Out:
@@ -195,11 +245,17 @@ def per_epoch(target: str) -> Convert:
 
 def checkpointing(value: Any) -> Out:
     if isinstance(value, str) and value.lower() in ("unsloth", "offload", "offload_disk"):
-        return info("activations are recomputed by torch, not offloaded", train_args__gradient_checkpointing=True)
+        return info(
+            "activations are recomputed by torch, not offloaded",
+            train_args__gradient_checkpointing=True,
+        )
     return Out({"train_args.gradient_checkpointing": as_bool(value)})
 
 
-_BATCH_NOTE = "packing here puts a micro-batch's samples in one row; the batch size goes on counting samples, not packed rows"
+_BATCH_NOTE = (
+    "packing here puts a micro-batch's samples in one row; the batch size goes on counting samples,"
+    " not packed rows"
+)
 
 
 def packing(value: Any) -> Out:
@@ -226,7 +282,10 @@ def overlong(value: Any) -> Out:
         return Out({"train_args.overlong": "truncate"})
     if name in ("left", "truncation_left", "keep_end", "split"):
         return warning("too long a sample is cut at its end here", train_args__overlong="truncate")
-    raise Refused(f"`{value}` is not a way to treat samples that are too long", "use overlong: truncate or overlong: drop")
+    raise Refused(
+        f"`{value}` is not a way to treat samples that are too long",
+        "use overlong: truncate or overlong: drop",
+    )
 
 
 def loss_scale(value: Any) -> Out:
@@ -237,7 +296,10 @@ def loss_scale(value: Any) -> Out:
         return Out({"train_args.train_on_inputs": True})
     if name == "last_round":
         return Out({"train_args.train_on_turns": "last"})
-    raise Refused(f"`{value}` weighs the tokens of an answer, which Paceline does not do", "use default, all or last_round")
+    raise Refused(
+        f"`{value}` weighs the tokens of an answer, which Paceline does not do",
+        "use default, all or last_round",
+    )
 
 
 def mask_history(value: Any) -> Out:
@@ -247,14 +309,16 @@ def mask_history(value: Any) -> Out:
 
 
 def roles_to_train(value: Any) -> Out:
-    """axolotl's list of roles whose turns carry the loss; here it is the assistant, under any of its names."""
+    """axolotl's list of roles whose turns carry the loss; here it is the assistant, under any of
+    its names."""
     names = [name.lower() for name in words(value or [])]
     if names and all(ROLES.get(name) == "assistant" for name in names):
         return Out()
     if value is None:
         return Out()
     raise Refused(
-        f"the loss is on the turns of the assistant, not on those of {', '.join(names) or 'no role at all'}",
+        "the loss is on the turns of the assistant, not on those of"
+        f" {', '.join(names) or 'no role at all'}",
         "use roles_to_train: [assistant], or train_on_inputs: true for a loss on every token",
     )
 
@@ -264,7 +328,9 @@ def train_on_eos(value: Any) -> Out:
     if value is None or str(value).lower() == "turn":
         return Out()
     raise Refused(
-        f"`{value}`: the end-of-turn token carries the loss after each turn that does, and after no other", "use turn"
+        f"`{value}`: the end-of-turn token carries the loss after each turn that does, and after no"
+        " other",
+        "use turn",
     )
 
 
@@ -294,7 +360,9 @@ def report_to(value: Any) -> Out:
     if not lost:
         return Out({"report_to": kept})
     return warning(
-        f"{', '.join(lost)} cannot be reported to; report.html, events.jsonl and TensorBoard are there", report_to=kept
+        f"{', '.join(lost)} cannot be reported to; report.html, events.jsonl and TensorBoard are"
+        " there",
+        report_to=kept,
     )
 
 
@@ -324,7 +392,10 @@ def chat_template(value: Any) -> Out:
     prefix = FALLBACK if text.startswith(FALLBACK) else ""
     name = canonical_name(text.removeprefix(FALLBACK))
     if name is None:
-        return warning(f"there is no template of this name, so the tokenizer's own is used; named: {', '.join(TEMPLATE_NAMES)}")
+        return warning(
+            "there is no template of this name, so the tokenizer's own is used; named:"
+            f" {', '.join(TEMPLATE_NAMES)}"
+        )
     return Out({"chat_template": prefix + name})
 
 
@@ -336,14 +407,18 @@ def template_name(value: Any) -> Out:
 
 def variables(value: Any) -> Out:
     names = ", ".join(value) if isinstance(value, dict) else str(value)
-    return warning(f"environment variables ({names}) are not set from a config; set them in your shell")
+    return warning(
+        f"environment variables ({names}) are not set from a config; set them in your shell"
+    )
 
 
-# -- the order of samples -------------------------------------------------------------------------------------------------
+# -- the order of samples
+# -------------------------------------------------------------------------------------------------
 
 
 def shuffle(value: Any) -> Out:
-    """Read a switch that another tool applies before its loader, which may shuffle again: the loader's switch prevails."""
+    """Read a switch that another tool applies before its loader, which may shuffle again: the
+    loader's switch prevails."""
     return Out(weak={"train_args.shuffle": as_bool(value)})
 
 
@@ -354,4 +429,7 @@ def sampling(value: Any) -> Out:
         return Out({"train_args.shuffle": False})
     if name == "random" or is_off(value):
         return Out(weak={"train_args.shuffle": True})
-    return warning(f"`{value}` is not supported: samples are shuffled, or kept in order with `train_args.shuffle: false`")
+    return warning(
+        f"`{value}` is not supported: samples are shuffled, or kept in order with"
+        " `train_args.shuffle: false`"
+    )

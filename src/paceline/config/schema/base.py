@@ -18,7 +18,11 @@ Text = Annotated[str, BeforeValidator(_only_str)]
 
 
 def _words(value: object) -> object:
-    return [word for word in (part.strip() for part in value.split(",")) if word] if isinstance(value, str) else value
+    return (
+        [word for word in (part.strip() for part in value.split(",")) if word]
+        if isinstance(value, str)
+        else value
+    )
 
 
 #: A list of names, also written as text with commas.

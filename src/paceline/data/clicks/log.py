@@ -1,6 +1,8 @@
-"""Click logs: a label, numbers and ids a row; kept in the cache as plain arrays that every rank maps into its memory.
+"""Click logs: a label, numbers and ids a row; kept in the cache as plain arrays that every rank
+maps into its memory.
 
-`builtin:clicks` is made by a model that is known, so that the best AUC which any click model can reach is known too.
+`builtin:clicks` is made by a model that is known, so that the best AUC which any click model can
+reach is known too.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class ClickLog:
         labels: float32 [num_rows], 0 or 1.
         dense: float32 [num_rows, num_dense].
         ids: for each categorical column int64 [num_ids], the rows' ids one after the other.
-        starts: for each categorical column int64 [num_rows + 1], where a row's ids begin; None: one id a row.
+        starts: for each categorical column int64 [num_rows + 1], where a row's ids begin; None: one
+            id a row.
         chance: float32 [num_rows], the true probability of a click, where it is known.
         tables: rows of each column's table.
         names: of the categorical columns.
@@ -80,7 +83,8 @@ class ClickLog:
         return [np.unique(one) for one in self.batch(places)["ids"]]
 
     def scale(self) -> tuple[np.ndarray, np.ndarray]:
-        """(mean, standard deviation) of the dense columns, float32 [num_dense]; 1 for a column that never changes."""
+        """(mean, standard deviation) of the dense columns, float32 [num_dense]; 1 for a column that
+        never changes."""
         dense = self.column(self.dense).astype(np.float64)
         if dense.size == 0:
             return np.zeros(dense.shape[1], np.float32), np.ones(dense.shape[1], np.float32)
@@ -88,12 +92,18 @@ class ClickLog:
         return dense.mean(axis=0).astype(np.float32), np.where(std > 0, std, 1.0).astype(np.float32)
 
     def batch(self, rows: np.ndarray) -> dict[str, Any]:
-        """The rows at ``rows`` (places in the arrays) as NumPy arrays: ``label`` [N], ``dense`` [N, D], and for each
-        categorical column ``ids`` [n] and ``starts`` [N + 1]; ``chance`` [N] where it is known."""
+        """The rows at ``rows`` (places in the arrays) as NumPy arrays: ``label`` [N], ``dense`` [N,
+        D], and for each categorical column ``ids`` [n] and ``starts`` [N + 1]; ``chance`` [N] where
+        it is known."""
         dense = self.dense[rows]
         if self.mean is not None and self.std is not None:
             dense = (dense - self.mean) / self.std
-        found: dict[str, Any] = {"label": self.labels[rows], "dense": dense.astype(np.float32), "ids": [], "starts": []}
+        found: dict[str, Any] = {
+            "label": self.labels[rows],
+            "dense": dense.astype(np.float32),
+            "ids": [],
+            "starts": [],
+        }
         for ids, starts in zip(self.ids, self.starts, strict=True):
             if starts is None:
                 found["ids"].append(ids[rows])
@@ -127,10 +137,11 @@ def take_count(given: str) -> tuple[str, int | None]:
     return cut[1], count
 
 
-# -- the cache ------------------------------------------------------------------------------------------------------------
+# -- the cache
+# ------------------------------------------------------------------------------------------------------------
 def stored(parts: Any, make: Callable[[], tuple[ClickLog, dict[str, Any]]]) -> Path:
-    """The folder in the cache of the log that ``parts`` (a JSON value) stands for; ``make`` gives it and what is to be kept
-    beside it, where it is not there yet."""
+    """The folder in the cache of the log that ``parts`` (a JSON value) stands for; ``make`` gives
+    it and what is to be kept beside it, where it is not there yet."""
     key = key_of(["clicks", _VERSION, parts])
     final = cache_dir() / "clicks" / key
 
@@ -138,12 +149,21 @@ def stored(parts: Any, make: Callable[[], tuple[ClickLog, dict[str, Any]]]) -> P
         log, meta = make()
         arrays = {"labels": log.labels, "dense": log.dense}
         arrays |= {f"ids-{number}": one for number, one in enumerate(log.ids)}
-        arrays |= {f"starts-{number}": one for number, one in enumerate(log.starts) if one is not None}
+        arrays |= {
+            f"starts-{number}": one for number, one in enumerate(log.starts) if one is not None
+        }
         arrays |= {} if log.chance is None else {"chance": log.chance}
         for name, one in arrays.items():
             np.save(folder / f"{name}.npy", one)
-        said = {"tables": log.tables, "names": log.names, "bags": [one is not None for one in log.starts], **meta}
-        (folder / _MARK).write_text(json.dumps({**said, "chance": log.chance is not None}), encoding="utf-8")
+        said = {
+            "tables": log.tables,
+            "names": log.names,
+            "bags": [one is not None for one in log.starts],
+            **meta,
+        }
+        (folder / _MARK).write_text(
+            json.dumps({**said, "chance": log.chance is not None}), encoding="utf-8"
+        )
 
     build_once(final, _MARK, build)
     return final
@@ -166,14 +186,17 @@ def open_stored(folder: Path) -> ClickLog:
         labels=array("labels"),
         dense=array("dense"),
         ids=[array(f"ids-{number}") for number in range(len(meta["names"]))],
-        starts=[array(f"starts-{number}") if bag else None for number, bag in enumerate(meta["bags"])],
+        starts=[
+            array(f"starts-{number}") if bag else None for number, bag in enumerate(meta["bags"])
+        ],
         chance=array("chance") if meta["chance"] else None,
         tables=tuple(meta["tables"]),
         names=tuple(meta["names"]),
     )
 
 
-# -- builtin:clicks -------------------------------------------------------------------------------------------------------
+# -- builtin:clicks
+# -------------------------------------------------------------------------------------------------------
 def builtin_clicks(name: str) -> Path:
     """The folder of `builtin:clicks` in the cache.
 
@@ -184,20 +207,27 @@ def builtin_clicks(name: str) -> Path:
         near = nearest(name, [CLICKS])
         raise ConfigError(
             f"`dataset: {name}` is no click log",
-            allowed=f"{CLICKS}, or a file with a column of labels (CSV, Parquet, JSON lines, Arrow)",
+            allowed=(
+                f"{CLICKS}, or a file with a column of labels (CSV, Parquet, JSON lines, Arrow)"
+            ),
             fix=f"did you mean `{near}`?" if near else None,
         )
     numbers = [BUILTIN_TABLES, _NUM_DENSE, _NUM_ROWS, _POWER, _FACTORS]
-    return stored([CLICKS, numbers], lambda: (generate(_NUM_ROWS), {"read": _NUM_ROWS, "dropped": {}}))
+    return stored(
+        [CLICKS, numbers], lambda: (generate(_NUM_ROWS), {"read": _NUM_ROWS, "dropped": {}})
+    )
 
 
-def generate(num_rows: int, tables: Sequence[int] = BUILTIN_TABLES, num_dense: int = _NUM_DENSE) -> ClickLog:
+def generate(
+    num_rows: int, tables: Sequence[int] = BUILTIN_TABLES, num_dense: int = _NUM_DENSE
+) -> ClickLog:
     """Rows of the generative model behind `builtin:clicks`, always the same.
 
-    The dense numbers x are standard normal. In each column the id of rank r is drawn in proportion to r^-1.2, and the ids are
-    numbered in an order that has nothing to do with the rank. A click has the chance
-    sigmoid(b + w·x + sum of a_f[id_f] + sum over pairs f < g of u_f[id_f]·u_g[id_g]),
-    with a normal weight for each id and three normal factors an id. No model can rank the rows better than these chances do.
+    The dense numbers x are standard normal. In each column the id of rank r is drawn in proportion
+    to r^-1.2, and the ids are numbered in an order that has nothing to do with the rank. A click
+    has the chance sigmoid(b + w·x + sum of a_f[id_f] + sum over pairs f < g of
+    u_f[id_f]·u_g[id_g]), with a normal weight for each id and three normal factors an id. No model
+    can rank the rows better than these chances do.
     """
     fixed = np.random.default_rng(derive_seed(0, "clicks model"))
     draw = np.random.default_rng(derive_seed(0, "clicks rows"))
@@ -207,7 +237,11 @@ def generate(num_rows: int, tables: Sequence[int] = BUILTIN_TABLES, num_dense: i
     for size in tables:
         weight = np.arange(1, size + 1, dtype=np.float64) ** -_POWER
         number = fixed.permutation(size)
-        chosen = number[np.searchsorted(np.cumsum(weight / weight.sum())[:-1], draw.random(num_rows), side="right")]
+        chosen = number[
+            np.searchsorted(
+                np.cumsum(weight / weight.sum())[:-1], draw.random(num_rows), side="right"
+            )
+        ]
         logit = logit + fixed.normal(0.0, 0.7, size)[chosen]
         factors = fixed.normal(0.0, 0.35, (size, _FACTORS))[chosen]
         total, squares = total + factors, squares + factors**2

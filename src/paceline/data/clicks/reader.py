@@ -24,22 +24,32 @@ def read_clicks(given: str, settings: Recommend, train: Path | None = None) -> P
     """Read a file into the cache; returns its folder there.
 
     Args:
-        train: folder of the training data in the cache, where this file is validation data: its tables and vocabularies hold.
+        train: folder of the training data in the cache, where this file is validation data: its
+            tables and vocabularies hold.
 
     Raises:
-        ConfigError: no such file or column, no usable row, or ids that a table has no row for (named with the column, the id
-            and the table's size).
+        ConfigError: no such file or column, no usable row, or ids that a table has no row for
+            (named with the column, the id and the table's size).
     """
     file = Path(given).expanduser()
     if not file.is_file():
-        near = nearest(file.name, [one.name for one in file.parent.iterdir()]) if file.parent.is_dir() else None
+        near = (
+            nearest(file.name, [one.name for one in file.parent.iterdir()])
+            if file.parent.is_dir()
+            else None
+        )
         raise ConfigError(
             f"`{given}` is {'a folder' if file.is_dir() else 'not there'}",
-            allowed=f"builtin:clicks, or a file ({', '.join(TABLE_SUFFIXES)}) with a column of labels",
+            allowed=(
+                f"builtin:clicks, or a file ({', '.join(TABLE_SUFFIXES)}) with a column of labels"
+            ),
             fix=f"did you mean `{file.parent / near}`?" if near else None,
         )
     keys = settings.model_dump(mode="json", exclude={"embedding_dim", "bottom", "top"})
-    return stored([fingerprint(file), keys, train.name if train else None], lambda: _Reader(file, settings, train).read())
+    return stored(
+        [fingerprint(file), keys, train.name if train else None],
+        lambda: _Reader(file, settings, train).read(),
+    )
 
 
 class _Reader:
@@ -73,25 +83,40 @@ class _Reader:
             if self.read_rows == 0 and row is not None:
                 self._check_columns(row)
             self.read_rows += 1
-            reason = "fields do not match the header" if not isinstance(row, dict) else self._take(row, number)
+            reason = (
+                "fields do not match the header"
+                if not isinstance(row, dict)
+                else self._take(row, number)
+            )
             if reason:
                 self.dropped[reason] += 1
         if not self.labels:
             each = "; ".join(f"{reason}: {number:,}" for reason, number in self.dropped.items())
-            raise ConfigError(f"`{self.file}` has no usable row ({each or 'it is empty'})", fix="check `recommend.label`")
+            raise ConfigError(
+                f"`{self.file}` has no usable row ({each or 'it is empty'})",
+                fix="check `recommend.label`",
+            )
         vocabulary = self._number_vocabulary() if self.settings.ids == "vocabulary" else None
-        tables = tuple(size or max(ids, default=0) + 1 for size, ids in zip(self.sizes, self.ids, strict=True))
+        tables = tuple(
+            size or max(ids, default=0) + 1 for size, ids in zip(self.sizes, self.ids, strict=True)
+        )
         bags = self.settings.separator is not None
         log = ClickLog(
             labels=np.array(self.labels, np.float32),
-            dense=np.array(self.dense, np.float32).reshape(len(self.labels), len(self.settings.dense)),
+            dense=np.array(self.dense, np.float32).reshape(
+                len(self.labels), len(self.settings.dense)
+            ),
             ids=[np.array(one, np.int64) for one in self.ids],
             starts=[np.array(one, np.int64) if bags else None for one in self.starts],
             chance=None,
             tables=tables,
             names=tuple(self.settings.categorical),
         )
-        return log, {"read": self.read_rows, "dropped": dict(self.dropped), "vocabulary": vocabulary}
+        return log, {
+            "read": self.read_rows,
+            "dropped": dict(self.dropped),
+            "vocabulary": vocabulary,
+        }
 
     def _check_columns(self, row: dict[str, Any]) -> None:
         wanted = [self.settings.label, *self.settings.dense, *self.settings.categorical]
@@ -100,8 +125,15 @@ class _Reader:
             near = nearest(missing[0], row)
             raise ConfigError(
                 f"`{self.file}` has no column {', '.join(f'`{one}`' for one in missing)}",
-                allowed=f"its columns: {', '.join(list(row)[:_SHOWN])}{', …' if len(row) > _SHOWN else ''}",
-                fix=f"did you mean `{near}`?" if near else "set `recommend.label`, `recommend.dense`, `recommend.categorical`",
+                allowed=(
+                    "its columns:"
+                    f" {', '.join(list(row)[:_SHOWN])}{', …' if len(row) > _SHOWN else ''}"
+                ),
+                fix=(
+                    f"did you mean `{near}`?"
+                    if near
+                    else "set `recommend.label`, `recommend.dense`, `recommend.categorical`"
+                ),
             )
 
     def _take(self, row: dict[str, Any], number: int) -> str | None:
@@ -133,7 +165,11 @@ class _Reader:
     def _cell(self, value: Any) -> list[str]:
         if self.settings.separator is None:
             return ["" if value is None else str(value)]
-        parts = value if isinstance(value, list) else str("" if value is None else value).split(self.settings.separator)
+        parts = (
+            value
+            if isinstance(value, list)
+            else str("" if value is None else value).split(self.settings.separator)
+        )
         return [str(one).strip() for one in parts if str(one).strip()]
 
     def _id(self, place: int, name: str, value: str, number: int) -> int | None:
@@ -162,11 +198,15 @@ class _Reader:
                 f"row {number} of `{self.file}`: `{name}` has the id {found}, and its table has "
                 + (f"{size:,} rows" if size is not None else "no row below 0"),
                 allowed=f"ids from 0 to {size - 1:,}" if size else "ids from 0 on",
-                fix=f"set `recommend.table_size` to more than {max(found, 0)} for `{name}`, or `recommend.ids: hash`",
+                fix=(
+                    f"set `recommend.table_size` to more than {max(found, 0)} for `{name}`, or"
+                    " `recommend.ids: hash`"
+                ),
             )
 
     def _number_vocabulary(self) -> list[dict[str, int]]:
-        """Give the values their rows: 0 for the rare and unknown, from 1 on by their counts, ties in order of coming."""
+        """Give the values their rows: 0 for the rare and unknown, from 1 on by their counts, ties
+        in order of coming."""
         found = []
         for place, name in enumerate(self.settings.categorical):
             values, counts = self.values[place], self.counts[place]
@@ -174,15 +214,23 @@ class _Reader:
                 rows = self.known["vocabulary"][self.known["names"].index(name)]
             else:
                 kept = [one for one in values if counts[values[one]] >= self.settings.min_count]
-                kept.sort(key=lambda one, counts=counts, values=values: (-counts[values[one]], values[one]))
+                kept.sort(
+                    key=lambda one, counts=counts, values=values: (
+                        -counts[values[one]],
+                        values[one],
+                    )
+                )
                 rows = {value: number for number, value in enumerate(kept, 1)}
                 size = self.sizes[place]
                 if size is not None and len(rows) + 1 > size:
                     raise ConfigError(
-                        f"`{name}` of `{self.file}` has {len(rows):,} values, the last with the id {len(rows)}, and its table "
-                        f"has {size:,} rows (row 0 is for unknown values)",
-                        fix=f"set `recommend.table_size` to at least {len(rows) + 1} for `{name}`, raise "
-                        "`recommend.min_count`, or set `recommend.ids: hash`",
+                        f"`{name}` of `{self.file}` has {len(rows):,} values, the last with the id"
+                        f" {len(rows)}, and its table has {size:,} rows (row 0 is for unknown"
+                        " values)",
+                        fix=(
+                            f"set `recommend.table_size` to at least {len(rows) + 1} for `{name}`,"
+                            " raise `recommend.min_count`, or set `recommend.ids: hash`"
+                        ),
                     )
                 self.sizes[place] = size or len(rows) + 1
             new = [0] * len(values)

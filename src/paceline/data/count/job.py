@@ -1,10 +1,14 @@
-"""Count words or tokens over all ranks in three phases: map on shards, shuffle by hash, reduce. Exact, in bounded memory.
+"""Count words or tokens over all ranks in three phases: map on shards, shuffle by hash, reduce.
+Exact, in bounded memory.
 
-1. Map: each rank counts its share of the bytes into a table. A table that is full is written to disk as a sorted run.
-2. Shuffle: the runs of a rank are merged, and each word goes to the rank that its hash names, all to all.
+1. Map: each rank counts its share of the bytes into a table. A table that is full is written to
+  disk as a sorted run.
+2. Shuffle: the runs of a rank are merged, and each word goes to the rank that its hash names, all
+  to all.
 3. Reduce: each rank adds up the sorted runs that came in, one row in memory at a time.
 
-(J. Dean and S. Ghemawat, MapReduce: Simplified Data Processing on Large Clusters, OSDI 2004, with their combiner in the map.)
+(J. Dean and S. Ghemawat, MapReduce: Simplified Data Processing on Large Clusters, OSDI 2004, with
+their combiner in the map.)
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ class Job:
 
     Args:
         files: path and size in bytes.
-        by: words as ``str.split()`` gives them, or the tokens of each line (of each row, with ``field``).
+        by: words as ``str.split()`` gives them, or the tokens of each line (of each row, with
+            ``field``).
         tokenizer: the folder of a tokenizer, with ``by="tokens"``.
         field: the files are JSON lines, and this key of each is the text.
         errors: as for ``bytes.decode``.
@@ -63,19 +68,22 @@ class Job:
 
     @property
     def reading(self) -> Reading:
-        # The words of a chunk are up to 25 times its bytes as Python objects: the chunk is small beside the table.
+        # The words of a chunk are up to 25 times its bytes as Python objects: the chunk is small
+        # beside the table.
         chunk = min(_MOST_CHUNK_BYTES, self.memory_bytes // 64)
         return Reading(self.by == "tokens", self.field, self.errors, chunk, self.memory_bytes // 8)
 
     @property
     def table_bytes(self) -> int:
-        """Of a table when it is written to disk. A growing dict is there twice for a moment, and is sorted on its way out."""
+        """Of a table when it is written to disk. A growing dict is there twice for a moment, and is
+        sorted on its way out."""
         return self.memory_bytes // 3
 
 
 @dataclass
 class Found:
-    """What one rank, or one engine, has found. ``top``: (word, count), most frequent first, then by word."""
+    """What one rank, or one engine, has found. ``top``: (word, count), most frequent first, then by
+    word."""
 
     total: int = 0
     distinct: int = 0
@@ -96,7 +104,8 @@ class MapSeen(Seen):
 
 
 def count_rank(world: World, job: Job) -> Found:
-    """This rank's part of the work; every rank calls it. The words of a rank are those whose hash names it.
+    """This rank's part of the work; every rank calls it. The words of a rank are those whose hash
+    names it.
 
     Raises:
         ConfigError: text that is not as it must be.
@@ -132,23 +141,31 @@ def _count(world: World, job: Job) -> Found:
     clock.append(time.perf_counter())
     incoming, sent = shuffle(world, run, folder, job.memory_bytes)
     clock.append(time.perf_counter())
-    found = reduce([rows(path, 0, path.stat().st_size, spills.buffer_bytes) for path in incoming], job, folder / "table")
+    found = reduce(
+        [rows(path, 0, path.stat().st_size, spills.buffer_bytes) for path in incoming],
+        job,
+        folder / "table",
+    )
     clock.append(time.perf_counter())
     found.spills, found.shuffled_bytes, found.replaced = seen.full, sent, seen.replaced
     found.spilled_bytes = spills.size_bytes if seen.full else 0
-    found.seconds = dict(zip(("map", "shuffle", "reduce"), (b - a for a, b in pairwise(clock)), strict=True))
+    found.seconds = dict(
+        zip(("map", "shuffle", "reduce"), (b - a for a, b in pairwise(clock)), strict=True)
+    )
     return found
 
 
 def tables(shards: list[Shard], job: Job, seen: MapSeen) -> Iterator[dict[str, int]]:
-    """The map: counts of the shards' words, a new table each time ``job.table_bytes`` are full. A word may be in several."""
+    """The map: counts of the shards' words, a new table each time ``job.table_bytes`` are full. A
+    word may be in several."""
     split = _Tokens(job.tokenizer) if job.by == "tokens" and job.tokenizer is not None else _Words()
     table: Counter[Any] = Counter()
     size = 0
     for text in chain.from_iterable(texts(shard, job.reading, seen) for shard in shards):
         before = len(table)
         table.update(split(text, whole=job.field is not None))
-        size += sum(map(sys.getsizeof, islice(reversed(table), len(table) - before)))  # the newest keys are the last
+        # the newest keys are the last
+        size += sum(map(sys.getsizeof, islice(reversed(table), len(table) - before)))
         if size + _COUNT_BYTES * len(table) + sys.getsizeof(table) > job.table_bytes:
             seen.full += 1
             yield split.named(table)
@@ -166,8 +183,8 @@ class _Words:
 
 
 class _Tokens:
-    """Ids of the tokens of a text: of each of its lines (``whole``: of all of it), of long ones by pieces of 2¹⁸ characters.
-    So a count does not depend on where the text was cut into shards."""
+    """Ids of the tokens of a text: of each of its lines (``whole``: of all of it), of long ones by
+    pieces of 2¹⁸ characters. So a count does not depend on where the text was cut into shards."""
 
     def __init__(self, folder: Path) -> None:
         from paceline.data.text.tokenizer import load_tokenizer
@@ -178,29 +195,44 @@ class _Tokens:
         units = [text] if whole else text.split("\n")
         if not whole:
             units = [f"{one}\n" for one in units[:-1]] + units[-1:]
-        pieces = [one[at : at + _PIECE_CHARS] for one in units for at in range(0, len(one), _PIECE_CHARS)]
+        pieces = [
+            one[at : at + _PIECE_CHARS] for one in units for at in range(0, len(one), _PIECE_CHARS)
+        ]
         if self.tokenizer.backend is not None:
             found = self.tokenizer.backend.encode_batch_fast(pieces, add_special_tokens=False)
             return chain.from_iterable(one.ids for one in found)
         python = self.tokenizer.python
-        return chain.from_iterable(python(one, add_special_tokens=False)["input_ids"] for one in pieces)
+        return chain.from_iterable(
+            python(one, add_special_tokens=False)["input_ids"] for one in pieces
+        )
 
     def named(self, table: Counter[Any]) -> dict[str, int]:
         return {self._name(number): count for number, count in table.items()}
 
     def _name(self, number: int) -> str:
-        """The token as the vocabulary writes it. White space in it, which would break the table's lines, is escaped."""
+        """The token as the vocabulary writes it. White space in it, which would break the table's
+        lines, is escaped."""
         backend, python = self.tokenizer.backend, self.tokenizer.python
-        token = backend.id_to_token(number) if backend is not None else python.convert_ids_to_tokens(number)
+        token = (
+            backend.id_to_token(number)
+            if backend is not None
+            else python.convert_ids_to_tokens(number)
+        )
         if token is None:
             return f"#{number}"
         if not any(one.isspace() for one in token):
             return str(token)
-        return "".join(one.encode("unicode_escape").decode() if one.isspace() else one for one in token) + f"#{number}"
+        return (
+            "".join(
+                one.encode("unicode_escape").decode() if one.isspace() else one for one in token
+            )
+            + f"#{number}"
+        )
 
 
 def reduce(streams: list[Iterator[Row]], job: Job, path: Path) -> Found:
-    """Add up sorted streams: the figures, and with ``job.keep_table`` the table itself at ``path``, sorted by word."""
+    """Add up sorted streams: the figures, and with ``job.keep_table`` the table itself at ``path``,
+    sorted by word."""
     found = Found()
     heap: list[tuple[int, int, bytes]] = []
 
@@ -210,7 +242,9 @@ def reduce(streams: list[Iterator[Row]], job: Job, path: Path) -> Found:
             found.distinct += 1
             if len(heap) < job.top:
                 heapq.heappush(heap, (count, -found.distinct, word))
-            elif heap and count > heap[0][0]:  # an equal count does not push out: it comes later in the order of words
+            elif (
+                heap and count > heap[0][0]
+            ):  # an equal count does not push out: it comes later in the order of words
                 heapq.heapreplace(heap, (count, -found.distinct, word))
             yield word, count
 
@@ -228,7 +262,9 @@ def reduce(streams: list[Iterator[Row]], job: Job, path: Path) -> Found:
 
 def combined(parts: list[Found], top: int) -> Found:
     """The figures of all ranks as one: their words are disjoint."""
-    best = sorted((one for part in parts for one in part.top), key=lambda one: (-one[1], one[0]))[:top]
+    best = sorted((one for part in parts for one in part.top), key=lambda one: (-one[1], one[0]))[
+        :top
+    ]
     whole = Found(top=best)
     for name in ("total", "distinct", "spills", "spilled_bytes", "shuffled_bytes", "replaced"):
         setattr(whole, name, sum(getattr(part, name) for part in parts))
@@ -237,8 +273,8 @@ def combined(parts: list[Found], top: int) -> Found:
 
 
 def write_table(output: Path, stream: Iterator[Row]) -> None:
-    """The whole table as UTF-8 lines ``word <tab> count``, whole or not at all. Lone surrogates, which JSON can hold and UTF-8
-    cannot, are written as ``\\udXXX``."""
+    """The whole table as UTF-8 lines ``word <tab> count``, whole or not at all. Lone surrogates,
+    which JSON can hold and UTF-8 cannot, are written as ``\\udXXX``."""
     aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         with open(aside, "wb") as handle:

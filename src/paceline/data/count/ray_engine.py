@@ -1,4 +1,5 @@
-"""`paceline data count --engine ray`: the same job on Ray Data, which also runs it beyond one machine. An optional extra."""
+"""`paceline data count --engine ray`: the same job on Ray Data, which also runs it beyond one
+machine. An optional extra."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def check_ray() -> None:
 
 
 def count_on_ray(job: Job, num_cpus: int, output: Path | None) -> Found:
-    """Count on Ray Data: on the cluster that RAY_ADDRESS names, else on ``num_cpus`` processes of this machine. The table goes
-    to ``output``, where one is given.
+    """Count on Ray Data: on the cluster that RAY_ADDRESS names, else on ``num_cpus`` processes of
+    this machine. The table goes to ``output``, where one is given.
 
     Raises:
         ConfigError, RunError: as the local engine does.
@@ -87,7 +88,9 @@ def _dataset(ray: Any, job: Job, num_cpus: int, is_sorted: bool) -> Any:
     mapped = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         map_shards, fn_args=(replace(job, folder=Path()),), batch_size=1, batch_format="numpy"
     )
-    words = mapped.groupby("word", num_partitions=min(200, max(num_cpus, -(-total // _SHARD_BYTES)))).sum("count")
+    words = mapped.groupby(
+        "word", num_partitions=min(200, max(num_cpus, -(-total // _SHARD_BYTES)))
+    ).sum("count")
     return words.sort("word") if is_sorted else words
 
 
@@ -98,7 +101,9 @@ def map_shards(batch: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
     seen = MapSeen()
     shards = [
         Shard(Path(path), int(start), int(stop), bool(whole))
-        for path, start, stop, whole in zip(batch["path"], batch["start"], batch["stop"], batch["whole"], strict=True)
+        for path, start, stop, whole in zip(
+            batch["path"], batch["start"], batch["stop"], batch["whole"], strict=True
+        )
     ]
     size = 0
     notes: list[Row] = []
@@ -106,7 +111,10 @@ def map_shards(batch: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
         for table in tables(shards, job, seen):
             words = [encoded(word) for word in table]
             size += sum(map(len, words))
-            yield {"word": np.array(words, dtype=object), "count": np.array(list(table.values()), dtype=np.int64)}
+            yield {
+                "word": np.array(words, dtype=object),
+                "count": np.array(list(table.values()), dtype=np.int64),
+            }
     except PacelineError as error:
         told = json.dumps([isinstance(error, ConfigError), error.what, error.allowed, error.fix])
         notes.append((_ERROR + told.encode(), 1))
@@ -121,7 +129,9 @@ def _figures(words: Any, found: Found, top: int) -> Iterator[Row]:
     """The rows of the result, in its order; ``found`` is filled on the way."""
     heap: list[tuple[int, _Later]] = []
     for batch in words.iter_batches(batch_size=_BATCH_ROWS, batch_format="pyarrow"):
-        for word, count in zip(batch["word"].to_pylist(), batch["sum(count)"].to_pylist(), strict=True):
+        for word, count in zip(
+            batch["word"].to_pylist(), batch["sum(count)"].to_pylist(), strict=True
+        ):
             if word.startswith(b"\n"):
                 _take_note(word, count, found)
                 continue
@@ -136,7 +146,8 @@ def _figures(words: Any, found: Found, top: int) -> Iterator[Row]:
 
 
 class _Later(bytes):
-    """A word that is the smaller the later it comes in the order of words: of equal counts the first word is the best."""
+    """A word that is the smaller the later it comes in the order of words: of equal counts the
+    first word is the best."""
 
     def __lt__(self, other: bytes) -> bool:
         return bytes.__gt__(self, other)

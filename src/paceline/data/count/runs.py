@@ -1,7 +1,8 @@
 """Tables of counts on disk: sorted runs, cut by the rank that will add them up, and their merging.
 
-A run is a file of lines ``word <tab> count <newline>`` (words hold neither), in UTF-8 with lone surrogates let through, sorted
-by the words' bytes within each destination; that is the order of their code points too.
+A run is a file of lines ``word <tab> count <newline>`` (words hold neither), in UTF-8 with lone
+surrogates let through, sorted by the words' bytes within each destination; that is the order of
+their code points too.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def decoded(word: bytes) -> str:
 
 
 def destination(word: bytes, num_ranks: int) -> int:
-    """The rank that adds up this word: the same on every rank and in every process, unlike ``hash()``."""
+    """The rank that adds up this word: the same on every rank and in every process, unlike
+    ``hash()``."""
     return zlib.crc32(word) % num_ranks
 
 
@@ -122,7 +124,10 @@ class Spills:
             self._runs.append(self._write([[] for _ in range(self.num_ranks)]))
         while len(self._runs) > 1:
             first, self._runs = self._runs[:FAN_IN], self._runs[FAN_IN:]
-            parts = [lines(merged([run.part(rank, self.buffer_bytes) for run in first])) for rank in range(self.num_ranks)]
+            parts = [
+                lines(merged([run.part(rank, self.buffer_bytes) for run in first]))
+                for rank in range(self.num_ranks)
+            ]
             self._runs.append(self._write(parts))
             for run in first:
                 run.path.unlink()

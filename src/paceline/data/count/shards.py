@@ -1,4 +1,5 @@
-"""Texts to count, cut into shards: byte ranges of files, between words or lines, so that nothing is cut in two."""
+"""Texts to count, cut into shards: byte ranges of files, between words or lines, so that nothing is
+cut in two."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Reading:
 
     Args:
         lines: texts end at line ends; otherwise at white space.
-        field: each line is a JSON object, and this key of it is the text; None: the file is the text.
+        field: each line is a JSON object, and this key of it is the text; None: the file is the
+            text.
         errors: what is done with bytes that are not UTF-8.
         chunk_bytes: read at a time.
         longest_bytes: of one word (one line with ``lines``): it has to be held in memory.
@@ -47,8 +49,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Shard:
-    """Bytes [start, stop) of a file, as planned: what is read begins and ends at the next edge. ``whole``: a compressed
-    file, which can only be read from its beginning."""
+    """Bytes [start, stop) of a file, as planned: what is read begins and ends at the next edge.
+    ``whole``: a compressed file, which can only be read from its beginning."""
 
     path: Path
     start: int
@@ -58,15 +60,16 @@ class Shard:
 
 @dataclass
 class Seen:
-    """What a rank met while it read: ``size_bytes`` of text and the ``replaced`` stretches that were not UTF-8."""
+    """What a rank met while it read: ``size_bytes`` of text and the ``replaced`` stretches that
+    were not UTF-8."""
 
     size_bytes: int = 0
     replaced: int = 0
 
 
 def plan_shards(files: list[tuple[Path, int]], num_shards: int) -> list[list[Shard]]:
-    """Equal shares of the bytes of ``files`` (path, size), one list of shards a share. A compressed file goes to the share
-    in which it begins."""
+    """Equal shares of the bytes of ``files`` (path, size), one list of shards a share. A compressed
+    file goes to the share in which it begins."""
     total = sum(size for _, size in files)
     edges = [total * number // num_shards for number in range(num_shards + 1)]
     shares: list[list[Shard]] = [[] for _ in range(num_shards)]
@@ -89,14 +92,15 @@ def is_compressed(path: Path) -> bool:
 
 @cache
 def white_space() -> re.Pattern[bytes]:
-    """What ``str.split()`` splits at, in UTF-8. Each form starts with a byte that never continues a character, so it is found
-    in the bytes as they are."""
+    """What ``str.split()`` splits at, in UTF-8. Each form starts with a byte that never continues a
+    character, so it is found in the bytes as they are."""
     forms = (chr(code).encode() for code in range(0x10000) if chr(code).isspace())
     return re.compile(b"|".join(re.escape(one) for one in forms))
 
 
 def next_edge(handle: IO[bytes], at: int, size: int, reading: Reading) -> int:
-    """The first place at or after byte ``at`` where the text may be cut. Both neighbours of a shard find the same.
+    """The first place at or after byte ``at`` where the text may be cut. Both neighbours of a shard
+    find the same.
 
     Raises:
         RunError: none within ``longest_bytes``.
@@ -124,10 +128,12 @@ def next_edge(handle: IO[bytes], at: int, size: int, reading: Reading) -> int:
 
 
 def texts(shard: Shard, reading: Reading, seen: Seen) -> Iterator[str]:
-    """The texts of a shard; none of them ends within a word, nor within a line with ``lines``. With a field one text a row.
+    """The texts of a shard; none of them ends within a word, nor within a line with ``lines``. With
+    a field one text a row.
 
     Raises:
-        ConfigError: bytes that are not UTF-8, a row that is not as it must be, a broken compressed file.
+        ConfigError: bytes that are not UTF-8, a row that is not as it must be, a broken compressed
+            file.
         RunError: a word too long for the memory; a file that has changed.
     """
     for offset, chunk in _chunks(shard, reading):
@@ -146,7 +152,8 @@ def _chunks(shard: Shard, reading: Reading) -> Iterator[tuple[int, bytes]]:
                 yield from _cut(stream, 0, None, shard.path, reading)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ConfigError(
-                f"`{shard.path}` is no whole gzip file: {error}", fix="check the file, or copy it anew"
+                f"`{shard.path}` is no whole gzip file: {error}",
+                fix="check the file, or copy it anew",
             ) from error
         return
     size = shard.path.stat().st_size
@@ -159,11 +166,15 @@ def _chunks(shard: Shard, reading: Reading) -> Iterator[tuple[int, bytes]]:
         yield from _cut(handle, start, stop, shard.path, reading)
 
 
-def _cut(stream: IO[bytes], at: int, stop: int | None, path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
+def _cut(
+    stream: IO[bytes], at: int, stop: int | None, path: Path, reading: Reading
+) -> Iterator[tuple[int, bytes]]:
     held: list[bytes] = []
     begin = at  # where what is held begins
     while stop is None or at < stop:
-        block = stream.read(reading.chunk_bytes if stop is None else min(reading.chunk_bytes, stop - at))
+        block = stream.read(
+            reading.chunk_bytes if stop is None else min(reading.chunk_bytes, stop - at)
+        )
         if not block:
             if stop is not None:
                 raise _changed(path)
@@ -198,9 +209,13 @@ def _decoded(raw: bytes, path: Path, offset: int, reading: Reading, seen: Seen) 
     except UnicodeDecodeError as error:
         if reading.errors == "strict":
             raise ConfigError(
-                f"`{path}` is not UTF-8 text: byte {raw[error.start]:#04x} at offset {offset + error.start:,}"
+                f"`{path}` is not UTF-8 text: byte {raw[error.start]:#04x} at offset"
+                f" {offset + error.start:,}"
                 + (" of the text it holds" if is_compressed(path) else ""),
-                fix=f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`, or give `--errors replace`",
+                fix=(
+                    f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`, or give"
+                    " `--errors replace`"
+                ),
             ) from error
         text = raw.decode("utf-8", "replace")
         seen.replaced += text.count(_REPLACEMENT) - raw.count(_REPLACEMENT.encode())
@@ -227,7 +242,11 @@ def _field_of(line: str, path: Path, offset: int, name: str) -> str:
             fix="correct that line, or leave --field out to count the file as plain text",
         ) from error
     if not isinstance(row, dict) or not isinstance(row.get(name), str):
-        has = ", ".join(f"{key} ({type(value).__name__})" for key, value in row.items()) if isinstance(row, dict) else ""
+        has = (
+            ", ".join(f"{key} ({type(value).__name__})" for key, value in row.items())
+            if isinstance(row, dict)
+            else ""
+        )
         raise ConfigError(
             f"{place} has no text `{name}`",
             allowed="a key whose value is a string" + (f"; found: {has}" if has else ""),
@@ -239,10 +258,14 @@ def _field_of(line: str, path: Path, offset: int, name: str) -> str:
 def _too_long(path: str, at: int, reading: Reading) -> RunError:
     what = "line" if reading.at_line_ends else "stretch without white space"
     return RunError(
-        f"`{path}` has a {what} of more than {human_bytes(reading.longest_bytes)} around offset {at:,}: too much to hold",
+        f"`{path}` has a {what} of more than {human_bytes(reading.longest_bytes)} around offset"
+        f" {at:,}: too much to hold",
         fix="give more with --memory",
     )
 
 
 def _changed(path: Path) -> RunError:
-    return RunError(f"`{path}` became shorter while it was read", fix="count it when nothing writes to it any more")
+    return RunError(
+        f"`{path}` became shorter while it was read",
+        fix="count it when nothing writes to it any more",
+    )

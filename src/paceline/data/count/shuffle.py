@@ -1,4 +1,5 @@
-"""The shuffle: each rank hands every other its part of the words, all to all, in rounds that fit into memory."""
+"""The shuffle: each rank hands every other its part of the words, all to all, in rounds that fit
+into memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Data that needs no download, made from the source of the interpreter's own standard library.
 
-Sources are parsed, never imported: some modules act when they are imported. What comes out depends on the Python version
-alone, so that version is part of the name under which it is kept.
+Sources are parsed, never imported: some modules act when they are imported. What comes out depends
+on the Python version alone, so that version is part of the name under which it is kept.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def builtin_datasets() -> list[str]:
 
 
 def builtin_dataset(name: str) -> Path:
-    """The JSONL file of ``builtin:NAME``, made on first use. Rows are ``{"messages"}`` or ``{"text"}``.
+    """The JSONL file of ``builtin:NAME``, made on first use. Rows are ``{"messages"}`` or
+    ``{"text"}``.
 
     Raises:
         ConfigError: no such name, or this Python has no sources of its standard library.
@@ -82,14 +83,16 @@ def _write(name: str, path: Path) -> None:
 
 
 def python_docs() -> Iterator[dict[str, object]]:
-    """One chat of a question and its answer for each documented public function, method, class and module."""
+    """One chat of a question and its answer for each documented public function, method, class and
+    module."""
     seen: set[str] = set()
     for module, path in stdlib_modules():
         tree = _parse(path)
         if tree is None:
             continue
         for kind, name, args, answer in _documented(module, tree):
-            if answer in seen:  # one docstring under many names would be learnt by heart: it is kept once
+            # one docstring under many names would be learnt by heart: it is kept once
+            if answer in seen:
                 continue
             seen.add(answer)
             wordings = _QUESTIONS[kind]
@@ -104,7 +107,8 @@ def python_docs() -> Iterator[dict[str, object]]:
 
 
 def python_source() -> Iterator[dict[str, str]]:
-    """Documents of plain text: the sources of the top-level modules, cut between top-level statements."""
+    """Documents of plain text: the sources of the top-level modules, cut between top-level
+    statements."""
     for _, path in stdlib_modules(packages=False):
         text = path.read_text(encoding="utf-8", errors="replace")
         document = ""
@@ -118,7 +122,8 @@ def python_source() -> Iterator[dict[str, str]]:
 
 
 def stdlib_modules(packages: bool = True) -> list[tuple[str, Path]]:
-    """(dotted name, source file) of the public modules of the standard library, in order of their names.
+    """(dotted name, source file) of the public modules of the standard library, in order of their
+    names.
 
     Raises:
         ConfigError: the sources are not there (an interpreter shipped as bytecode).
@@ -134,7 +139,8 @@ def stdlib_modules(packages: bool = True) -> list[tuple[str, Path]]:
             found.extend(_package(name, root / name))
     if not found:
         raise ConfigError(
-            f"the built-in data is made from the standard library's sources, and there are none in {root}",
+            "the built-in data is made from the standard library's sources, and there are none in"
+            f" {root}",
             fix="give a dataset of your own, or use a Python that ships its sources",
         )
     return found
@@ -157,29 +163,39 @@ def _parse(path: Path) -> ast.Module | None:
 
 
 def _documented(module: str, tree: ast.Module) -> Iterator[tuple[str, str, str, str]]:
-    """(kind, dotted name, arguments, answer) of everything public that has a docstring, in the order of the source."""
+    """(kind, dotted name, arguments, answer) of everything public that has a docstring, in the
+    order of the source."""
     if answer := _answer(tree):
         yield "module", module, "", answer
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+            "_"
+        ):
             if answer := _answer(node):
                 yield "function", f"{module}.{node.name}", _args(node), answer
         elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             if answer := _answer(node):
                 yield "class", f"{module}.{node.name}", "", answer
             for inner in node.body:
-                is_method = isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and not inner.name.startswith("_")
+                is_method = isinstance(
+                    inner, ast.FunctionDef | ast.AsyncFunctionDef
+                ) and not inner.name.startswith("_")
                 if is_method and (answer := _answer(inner)):
                     yield "method", f"{module}.{node.name}.{inner.name}", _args(inner), answer
 
 
 def _args(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    names = [one.arg for one in [*node.args.posonlyargs, *node.args.args] if one.arg not in ("self", "cls")]
+    names = [
+        one.arg
+        for one in [*node.args.posonlyargs, *node.args.args]
+        if one.arg not in ("self", "cls")
+    ]
     return f"({', '.join(names)})" if len(names) <= 4 else f"({', '.join(names[:4])}, ...)"
 
 
 def _answer(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
-    """The docstring's first paragraphs, up to about 600 characters, lines of prose joined; None where it says too little."""
+    """The docstring's first paragraphs, up to about 600 characters, lines of prose joined; None
+    where it says too little."""
     raw = ast.get_docstring(node, clean=False)
     if not raw:
         return None
@@ -188,7 +204,9 @@ def _answer(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctio
     for paragraph in paragraphs:
         if ">>>" in paragraph or (answer and len(answer) + len(paragraph) > _ANSWER_CHARS):
             break
-        is_prose = not any(line.startswith((" ", "\t", "-", "*", "|", "+")) for line in paragraph.splitlines())
+        is_prose = not any(
+            line.startswith((" ", "\t", "-", "*", "|", "+")) for line in paragraph.splitlines()
+        )
         text = " ".join(paragraph.split()) if is_prose else paragraph.rstrip()
         answer += ("\n\n" if answer else "") + text
     if len(answer) > _ANSWER_CHARS:

@@ -1,4 +1,5 @@
-"""Datasets on the Hugging Face hub, through the `datasets` library; what cannot be had fails within seconds."""
+"""Datasets on the Hugging Face hub, through the `datasets` library; what cannot be had fails within
+seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _TIMEOUT_S = 10.0
 
 @dataclass
 class HubDataset:
-    """One split of a hub dataset. ``name`` is its configuration, ``revision`` the commit that :meth:`find` saw."""
+    """One split of a hub dataset. ``name`` is its configuration, ``revision`` the commit that
+    :meth:`find` saw."""
 
     repo: str
     name: str | None
@@ -34,10 +36,12 @@ class HubDataset:
             raise self._error(reason, FIX)
 
     def find(self) -> list[tuple[str, str]]:
-        """Ask the hub which commit is current; without a network use the commit seen last. Returns notices.
+        """Ask the hub which commit is current; without a network use the commit seen last. Returns
+        notices.
 
         Raises:
-            ConfigError: the hub has no such dataset, or it cannot be reached and no copy was downloaded before.
+            ConfigError: the hub has no such dataset, or it cannot be reached and no copy was
+                downloaded before.
         """
         offline = unreachable()
         if offline is not None:
@@ -49,11 +53,17 @@ class HubDataset:
         try:
             self.revision = HfApi().dataset_info(self.repo, timeout=_TIMEOUT_S).sha
         except GatedRepoError as error:
-            raise self._error("its authors ask you to accept their terms first", "accept them and log in") from error
+            raise self._error(
+                "its authors ask you to accept their terms first", "accept them and log in"
+            ) from error
         except RepositoryNotFoundError as error:
             raise self._error("the hub has no dataset of that name, or it is private") from error
         except Exception as error:  # every kind of network trouble: each client library has its own
-            reason = "offline mode is on" if type(error).__name__ == "OfflineModeIsEnabled" else first_line(error)
+            reason = (
+                "offline mode is on"
+                if type(error).__name__ == "OfflineModeIsEnabled"
+                else first_line(error)
+            )
             return self._without_network(reason, error)
         self._memo().parent.mkdir(parents=True, exist_ok=True)
         write_json_atomic(self._memo(), {"repo": self.repo, "revision": self.revision})
@@ -73,10 +83,16 @@ class HubDataset:
     def _error(self, reason: str, fix: str = "") -> ConfigError:
         return ConfigError(
             f"the dataset `{self.repo}` cannot be downloaded from the Hugging Face hub: {reason}",
-            allowed="a local file or folder (JSON, JSON lines, CSV, Parquet, text), a hub id that this machine can reach, "
-            "or builtin:python-docs",
+            allowed=(
+                "a local file or folder (JSON, JSON lines, CSV, Parquet, text), a hub id that this"
+                " machine can reach, or builtin:python-docs"
+            ),
             fix=(f"{fix}; or " if fix and fix != FIX else "")
-            + (f"{FIX}: `dataset=/path/to/data`" if fix == FIX else "download it on another machine: `dataset=/path/to/data`"),
+            + (
+                f"{FIX}: `dataset=/path/to/data`"
+                if fix == FIX
+                else "download it on another machine: `dataset=/path/to/data`"
+            ),
         )
 
     def fingerprint(self) -> list[Any]:
@@ -87,7 +103,8 @@ class HubDataset:
         """Rows in order, downloaded on first use.
 
         Raises:
-            ConfigError: no such configuration or split (those there are, are named), or the download failed.
+            ConfigError: no such configuration or split (those there are, are named), or the
+                download failed.
         """
         if self._loaded is None:
             self._loaded = self._load()
@@ -103,9 +120,16 @@ class HubDataset:
         if self.offline:
             datasets.config.HF_HUB_OFFLINE = True
         try:
-            return datasets.load_dataset(self.repo, self.name, split=self.split, revision=self.revision)
+            return datasets.load_dataset(
+                self.repo, self.name, split=self.split, revision=self.revision
+            )
         except Exception as error:  # the library and its network clients raise all kinds
-            reason = (str(error).strip() or type(error).__name__).replace("\n", " ")[:300].rstrip(".")
+            reason = (
+                (str(error).strip() or type(error).__name__).replace("\n", " ")[:300].rstrip(".")
+            )
             raise self._error(
-                reason, "name the configuration or split: `dataset: {path: " + self.repo + ", name: ..., split: ...}`"
+                reason,
+                "name the configuration or split: `dataset: {path: "
+                + self.repo
+                + ", name: ..., split: ...}`",
             ) from error

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HubName:
-    """A dataset on the hub; ``name`` is its configuration, ``split`` the split used where none is asked for."""
+    """A dataset on the hub; ``name`` is its configuration, ``split`` the split used where none is
+    asked for."""
 
     repo: str
     name: str | None = None

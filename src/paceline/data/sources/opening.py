@@ -28,13 +28,15 @@ HEAD_BYTES = 4096
 
 
 def data_suffix(path: Path) -> str:
-    """Return the suffix that names the kind of data, in lower case: ``.jsonl`` for ``rows.JSONL`` and ``rows.jsonl.gz``."""
+    """Return the suffix that names the kind of data, in lower case: ``.jsonl`` for ``rows.JSONL``
+    and ``rows.jsonl.gz``."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
 
 class Position:
-    """How much of a file has been read, as a share from 0 to 1; readers say by :meth:`follow` how it is found."""
+    """How much of a file has been read, as a share from 0 to 1; readers say by :meth:`follow` how
+    it is found."""
 
     def __init__(self) -> None:
         self._current: Callable[[], float] = float
@@ -49,13 +51,15 @@ class Position:
 
 @contextmanager
 def open_data(path: Path, position: Position | None = None) -> Iterator[IO[bytes]]:
-    """Open a file for reading bytes, decompressed if its first bytes are those of a compressed file, whatever its name.
+    """Open a file for reading bytes, decompressed if its first bytes are those of a compressed
+    file, whatever its name.
 
     Args:
         position: gets the position in the file, compressed as it is.
 
     Raises:
-        ConfigError: the compressed data is damaged or incomplete; also raised for errors inside the ``with`` block.
+        ConfigError: the compressed data is damaged or incomplete; also raised for errors inside the
+            ``with`` block.
     """
     import lzma
 
@@ -128,7 +132,8 @@ class _Stream(io.RawIOBase):
 
 
 def encoding_of(head: bytes, path: Path) -> str:
-    """Return the encoding that the first bytes of a text show: that of its byte order mark, or UTF-8.
+    """Return the encoding that the first bytes of a text show: that of its byte order mark, or
+    UTF-8.
 
     Raises:
         ConfigError: they are UTF-16 without a byte order mark, or not text.
@@ -147,7 +152,9 @@ def encoding_of(head: bytes, path: Path) -> str:
             fix=f"convert the file: `iconv -f utf-16{order} -t utf-8 {path.name}`",
         )
     raise ConfigError(
-        f"`{path}` is not text: it holds zero bytes", allowed="UTF-8, or UTF-16 with a byte order mark", fix="check the file"
+        f"`{path}` is not text: it holds zero bytes",
+        allowed="UTF-8, or UTF-16 with a byte order mark",
+        fix="check the file",
     )
 
 
@@ -203,7 +210,8 @@ def read_text(path: Path) -> str:
 def not_text(path: Path, where: str, error: UnicodeDecodeError) -> ConfigError:
     """The error for bytes that are not UTF-8."""
     return ConfigError(
-        f"{where} of `{path}` is not UTF-8 text (byte {error.object[error.start]:#04x} at position {error.start})",
+        f"{where} of `{path}` is not UTF-8 text (byte {error.object[error.start]:#04x} at position"
+        f" {error.start})",
         fix=f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`",
     )
 
@@ -211,5 +219,6 @@ def not_text(path: Path, where: str, error: UnicodeDecodeError) -> ConfigError:
 def _not_wide(path: Path, where: str, encoding: str, error: UnicodeError) -> ConfigError:
     reason = getattr(error, "reason", str(error))
     return ConfigError(
-        f"{where} of `{path}` is not {encoding.upper()} text ({reason})", fix="check the file; it may have been cut off"
+        f"{where} of `{path}` is not {encoding.upper()} text ({reason})",
+        fix="check the file; it may have been cut off",
     )

@@ -1,4 +1,5 @@
-"""Rows of one local file, whatever its kind, each with its line or row number; a broken file says where it is broken."""
+"""Rows of one local file, whatever its kind, each with its line or row number; a broken file says
+where it is broken."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ Notice = tuple[str, str]
 TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 TEXT_SUFFIXES = (".txt", ".md")
 KINDS = (
-    "JSON (.json), JSON lines (.jsonl), CSV (.csv, .tsv), Parquet (.parquet), Arrow (.arrow), plain text (.txt, .md); "
-    "JSON, CSV and text also compressed (.gz, .bz2, .xz, .zst)"
+    "JSON (.json), JSON lines (.jsonl), CSV (.csv, .tsv), Parquet (.parquet), Arrow (.arrow), plain"
+    " text (.txt, .md); JSON, CSV and text also compressed (.gz, .bz2, .xz, .zst)"
 )
 _SPLITS = {
     "train": {"train", "training"},
@@ -41,12 +42,14 @@ _SPLITS = {
     "test": {"test", "testing"},
 }
 
-#: The key under which a plain-text file's content stands: a document is cut into samples, a row of text is one.
+#: The key under which a plain-text file's content stands: a document is cut into samples, a row of
+#: text is one.
 DOCUMENT = "\0document"
 
 
 def split_name(word: str) -> str | None:
-    """Return the usual name of a split (``val`` → ``validation``), or None for a word that does not name one."""
+    """Return the usual name of a split (``val`` → ``validation``), or None for a word that does not
+    name one."""
     base = word.lower().partition("_")[0]
     return next((name for name, words in _SPLITS.items() if base in words), None)
 
@@ -57,7 +60,8 @@ _BLOCK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Consecutive lines of a JSON lines file as they are in the file, to be parsed later, perhaps in another process.
+    """Consecutive lines of a JSON lines file as they are in the file, to be parsed later, perhaps
+    in another process.
 
     Args:
         lines: with their line ends, blank lines included.
@@ -74,11 +78,15 @@ class LineBlock:
 
 
 def read_file(
-    path: Path, split: str = "train", notices: list[Notice] | None = None, position: Position | None = None
+    path: Path,
+    split: str = "train",
+    notices: list[Notice] | None = None,
+    position: Position | None = None,
 ) -> Numbered:
     """Rows of ``path`` as (number, row): lines for JSON lines and CSV, rows from 1 for the others.
 
-    JSON, CSV and plain text may be compressed (see :mod:`paceline.data.sources.opening`) and may be UTF-16 with a byte order mark.
+    JSON, CSV and plain text may be compressed (see :mod:`paceline.data.sources.opening`) and may be
+    UTF-16 with a byte order mark.
 
     Args:
         split: which list to take of a JSON object that holds several.
@@ -86,7 +94,8 @@ def read_file(
         position: follows the rows as they are read.
 
     Raises:
-        ConfigError: a kind that is not known, a broken line (with its number and the text near it), bytes that are not text.
+        ConfigError: a kind that is not known, a broken line (with its number and the text near it),
+            bytes that are not text.
     """
     suffix, position = data_suffix(path), position or Position()
     if suffix in (".jsonl", ".ndjson"):
@@ -99,7 +108,8 @@ def read_file(
         return _csv(path, suffix, position)
     if suffix in (".parquet", ".arrow") and compression_of(path) is not None:
         raise ConfigError(
-            f"`{path}` is a compressed {suffix} file, which is not supported: the format has its own compression",
+            f"`{path}` is a compressed {suffix} file, which is not supported: the format has its"
+            " own compression",
             fix="decompress it first",
         )
     if suffix == ".parquet":
@@ -130,7 +140,9 @@ def unknown_kind(path: Path) -> ConfigError:
     elif suffix in (".zip", ".tar", ".tgz", ".7z", ".rar"):
         what, fix = f"`{path}` is an archive", "unpack it, and give the folder or the file inside"
     else:
-        what = f"`{path}` is not a known kind of data file (its name ends in {suffix or 'no suffix'})"
+        what = (
+            f"`{path}` is not a known kind of data file (its name ends in {suffix or 'no suffix'})"
+        )
         fix = "rename the file after its content"
     return ConfigError(what, allowed=KINDS, fix=fix)
 
@@ -153,8 +165,8 @@ def _json_lines(path: Path, position: Position) -> Numbered:
 
 
 def line_blocks(path: Path, position: Position) -> Iterator[LineBlock] | None:
-    """The lines of ``path`` without parsing them, or None if it is not a file of JSON lines in UTF-8: :func:`read_file` reads
-    these.
+    """The lines of ``path`` without parsing them, or None if it is not a file of JSON lines in
+    UTF-8: :func:`read_file` reads these.
 
     Raises:
         ConfigError: bytes that are not text.
@@ -178,7 +190,8 @@ def _line_blocks(path: Path, position: Position) -> Iterator[LineBlock]:
 
 
 def parse_lines(block: LineBlock) -> Numbered:
-    """The rows in a block of lines, each with the number of its line. Lines of white space hold none.
+    """The rows in a block of lines, each with the number of its line. Lines of white space hold
+    none.
 
     Raises:
         ConfigError: a line that is not UTF-8 or not JSON.
@@ -202,11 +215,20 @@ def _parsed(line: str, number: int, path: Path) -> Any:
 def _broken(path: Path, number: int, line: str, error: ValueError) -> ConfigError:
     column = getattr(error, "pos", 0)
     before, text = max(0, column - 30), line.rstrip("\r\n")
-    near = ("…" if before else "") + text[before : column + 30] + ("…" if column + 30 < len(text) else "")
+    near = (
+        ("…" if before else "")
+        + text[before : column + 30]
+        + ("…" if column + 30 < len(text) else "")
+    )
     reason = getattr(error, "msg", str(error)).removesuffix(" starting at").removesuffix(" at")
-    cut = "" if text.rstrip().endswith(("}", "]")) else "; the file may have been cut off while it was copied"
+    cut = (
+        ""
+        if text.rstrip().endswith(("}", "]"))
+        else "; the file may have been cut off while it was copied"
+    )
     return ConfigError(
-        f"line {number} of `{path}` is no valid JSON: {reason} at column {column + 1}, near `{near}`",
+        f"line {number} of `{path}` is no valid JSON: {reason} at column {column + 1}, near"
+        f" `{near}`",
         fix=f"correct or delete line {number}{cut}",
     )
 
@@ -219,7 +241,8 @@ def _json(path: Path, split: str, notices: list[Notice] | None, position: Positi
         value = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            yield from _json_lines(path, position)  # JSON lines under the name .json, as many tools write them
+            # JSON lines under the name .json, as many tools write them
+            yield from _json_lines(path, position)
             return
         line = text.splitlines()[error.lineno - 1] if error.lineno <= len(text.splitlines()) else ""
         error.pos = error.colno - 1
@@ -231,25 +254,38 @@ def _json(path: Path, split: str, notices: list[Notice] | None, position: Positi
 
 
 def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[Any]:
-    """The rows in a JSON value: a list, an object that holds one, an object of splits or of columns, or a single row."""
+    """The rows in a JSON value: a list, an object that holds one, an object of splits or of
+    columns, or a single row."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
         raise ConfigError(
-            f"`{path}` holds a single {type(value).__name__}", allowed="a list of objects, or an object that holds one"
+            f"`{path}` holds a single {type(value).__name__}",
+            allowed="a list of objects, or an object that holds one",
         )
     lists = {key: one for key, one in value.items() if isinstance(one, list)}
     if {"messages", "conversations"} & set(lists):
         return [value]
-    splits = {key: one for key, one in value.items() if split_name(key) is not None and isinstance(one, list | dict)}
+    splits = {
+        key: one
+        for key, one in value.items()
+        if split_name(key) is not None and isinstance(one, list | dict)
+    }
     if split in lists or (splits and len(splits) == len(value)):
         return _rows_of_split(value, lists if split in lists else splits, path, split, notices)
     if not lists:
         return [value]
-    of_objects = {key: one for key, one in lists.items() if one and all(isinstance(row, dict) for row in one)}
+    of_objects = {
+        key: one for key, one in lists.items() if one and all(isinstance(row, dict) for row in one)
+    }
     if len(of_objects) == 1:
         return next(iter(of_objects.values()))
-    if not of_objects and len(lists) == len(value) and len({len(one) for one in lists.values()}) == 1 and len(lists) > 1:
+    if (
+        not of_objects
+        and len(lists) == len(value)
+        and len({len(one) for one in lists.values()}) == 1
+        and len(lists) > 1
+    ):
         return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
     if len(lists) == 1:
         return next(iter(lists.values()))
@@ -260,7 +296,9 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
     )
 
 
-def _rows_of_split(value: dict[str, Any], splits: dict[str, Any], path: Path, split: str, notices: list[Notice]) -> list[Any]:
+def _rows_of_split(
+    value: dict[str, Any], splits: dict[str, Any], path: Path, split: str, notices: list[Notice]
+) -> list[Any]:
     """The rows of the split asked for, of an object of splits; the others are reported."""
     wanted = [key for key in splits if key == split] or [
         key for key in splits if split_name(key) == split_name(split) is not None
@@ -271,9 +309,15 @@ def _rows_of_split(value: dict[str, Any], splits: dict[str, Any], path: Path, sp
             fix=f"name one of them: `dataset: {{path: ..., split: {next(iter(splits))}}}`",
         )
     name = (wanted or list(splits))[0]
-    others = [f"{key} ({_length(one):,} rows)" for key, one in value.items() if key != name and isinstance(one, list | dict)]
+    others = [
+        f"{key} ({_length(one):,} rows)"
+        for key, one in value.items()
+        if key != name and isinstance(one, list | dict)
+    ]
     if others or not wanted:
-        text = f"{path}: split `{name}` is used" + (f"; not used: {', '.join(others)}" if others else "")
+        text = f"{path}: split `{name}` is used" + (
+            f"; not used: {', '.join(others)}" if others else ""
+        )
         notices.append(("info" if wanted else "warning", text))
     rows = splits[name]
     return rows if isinstance(rows, list) else _rows_of(rows, path, split, notices)
@@ -330,7 +374,9 @@ def _arrow(path: Path, position: Position) -> Numbered:
         with pa.memory_map(str(path)) as source:
             try:
                 batches: Any = pa.ipc.open_stream(source)
-                position.follow(lambda: 1.0 if source.closed else source.tell() / max(1, source.size()))
+                position.follow(
+                    lambda: 1.0 if source.closed else source.tell() / max(1, source.size())
+                )
             except pa.ArrowInvalid:
                 file = pa.ipc.open_file(source)
                 batches = (file.get_batch(one) for one in range(file.num_record_batches))
@@ -346,7 +392,9 @@ def _arrow(path: Path, position: Position) -> Numbered:
 
 def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ConfigError(f"`{path}` cannot be read as {kind}: {reason}", fix="check the file, or copy it anew")
+    return ConfigError(
+        f"`{path}` cannot be read as {kind}: {reason}", fix="check the file, or copy it anew"
+    )
 
 
 def _text(path: Path, position: Position) -> Numbered:

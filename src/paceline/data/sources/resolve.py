@@ -1,4 +1,5 @@
-"""What `dataset:` may name: a file, a folder, a hub id, a well-known name, `builtin:NAME`; any of them with `#N`."""
+"""What `dataset:` may name: a file, a folder, a hub id, a well-known name, `builtin:NAME`; any of
+them with `#N`."""
 
 from __future__ import annotations
 
@@ -17,13 +18,30 @@ from paceline.data.sources import hub
 from paceline.data.sources.builtin import builtin_dataset
 from paceline.data.sources.hub_names import HUB_NAMES, find_hub_name
 from paceline.data.sources.opening import COMPRESSED_SUFFIXES, Position, data_suffix
-from paceline.data.sources.readers import KINDS, LineBlock, is_table, is_text, line_blocks, parse_lines, read_file, unknown_kind
+from paceline.data.sources.readers import (
+    KINDS,
+    LineBlock,
+    is_table,
+    is_text,
+    line_blocks,
+    parse_lines,
+    read_file,
+    unknown_kind,
+)
 from paceline.models import modelscope
 
-_NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "license.txt", "license.md"}
+_NOT_DATA = {
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+    "license.txt",
+    "license.md",
+}
 _ALLOWED = (
-    f"a file ({KINDS}), a folder of them, a pattern such as data/*.jsonl.gz, a hub id such as tatsu-lab/alpaca, "
-    "a well-known name such as alpaca-en, builtin:python-docs, and any of them as path#N"
+    f"a file ({KINDS}), a folder of them, a pattern such as data/*.jsonl.gz, a hub id such as"
+    " tatsu-lab/alpaca, a well-known name such as alpaca-en, builtin:python-docs, and any of them"
+    " as path#N"
 )
 _SPLITS = {
     "train": {"train", "training"},
@@ -62,7 +80,8 @@ class OpenSource:
         return self.given.path
 
     def text_bytes(self) -> int | None:
-        """About how many bytes of text there are to tokenize, for a guess at the work; None for a hub dataset."""
+        """About how many bytes of text there are to tokenize, for a guess at the work; None for a
+        hub dataset."""
         if self.hub is not None:
             return None
         return sum(map(_text_bytes, self.files))
@@ -71,10 +90,16 @@ class OpenSource:
         """What tells the rows of this source from any others'."""
         if self.hub is not None:
             return ["hub", *self.hub.fingerprint(), self.take]
-        return ["files", [[data_suffix(one), *fingerprint(one)] for one in self.files], self.given.split, self.take]
+        return [
+            "files",
+            [[data_suffix(one), *fingerprint(one)] for one in self.files],
+            self.given.split,
+            self.take,
+        ]
 
     def rows(self, seed: int) -> Iterator[tuple[Place, Any]]:
-        """(place, row) in order; with `#N` the first N of a shuffle that ``seed`` fixes, in the order of the file.
+        """(place, row) in order; with `#N` the first N of a shuffle that ``seed`` fixes, in the
+        order of the file.
 
         Raises:
             ConfigError: a broken file.
@@ -86,14 +111,20 @@ class OpenSource:
 
         total = sum(1 for _ in self._all())
         if total < self.take:
-            self.notices.append(("warning", f"{self.label}: {self.take:,} rows asked for, it has {total:,}; all are used"))
+            self.notices.append(
+                (
+                    "warning",
+                    f"{self.label}: {self.take:,} rows asked for, it has {total:,}; all are used",
+                )
+            )
         chosen = set(np.random.default_rng(seed).permutation(total)[: self.take].tolist())
         for index, found in enumerate(self._all()):
             if index in chosen:
                 yield found
 
     def parts(self, seed: int) -> Iterator[LineBlock | tuple[Place, Any]]:
-        """The same rows as :meth:`rows`, in the same order, but blocks of lines where these can be parsed later.
+        """The same rows as :meth:`rows`, in the same order, but blocks of lines where these can be
+        parsed later.
 
         Raises:
             ConfigError: a broken file.
@@ -152,8 +183,8 @@ def open_source(given: DatasetSource) -> OpenSource:
     """Find what ``given`` names. Reads no rows.
 
     Raises:
-        ConfigError: nothing of that name (with the nearest one there is), a folder without data, a hub dataset that cannot
-            be had.
+        ConfigError: nothing of that name (with the nearest one there is), a folder without data, a
+            hub dataset that cannot be had.
     """
     name, take = given.path.strip(), None
     if not name:
@@ -163,26 +194,33 @@ def open_source(given: DatasetSource) -> OpenSource:
         name, take = cut[1], int(re.sub("[_,]", "", cut[2]))
         path = Path(name).expanduser()
         if take < 1:
-            raise ConfigError(f"`{given.path}` asks for no rows", allowed="`path#N` with N of 1 or more")
+            raise ConfigError(
+                f"`{given.path}` asks for no rows", allowed="`path#N` with N of 1 or more"
+            )
     if name.startswith("builtin:"):
         return OpenSource(given, files=[builtin_dataset(name.removeprefix("builtin:"))], take=take)
     if name.startswith(modelscope.PREFIX):
         path = Path(modelscope.download(name, "dataset"))
     if path.is_dir():
         files, notices = _folder_files(path, given.split)
-        return OpenSource(given, files=[_readable(one) for one in files], take=take, notices=notices)
+        return OpenSource(
+            given, files=[_readable(one) for one in files], take=take, notices=notices
+        )
     if path.exists():
         if not (is_table(path) or is_text(path)):
             raise unknown_kind(path)
         return OpenSource(given, files=[_readable(path)], take=take)
     if any(sign in name for sign in "*?["):
         files, notices = _matching_files(name)
-        return OpenSource(given, files=[_readable(one) for one in files], take=take, notices=notices)
+        return OpenSource(
+            given, files=[_readable(one) for one in files], take=take, notices=notices
+        )
     return _elsewhere(given, name, path, take)
 
 
 def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
-    """The data files whose paths match ``pattern``, sorted, of one kind as in a folder: tables if there are any, else text."""
+    """The data files whose paths match ``pattern``, sorted, of one kind as in a folder: tables if
+    there are any, else text."""
     matches = sorted(Path(one) for one in glob.glob(os.path.expanduser(pattern), recursive=True))
     files = [one for one in matches if one.is_file()]
     data = [one for one in files if is_table(one)] or [one for one in files if is_text(one)]
@@ -195,17 +233,23 @@ def _matching_files(pattern: str) -> tuple[list[Path], list[Notice]]:
         )
     notices = [("info", f"{pattern}: {len(data)} data files")]
     if len(data) < len(files):
-        notices.append(("info", f"{pattern}: passed over {_names([one for one in files if one not in data])}"))
+        notices.append(
+            ("info", f"{pattern}: passed over {_names([one for one in files if one not in data])}")
+        )
     return data, notices
 
 
 def check_hub_sources(config: Config) -> None:
-    """Check that the hub answers for each dataset on it, or that the dataset was downloaded before. Makes no request.
+    """Check that the hub answers for each dataset on it, or that the dataset was downloaded before.
+    Makes no request.
 
     Raises:
         ConfigError: neither.
     """
-    for given in [*config.sources(), *(config.sources(validation=True) if config.val_dataset is not None else [])]:
+    for given in [
+        *config.sources(),
+        *(config.sources(validation=True) if config.val_dataset is not None else []),
+    ]:
         name = re.sub(r"#\d[\d_,]*$", "", given.path.strip())
         known = find_hub_name(name)
         if Path(given.path).expanduser().exists() or Path(name).expanduser().exists():
@@ -216,7 +260,9 @@ def check_hub_sources(config: Config) -> None:
 
 def _readable(path: Path) -> Path:
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"`{path}` may not be read", fix=f"give yourself the right to: `chmod u+r {path}`")
+        raise ConfigError(
+            f"`{path}` may not be read", fix=f"give yourself the right to: `chmod u+r {path}`"
+        )
     return path
 
 
@@ -255,22 +301,31 @@ def _no_such(name: str, path: Path) -> ConfigError:
         while not missing.parent.is_dir():
             missing = missing.parent
         near = nearest(missing.name, [one.name for one in missing.parent.iterdir() if one.is_dir()])
-        fix = f"the folder `{missing}` does not exist" + (f"; did you mean `{missing.parent / near}`?" if near else "")
+        fix = f"the folder `{missing}` does not exist" + (
+            f"; did you mean `{missing.parent / near}`?" if near else ""
+        )
     what = f"there is no file, folder or known dataset `{name}` (looked from {Path.cwd()})"
     return ConfigError(what, allowed=_ALLOWED, fix=fix)
 
 
 def _folder_files(folder: Path, split: str) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Data files below ``folder``, sorted; tables where there are any, else plain text; of named splits the one asked for."""
+    """Data files below ``folder``, sorted; tables where there are any, else plain text; of named
+    splits the one asked for."""
     every = sorted(
         one for one in folder.rglob("*")
         if one.is_file() and not any(part.startswith((".", "__")) for part in one.relative_to(folder).parts)
     )  # fmt: skip
-    data = [one for one in every if one.name.lower() not in _NOT_DATA and not one.name.startswith("cache-")]
+    data = [
+        one
+        for one in every
+        if one.name.lower() not in _NOT_DATA and not one.name.startswith("cache-")
+    ]
     found = [one for one in data if is_table(one)] or [one for one in data if is_text(one)]
     if not found:
         names = ", ".join(one.name for one in every[:6]) or "nothing"
-        raise ConfigError(f"the folder `{folder}` holds no data files (found: {names})", allowed=KINDS)
+        raise ConfigError(
+            f"the folder `{folder}` holds no data files (found: {names})", allowed=KINDS
+        )
     notices = []
     by_split = {one: _split_of(one.relative_to(folder)) for one in found}
     wanted = next((key for key, words in _SPLITS.items() if split in words), split)
@@ -290,4 +345,6 @@ def _split_of(path: Path) -> str | None:
 
 
 def _names(files: list[Path]) -> str:
-    return ", ".join(one.name for one in files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "")
+    return ", ".join(one.name for one in files[:4]) + (
+        f" and {len(files) - 4} more" if len(files) > 4 else ""
+    )

@@ -29,7 +29,8 @@ def is_missing(value: Any) -> bool:
 
 
 def holds_nothing(value: Any) -> bool:
-    """Whether a value is empty all the way down: Arrow fills absent structures with nulls, and CSV has ``[]``."""
+    """Whether a value is empty all the way down: Arrow fills absent structures with nulls, and CSV
+    has ``[]``."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null", "None")
     if isinstance(value, dict):
@@ -40,7 +41,8 @@ def holds_nothing(value: Any) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the null entries of its mappings: Arrow adds the keys of every other row to each structure."""
+    """The value without the null entries of its mappings: Arrow adds the keys of every other row to
+    each structure."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -13,7 +13,16 @@ from paceline.core.errors import ConfigError
 from paceline.data.progress import Progress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import OpenSource
-from paceline.data.text.chunks import NO_ANSWER, TOO_LONG, Account, EncodedChunk, Setup, chunks_of, converter_of, encoder_of
+from paceline.data.text.chunks import (
+    NO_ANSWER,
+    TOO_LONG,
+    Account,
+    EncodedChunk,
+    Setup,
+    chunks_of,
+    converter_of,
+    encoder_of,
+)
 from paceline.data.text.encode import Encoder
 from paceline.data.text.formats import FORMATS, Converter, fits_as
 from paceline.data.text.media import MEDIA
@@ -26,7 +35,9 @@ from paceline.distributed.devices import cpu_cores
 #: Less text than this is encoded sooner than worker processes have started.
 _PARALLEL_BYTES = 16 << 20
 _MOST_WORKERS = 32
-_COLUMNS_FIX = "say which column is which: `dataset: {path: ..., columns: {prompt: YOURS, completion: YOURS}}`"
+_COLUMNS_FIX = (
+    "say which column is which: `dataset: {path: ..., columns: {prompt: YOURS, completion: YOURS}}`"
+)
 
 
 def build_entry(
@@ -38,7 +49,8 @@ def build_entry(
     template: AskedTemplate,
     workers: int | None = None,
 ) -> dict[str, Any]:
-    """Tokenise ``sources`` into ``folder``; the returned value says what is in it (counts, notices, pad token).
+    """Tokenise ``sources`` into ``folder``; the returned value says what is in it (counts, notices,
+    pad token).
 
     Args:
         workers: processes that encode; None: as many as pay. What is written does not depend on it.
@@ -52,9 +64,21 @@ def build_entry(
         for_tools = template.for_tools(tokenizer)
         encoder = encoder_of(config, task, tokenizer, text, for_tools)
         is_sent = None if tokenizer.python is not None else tokenizer
-        setup = Setup(config, task, tokenizer_folder, is_sent, text, for_tools, tuple(one.given for one in sources))
+        setup = Setup(
+            config,
+            task,
+            tokenizer_folder,
+            is_sent,
+            text,
+            for_tools,
+            tuple(one.given for one in sources),
+        )
         results = [_SourceResult(one, converter_of(one, encoder, config)) for one in sources]
-        chunks = (chunk for number, one in enumerate(sources) for chunk in chunks_of(number, one, config.train_args.seed))
+        chunks = (
+            chunk
+            for number, one in enumerate(sources)
+            for chunk in chunks_of(number, one, config.train_args.seed)
+        )
         encoded = started.encode(chunks, setup, encoder)
         writer = TokenWriter(folder)
         progress = Progress(_text_bytes(sources))
@@ -83,14 +107,18 @@ def _write_all(
     writer: TokenWriter,
     progress: Progress,
 ) -> None:
-    """Write all samples, add up what was counted, and check at the end of each source that some of its rows were kept."""
+    """Write all samples, add up what was counted, and check at the end of each source that some of
+    its rows were kept."""
     facts: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
 
     def finish(result: _SourceResult) -> None:
         encoder.facts, encoder.refusals = facts, refusals
         if result.account.read == 0:
-            raise ConfigError(f"the dataset `{result.source.label}` has no rows", fix="check that this is the file you meant")
+            raise ConfigError(
+                f"the dataset `{result.source.label}` has no rows",
+                fix="check that this is the file you meant",
+            )
         if result.account.kept == 0:
             raise _nothing_kept(result.source, result.converter, encoder, result.account, config)
 
@@ -124,7 +152,15 @@ def _described(
     formats: Counter[str] = Counter()
     for one in results:
         if len(results) > 1:
-            notices.append(("info", f"{one.source.label}: {one.account.read:,} rows read, {one.account.kept:,} kept"))
+            notices.append(
+                (
+                    "info",
+                    (
+                        f"{one.source.label}: {one.account.read:,} rows read, {one.account.kept:,}"
+                        " kept"
+                    ),
+                )
+            )
         total.add(one.account)
         notices += _about_columns(one.source, one.converter)
         formats.update(one.converter.seen)
@@ -145,22 +181,31 @@ def _text_bytes(sources: list[OpenSource]) -> int | None:
 
 
 def _workers(sources: list[OpenSource]) -> int:
-    """How many processes encode: one for each core, if there is so much to do that starting them pays."""
+    """How many processes encode: one for each core, if there is so much to do that starting them
+    pays."""
     size = _text_bytes(sources)
     # Whole documents are few: the tokenizer itself works on the pieces of one on all cores.
-    documents = all(is_text(file) for one in sources for file in one.files) and all(one.hub is None for one in sources)
+    documents = all(is_text(file) for one in sources for file in one.files) and all(
+        one.hub is None for one in sources
+    )
     if documents or (size is not None and size < _PARALLEL_BYTES):
         return 1
     return min(cpu_cores(), _MOST_WORKERS)
 
 
-# -- words ----------------------------------------------------------------------------------------------------------------
+# -- words
+# ----------------------------------------------------------------------------------------------------------------
 def _reasons(account: Account) -> str:
-    each = (f"{reason}: {number:,} (first: {account.first[reason]})" for reason, number in account.dropped.most_common())
+    each = (
+        f"{reason}: {number:,} (first: {account.first[reason]})"
+        for reason, number in account.dropped.most_common()
+    )
     return "; ".join(each)
 
 
-def _nothing_kept(source: OpenSource, converter: Converter, encoder: Encoder, account: Account, config: Config) -> ConfigError:
+def _nothing_kept(
+    source: OpenSource, converter: Converter, encoder: Encoder, account: Account, config: Config
+) -> ConfigError:
     dropped = account.dropped
     if converter.misfits and sum(converter.misfits.values()) == sum(dropped.values()):
         columns = next(iter(converter.misfits))
@@ -175,13 +220,16 @@ def _nothing_kept(source: OpenSource, converter: Converter, encoder: Encoder, ac
         )  # fmt: skip
     if dropped and set(dropped) <= {TOO_LONG, NO_ANSWER}:
         return ConfigError(
-            f"every sample of `{source.label}` is too long: the shortest has {account.shortest_overlong:,} tokens, "
-            f"train_args.max_length is {config.train_args.max_length:,}"
+            f"every sample of `{source.label}` is too long: the shortest has"
+            f" {account.shortest_overlong:,} tokens, train_args.max_length is"
+            f" {config.train_args.max_length:,}"
             + ("" if TOO_LONG in dropped else ", and no answer begins before that"),
             fix=f"set `train_args.max_length` to {account.shortest_overlong} or more"
             + (", or `train_args.overlong: truncate`" if TOO_LONG in dropped else ""),
         )
-    refusal = f". The template says: {encoder.refusals.most_common(1)[0][0]}" if encoder.refusals else ""
+    refusal = (
+        f". The template says: {encoder.refusals.most_common(1)[0][0]}" if encoder.refusals else ""
+    )
     return ConfigError(
         f"no row of `{source.label}` can be used. {_reasons(account)}{refusal}",
         allowed="; ".join(f"{name}: {needs}" for name, needs in FORMATS.items()),
@@ -192,29 +240,52 @@ def _nothing_kept(source: OpenSource, converter: Converter, encoder: Encoder, ac
 def _about_columns(source: OpenSource, converter: Converter) -> list[tuple[str, str]]:
     notices = []
     if len(converter.seen) > 1:
-        found = ", ".join(f"{name} ({number:,} rows)" for name, number in converter.seen.most_common())
+        found = ", ".join(
+            f"{name} ({number:,} rows)" for name, number in converter.seen.most_common()
+        )
         notices.append(("info", f"{source.label}: several formats: {found}"))
     elif converter.named == "auto" and converter.seen:
-        notices.append(("info", f"{source.label}: format {next(iter(converter.seen))}, found from the columns"))
+        notices.append(
+            ("info", f"{source.label}: format {next(iter(converter.seen))}, found from the columns")
+        )
     if converter.unused:
-        notices.append(("info", f"{source.label}: columns that are not used: {_names(converter.unused)}"))
+        notices.append(
+            ("info", f"{source.label}: columns that are not used: {_names(converter.unused)}")
+        )
     if converter.ignored:
-        notices.append(("info", f"{source.label}: left out by `ignore_columns`: {_names(converter.ignored)}"))
-    never = [name for name in converter.ignore_columns if name not in converter.ignored and name not in MEDIA]
+        notices.append(
+            ("info", f"{source.label}: left out by `ignore_columns`: {_names(converter.ignored)}")
+        )
+    never = [
+        name
+        for name in converter.ignore_columns
+        if name not in converter.ignored and name not in MEDIA
+    ]
     if never:
-        notices.append(("warning", f"{source.label}: no row has the columns of `ignore_columns` {_names(never)}"))
+        notices.append(
+            (
+                "warning",
+                f"{source.label}: no row has the columns of `ignore_columns` {_names(never)}",
+            )
+        )
     if set(converter.binary_labels) & {"0", "1"} and "other" not in converter.binary_labels:
-        text = "`label` holds only 0 and 1 and is not used. If it marks good and bad answers, the bad ones are trained on too"
+        text = (
+            "`label` holds only 0 and 1 and is not used. If it marks good and bad answers, the bad"
+            " ones are trained on too"
+        )
         notices.append(("warning", f"{source.label}: {text}"))
     return notices
 
 
 def _names(names: Iterable[str]) -> str:
-    parts = (name.partition(" (") for name in names)  # what follows the name says where it was found
+    # what follows the name says where it was found
+    parts = (name.partition(" (") for name in names)
     return ", ".join(f"`{name}`{mark}{place}" for name, mark, place in parts)
 
 
-def _about_rows(account: Account, encoder: Encoder, formats: Counter[str], config: Config) -> list[tuple[str, str]]:
+def _about_rows(
+    account: Account, encoder: Encoder, formats: Counter[str], config: Config
+) -> list[tuple[str, str]]:
     limit, facts = config.train_args.max_length, encoder.facts
     pairs, answers = formats["prompt_completion"], not encoder.pretrain
     dropped = sum(account.dropped.values())
@@ -224,38 +295,78 @@ def _about_rows(account: Account, encoder: Encoder, formats: Counter[str], confi
     warnings = [
         (dropped, f"{dropped:,} of {account.read:,} rows dropped. {_reasons(account)}"),
         (account.truncated, f"{account.truncated:,} samples truncated to max_length {limit:,}"),
-        (facts["unplaced"], f"{facts['unplaced']:,} assistant turns were rewritten by the chat template; no loss on those"),
-        (facts["no_eos"], "the tokenizer has no end-of-text token: the model will not learn where to stop"),
+        (
+            facts["unplaced"],
+            (
+                f"{facts['unplaced']:,} assistant turns were rewritten by the chat template; no"
+                " loss on those"
+            ),
+        ),
+        (
+            facts["no_eos"],
+            "the tokenizer has no end-of-text token: the model will not learn where to stop",
+        ),
         (
             facts["no_end_of_turn"],
-            f"the chat template puts no end-of-turn token after {facts['no_end_of_turn']:,} chats: the model will not learn "
-            "where to stop",
+            (
+                f"the chat template puts no end-of-turn token after {facts['no_end_of_turn']:,}"
+                " chats: the model will not learn where to stop"
+            ),
         ),
-        (config.system and encoder.template is None, "`system` has no effect: there is no chat template"),
+        (
+            config.system and encoder.template is None,
+            "`system` has no effect: there is no chat template",
+        ),
     ]
     infos = [
-        (account.documents_cut, f"{account.documents_cut:,} documents cut into samples of {limit:,} tokens"),
-        (account.lone_tokens, f"{account.lone_tokens:,} last samples of one token left off: there is nothing to predict"),
-        (account.excluded_turns, f"{account.excluded_turns:,} turns of the assistant carry no loss ({excluded_by})"),
+        (
+            account.documents_cut,
+            f"{account.documents_cut:,} documents cut into samples of {limit:,} tokens",
+        ),
+        (
+            account.lone_tokens,
+            (
+                f"{account.lone_tokens:,} last samples of one token left off: there is nothing to"
+                " predict"
+            ),
+        ),
+        (
+            account.excluded_turns,
+            f"{account.excluded_turns:,} turns of the assistant carry no loss ({excluded_by})",
+        ),
         (
             facts["other_template"],
-            f"{facts['other_template']:,} chats with tools or reasoning are written with the tokenizer's own chat template, "
-            f"because `{config.chat_template}` does not write these",
+            (
+                f"{facts['other_template']:,} chats with tools or reasoning are written with the"
+                f" tokenizer's own chat template, because `{config.chat_template}` does not write"
+                " these"
+            ),
         ),
-        (facts["left_off"], f"{facts['left_off']:,} chats end with a turn that is no answer; those turns are left off"),
+        (
+            facts["left_off"],
+            (
+                f"{facts['left_off']:,} chats end with a turn that is no answer; those turns are"
+                " left off"
+            ),
+        ),
         (
             pairs and answers and encoder.template is not None,
             "prompts and completions are put into the chat template as user and assistant",
         ),
         (
             pairs and answers and encoder.template is None,
-            "no chat template: prompts and completions are joined as they are, the end-of-text token after them",
+            (
+                "no chat template: prompts and completions are joined as they are, the end-of-text"
+                " token after them"
+            ),
         ),
         (formats["text"] and answers, "plain text has no answers: every token of it carries loss"),
         (
             answers and config.train_args.train_on_inputs,
             "train_on_inputs: every token carries loss, not the answers alone"
-            + (", except on the turns that the data switches off" if account.excluded_turns else ""),
+            + (
+                ", except on the turns that the data switches off" if account.excluded_turns else ""
+            ),
         ),
     ]
     said = [("warning", *one) for one in warnings] + [("info", *one) for one in infos]

@@ -16,7 +16,8 @@ from paceline.data.text.tool_calls import with_arguments_as_text, with_short_ids
 Span = tuple[int, int]
 Tools = list[dict[str, Any]] | None
 
-# Unicode noncharacters: no text holds them, so they can stand for the ends of a {% generation %} block while rendering.
+# Unicode noncharacters: no text holds them, so they can stand for the ends of a {% generation %}
+# block while rendering.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
 
@@ -48,13 +49,16 @@ class ChatTemplate:
     Args:
         source: the template.
         special_tokens: name to text, given to the template as variables.
-        for_tools: another template, for chats with tools, tool calls or reasoning that this one does not write.
+        for_tools: another template, for chats with tools, tool calls or reasoning that this one
+            does not write.
 
     Raises:
         ConfigError: the template is no valid Jinja.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str], for_tools: str | None = None) -> None:
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], for_tools: str | None = None
+    ) -> None:
         self._for_tools = None if for_tools is None else ChatTemplate(for_tools, special_tokens)
         self._template, self._words = _compile(source)
         self._variables = {"bos_token": "", "eos_token": "", **special_tokens}
@@ -62,7 +66,8 @@ class ChatTemplate:
         self._has_prompt: bool | None = None
 
     def uses(self, name: str) -> bool:
-        """Whether the template, or the one for chats with tools, looks at `tools`, `tool_calls` or `reasoning_content`."""
+        """Whether the template, or the one for chats with tools, looks at `tools`, `tool_calls` or
+        `reasoning_content`."""
         is_used = name in self._words or (name == "reasoning_content" and "thinking" in self._words)
         return is_used or (self._for_tools is not None and self._for_tools.uses(name))
 
@@ -70,23 +75,35 @@ class ChatTemplate:
         """The template that writes this chat: this one, or the one for chats with tools."""
         if self._for_tools is None:
             return self
-        needs = {key for one in messages for key in ("tool_calls", "reasoning_content") if key in one}
+        needs = {
+            key for one in messages for key in ("tool_calls", "reasoning_content") if key in one
+        }
         needs |= {"tools"} if tools else set()
         return self._for_tools if needs - self._words else self
 
-    def render(self, messages: list[Message], add_generation_prompt: bool = False, tools: Tools = None) -> str:
+    def render(
+        self, messages: list[Message], add_generation_prompt: bool = False, tools: Tools = None
+    ) -> str:
         """The chat as text.
 
         Raises:
             TemplateRefused: the template raised.
         """
         template = self.chosen(messages, tools)
-        return template._raw(messages, add_generation_prompt, tools).replace(_OPEN, "").replace(_CLOSE, "")
+        return (
+            template._raw(messages, add_generation_prompt, tools)
+            .replace(_OPEN, "")
+            .replace(_CLOSE, "")
+        )
 
     def _raw(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
         try:
             return self._template(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **self._variables
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
             )
         except Exception as error:  # templates are programs: undefined variables, wrong types, their own raise_exception
             raise TemplateRefused(str(error).strip() or type(error).__name__) from error
@@ -114,12 +131,16 @@ class ChatTemplate:
         assert refusal is not None
         raise refusal
 
-    def answers(self, messages: list[Message], tools: Tools = None, off: Collection[int] = ()) -> Rendered:
-        """The chat as text, with the spans of every assistant turn: its content and its end-of-turn token.
+    def answers(
+        self, messages: list[Message], tools: Tools = None, off: Collection[int] = ()
+    ) -> Rendered:
+        """The chat as text, with the spans of every assistant turn: its content and its end-of-turn
+        token.
 
-        A template's own ``{% generation %}`` marks are taken where it has them. Else a turn begins where the chat before it,
-        rendered with the generation prompt, ends, and ends where the chat up to it ends. Where that is no prefix of the whole
-        (templates that rewrite history), the turn's content is looked for in the text.
+        A template's own ``{% generation %}`` marks are taken where it has them. Else a turn begins
+        where the chat before it, rendered with the generation prompt, ends, and ends where the chat
+        up to it ends. Where that is no prefix of the whole (templates that rewrite history), the
+        turn's content is looked for in the text.
 
         Args:
             tools: what the template gets as `tools`.
@@ -163,7 +184,8 @@ class ChatTemplate:
         return Rendered(full, spans, unplaced, excluded, len(off))
 
     def _owners(self, messages: list[Message], tools: Tools, raw: str) -> list[int] | None:
-        """For every marked part of ``raw`` that is not empty, the index of its message; None where that cannot be told."""
+        """For every marked part of ``raw`` that is not empty, the index of its message; None where
+        that cannot be told."""
         answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
         number = _num_marked(raw)
         if number == len(answers):
@@ -171,21 +193,39 @@ class ChatTemplate:
         owners: list[int] = []
         for index in answers:
             try:
-                upto = raw if index == len(messages) - 1 else self._raw(messages[: index + 1], False, tools)
+                upto = (
+                    raw
+                    if index == len(messages) - 1
+                    else self._raw(messages[: index + 1], False, tools)
+                )
             except TemplateRefused:
                 return None
             owners += [index] * (_num_marked(upto) - len(owners))
         return owners if len(owners) == number else None
 
-    def _place(self, full: str, messages: list[Message], index: int, cursor: int, tools: Tools) -> Span | None:
+    def _place(
+        self, full: str, messages: list[Message], index: int, cursor: int, tools: Tools
+    ) -> Span | None:
         text = messages[index]["content"]
-        upto = full if index == len(messages) - 1 else self._try(messages[: index + 1], False, tools)
+        upto = (
+            full if index == len(messages) - 1 else self._try(messages[: index + 1], False, tools)
+        )
         before = self._try(messages[:index], True, tools)
         prefix = len(before) if before and full.startswith(before) else None
-        if "tool_calls" in messages[index] and prefix is None and before and upto and upto.startswith(before):
+        if (
+            "tool_calls" in messages[index]
+            and prefix is None
+            and before
+            and upto
+            and upto.startswith(before)
+        ):
             text = upto[len(before) :].rstrip()  # a call's text is the template's
         content = self._find_content(full, upto, text, max(cursor, prefix or 0))
-        if before and prefix is not None and (content is None or self._prompts(messages[:index], before, tools)):
+        if (
+            before
+            and prefix is not None
+            and (content is None or self._prompts(messages[:index], before, tools))
+        ):
             start = prefix
         elif content is not None:
             start = content[0]
@@ -195,14 +235,17 @@ class ChatTemplate:
             return start, _trimmed(full, start, len(upto), messages[index]["content"])
         return (start, content[1]) if content else None
 
-    def _try(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str | None:
+    def _try(
+        self, messages: list[Message], add_generation_prompt: bool, tools: Tools
+    ) -> str | None:
         try:
             return self.render(messages, add_generation_prompt, tools) if messages else None
         except TemplateRefused:
             return None
 
     def _prompts(self, messages: list[Message], with_prompt: str, tools: Tools) -> bool:
-        """Whether the template has a generation prompt; without one the assistant's header would count as its answer."""
+        """Whether the template has a generation prompt; without one the assistant's header would
+        count as its answer."""
         if self._has_prompt is None:
             self._has_prompt = self._try(messages, False, tools) != with_prompt
         return self._has_prompt
@@ -214,14 +257,16 @@ class ChatTemplate:
             if at < 0:
                 continue
             end = at + len(piece)
-            # What follows the content where the chat ends with it is the end of turn; it does here too.
+            # What follows the content where the chat ends with it is the end of turn; it does here
+            # too.
             tail = upto[upto.rfind(piece) + len(piece) :].rstrip() if upto and piece in upto else ""
             return at, end + len(tail) if tail and full.startswith(tail, end) else end
         return None
 
 
 def _trimmed(full: str, start: int, end: int, content: str) -> int:
-    """The end of a turn without the white space that follows its end-of-turn token; where there is no such token, with it."""
+    """The end of a turn without the white space that follows its end-of-turn token; where there is
+    no such token, with it."""
     turn = full[start:end].rstrip()
     return end if content.strip() and turn.endswith(content.strip()) else start + len(turn)
 
@@ -273,7 +318,8 @@ def _compile(source: str) -> tuple[Callable[..., str], frozenset[str]]:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own filter escapes HTML
+        # jinja's own filter escapes HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
@@ -282,7 +328,13 @@ def _compile(source: str) -> tuple[Callable[..., str], frozenset[str]]:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     try:
-        words = {str(value).strip("'\"") for _, kind, value in environment.lex(source) if kind in ("name", "string")}
+        words = {
+            str(value).strip("'\"")
+            for _, kind, value in environment.lex(source)
+            if kind in ("name", "string")
+        }
         return environment.from_string(source).render, frozenset(words)
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"the chat template is no valid Jinja: {error.message} at its line {error.lineno}") from error
+        raise ConfigError(
+            f"the chat template is no valid Jinja: {error.message} at its line {error.lineno}"
+        ) from error

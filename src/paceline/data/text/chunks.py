@@ -1,5 +1,5 @@
-"""Chunks of rows to token ids. A chunk is encoded by itself: nothing that is counted or found in one chunk changes how
-another one is encoded."""
+"""Chunks of rows to token ids. A chunk is encoded by itself: nothing that is counted or found in
+one chunk changes how another one is encoded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Account:
         """Add the account of later rows."""
         for name in ("read", "kept", "truncated", "documents_cut", "lone_tokens", "excluded_turns"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        lengths = [one.shortest_overlong for one in (self, other) if one.shortest_overlong is not None]
+        lengths = [
+            one.shortest_overlong for one in (self, other) if one.shortest_overlong is not None
+        ]
         self.shortest_overlong = min(lengths) if lengths else None
         self.dropped.update(other.dropped)
         self.first = {**other.first, **self.first}
@@ -52,7 +54,12 @@ class Account:
         self.first.setdefault(reason, place)
 
     def counts(self) -> dict[str, Any]:
-        out = {"read": self.read, "kept": self.kept, "truncated": self.truncated, "dropped": dict(self.dropped)}
+        out = {
+            "read": self.read,
+            "kept": self.kept,
+            "truncated": self.truncated,
+            "dropped": dict(self.dropped),
+        }
         return {**out, "excluded_turns": self.excluded_turns}
 
 
@@ -112,7 +119,8 @@ class EncodedChunk:
 
     Args:
         tokens, mask: int32 and bool values as bytes.
-        lengths, label_counts: of each sample, as in :class:`paceline.data.text.token_dataset.TokenDataset`.
+        lengths, label_counts: of each sample, as in
+            :class:`paceline.data.text.token_dataset.TokenDataset`.
         converted: the counters of the :class:`Converter`, by name.
         facts, refusals: those of the :class:`Encoder`.
     """
@@ -134,7 +142,8 @@ class Setup:
     """What a process needs to encode chunks; small enough to be sent to it.
 
     Args:
-        tokenizer: loaded, or None if it cannot be sent; then each process loads it from ``tokenizer_folder``.
+        tokenizer: loaded, or None if it cannot be sent; then each process loads it from
+            ``tokenizer_folder``.
         template: source of the chat template, or None.
         for_tools: source of the one for chats with tools, if it is another.
     """
@@ -149,10 +158,14 @@ class Setup:
 
 
 def encoder_of(
-    config: Config, task: str, tokenizer: LoadedTokenizer, template: str | None, for_tools: str | None = None
+    config: Config,
+    task: str,
+    tokenizer: LoadedTokenizer,
+    template: str | None,
+    for_tools: str | None = None,
 ) -> Encoder:
-    """The encoder of a config's samples; ``template`` is the source of the chat template, ``for_tools`` that of the one for
-    chats with tools if it is another."""
+    """The encoder of a config's samples; ``template`` is the source of the chat template,
+    ``for_tools`` that of the one for chats with tools if it is another."""
     return Encoder(
         tokenizer,
         ChatTemplate(template, tokenizer.special_tokens, for_tools) if template else None,
@@ -182,7 +195,8 @@ COUNTERS = ("seen", "unused", "misfits", "ignored", "binary_labels")
 
 
 def chunks_of(number: int, source: OpenSource, seed: int) -> Iterator[Chunk]:
-    """Cut the rows of a source into chunks. Lines of JSON stay as they are in the file, to be parsed where they are encoded."""
+    """Cut the rows of a source into chunks. Lines of JSON stay as they are in the file, to be
+    parsed where they are encoded."""
     chunk, total, done = Chunk(number), source.text_bytes() or 0, 0
     for part in source.parts(seed):
         rest: LineBlock | tuple[Place, Any] | None = part
@@ -204,7 +218,9 @@ class ChunkEncoder:
     def __init__(self, setup: Setup, encoder: Encoder | None = None) -> None:
         config = setup.config
         if encoder is None:
-            tokenizer = setup.tokenizer or load_tokenizer(setup.tokenizer_folder, config.trust_remote_code)
+            tokenizer = setup.tokenizer or load_tokenizer(
+                setup.tokenizer_folder, config.trust_remote_code
+            )
             encoder = encoder_of(config, setup.task, tokenizer, setup.template, setup.for_tools)
         self.config, self.encoder = config, encoder
         self.sources = [OpenSource(given) for given in setup.sources]
@@ -224,7 +240,9 @@ class ChunkEncoder:
                 samples.account.drop(str(reason), place)
             except Unsupported as error:
                 raise refusal(error, place) from None
-        for place, encoded in zip(places, self.encoder(converted) if converted else [], strict=True):
+        for place, encoded in zip(
+            places, self.encoder(converted) if converted else [], strict=True
+        ):
             if isinstance(encoded, str):
                 samples.account.drop(encoded, place)
             elif encoded.is_document:
@@ -242,7 +260,10 @@ class _Samples:
     """Collects the samples of a chunk, and what became of each row."""
 
     def __init__(self, config: Config) -> None:
-        self.limit, self.drops_overlong = config.train_args.max_length, config.train_args.overlong == "drop"
+        self.limit, self.drops_overlong = (
+            config.train_args.max_length,
+            config.train_args.overlong == "drop",
+        )
         self.account = Account()
         self.tokens: list[bytes] = []
         self.mask: list[bytes] = []
@@ -269,7 +290,8 @@ class _Samples:
         self._append(ids, mask)
 
     def cut(self, encoded: Encoded) -> None:
-        """Cut a document into consecutive samples, the last one shorter; a lone token predicts nothing."""
+        """Cut a document into consecutive samples, the last one shorter; a lone token predicts
+        nothing."""
         self.account.kept += 1
         self.account.documents_cut += len(encoded.input_ids) > self.limit
         for start in range(0, len(encoded.input_ids), self.limit):

@@ -1,4 +1,5 @@
-"""Samples to token ids with the mask of those that carry loss, in batches through the Rust tokenizer."""
+"""Samples to token ids with the mask of those that carry loss, in batches through the Rust
+tokenizer."""
 
 from __future__ import annotations
 
@@ -15,17 +16,20 @@ from paceline.data.text.chat_template import ChatTemplate, Rendered, Span, Templ
 from paceline.data.text.formats import Sample, as_chat
 from paceline.data.text.tokenizer import LoadedTokenizer
 
-#: A document is tokenised in pieces of about this many characters, cut at line ends, so that memory stays small.
+#: A document is tokenised in pieces of about this many characters, cut at line ends, so that memory
+#: stays small.
 _PIECE_CHARS = 1 << 18
 _PIECES_AT_A_TIME = 32
-#: How many tokens from the end of a turn its end-of-turn token is looked for; those after it are white space.
+#: How many tokens from the end of a turn its end-of-turn token is looked for; those after it are
+#: white space.
 _END_TOKENS = 8
 
 
 @dataclass
 class Encoded:
-    """One sample: ``input_ids`` int32 [tokens], ``labels_mask`` bool [tokens]. ``is_document``: to be cut, never truncated.
-    ``excluded_turns``: assistant turns on which the loss is switched off."""
+    """One sample: ``input_ids`` int32 [tokens], ``labels_mask`` bool [tokens]. ``is_document``: to
+    be cut, never truncated. ``excluded_turns``: assistant turns on which the loss is switched off.
+    """
 
     input_ids: np.ndarray
     labels_mask: np.ndarray
@@ -88,9 +92,13 @@ class Encoder:
                     out[index] = reason
                 else:
                     chats.append((index, rendered))
-        for (index, _), one in zip(chats, self._encode_chats([rendered for _, rendered in chats]), strict=True):
+        for (index, _), one in zip(
+            chats, self._encode_chats([rendered for _, rendered in chats]), strict=True
+        ):
             out[index] = one
-        for (index, _), one in zip(pairs, self._encode_pairs([pair for _, pair in pairs]), strict=True):
+        for (index, _), one in zip(
+            pairs, self._encode_pairs([pair for _, pair in pairs]), strict=True
+        ):
             out[index] = one
         for index, text, is_document in texts:
             out[index] = self._encode_text(text, is_document)
@@ -104,7 +112,9 @@ class Encoder:
         if self.last_turn_only:
             answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
             off = off.union(answers[:-1])
-        self.facts["other_template"] += self.template.chosen(messages, sample.tools) is not self.template
+        self.facts["other_template"] += (
+            self.template.chosen(messages, sample.tools) is not self.template
+        )
         try:
             rendered = self.template.answers(messages, sample.tools, off)
         except TemplateRefused as error:
@@ -120,8 +130,16 @@ class Encoder:
             return None
         if self.train_on_inputs:
             is_whole = len(rendered.excluded) >= rendered.excluded_turns
-            return None if is_whole else "a turn without loss cannot be found in the text of the chat template"
-        return None if rendered.spans or rendered.unplaced else "the loss is switched off for every turn"
+            return (
+                None
+                if is_whole
+                else "a turn without loss cannot be found in the text of the chat template"
+            )
+        return (
+            None
+            if rendered.spans or rendered.unplaced
+            else "the loss is switched off for every turn"
+        )
 
     def _as_text(self, sample: Sample) -> str | None:
         if sample.text is not None:
@@ -132,10 +150,15 @@ class Encoder:
             except TemplateRefused as error:
                 self.refusals[str(error).splitlines()[0][:200]] += 1
                 return None
-        parts = sample.pair if sample.pair is not None else [one["content"] for one in sample.messages or []]
+        parts = (
+            sample.pair
+            if sample.pair is not None
+            else [one["content"] for one in sample.messages or []]
+        )
         return "\n\n".join(parts)
 
-    # -- tokens -------------------------------------------------------------------------------------------------------
+    # -- tokens
+    # -------------------------------------------------------------------------------------------------------
     def _encode_chats(self, chats: list[Rendered]) -> list[Encoded]:
         backend = self.tokenizer.backend
         if backend is None:
@@ -158,11 +181,14 @@ class Encoder:
         return found
 
     def _by_segments(self, chat: Rendered) -> Encoded:
-        """For tokenizers that give no offsets: the text before, in and after each span is tokenised on its own."""
+        """For tokenizers that give no offsets: the text before, in and after each span is tokenised
+        on its own."""
         ids: list[int] = []
         kinds: list[int] = []
         cursor = 0
-        spans = sorted([*((span, 1) for span in chat.spans), *((span, 2) for span in chat.excluded)])
+        spans = sorted(
+            [*((span, 1) for span in chat.spans), *((span, 2) for span in chat.excluded)]
+        )
         for (start, end), kind in [*spans, ((len(chat.text), len(chat.text)), 0)]:
             for text, of_text in ((chat.text[cursor:start], 0), (chat.text[start:end], kind)):
                 piece = self._ids(text, add_special_tokens=False)
@@ -176,7 +202,8 @@ class Encoder:
         return Encoded(array, mask, excluded_turns=chat.excluded_turns)
 
     def _look_at_end(self, ids: np.ndarray, mask: np.ndarray) -> None:
-        """Count the chats whose last labelled turn has no end-of-turn token, white space after it aside."""
+        """Count the chats whose last labelled turn has no end-of-turn token, white space after it
+        aside."""
         for place in np.flatnonzero(mask)[:-_END_TOKENS:-1]:
             token = int(ids[place])
             if token in self.tokenizer.special_ids or token == self.tokenizer.eos_token_id:
@@ -186,7 +213,8 @@ class Encoder:
                 return
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[Encoded]:
-        """Prompt and completion are tokenised apart, as they are when the model is asked: the mask's edge is exact."""
+        """Prompt and completion are tokenised apart, as they are when the model is asked: the
+        mask's edge is exact."""
         prompts = self._ids_batch([prompt for prompt, _ in pairs], add_special_tokens=True)
         answers = self._ids_batch([answer for _, answer in pairs], add_special_tokens=False)
         eos = self._eos()
@@ -210,15 +238,17 @@ class Encoder:
         return Encoded(array, np.ones(len(array), dtype=np.bool_), is_document)
 
     def _encode_pieces(self, pieces: list[str]) -> Iterator[list[int]]:
-        """The ids of each piece; the tokenizer's own first token (if it has one) is put once, at the start. Several pieces
-        at a time: the tokenizer encodes them on all cores."""
+        """The ids of each piece; the tokenizer's own first token (if it has one) is put once, at
+        the start. Several pieces at a time: the tokenizer encodes them on all cores."""
         start, has_begun = 0, False
         while start < len(pieces) and not has_begun:
             ids = self._ids(pieces[start], add_special_tokens=True)
             start, has_begun = start + 1, bool(ids)
             yield ids
         for at in range(start, len(pieces), _PIECES_AT_A_TIME):
-            yield from self._ids_batch(pieces[at : at + _PIECES_AT_A_TIME], add_special_tokens=False)
+            yield from self._ids_batch(
+                pieces[at : at + _PIECES_AT_A_TIME], add_special_tokens=False
+            )
 
     def _eos(self) -> list[int]:
         if self.tokenizer.eos_token_id is None:
@@ -235,18 +265,31 @@ class Encoder:
         if not texts:
             return []
         if self.tokenizer.backend is not None:
-            return [one.ids for one in self.tokenizer.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+            return [
+                one.ids
+                for one in self.tokenizer.backend.encode_batch_fast(
+                    texts, add_special_tokens=add_special_tokens
+                )
+            ]
         python = self.tokenizer.python
-        return [list(python(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts]
+        return [
+            list(python(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts
+        ]
 
 
 def no_chat_template() -> ConfigError:
     """What is said where chats meet a tokenizer without a chat template."""
     return ConfigError(
-        "no chat template: the dataset holds chats (or instructions), and the tokenizer does not say how the model reads one",
-        allowed="`chat_template: chatml`, or another of " + ", ".join(TEMPLATE_NAMES) + ", or a file with a Jinja template",
-        fix="for a base model add `chat_template: chatml`; or give a chat model's tokenizer as `tokenizer: ...`; or train on "
-        "plain text with `task: pretrain`, or on a dataset with prompt and completion",
+        "no chat template: the dataset holds chats (or instructions), and the tokenizer does not"
+        " say how the model reads one",
+        allowed="`chat_template: chatml`, or another of "
+        + ", ".join(TEMPLATE_NAMES)
+        + ", or a file with a Jinja template",
+        fix=(
+            "for a base model add `chat_template: chatml`; or give a chat model's tokenizer as"
+            " `tokenizer: ...`; or train on plain text with `task: pretrain`, or on a dataset with"
+            " prompt and completion"
+        ),
     )
 
 
@@ -263,7 +306,8 @@ def _token_span(encoding: Any, span: Span, num_tokens: int, num_chars: int) -> t
 
 
 def _token_at(encoding: Any, char: int, num_chars: int) -> int | None:
-    # Characters that the tokenizer leaves out (some drop blanks) belong to no token: the next one that does is taken.
+    # Characters that the tokenizer leaves out (some drop blanks) belong to no token: the next one
+    # that does is taken.
     while char < num_chars:
         found = encoding.char_to_token(char)
         if found is not None:

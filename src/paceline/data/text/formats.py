@@ -14,18 +14,36 @@ from paceline.data.sources.readers import DOCUMENT
 from paceline.data.sources.rows import Malformed, Unsupported, holds_nothing, is_missing
 from paceline.data.text.media import MEDIA, check_column, check_text
 from paceline.data.text.messages import Chat, Message, MessageReader, template_lacks
-from paceline.data.text.preference import LABELS, REJECTED, check_label, check_pairs, check_without_format, two_outputs
+from paceline.data.text.preference import (
+    LABELS,
+    REJECTED,
+    check_label,
+    check_pairs,
+    check_without_format,
+    two_outputs,
+)
 from paceline.data.text.tool_calls import read_tools
 
 if TYPE_CHECKING:
     from paceline.data.text.chat_template import ChatTemplate
 
-__all__ = ["FORMATS", "Converter", "Malformed", "Message", "Sample", "Unsupported", "as_chat", "find_format", "fits_as"]
+__all__ = [
+    "FORMATS",
+    "Converter",
+    "Malformed",
+    "Message",
+    "Sample",
+    "Unsupported",
+    "as_chat",
+    "find_format",
+    "fits_as",
+]
 
 
 @dataclass
 class Sample:
-    """A row in its canonical shape: exactly one of ``messages``, ``pair`` (prompt, completion) and ``text`` is set.
+    """A row in its canonical shape: exactly one of ``messages``, ``pair`` (prompt, completion) and
+    ``text`` is set.
 
     Args:
         is_document: the text is a whole file, to be cut into samples.
@@ -55,14 +73,17 @@ _PAIRS = (
 _TEXT = ("text", "content", "story", "document")
 _TOOLS = ("tools", "functions")
 _ALPACA = ("instruction", *_INPUT, *_ANSWER, *_SYSTEM, "history", "reasoning_content")
-#: Columns that change what a row means: one that is not empty and not used is an error, unless `ignore_columns` lists it.
+#: Columns that change what a row means: one that is not empty and not used is an error, unless
+#: `ignore_columns` lists it.
 MUST_BE_USED = ("history", "reasoning_content", "rejected", "rejected_response", *_TOOLS)
 
 FORMATS = {
     "alpaca": "instruction, output (and input, system, history)",
     "messages": "messages: a list of {role, content}",
     "sharegpt": "conversations: a list of {from, value}",
-    "prompt_completion": "prompt, completion (or question, answer; query, response; prompt, response)",
+    "prompt_completion": (
+        "prompt, completion (or question, answer; query, response; prompt, response)"
+    ),
     "text": "text",
 }
 _EXPECTED = {*_CHAT, *_SYSTEM, *_INPUT, *_ANSWER, *_TEXT, *(one for pair in _PAIRS for one in pair), *MUST_BE_USED, *MEDIA,
@@ -71,8 +92,8 @@ _EXPECTED = {*_CHAT, *_SYSTEM, *_INPUT, *_ANSWER, *_TEXT, *(one for pair in _PAI
 
 
 def find_format(columns: Mapping[str, Any], pretrain: bool = False) -> str | None:
-    """The format that a row's columns fit, or None. Where several fit: chats, alpaca, prompt and completion, text;
-    for pretraining text comes first."""
+    """The format that a row's columns fit, or None. Where several fit: chats, alpaca, prompt and
+    completion, text; for pretraining text comes first."""
     names = set(columns)
     if DOCUMENT in names or (pretrain and "text" in names):
         return "text"
@@ -98,7 +119,10 @@ def fits_as(columns: Mapping[str, Any]) -> list[str]:
         "text": bool(names & set(_TEXT)) or DOCUMENT in names,
     }
     chats = [find_format({key: columns[key]}) for key in _CHAT if key in names]
-    return [*dict.fromkeys(one for one in chats if one), *(name for name, fits in fitting.items() if fits)]
+    return [
+        *dict.fromkeys(one for one in chats if one),
+        *(name for name, fits in fitting.items() if fits),
+    ]
 
 
 @dataclass(frozen=True)
@@ -154,20 +178,31 @@ class Converter:
             if name not in _EXPECTED:
                 near = nearest(name, _EXPECTED)
                 raise ConfigError(
-                    f"`columns: {{{name}: {self.columns[name]}}}` of {self.label}: no format has a column `{name}`",
-                    allowed="the expected name on the left, yours on the right; expected are " + ", ".join(sorted(_EXPECTED)),
+                    f"`columns: {{{name}: {self.columns[name]}}}` of {self.label}: no format has a"
+                    f" column `{name}`",
+                    allowed="the expected name on the left, yours on the right; expected are "
+                    + ", ".join(sorted(_EXPECTED)),
                     fix=f"write `{near}`" if near else None,
                 )
             if self.columns[name] in self.ignore_columns:
                 raise ConfigError(
-                    f"`{self.columns[name]}` of {self.label} is in `columns` and in `ignore_columns`", fix="keep one of them"
+                    f"`{self.columns[name]}` of {self.label} is in `columns` and in"
+                    " `ignore_columns`",
+                    fix="keep one of them",
                 )
         self._read = MessageReader(
-            self.columns, _role_names(self.roles, self.label), self.ignore_columns, self._supports, self.unused, self.ignored
+            self.columns,
+            _role_names(self.roles, self.label),
+            self.ignore_columns,
+            self._supports,
+            self.unused,
+            self.ignored,
         )
         self._reads_media = bool(MEDIA & set(self.ignore_columns))
         self._plans: dict[tuple[str, ...], _Watched] = {}
-        self._extra: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[tuple[str, tuple[str, ...]], ...]] = {}
+        self._extra: dict[
+            tuple[tuple[str, ...], tuple[str, ...]], tuple[tuple[str, tuple[str, ...]], ...]
+        ] = {}
 
     def __call__(self, row: Any) -> Sample:
         """One row's sample.
@@ -190,7 +225,11 @@ class Converter:
             kind = find_format(row, self.pretrain) if self.named == "auto" else None
         if kind is None:
             self.misfits[tuple(map(str, row))] += 1
-            raise Malformed("columns fit no format" if self.named == "auto" else f"columns do not fit `{self.named}`")
+            raise Malformed(
+                "columns fit no format"
+                if self.named == "auto"
+                else f"columns do not fit `{self.named}`"
+            )
         self.seen[kind] += 1
         if kind == "text":
             sample = Sample(text=_text(row, _TEXT, "text"))
@@ -208,9 +247,11 @@ class Converter:
         self._account(row, names, watched, sample, used)
         return sample
 
-    # -- columns ----------------------------------------------------------------------------------------------------------
+    # -- columns
+    # ----------------------------------------------------------------------------------------------------------
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row under the expected names; an optional column that is read under another name is not read under its own."""
+        """The row under the expected names; an optional column that is read under another name is
+        not read under its own."""
         if not self.columns and not self.ignore_columns:
             return row
         if self.ignore_columns:
@@ -223,7 +264,9 @@ class Converter:
         left_out = {expected for expected, theirs in self.columns.items() if theirs == ""}
         self.unused.update(name for name in left_out if not is_missing(row.get(name)))
         left_out |= set(self.columns.values()) & {*_INPUT, *_SYSTEM, "history"} - set(self.columns)
-        named = {expected: row[theirs] for expected, theirs in self.columns.items() if theirs in row}
+        named = {
+            expected: row[theirs] for expected, theirs in self.columns.items() if theirs in row
+        }
         return {**{key: value for key, value in row.items() if key not in left_out}, **named}
 
     def _watch(self, names: tuple[str, ...]) -> _Watched:
@@ -258,7 +301,9 @@ class Converter:
         if watched.rejected:
             check_pairs(row, watched.rejected, kind is not None)
         for name in watched.labels:
-            if kind not in (None, "text") or (kind is None and any(answer in row for answer in _ANSWER)):
+            if kind not in (None, "text") or (
+                kind is None and any(answer in row for answer in _ANSWER)
+            ):
                 check_label(row, name)
                 if isinstance(row[name], int):
                     self.binary_labels[str(row[name]) if row[name] in (0, 1) else "other"] += 1
@@ -268,16 +313,25 @@ class Converter:
             check_without_format(row)
 
     def _account(
-        self, row: dict[str, Any], names: tuple[str, ...], watched: _Watched, sample: Sample, used: tuple[str, ...]
+        self,
+        row: dict[str, Any],
+        names: tuple[str, ...],
+        watched: _Watched,
+        sample: Sample,
+        used: tuple[str, ...],
     ) -> None:
-        """Take in the tools, refuse what must not be left out, and count the other columns that are not used."""
+        """Take in the tools, refuse what must not be left out, and count the other columns that are
+        not used."""
         for name in watched.must_be_used:
             if holds_nothing(row[name]) or name in used:
                 continue
             if name not in _TOOLS or sample.text is not None:
                 raise Unsupported(
                     f"the rows have `{name}`, which rows of their format do not use",
-                    fix=f"set `ignore_columns: [{name}]` to train without it, or give the rows as chats with it in place",
+                    fix=(
+                        f"set `ignore_columns: [{name}]` to train without it, or give the rows as"
+                        " chats with it in place"
+                    ),
                 )
             if not self._supports("tools"):
                 raise template_lacks("tools", name)
@@ -288,36 +342,61 @@ class Converter:
         if extra is None:
             extra = self._extra[names, used] = self._extras(names, used)
         for name, before in extra:
-            if not is_missing(row[name]) and (not before or any(not is_missing(row[other]) for other in before)):
+            if not is_missing(row[name]) and (
+                not before or any(not is_missing(row[other]) for other in before)
+            ):
                 self.unused[name] += 1
 
-    def _extras(self, names: tuple[str, ...], used: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Columns that may be unused, each with those of the same meaning that come before it: it is used if they are empty."""
+    def _extras(
+        self, names: tuple[str, ...], used: tuple[str, ...]
+    ) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Columns that may be unused, each with those of the same meaning that come before it: it
+        is used if they are empty."""
         known = {*MUST_BE_USED, *self.columns.values()}
-        found = [(name, ()) for name in names if isinstance(name, str) and name not in used and name not in known]
-        renamed = set(self.columns.values()) - set(self.columns)  # used, under the name that is expected
+        found = [
+            (name, ())
+            for name in names
+            if isinstance(name, str) and name not in used and name not in known
+        ]
+        # used, under the name that is expected
+        renamed = set(self.columns.values()) - set(self.columns)
         for group in (_SYSTEM, _INPUT, _ANSWER, _TEXT):
-            there = [name for name in group if name in names and name in used and name not in renamed]
+            there = [
+                name for name in group if name in names and name in used and name not in renamed
+            ]
             found += [(name, tuple(there[:number])) for number, name in enumerate(there) if number]
         return tuple(found)
 
     def _supports(self, name: str) -> bool:
-        # Without a template, `task: sft` refuses chats by itself; `task: pretrain` joins the texts of the turns.
+        # Without a template, `task: sft` refuses chats by itself; `task: pretrain` joins the texts
+        # of the turns.
         return not self.pretrain if self.template is None else self.template.uses(name)
 
-    # -- formats ----------------------------------------------------------------------------------------------------------
+    # -- formats
+    # ----------------------------------------------------------------------------------------------------------
     def _pair(self, row: dict[str, Any]) -> tuple[Sample, tuple[str, ...]]:
         pairs = [pair for pair in _PAIRS if pair[0] in row and pair[1] in row]
         prompt_key, answer_key = next(
-            (pair for pair in pairs if row[pair[0]] is not None and row[pair[1]] is not None), pairs[0]
+            (pair for pair in pairs if row[pair[0]] is not None and row[pair[1]] is not None),
+            pairs[0],
         )
         prompt, answer = _unpacked(row[prompt_key]), _unpacked(row[answer_key])
         if isinstance(prompt, list) and isinstance(answer, list):  # both as chats
-            return self._chat(self._read([*prompt, *answer]), row), (prompt_key, answer_key, *_SYSTEM)
+            return self._chat(self._read([*prompt, *answer]), row), (
+                prompt_key,
+                answer_key,
+                *_SYSTEM,
+            )
         used = (prompt_key, answer_key, *_SYSTEM, "history", "reasoning_content")
         pair = (_text(row, (prompt_key,), "prompt"), _text(row, (answer_key,), "answer"))
         self._check_prompts(row, (prompt_key,))
-        chat = Chat([*_history(row), {"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}])
+        chat = Chat(
+            [
+                *_history(row),
+                {"role": "user", "content": pair[0]},
+                {"role": "assistant", "content": pair[1]},
+            ]
+        )
         self._reasoning(row, chat)
         has_more = len(chat.messages) > 2 or len(chat.messages[-1]) > 2
         if has_more or any(not is_missing(row.get(name)) for name in _SYSTEM):
@@ -333,7 +412,9 @@ class Converter:
         if "reasoning_content" not in row:
             return
         thoughts = row["reasoning_content"]
-        if holds_nothing(thoughts) or "reasoning_content" in set(self.columns.values()) - set(self.columns):
+        if holds_nothing(thoughts) or "reasoning_content" in set(self.columns.values()) - set(
+            self.columns
+        ):
             return
         if not self._supports("reasoning_content"):
             raise template_lacks("reasoning_content")
@@ -351,7 +432,9 @@ class Converter:
 
     def _chat(self, chat: Chat, row: dict[str, Any]) -> Sample:
         messages = chat.messages
-        last = max((index for index, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
+        last = max(
+            (index for index, one in enumerate(messages) if one["role"] == "assistant"), default=-1
+        )
         if last < 0:
             raise Malformed("no assistant turn")
         used = messages[: last + 1]
@@ -362,7 +445,8 @@ class Converter:
                 raise Malformed("empty answer" if one["role"] == "assistant" else "empty prompt")
         if chat.off and self.pretrain:
             raise Unsupported(
-                "the messages switch the loss of some turns off, and `task: pretrain` trains on every token",
+                "the messages switch the loss of some turns off, and `task: pretrain` trains on"
+                " every token",
                 fix="use `task: sft`, or list the key in `ignore_columns`",
             )
         off = frozenset(index for index in chat.off if index <= last)
@@ -378,10 +462,15 @@ class Converter:
 
 
 def as_chat(sample: Sample, system: str | None) -> list[Message]:
-    """A prompt and its completion as a chat of two turns, the system message before them where there is one."""
+    """A prompt and its completion as a chat of two turns, the system message before them where
+    there is one."""
     assert sample.pair is not None
     start = [{"role": "system", "content": system}] if system else []
-    return [*start, {"role": "user", "content": sample.pair[0]}, {"role": "assistant", "content": sample.pair[1]}]
+    return [
+        *start,
+        {"role": "user", "content": sample.pair[0]},
+        {"role": "assistant", "content": sample.pair[1]},
+    ]
 
 
 def _role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, str]:
@@ -389,7 +478,10 @@ def _role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, s
     out: dict[str, str] = {}
     for role, names in roles.items():
         if role not in STANDARD_ROLES:
-            raise ConfigError(f"`roles: {{{role}: ...}}` of {label}: unknown role `{role}`", allowed=", ".join(STANDARD_ROLES))
+            raise ConfigError(
+                f"`roles: {{{role}: ...}}` of {label}: unknown role `{role}`",
+                allowed=", ".join(STANDARD_ROLES),
+            )
         out.update(dict.fromkeys([names] if isinstance(names, str) else names, role))
     return out
 
@@ -407,7 +499,11 @@ def _alpaca(row: dict[str, Any]) -> list[Message]:
     question = "\n".join(one for one in (instruction, more) if one.strip())
     if not question:
         raise Malformed("empty prompt")
-    return [*_history(row), {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [
+        *_history(row),
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
 
 
 def _history(row: dict[str, Any]) -> list[Message]:
@@ -423,8 +519,15 @@ def _history(row: dict[str, Any]) -> list[Message]:
     for turn in history:
         if isinstance(turn, dict):
             messages += MessageReader({}, {}, (), lambda name: False, Counter())([turn]).messages
-        elif isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(one, str) for one in turn):
-            messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+        elif (
+            isinstance(turn, list | tuple)
+            and len(turn) == 2
+            and all(isinstance(one, str) for one in turn)
+        ):
+            messages += [
+                {"role": "user", "content": turn[0]},
+                {"role": "assistant", "content": turn[1]},
+            ]
         else:
             raise Malformed("history is no list of (question, answer)")
     return messages
@@ -449,7 +552,12 @@ def _text(row: dict[str, Any], keys: tuple[str, ...], what: str) -> str:
     if isinstance(value, int | float):
         value = str(value)
     if not isinstance(value, str):
-        if what == "answer" and isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value):
+        if (
+            what == "answer"
+            and isinstance(value, list)
+            and len(value) == 2
+            and all(isinstance(one, str) for one in value)
+        ):
             raise two_outputs(key)
         raise Malformed(f"{what} is not text")
     if not value.strip():

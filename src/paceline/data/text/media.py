@@ -1,4 +1,5 @@
-"""Recognize rows with images, video or audio, which a language model trained on text must not see as literal text."""
+"""Recognize rows with images, video or audio, which a language model trained on text must not see
+as literal text."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _ALLOWED = "text; `task: sft` and `task: pretrain` train language models on text
 _TAG = re.compile(r"<(?:image|video|audio)>")
 #: Tokens of multimodal models, and numbered placeholders. Nobody writes these by accident.
 _TOKEN = re.compile(
-    r"<\|(?:image|video|audio)(?:_pad|_\d+)?\|>|<\|vision_start\|>|<(?:image|video|audio)[ _]?\d+>|<image_placeholder>"
+    r"<\|(?:image|video|audio)(?:_pad|_\d+)?\|>|<\|vision_start\|>|<(?:image|video|audio)["
+    r" _]?\d+>|<image_placeholder>"
 )
 _FILE = re.compile(
     r"<(img|image|video|audio)>\s*(?:https?://[^<>\s]+|[^<>\n]+\.(?:jpe?g|png|gif|webp|bmp|mp[34]|wav|flac|ogg|avi|mov))\s*</\1>",
@@ -24,7 +26,9 @@ _FILE = re.compile(
 )
 _QUOTED = re.compile(r"```.*?```|`[^`\n]*`|\"[^\"\n]*\"|'<\w+>'|“[^”\n]*”", re.S)
 _OTHER_TAG = re.compile(r"</?(?!image>|video>|audio>|think>|/think>)[a-zA-Z][\w-]*[\s/>]|&lt;")
-_ABOUT_MARKUP = re.compile(r"\b(?:tags?|elements?|html5?|svg|xml|css|jsx|rss|markup|attributes?|nodes?)\b|标签|元素", re.I)
+_ABOUT_MARKUP = re.compile(
+    r"\b(?:tags?|elements?|html5?|svg|xml|css|jsx|rss|markup|attributes?|nodes?)\b|标签|元素", re.I
+)
 
 
 def check_column(name: str, value: Any) -> None:
@@ -37,7 +41,10 @@ def check_column(name: str, value: Any) -> None:
         raise Unsupported(
             f"the rows have {_kind(name)} (`{name}`), and the task trains on text alone",
             allowed=_ALLOWED,
-            fix=f"use a tool that trains vision or audio models, or set `ignore_columns: [{name}]` to train on the text alone",
+            fix=(
+                f"use a tool that trains vision or audio models, or set `ignore_columns: [{name}]`"
+                " to train on the text alone"
+            ),
         )
 
 
@@ -51,18 +58,23 @@ def check_text(text: str) -> None:
     if placeholder is not None:
         name = next((kind for kind in ("video", "audio") if kind in placeholder), "image")
         raise Unsupported(
-            f"the rows have placeholders of {_kind(name)} (`{placeholder}`), and the task trains on text alone",
+            f"the rows have placeholders of {_kind(name)} (`{placeholder}`), and the task trains on"
+            " text alone",
             allowed=_ALLOWED,
-            fix="use a tool that trains vision or audio models, or remove these rows; to train on the placeholder as it is "
-            f"written, set `ignore_columns: [{name}s]` or put it in backticks",
+            fix=(
+                "use a tool that trains vision or audio models, or remove these rows; to train on"
+                f" the placeholder as it is written, set `ignore_columns: [{name}s]` or put it in"
+                " backticks"
+            ),
         )
 
 
 def find_placeholder(text: str) -> str | None:
     """The first placeholder of an image, a video or audio in ``text``, or None.
 
-    ``<image>`` is a placeholder unless the text is about markup: it is quoted, it has a closing tag, or it stands inside a line
-    of a text that has other tags or speaks of tags, elements, HTML or SVG.
+    ``<image>`` is a placeholder unless the text is about markup: it is quoted, it has a closing
+    tag, or it stands inside a line of a text that has other tags or speaks of tags, elements, HTML
+    or SVG.
     """
     if "<" not in text:
         return None
@@ -84,7 +96,11 @@ def find_placeholder(text: str) -> str | None:
 def other_part(kind: Any) -> Unsupported:
     """The refusal of a message's part that is not text."""
     fix = "use a tool that trains vision or audio models, or remove these rows"
-    return Unsupported(f"a message has a part of type `{kind}`, and the task trains on text alone", allowed=_ALLOWED, fix=fix)
+    return Unsupported(
+        f"a message has a part of type `{kind}`, and the task trains on text alone",
+        allowed=_ALLOWED,
+        fix=fix,
+    )
 
 
 def _kind(name: str) -> str:

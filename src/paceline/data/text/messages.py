@@ -1,4 +1,5 @@
-"""The turns of a chat, whatever their keys and roles are called, as the messages that chat templates read."""
+"""The turns of a chat, whatever their keys and roles are called, as the messages that chat
+templates read."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class _Shape:
     Args:
         role, content: the keys of these, for turns that have nothing else; else None.
         extra: keys beside the role and the content.
-        is_exchange: the turn is a question with its answer, ``{"human": ..., "assistant": ...}``, as ms-swift allows.
+        is_exchange: the turn is a question with its answer, ``{"human": ..., "assistant": ...}``,
+            as ms-swift allows.
     """
 
     role: str | None
@@ -73,7 +75,9 @@ class MessageReader:
         self._roles = {**ROLES, **{name.lower(): role for name, role in self.roles.items()}}
         name = self.columns.get
         self._role_keys = tuple(dict.fromkeys((name("role", "role"), name("from", "from"))))
-        self._content_keys = tuple(dict.fromkeys((name("content", "content"), name("value", "value"), "text")))
+        self._content_keys = tuple(
+            dict.fromkeys((name("content", "content"), name("value", "value"), "text"))
+        )
         own = {theirs: ours for ours, theirs in self.columns.items()}
         self._meaning = {**{key: key for key in (*_SWITCHES, *_DETAILS, *_REASONING)}, **own}
         self._checks_text = not MEDIA & set(self.ignored)
@@ -111,7 +115,10 @@ class MessageReader:
             is_off = message["role"] == "assistant" and trains is False
             # Parallel calls, and an answer with the call after it, are one turn of the assistant.
             joins = (
-                is_call and last is not None and last["role"] == "assistant" and is_off == (len(chat.messages) - 1 in chat.off)
+                is_call
+                and last is not None
+                and last["role"] == "assistant"
+                and is_off == (len(chat.messages) - 1 in chat.off)
             )
             if joins and last is not None and ("tool_calls" not in last or previous_was_call):
                 last.setdefault("tool_calls", []).extend(message["tool_calls"])
@@ -124,11 +131,13 @@ class MessageReader:
             name_calls(chat.messages)
         return chat
 
-    # -- one turn -------------------------------------------------------------------------------------------------------
+    # -- one turn
+    # -------------------------------------------------------------------------------------------------------
     def _shape(self, keys: tuple[str, ...]) -> _Shape:
         roles = [key for key in self._role_keys if key in keys]
         contents = [key for key in self._content_keys if key in keys]
-        used = contents if contents[1:] != ["text"] else contents[:1]  # `text` is a content where there is no other
+        # `text` is a content where there is no other
+        used = contents if contents[1:] != ["text"] else contents[:1]
         extra = tuple(key for key in keys if key not in (*roles, *used) and key not in self.ignored)
         self.ignored_seen.update(key for key in keys if key in self.ignored)
         is_plain = len(roles) == len(contents) == 1 and not extra
@@ -141,7 +150,9 @@ class MessageReader:
         self._shapes[keys] = shape
         return shape
 
-    def _message(self, turn: dict[str, Any], extra: tuple[str, ...]) -> tuple[Message, bool | None, bool]:
+    def _message(
+        self, turn: dict[str, Any], extra: tuple[str, ...]
+    ) -> tuple[Message, bool | None, bool]:
         """(message, what the data says about its loss, whether the turn is a tool call alone)."""
         spelled = _first(turn, self._role_keys)
         role = self._roles.get(spelled.lower()) if isinstance(spelled, str) else None
@@ -150,9 +161,16 @@ class MessageReader:
         content = _first(turn, self._content_keys)
         if role == CALL:
             self._need("tool_calls")
-            message: Message = {"role": "assistant", "content": "", "tool_calls": read_calls(content)}
+            message: Message = {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": read_calls(content),
+            }
         else:
-            message = {"role": role, "content": content if isinstance(content, str) else _as_text(content, role)}
+            message = {
+                "role": role,
+                "content": content if isinstance(content, str) else _as_text(content, role),
+            }
             if self._checks_text and role != "assistant" and "<" in message["content"]:
                 check_text(message["content"])
         trains = None
@@ -171,9 +189,13 @@ class MessageReader:
         if name in _DETAILS:
             if not holds_nothing(value):
                 raise Unsupported(
-                    f"the messages say which parts of a turn to train on (`{key}`), and Paceline trains on whole turns",
+                    f"the messages say which parts of a turn to train on (`{key}`), and Paceline"
+                    " trains on whole turns",
                     allowed="true or false for a whole turn (`weight`, `loss`, `train`)",
-                    fix=f"split these turns, or set `ignore_columns: [{key}]` to train on the whole of them",
+                    fix=(
+                        f"split these turns, or set `ignore_columns: [{key}]` to train on the whole"
+                        " of them"
+                    ),
                 )
         elif name in ("tool_calls", "function_call"):
             if not holds_nothing(value) and message["role"] == "assistant":
@@ -200,7 +222,8 @@ class MessageReader:
         if not self.supports(name):
             raise template_lacks(name, key)
 
-    # -- turns of a question with its answer ------------------------------------------------------------------------------
+    # -- turns of a question with its answer
+    # ------------------------------------------------------------------------------
     def _add_exchange(self, turn: dict[str, Any], chat: Chat) -> None:
         for keys, role in ((_ASKS, "user"), (_ANSWERS, "assistant")):
             text = _first(turn, keys)
@@ -220,10 +243,13 @@ def _first(turn: dict[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def _as_text(content: Any, role: str) -> str:
-    """The text of a content that is not a string: empty, parts of a multimodal message, or the result of a tool."""
+    """The text of a content that is not a string: empty, parts of a multimodal message, or the
+    result of a tool."""
     if is_missing(content):
         return ""
-    if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and "type" in part for part in content
+    ):
         for part in content:
             if part["type"] not in TEXT_PARTS:
                 raise other_part(part["type"])
@@ -241,7 +267,11 @@ def _as_text(content: Any, role: str) -> str:
 def _switch(role: str, key: str, name: str, value: Any) -> bool | None:
     if value != value:  # NaN, an empty cell of a table
         return None
-    number = {"true": 1, "false": 0, "1": 1, "0": 0}.get(value.strip().lower(), value) if isinstance(value, str) else value
+    number = (
+        {"true": 1, "false": 0, "1": 1, "0": 0}.get(value.strip().lower(), value)
+        if isinstance(value, str)
+        else value
+    )
     if number not in (0, 1):
         raise Unsupported(
             f"the messages have `{key}: {value}`, and Paceline has no weights between turns",
@@ -251,9 +281,12 @@ def _switch(role: str, key: str, name: str, value: Any) -> bool | None:
     if role != "assistant":
         if number and name in _USER_SWITCHES:
             raise Unsupported(
-                f"the messages switch the loss on for a turn of the role `{role}` (`{key}: {value}`), and Paceline trains on "
-                "the turns of the assistant",
-                fix=f"set `ignore_columns: [{key}]`, or `train_args.train_on_inputs: true` for a loss on every token",
+                f"the messages switch the loss on for a turn of the role `{role}` (`{key}:"
+                f" {value}`), and Paceline trains on the turns of the assistant",
+                fix=(
+                    f"set `ignore_columns: [{key}]`, or `train_args.train_on_inputs: true` for a"
+                    " loss on every token"
+                ),
             )
         return None
     return bool(number)
@@ -265,4 +298,6 @@ def template_lacks(name: str, key: str | None = None) -> Unsupported:
     fix = "use a chat template that has it (`chat_template: FILE.jinja`)"
     if name != "tool_calls":
         fix += f", or set `ignore_columns: [{column}]` to train without it"
-    return Unsupported(f"the rows have `{column}`, and the chat template does not use `{name}`", fix=fix)
+    return Unsupported(
+        f"the rows have `{column}`, and the chat template does not use `{name}`", fix=fix
+    )

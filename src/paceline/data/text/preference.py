@@ -1,4 +1,5 @@
-"""Recognize preference data (DPO, KTO, reward models), which `task: sft` and `task: pretrain` must not train on."""
+"""Recognize preference data (DPO, KTO, reward models), which `task: sft` and `task: pretrain` must
+not train on."""
 
 from __future__ import annotations
 
@@ -40,15 +41,19 @@ def check_pairs(row: Mapping[str, Any], rejected: Collection[str], has_answer: b
     Raises:
         Unsupported: one of the columns holds an answer.
     """
-    bad = [name for name in rejected if isinstance(row[name], str | list | dict) and not holds_nothing(row[name])]
+    bad = [
+        name
+        for name in rejected
+        if isinstance(row[name], str | list | dict) and not holds_nothing(row[name])
+    ]
     if not bad:
         return
     good = [name for name in row if name in CHOSEN and not holds_nothing(row[name])]
     is_reward = "margin" in row or not (has_answer or any(name in row for name in _PROMPTS))
     methods = "a reward model, DPO" if is_reward else "DPO"
     raise Unsupported(
-        f"the rows are preference pairs ({_names([*good, *bad])}): they ask for {methods} or another method of preference "
-        f"training (ORPO, SimPO, CPO), and {_NOT_HERE}",
+        f"the rows are preference pairs ({_names([*good, *bad])}): they ask for {methods} or"
+        f" another method of preference training (ORPO, SimPO, CPO), and {_NOT_HERE}",
         allowed=_ALLOWED,
         fix=_sft_instead(row, good, bad, has_answer),
     )
@@ -84,12 +89,17 @@ def check_label(row: Mapping[str, Any], name: str) -> None:
         Unsupported: the column holds a boolean.
     """
     value = row[name]
-    if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in _LABEL_WORDS):
+    if isinstance(value, bool) or (
+        isinstance(value, str) and value.strip().lower() in _LABEL_WORDS
+    ):
         raise Unsupported(
-            f"the rows mark each answer as good or bad (`{name}` is {str(value).lower()}): they ask for KTO, and {_NOT_HERE}",
+            f"the rows mark each answer as good or bad (`{name}` is {str(value).lower()}): they ask"
+            f" for KTO, and {_NOT_HERE}",
             allowed=_ALLOWED,
-            fix="train this file with a tool that has KTO, or keep only the rows with good answers; where the column means "
-            f"something else, set `ignore_columns: [{name}]`",
+            fix=(
+                "train this file with a tool that has KTO, or keep only the rows with good"
+                f" answers; where the column means something else, set `ignore_columns: [{name}]`"
+            ),
         )
 
 
@@ -99,26 +109,32 @@ def check_without_format(row: Mapping[str, Any]) -> None:
     Raises:
         Unsupported: it does.
     """
-    two = next((pair for pair in _TWO_ANSWERS if all(not holds_nothing(row.get(name)) for name in pair)), None)
+    two = next(
+        (pair for pair in _TWO_ANSWERS if all(not holds_nothing(row.get(name)) for name in pair)),
+        None,
+    )
     if two is not None:
         raise Unsupported(
-            f"the rows hold two answers each ({_names(two)}): they ask for a reward model or DPO, and {_NOT_HERE}",
+            f"the rows hold two answers each ({_names(two)}): they ask for a reward model or DPO,"
+            f" and {_NOT_HERE}",
             allowed=_ALLOWED,
             fix="train this file with a tool that has that method, or write one answer a row",
         )
     if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
         raise Unsupported(
-            "the rows hold a label for each step of an answer (`completions`, `labels`): they ask for a process reward model "
-            f"(PRM), and {_NOT_HERE}",
+            "the rows hold a label for each step of an answer (`completions`, `labels`): they ask"
+            f" for a process reward model (PRM), and {_NOT_HERE}",
             allowed=_ALLOWED,
             fix="train this file with a tool that has that method",
         )
 
 
 def two_outputs(column: str) -> Unsupported:
-    """The refusal of a list of two answers in the column of the answer, an older spelling of preference pairs."""
+    """The refusal of a list of two answers in the column of the answer, an older spelling of
+    preference pairs."""
     return Unsupported(
-        f"the rows hold two answers each (`{column}` is a list of two): they ask for DPO or a reward model, and {_NOT_HERE}",
+        f"the rows hold two answers each (`{column}` is a list of two): they ask for DPO or a"
+        f" reward model, and {_NOT_HERE}",
         allowed=_ALLOWED,
         fix="train this file with a tool that has that method, or write one answer a row",
     )

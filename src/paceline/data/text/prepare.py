@@ -32,11 +32,13 @@ class PreparedTokens:
     """Where the tokens are and what they amount to. Small and picklable.
 
     Args:
-        train_folder, train_indices: for :class:`paceline.data.text.token_dataset.TokenDataset`; indices None: all of it.
+        train_folder, train_indices: for :class:`paceline.data.text.token_dataset.TokenDataset`;
+            indices None: all of it.
         eval_folder, eval_indices: the same of the validation data; folder None where there is none.
         counts: accounting of the rows of ``dataset``, what was split off from it included.
         eval_counts: accounting of the rows of ``val_dataset``, or None.
-        train_tokens, label_tokens: tokens of the training samples, and those of them that carry loss.
+        train_tokens, label_tokens: tokens of the training samples, and those of them that carry
+            loss.
         num_train, num_eval: samples.
         notices: what the person should know, as (level, text).
         tokenizer_path: local folder of the tokenizer.
@@ -58,12 +60,15 @@ class PreparedTokens:
 
 
 def prepare_tokens(config: Config, task: TextTask) -> PreparedTokens:
-    """Tokenise the config's data, or find it tokenised in the cache. Safe to call in several processes at once.
+    """Tokenise the config's data, or find it tokenised in the cache. Safe to call in several
+    processes at once.
 
     Raises:
         ConfigError: everything that can be wrong with the data, the tokenizer or the chat template.
     """
-    tokenizer = find_tokenizer(resolve_model(config.tokenizer or config.model), config.trust_remote_code)
+    tokenizer = find_tokenizer(
+        resolve_model(config.tokenizer or config.model), config.trust_remote_code
+    )
     train = _Entry(config, task, tokenizer, validation=False)
     train.build()
     evaluation = None
@@ -74,7 +79,9 @@ def prepare_tokens(config: Config, task: TextTask) -> PreparedTokens:
     lengths, labels = train.arrays()
     train_indices = eval_indices = None
     if config.split_dataset_ratio > 0:
-        train_indices, eval_indices = split_indices(len(lengths), config.split_dataset_ratio, config.train_args.seed)
+        train_indices, eval_indices = split_indices(
+            len(lengths), config.split_dataset_ratio, config.train_args.seed
+        )
         lengths, labels = lengths[train_indices], labels[train_indices]
         notices.append(split_notice(len(eval_indices), train.samples, config.split_dataset_ratio))
         if not len(eval_indices):
@@ -82,14 +89,22 @@ def prepare_tokens(config: Config, task: TextTask) -> PreparedTokens:
     return PreparedTokens(
         train_folder=train.folder,
         train_indices=train_indices,
-        eval_folder=train.folder if eval_indices is not None else evaluation.folder if evaluation else None,
+        eval_folder=(
+            train.folder if eval_indices is not None else evaluation.folder if evaluation else None
+        ),
         eval_indices=eval_indices,
         counts=train.counts,
         eval_counts=evaluation.counts if evaluation else None,
         train_tokens=int(lengths.sum()),
         label_tokens=int(labels.sum()),
         num_train=len(lengths),
-        num_eval=len(eval_indices) if eval_indices is not None else evaluation.samples if evaluation else 0,
+        num_eval=(
+            len(eval_indices)
+            if eval_indices is not None
+            else evaluation.samples
+            if evaluation
+            else 0
+        ),
         notices=list(dict.fromkeys(notices)),
         tokenizer_path=str(tokenizer),
         pad_token_id=train.meta["pad_token_id"],
@@ -97,13 +112,18 @@ def prepare_tokens(config: Config, task: TextTask) -> PreparedTokens:
 
 
 def cached_lengths(config: Config, task: TextTask) -> tuple[np.ndarray, np.ndarray] | None:
-    """(tokens, label tokens) of each sample of ``dataset``, int64 [num_samples], where it was tokenised before; else None.
-    Reads no row and downloads nothing."""
-    names = [config.tokenizer or config.model, *(source.path.partition("#")[0] for source in config.sources())]
+    """(tokens, label tokens) of each sample of ``dataset``, int64 [num_samples], where it was
+    tokenised before; else None. Reads no row and downloads nothing."""
+    names = [
+        config.tokenizer or config.model,
+        *(source.path.partition("#")[0] for source in config.sources()),
+    ]
     if not all(name.startswith("builtin:") or Path(name).expanduser().exists() for name in names):
         return None
     try:
-        tokenizer = find_tokenizer(resolve_model(config.tokenizer or config.model), config.trust_remote_code)
+        tokenizer = find_tokenizer(
+            resolve_model(config.tokenizer or config.model), config.trust_remote_code
+        )
         entry = _Entry(config, task, tokenizer, validation=False)
         return entry.arrays() if (entry.folder / _META).is_file() else None
     except (ConfigError, OSError, ValueError):
@@ -113,16 +133,20 @@ def cached_lengths(config: Config, task: TextTask) -> tuple[np.ndarray, np.ndarr
 def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split samples into (training, validation) indices, each sorted, by ``seed`` alone.
 
-    The share ``ratio`` is held out, at least one sample. At least one sample is left for training, so nothing is held out of
-    a single sample. :func:`split_notice` reports the result. From 1 on ``ratio`` is the number of samples to hold out.
+    The share ``ratio`` is held out, at least one sample. At least one sample is left for training,
+    so nothing is held out of a single sample. :func:`split_notice` reports the result. From 1 on
+    ``ratio`` is the number of samples to hold out.
 
     Raises:
         ConfigError: a number of samples that leaves none for training.
     """
     if ratio >= max(1, num_samples):
         raise ConfigError(
-            f"`split_dataset_ratio: {ratio:g}` holds out {ratio:,g} samples, and the data has {num_samples:,}",
-            allowed=f"a share below 1, or a number of samples from 1 to {max(1, num_samples - 1):,}",
+            f"`split_dataset_ratio: {ratio:g}` holds out {ratio:,g} samples, and the data has"
+            f" {num_samples:,}",
+            allowed=(
+                f"a share below 1, or a number of samples from 1 to {max(1, num_samples - 1):,}"
+            ),
             fix="write a share such as `split_dataset_ratio: 0.1`",
         )
     held_out = min(max(1, round(num_samples * ratio if ratio < 1 else ratio)), num_samples - 1)
@@ -131,14 +155,27 @@ def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray
 
 
 def split_notice(held_out: int, total: int, ratio: float, noun: str = "sample") -> Notice:
-    """Return what to report about a split: a warning if it is not the share that ``split_dataset_ratio`` names."""
+    """Return what to report about a split: a warning if it is not the share that
+    ``split_dataset_ratio`` names."""
     if held_out == 0:
-        return "warning", f"no validation: `split_dataset_ratio: {ratio:g}` of {counted(total, noun)} leaves none to hold out"
-    text = f"validation: {held_out:,} of {counted(total, noun)} held out (split_dataset_ratio: {ratio:g})"
+        return (
+            "warning",
+            (
+                f"no validation: `split_dataset_ratio: {ratio:g}` of {counted(total, noun)} leaves"
+                " none to hold out"
+            ),
+        )
+    text = (
+        f"validation: {held_out:,} of {counted(total, noun)} held out (split_dataset_ratio:"
+        f" {ratio:g})"
+    )
     if ratio >= 1:
         return "info", text
     if held_out > total * ratio + 0.5:
-        return "warning", f"{text}. That is {held_out / total:.0%}: a validation split has at least one {noun}"
+        return (
+            "warning",
+            f"{text}. That is {held_out / total:.0%}: a validation split has at least one {noun}",
+        )
     if held_out > total * ratio:
         text += f", {held_out / total:.1%}: rounded up to a whole {noun}"
     return "info", text
@@ -148,20 +185,38 @@ class _Entry:
     """The tokens of the training or of the validation sources, in the cache."""
 
     def __init__(self, config: Config, task: TextTask, tokenizer: Path, validation: bool) -> None:
-        self.config, self.task, self.tokenizer, self.validation = config, task, tokenizer, validation
+        self.config, self.task, self.tokenizer, self.validation = (
+            config,
+            task,
+            tokenizer,
+            validation,
+        )
         self.sources = [open_source(one) for one in config.sources(validation=validation)]
         self.template = asked_template(config)
         args = config.train_args
         key = key_of(
             {
                 "sources": [
-                    [one.fingerprint(), one.given.format, one.given.columns, one.given.ignore_columns, one.given.roles]
+                    [
+                        one.fingerprint(),
+                        one.given.format,
+                        one.given.columns,
+                        one.given.ignore_columns,
+                        one.given.roles,
+                    ]
                     for one in self.sources
                 ],
                 "seed": args.seed if any(one.take is not None for one in self.sources) else None,
                 "tokenizer": tokenizer_fingerprint(tokenizer),
                 "template": self.template.key,
-                "settings": [task, config.system, args.max_length, args.overlong, args.train_on_inputs, args.train_on_turns],
+                "settings": [
+                    task,
+                    config.system,
+                    args.max_length,
+                    args.overlong,
+                    args.train_on_inputs,
+                    args.train_on_turns,
+                ],
             }
         )
         self.folder = cache_dir() / "tokens" / key
@@ -175,18 +230,32 @@ class _Entry:
         self.meta = json.loads((self.folder / _META).read_text(encoding="utf-8"))
         what = "validation data" if self.validation else "data"
         size = f"{counted(self.samples, 'sample')}, {self.meta['tokens']:,} tokens"
-        took = f"tokenised in {time.perf_counter() - started:.1f} s" if is_new else "tokenised data from the cache"
-        self.notices = [*found, *map(tuple, self.meta["notices"]), ("info", f"{what}: {size}; {took}")]
+        took = (
+            f"tokenised in {time.perf_counter() - started:.1f} s"
+            if is_new
+            else "tokenised data from the cache"
+        )
+        self.notices = [
+            *found,
+            *map(tuple, self.meta["notices"]),
+            ("info", f"{what}: {size}; {took}"),
+        ]
 
     def _fill(self, aside: Path) -> None:
         # Imported here: what is only needed to tokenise anew costs a start from the cache nothing.
         from paceline.data.text.build import build_entry
 
         before = {id(source): len(source.notices) for source in self.sources}
-        meta = build_entry(aside, self.sources, self.config, self.task, self.tokenizer, self.template)
-        late = [notice for source in self.sources for notice in source.notices[before[id(source)] :]]
+        meta = build_entry(
+            aside, self.sources, self.config, self.task, self.tokenizer, self.template
+        )
+        late = [
+            notice for source in self.sources for notice in source.notices[before[id(source)] :]
+        ]
         meta["notices"] = [*late, *meta["notices"]]
-        (aside / _META).write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (aside / _META).write_text(
+            json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
     @property
     def samples(self) -> int:

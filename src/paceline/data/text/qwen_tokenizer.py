@@ -1,8 +1,9 @@
-"""The tokenizer of first-generation Qwen models: ``qwen.tiktoken`` as a fast tokenizer with the ChatML template.
+"""The tokenizer of first-generation Qwen models: ``qwen.tiktoken`` as a fast tokenizer with the
+ChatML template.
 
-The file lists byte strings in base64 with their ranks. Pairs are merged in the order of the ranks, so the merges of a byte-pair
-tokenizer follow from them; words, normalization and special tokens are those of tokenization_qwen.py in
-https://huggingface.co/Qwen/Qwen-7B. Its remote code is not needed.
+The file lists byte strings in base64 with their ranks. Pairs are merged in the order of the ranks,
+so the merges of a byte-pair tokenizer follow from them; words, normalization and special tokens are
+those of tokenization_qwen.py in https://huggingface.co/Qwen/Qwen-7B. Its remote code is not needed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ CHATML_TEMPLATE = (
 
 
 def is_qwen_tokenizer(folder: Path) -> bool:
-    """Whether the folder has the original tokenizer file and none that transformers reads without remote code."""
+    """Whether the folder has the original tokenizer file and none that transformers reads without
+    remote code."""
     return (folder / RANKS_FILE).is_file() and not (folder / "tokenizer.json").is_file()
 
 
@@ -51,7 +53,9 @@ def converted_tokenizer(folder: Path) -> Path:
     Raises:
         ConfigError: the file is damaged.
     """
-    key = key_of(["qwen tokenizer", _LAYOUT, fingerprint(folder / RANKS_FILE), _own_template(folder)])
+    key = key_of(
+        ["qwen tokenizer", _LAYOUT, fingerprint(folder / RANKS_FILE), _own_template(folder)]
+    )
     final = cache_dir() / "tokenizers" / f"qwen-{key}"
     build_once(final, "config.json", lambda aside: _write_with_config(folder, aside))
     return final
@@ -64,12 +68,21 @@ def _write_with_config(source: Path, target: Path) -> None:
 
 
 def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
-    """Write tokenizer.json and tokenizer_config.json into ``target``; returns the ids of the special tokens.
+    """Write tokenizer.json and tokenizer_config.json into ``target``; returns the ids of the
+    special tokens.
 
     Raises:
         ConfigError: ``source`` has no qwen.tiktoken, or it is damaged.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
 
     from paceline.data.text.tokenizer import QWEN2_WORDS
 
@@ -80,7 +93,9 @@ def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
         return "".join(letters[byte] for byte in token)
 
     merges = [(text(left), text(right)) for left, right in recover_merges(ranks, source)]
-    tokenizer = Tokenizer(models.BPE(vocab={text(token): rank for token, rank in ranks.items()}, merges=merges))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={text(token): rank for token, rank in ranks.items()}, merges=merges)
+    )
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -89,8 +104,15 @@ def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = [END_OF_TEXT, TURN_START, TURN_END, *(f"<|extra_{number}|>" for number in range(_NUM_EXTRAS))]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    special = [
+        END_OF_TEXT,
+        TURN_START,
+        TURN_END,
+        *(f"<|extra_{number}|>" for number in range(_NUM_EXTRAS)),
+    ]
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     tokenizer.save(str(target / "tokenizer.json"))
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
@@ -101,7 +123,9 @@ def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
         "clean_up_tokenization_spaces": False,
         "chat_template": _own_template(source) or CHATML_TEMPLATE,
     }
-    (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=1, ensure_ascii=False), encoding="utf-8")
+    (target / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=1, ensure_ascii=False), encoding="utf-8"
+    )
     return {token: len(ranks) + number for number, token in enumerate(special)}
 
 
@@ -144,7 +168,8 @@ def recover_merges(ranks: dict[bytes, int], source: Path) -> list[tuple[bytes, b
         parts = merge_below(token, ranks, rank)
         if len(parts) != 2:
             raise ConfigError(
-                f"the tokenizer {source / RANKS_FILE} is damaged: its token {token!r} does not follow from shorter ones",
+                f"the tokenizer {source / RANKS_FILE} is damaged: its token {token!r} does not"
+                " follow from shorter ones",
                 fix="copy the file again",
             )
         merges.append((parts[0], parts[1]))
@@ -152,7 +177,8 @@ def recover_merges(ranks: dict[bytes, int], source: Path) -> list[tuple[bytes, b
 
 
 def merge_below(word: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
-    """``word`` in tokens: the pair of the lowest rank below ``limit`` is merged until there is none."""
+    """``word`` in tokens: the pair of the lowest rank below ``limit`` is merged until there is
+    none."""
     parts = [bytes([byte]) for byte in word]
     while len(parts) > 1:
         best, at = limit, -1
@@ -167,8 +193,13 @@ def merge_below(word: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]
 
 
 def _byte_letters() -> dict[int, str]:
-    """Byte → the printable letter that byte-level tokenizers write for it (Radford et al., GPT-2, 2019)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """Byte → the printable letter that byte-level tokenizers write for it (Radford et al., GPT-2,
+    2019)."""
+    plain = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     letters = {byte: chr(byte) for byte in plain}
     others = [byte for byte in range(256) if byte not in letters]
     return letters | {byte: chr(256 + number) for number, byte in enumerate(others)}

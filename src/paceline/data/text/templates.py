@@ -1,7 +1,8 @@
 """Chat templates by name, and the choice between one of them, the user's own and the tokenizer's.
 
-The named templates are written for Paceline. Each marks the answers with ``{% generation %}``: content and end of turn. Their
-formats are those that the model families document in the `chat_template` of their tokenizers.
+The named templates are written for Paceline. Each marks the answers with ``{% generation %}``:
+content and end of turn. Their formats are those that the model families document in the
+`chat_template` of their tokenizers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from functools import cache
 from pathlib import Path
 
 from paceline.config.schema import Config
-from paceline.config.template_names import FALLBACK, TEMPLATE_NAMES, TOKENIZER_DEFAULT, canonical_name, is_inline, is_path
+from paceline.config.template_names import (
+    FALLBACK,
+    TEMPLATE_NAMES,
+    TOKENIZER_DEFAULT,
+    canonical_name,
+    is_inline,
+    is_path,
+)
 from paceline.core.errors import ConfigError, nearest
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.data.text.formats import Message
@@ -25,17 +33,21 @@ BOS, EOS = "{bos}", "{eos}"
 
 @dataclass(frozen=True)
 class Format:
-    """One family's chat format. ``{}`` stands for the content of a message, ``{bos}`` and ``{eos}`` for the tokenizer's tokens.
+    """One family's chat format. ``{}`` stands for the content of a message, ``{bos}`` and ``{eos}``
+    for the tokenizer's tokens.
 
     Args:
-        user, header, answer: a user's turn, what comes before an answer, and the answer with its end of turn.
+        user, header, answer: a user's turn, what comes before an answer, and the answer with its
+            end of turn.
         after: what follows an answer without carrying loss.
-        system: a system turn; empty if the system message goes in front of the next user's content, as ``system_in_user``.
+        system: a system turn; empty if the system message goes in front of the next user's content,
+            as ``system_in_user``.
         prefix: the beginning of a chat.
         default_system: the system message of chats that have none.
         tool: a tool's result; by default a user's turn.
         before_user: repeated before each user's turn but the first.
-        prefers_own: the tokenizer's own template is used if it has the family's marks: it also writes reasoning and tools.
+        prefers_own: the tokenizer's own template is used if it has the family's marks: it also
+            writes reasoning and tools.
     """
 
     user: str
@@ -69,7 +81,14 @@ def _chatml(default_system: str = "", prefix: str = "", prefers_own: bool = Fals
 
 def _bars(prefix: str = "") -> Format:
     """`<|user|>` and its like on lines of their own, ended by the end-of-text token."""
-    return Format("<|user|>\n{}\n", "<|assistant|>\n", "{}{eos}", "\n", system="<|system|>\n{}\n", prefix=prefix)
+    return Format(
+        "<|user|>\n{}\n",
+        "<|assistant|>\n",
+        "{}{eos}",
+        "\n",
+        system="<|system|>\n{}\n",
+        prefix=prefix,
+    )
 
 
 def _deepseek3(prefers_own: bool) -> Format:
@@ -80,12 +99,20 @@ def _deepseek3(prefers_own: bool) -> Format:
 
 
 _VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, and polite "
-    "answers to the user's questions."
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives"
+    " helpful, detailed, and polite answers to the user's questions."
 )
-_ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+_ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes"
+    " the request."
+)
 _LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-_COHERE = ("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>")
+_COHERE = (
+    "<|START_OF_TURN_TOKEN|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|USER_TOKEN|>",
+    "<|CHATBOT_TOKEN|>",
+)
 
 FORMATS: dict[str, Format] = {
     "chatml": _chatml(),
@@ -164,7 +191,11 @@ def template_source(name: str) -> str:
     form = FORMATS[name]
     default = _text(form.system, form.default_system) if form.default_system else ""
     user = _expression(form.user, "held.system + message['content']")
-    before = f"{{% if held.turns > 0 %}}{{{{ {_expression(form.before_user)} }}}}{{% endif %}}" if form.before_user else ""
+    before = (
+        f"{{% if held.turns > 0 %}}{{{{ {_expression(form.before_user)} }}}}{{% endif %}}"
+        if form.before_user
+        else ""
+    )
     if form.system:
         system = f"{{{{ {_expression(form.system)} }}}}"
     else:
@@ -172,15 +203,28 @@ def template_source(name: str) -> str:
     lines = [
         "{% set held = namespace(system='', turns=0) %}",
         f"{{{{ {_expression(form.prefix)} }}}}" if form.prefix else "",
-        f"{{% if not messages or messages[0]['role'] != 'system' %}}{{{{ {default} }}}}{{% endif %}}" if default else "",
+        (
+            f"{{% if not messages or messages[0]['role'] != 'system' %}}{{{{ {default} }}}}{{%"
+            " endif %}"
+            if default
+            else ""
+        ),
         "{% for message in messages %}",
         f"{{% if message['role'] == 'system' %}}{system}",
-        f"{{% elif message['role'] == 'user' %}}{before}{{{{ {user} }}}}{{% set held.system = '' %}}{{% set held.turns = 1 %}}",
+        (
+            f"{{% elif message['role'] == 'user' %}}{before}{{{{ {user} }}}}{{% set held.system ="
+            " '' %}{% set held.turns = 1 %}"
+        ),
         f"{{% elif message['role'] == 'tool' %}}{{{{ {_expression(form.tool or form.user)} }}}}",
-        "{% elif message['role'] == 'assistant' %}"
-        f"{{{{ {_expression(form.header)} }}}}{{% generation %}}{{{{ {_expression(form.answer)} }}}}{{% endgeneration %}}"
-        f"{{{{ {_expression(form.after)} }}}}",
-        "{% else %}{{ raise_exception('the role ' + message['role'] + ' is not known to this chat template') }}{% endif %}",
+        (
+            f"{{% elif message['role'] == 'assistant' %}}{{{{ {_expression(form.header)} }}}}{{%"
+            f" generation %}}{{{{ {_expression(form.answer)} }}}}{{% endgeneration %}}{{{{"
+            f" {_expression(form.after)} }}}}"
+        ),
+        (
+            "{% else %}{{ raise_exception('the role ' + message['role'] + ' is not known to this"
+            " chat template') }}{% endif %}"
+        ),
         "{% endfor %}",
         f"{{% if add_generation_prompt %}}{{{{ {_expression(form.header)} }}}}{{% endif %}}",
     ]
@@ -192,7 +236,9 @@ def _expression(text: str, content: str = "message['content']") -> str:
     variables = {"{}": content, BOS: "bos_token", EOS: "eos_token"}
     parts, rest = [], text
     while rest:
-        found = min(((rest.find(mark), mark) for mark in variables if mark in rest), default=(len(rest), ""))
+        found = min(
+            ((rest.find(mark), mark) for mark in variables if mark in rest), default=(len(rest), "")
+        )
         if found[0]:
             parts.append(json.dumps(rest[: found[0]], ensure_ascii=False))
         if found[1]:
@@ -205,7 +251,8 @@ def _text(text: str, content: str) -> str:
     return _expression(text, json.dumps(content, ensure_ascii=False))
 
 
-# -- the choice -------------------------------------------------------------------------------------------------------------
+# -- the choice
+# -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -235,18 +282,35 @@ class AskedTemplate:
         if self.name is None:
             return self.source, []
         if own and _same_text(self.source, own, tokenizer):
-            return own, [("info", f"chat template: the tokenizer's own, which writes the same text as `{self.name}`")]
+            return own, [
+                (
+                    "info",
+                    (
+                        "chat template: the tokenizer's own, which writes the same text as"
+                        f" `{self.name}`"
+                    ),
+                )
+            ]
         form = FORMATS[self.name]
         if own and form.prefers_own and form.marks and all(mark in own for mark in form.marks):
-            return own, [("info", f"chat template: the tokenizer's own, which is of the family of `{self.name}`")]
+            return own, [
+                (
+                    "info",
+                    f"chat template: the tokenizer's own, which is of the family of `{self.name}`",
+                )
+            ]
         notices: list[Notice] = [("info", f"chat template: `{self.name}`")]
         if own:
-            text = f"chat template: `{self.name}`; the tokenizer's own writes other text (`chat_template: {TOKENIZER_DEFAULT}`)"
+            text = (
+                f"chat template: `{self.name}`; the tokenizer's own writes other text"
+                f" (`chat_template: {TOKENIZER_DEFAULT}`)"
+            )
             notices = [("warning", text)]
         return self.source, [*notices, *_about_marks(self.name, form, tokenizer)]
 
     def for_tools(self, tokenizer: LoadedTokenizer) -> str | None:
-        """The tokenizer's own template, for chats with tools, which named ones lack; None if it is of another family."""
+        """The tokenizer's own template, for chats with tools, which named ones lack; None if it is
+        of another family."""
         own = tokenizer.chat_template
         if self.name is None or not own or self.choose(tokenizer)[0] == own:
             return None
@@ -261,10 +325,23 @@ def _about_marks(name: str, form: Format, tokenizer: LoadedTokenizer) -> list[No
         missing = [mark for mark in form.marks if tokenizer.backend.token_to_id(mark) is None]
         if missing:
             listed = ", ".join(f"`{mark}`" for mark in missing)
-            notices.append(("warning", f"the tokenizer has no token {listed}; `{name}` writes it as several tokens of text"))
+            notices.append(
+                (
+                    "warning",
+                    (
+                        f"the tokenizer has no token {listed}; `{name}` writes it as several tokens"
+                        " of text"
+                    ),
+                )
+            )
     needs_eos = EOS in form.answer
     if needs_eos and not tokenizer.special_tokens.get("eos_token"):
-        notices.append(("warning", f"the tokenizer has no end-of-text token, with which `{name}` ends an answer"))
+        notices.append(
+            (
+                "warning",
+                f"the tokenizer has no end-of-text token, with which `{name}` ends an answer",
+            )
+        )
     return notices
 
 
@@ -319,13 +396,22 @@ def _read(value: str, path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         near = None if is_path(value) else nearest(value.lower(), TEMPLATE_NAMES)
         reason = getattr(error, "strerror", None) or error
-        what = f"cannot be read ({reason})" if is_path(value) else f"is neither the name of a template nor a file ({reason})"
+        what = (
+            f"cannot be read ({reason})"
+            if is_path(value)
+            else f"is neither the name of a template nor a file ({reason})"
+        )
         raise ConfigError(
             f"`chat_template: {value}` {what}",
-            allowed=f"{', '.join(TEMPLATE_NAMES)}, {TOKENIZER_DEFAULT}, a file with a Jinja template, or the template itself",
-            fix=f"did you mean `{near}`?"
-            if near
-            else "check the name or the path, or leave the key out to use the tokenizer's own",
+            allowed=(
+                f"{', '.join(TEMPLATE_NAMES)}, {TOKENIZER_DEFAULT}, a file with a Jinja template,"
+                " or the template itself"
+            ),
+            fix=(
+                f"did you mean `{near}`?"
+                if near
+                else "check the name or the path, or leave the key out to use the tokenizer's own"
+            ),
         ) from error
 
 
@@ -335,17 +421,25 @@ def _of_folder(value: str, path: Path) -> str:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     settings = path / "tokenizer_config.json"
-    found = json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if settings.is_file() else None
+    found = (
+        json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        if settings.is_file()
+        else None
+    )
     if not isinstance(found, str):
         raise ConfigError(
             f"`chat_template: {value}`: there is no chat template in this folder",
-            allowed="a folder with chat_template.jinja, or with a `chat_template` in tokenizer_config.json",
+            allowed=(
+                "a folder with chat_template.jinja, or with a `chat_template` in"
+                " tokenizer_config.json"
+            ),
         )
     return found
 
 
 def save_template(config: Config, folder: Path) -> None:
-    """Put the chat template that was trained with beside a saved tokenizer, so that `generate` and transformers use it."""
+    """Put the chat template that was trained with beside a saved tokenizer, so that `generate` and
+    transformers use it."""
     tokenizer = load_tokenizer(folder, config.trust_remote_code)
     source, _ = asked_template(config).choose(tokenizer)
     if source is not None and source != tokenizer.chat_template:

@@ -8,23 +8,30 @@ from typing import Any
 
 import numpy as np
 
-TOKENS, MASK, LENGTHS, LABEL_COUNTS = "tokens.bin", "labels_mask.bin", "lengths.npy", "label_counts.npy"
+TOKENS, MASK, LENGTHS, LABEL_COUNTS = (
+    "tokens.bin",
+    "labels_mask.bin",
+    "lengths.npy",
+    "label_counts.npy",
+)
 
 
 class TokenDataset:
-    """Map-style dataset of tokenised samples; pickles as a path and opens the files again where it lands.
+    """Map-style dataset of tokenised samples; pickles as a path and opens the files again where it
+    lands.
 
     Args:
         folder: an entry of the cache, written by :class:`TokenWriter`.
-        indices: int array of the entry's samples that belong to this dataset, in order; None for all of them.
+        indices: int array of the entry's samples that belong to this dataset, in order; None for
+            all of them.
 
-    Attributes:
-        lengths: int64 [num_samples], tokens of each sample.
-        label_counts: int64 [num_samples], positions of each sample that carry loss. The first position never does:
+    Attributes: lengths: int64 [num_samples], tokens of each sample. label_counts: int64
+        [num_samples], positions of each sample that carry loss. The first position never does:
             nothing comes before it to predict it from.
     """
 
-    deterministic = True  # a sample is the same at every look: the loader need not set the random state for it
+    # a sample is the same at every look: the loader need not set the random state for it
+    deterministic = True
 
     def __init__(self, folder: Path, indices: np.ndarray | None = None) -> None:
         self.folder = Path(folder)
@@ -36,7 +43,11 @@ class TokenDataset:
         label_counts = np.load(self.folder / LABEL_COUNTS)
         starts = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64)
         if self.indices is not None:
-            lengths, label_counts, starts = lengths[self.indices], label_counts[self.indices], starts[self.indices]
+            lengths, label_counts, starts = (
+                lengths[self.indices],
+                label_counts[self.indices],
+                starts[self.indices],
+            )
         self.lengths, self.label_counts, self._starts = lengths, label_counts, starts
         self._tokens = np.memmap(self.folder / TOKENS, dtype=np.int32, mode="r")
         self._mask = np.memmap(self.folder / MASK, dtype=np.bool_, mode="r")
@@ -45,10 +56,14 @@ class TokenDataset:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """``input_ids`` int32 [tokens] and ``labels_mask`` bool [tokens], true where the token carries loss."""
+        """``input_ids`` int32 [tokens] and ``labels_mask`` bool [tokens], true where the token
+        carries loss."""
         start = int(self._starts[index])
         end = start + int(self.lengths[index])
-        return {"input_ids": np.array(self._tokens[start:end]), "labels_mask": np.array(self._mask[start:end])}
+        return {
+            "input_ids": np.array(self._tokens[start:end]),
+            "labels_mask": np.array(self._mask[start:end]),
+        }
 
     def subset(self, indices: Any) -> TokenDataset:
         """The samples at ``indices`` of this dataset, as a dataset over the same files."""
@@ -80,8 +95,11 @@ class TokenWriter:
         self.lengths.append(len(input_ids))
         self.label_counts.append(int(np.count_nonzero(labels_mask[1:])))
 
-    def extend(self, tokens: bytes, mask: bytes, lengths: list[int], label_counts: list[int]) -> None:
-        """Several samples at once: int32 and bool values one after the other, with their numbers for each sample."""
+    def extend(
+        self, tokens: bytes, mask: bytes, lengths: list[int], label_counts: list[int]
+    ) -> None:
+        """Several samples at once: int32 and bool values one after the other, with their numbers
+        for each sample."""
         self._tokens.write(tokens)
         self._mask.write(mask)
         self.lengths.extend(lengths)

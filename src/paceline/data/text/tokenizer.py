@@ -1,4 +1,5 @@
-"""Tokenizers: found in a folder or on the hub, loaded without transformers where nothing of it is needed."""
+"""Tokenizers: found in a folder or on the hub, loaded without transformers where nothing of it is
+needed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from paceline.data.cache import fingerprint
 from paceline.data.text.qwen_tokenizer import converted_tokenizer, is_qwen_tokenizer
 
 #: How Qwen2's tokenizer cuts text into words before byte pairs are merged.
-QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "additional_chat_templates/*", "tokenization_*.py",
@@ -26,7 +30,8 @@ class LoadedTokenizer:
     """What the data room needs of a tokenizer.
 
     Args:
-        backend: the Rust tokenizer (``tokenizers.Tokenizer``), or None where the tokenizer is written in Python.
+        backend: the Rust tokenizer (``tokenizers.Tokenizer``), or None where the tokenizer is
+            written in Python.
         python: the transformers tokenizer where there is no backend.
         special_tokens: name to text, e.g. ``{"eos_token": "</s>"}``; chat templates read them.
         chat_template: Jinja source, or None.
@@ -50,7 +55,8 @@ class LoadedTokenizer:
 
 
 def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:
-    """The local folder with the tokenizer's files: the folder given, or a hub id's, downloaded into the hub's own cache.
+    """The local folder with the tokenizer's files: the folder given, or a hub id's, downloaded into
+    the hub's own cache.
 
     Raises:
         ConfigError: no such folder, no tokenizer in it, or it cannot be downloaded.
@@ -59,7 +65,10 @@ def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:
     if not folder.exists():
         return _from_hub(name, trust_remote_code)
     if not folder.is_dir():
-        raise ConfigError(f"`{name}` is a file", allowed="a folder that holds a tokenizer (tokenizer.json and its like)")
+        raise ConfigError(
+            f"`{name}` is a file",
+            allowed="a folder that holds a tokenizer (tokenizer.json and its like)",
+        )
     if is_qwen_tokenizer(folder):
         return converted_tokenizer(folder)
     if tokenizer_files(folder):
@@ -70,14 +79,18 @@ def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:
     found = ", ".join(sorted(one.name for one in folder.iterdir())[:6]) or "nothing"
     raise ConfigError(
         f"no tokenizer in `{name}` (found: {found})",
-        allowed="a folder with tokenizer.json and tokenizer_config.json, as save_pretrained writes them",
+        allowed=(
+            "a folder with tokenizer.json and tokenizer_config.json, as save_pretrained writes them"
+        ),
         fix="give the tokenizer's folder or hub id as `tokenizer: ...`",
     )
 
 
 def _adapter_base(folder: Path) -> str | None:
     try:
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get(
+            "base_model_name_or_path"
+        )
     except (OSError, ValueError, AttributeError):
         return None
     return base if isinstance(base, str) and base else None
@@ -88,41 +101,64 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
     if looks_local:
         raise ConfigError(
             f"`{name}` does not exist",
-            allowed="a folder that holds a tokenizer, a hub id such as Qwen/Qwen2.5-0.5B, or builtin:qwen2-tiny",
+            allowed=(
+                "a folder that holds a tokenizer, a hub id such as Qwen/Qwen2.5-0.5B, or"
+                " builtin:qwen2-tiny"
+            ),
             fix="check the path",
         )
     go_offline_if_unreachable(name)
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    patterns = [*(one for one in _PATTERNS if trust_remote_code or not one.endswith(".py")), "config.json"]
+    patterns = [
+        *(one for one in _PATTERNS if trust_remote_code or not one.endswith(".py")),
+        "config.json",
+    ]
     try:
         revision = HfApi().model_info(name, timeout=_HUB_TIMEOUT_S).sha
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT_S))
+        folder = Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT_S
+            )
+        )
     except HFValidationError as error:
         raise _no_hub_tokenizer(name, error) from error
     except Exception as error:  # every kind of network trouble: each client library has its own
         try:
-            folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))  # downloaded before
+            # downloaded before
+            folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
         except Exception:
             raise _no_hub_tokenizer(name, error) from error
     if not tokenizer_files(folder):
-        raise ConfigError(f"`{name}` on the hub holds no tokenizer", fix="give one as `tokenizer: ...`")
+        raise ConfigError(
+            f"`{name}` on the hub holds no tokenizer", fix="give one as `tokenizer: ...`"
+        )
     return converted_tokenizer(folder) if is_qwen_tokenizer(folder) else folder
 
 
 def _no_hub_tokenizer(name: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"the tokenizer of `{name}` cannot be downloaded ({first_line(error)})",
-        allowed="a folder that holds a model or tokenizer, a hub id that this machine can reach, or builtin:qwen2-tiny",
+        allowed=(
+            "a folder that holds a model or tokenizer, a hub id that this machine can reach, or"
+            " builtin:qwen2-tiny"
+        ),
         fix="download it where there is a network and give its folder: `model=/path/to/folder`",
     )
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files that decide how text becomes tokens, sorted; empty where the folder holds no tokenizer."""
-    found = sorted({file for pattern in _PATTERNS for file in folder.glob(pattern) if file.is_file()})
-    return found if any(one.suffix != ".py" and not one.name.startswith("chat_template") for one in found) else []
+    """The files that decide how text becomes tokens, sorted; empty where the folder holds no
+    tokenizer."""
+    found = sorted(
+        {file for pattern in _PATTERNS for file in folder.glob(pattern) if file.is_file()}
+    )
+    return (
+        found
+        if any(one.suffix != ".py" and not one.name.startswith("chat_template") for one in found)
+        else []
+    )
 
 
 def tokenizer_fingerprint(folder: Path) -> list[Any]:
@@ -131,7 +167,8 @@ def tokenizer_fingerprint(folder: Path) -> list[Any]:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedTokenizer:
-    """Load the tokenizer of a local folder; what it gives is what transformers' AutoTokenizer gives.
+    """Load the tokenizer of a local folder; what it gives is what transformers' AutoTokenizer
+    gives.
 
     Raises:
         ConfigError: the files cannot be read as a tokenizer.
@@ -140,10 +177,13 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedToken
 
 
 def _load_directly(folder: Path) -> LoadedTokenizer | None:
-    """Without transformers (seconds of import), for Qwen2's kind alone: its class is known to build what the file says."""
+    """Without transformers (seconds of import), for Qwen2's kind alone: its class is known to build
+    what the file says."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
+            "model_type"
+        )
     except (OSError, ValueError):
         return None
     plain = (
@@ -163,13 +203,21 @@ def _load_directly(folder: Path) -> LoadedTokenizer | None:
     try:
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         steps = json.loads(backend.pre_tokenizer.__getstate__())["pretokenizers"]
-        known_words = len(steps) == 2 and steps[0]["pattern"] == {"Regex": QWEN2_WORDS} and not steps[1]["add_prefix_space"]
+        known_words = (
+            len(steps) == 2
+            and steps[0]["pattern"] == {"Regex": QWEN2_WORDS}
+            and not steps[1]["add_prefix_space"]
+        )
         known_form = json.loads(backend.normalizer.__getstate__()) == {"type": "NFC"}
-    except Exception:  # the tokenizers library raises bare Exception; transformers then says what is wrong
+    except (
+        Exception
+    ):  # the tokenizers library raises bare Exception; transformers then says what is wrong
         return None
     special = _special_tokens(settings)
     added = {one.content for one in backend.get_added_tokens_decoder().values()}
-    declared = {str(one.get("content")) for one in settings.get("added_tokens_decoder", {}).values()} | set(special.values())
+    declared = {
+        str(one.get("content")) for one in settings.get("added_tokens_decoder", {}).values()
+    } | set(special.values())
     if not (known_words and known_form and declared <= added):
         return None
     template = settings.get("chat_template")
@@ -179,7 +227,12 @@ def _load_directly(folder: Path) -> LoadedTokenizer | None:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    found = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}  # Qwen2's defaults
+    # Qwen2's defaults
+    found = {
+        "eos_token": "<|endoftext|>",
+        "unk_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+    }
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = settings.get(key)
         if isinstance(value, dict):
@@ -199,10 +252,16 @@ def _load_by_transformers(folder: Path, trust_remote_code: bool) -> LoadedTokeni
     except Exception as error:  # anything that foreign tokenizer code raises
         raise ConfigError(
             f"the tokenizer in `{folder}` cannot be loaded: {first_line(error)}",
-            fix="give another one as `tokenizer: ...`, or, where it comes with its own code that you trust, "
-            "set `trust_remote_code: true`",
+            fix=(
+                "give another one as `tokenizer: ...`, or, where it comes with its own code that"
+                " you trust, set `trust_remote_code: true`"
+            ),
         ) from error
-    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    special = {
+        key: str(value)
+        for key, value in tokenizer.special_tokens_map.items()
+        if isinstance(value, str)
+    }
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return _loaded(backend, tokenizer, special, tokenizer.chat_template)
 
@@ -217,7 +276,9 @@ def _loaded(backend: Any, python: Any, special: dict[str, str], template: Any) -
         backend.no_padding()
         look_up = backend.token_to_id
         size = backend.get_vocab_size(with_added_tokens=True)
-        special_ids = {number for number, one in backend.get_added_tokens_decoder().items() if one.special}
+        special_ids = {
+            number for number, one in backend.get_added_tokens_decoder().items() if one.special
+        }
     else:
         look_up = python.convert_tokens_to_ids
         size = len(python)

@@ -1,4 +1,5 @@
-"""Tools and tool calls in the spellings of OpenAI, ShareGPT, LLaMA-Factory and ms-swift, as chat templates expect them."""
+"""Tools and tool calls in the spellings of OpenAI, ShareGPT, LLaMA-Factory and ms-swift, as chat
+templates expect them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from paceline.data.sources.rows import Malformed, holds_nothing, without_nulls
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call: a mapping that prints as JSON, for templates that write them without ``tojson``."""
+    """Arguments of a call: a mapping that prints as JSON, for templates that write them without
+    ``tojson``."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -22,7 +24,8 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     """The tools of a row, each as ``{"type": "function", "function": {...}}``.
 
     Args:
-        value: a list of mappings, the same as JSON text, or a list of JSON texts. Null and ``[]`` are no tools.
+        value: a list of mappings, the same as JSON text, or a list of JSON texts. Null and ``[]``
+            are no tools.
 
     Raises:
         Malformed: it is something else.
@@ -36,20 +39,28 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
         if not isinstance(tool, dict):
             raise Malformed("tools that are not a list of mappings")
         tool = without_nulls(tool)
-        tools.append(tool if "function" in tool or tool.get("type", "function") != "function" else _as_function(tool))
+        tools.append(
+            tool
+            if "function" in tool or tool.get("type", "function") != "function"
+            else _as_function(tool)
+        )
     return tools
 
 
 def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    return {
+        "type": "function",
+        "function": {key: value for key, value in tool.items() if key != "type"},
+    }
 
 
 def read_calls(value: Any) -> list[dict[str, Any]]:
-    """The calls of one turn, each as ``{"type": "function", "function": {"name", "arguments"}}`` with its ``id`` if any.
+    """The calls of one turn, each as ``{"type": "function", "function": {"name", "arguments"}}``
+    with its ``id`` if any.
 
     Args:
-        value: a call or a list of calls, as mappings or as JSON text; the function may be nested as OpenAI does or not, and
-            its arguments may be a mapping or JSON text.
+        value: a call or a list of calls, as mappings or as JSON text; the function may be nested as
+            OpenAI does or not, and its arguments may be a mapping or JSON text.
 
     Raises:
         Malformed: it is not a call.
@@ -65,7 +76,10 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
         if not isinstance(name, str) or not name:
             raise Malformed("a tool call without a name")
         arguments = function.get("arguments", function.get("parameters"))
-        read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
+        read: dict[str, Any] = {
+            "type": "function",
+            "function": {"name": name, "arguments": _arguments(arguments)},
+        }
         if isinstance(call.get("id"), str) and call["id"]:
             read["id"] = call["id"]
         calls.append(read)
@@ -107,8 +121,8 @@ def _json(text: str, reason: str) -> Any:
 
 
 def name_calls(messages: list[dict[str, Any]]) -> None:
-    """Give every call without an ``id`` one of nine letters and digits, and the tool messages that follow the ids of their
-    calls: some templates require them."""
+    """Give every call without an ``id`` one of nine letters and digits, and the tool messages that
+    follow the ids of their calls: some templates require them."""
     number = 0
     waiting: list[str] = []
     for message in messages:
@@ -131,7 +145,8 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         message = dict(message)
         if message.get("tool_calls"):
             message["tool_calls"] = [
-                {**call, "id": short.setdefault(call.get("id", ""), f"call{len(short):05d}")} for call in message["tool_calls"]
+                {**call, "id": short.setdefault(call.get("id", ""), f"call{len(short):05d}")}
+                for call in message["tool_calls"]
             ]
         if "tool_call_id" in message:
             message["tool_call_id"] = short.get(message["tool_call_id"], message["tool_call_id"])
@@ -140,15 +155,22 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the arguments of each call as JSON text, as templates that concatenate them expect."""
+    """The messages with the arguments of each call as JSON text, as templates that concatenate them
+    expect."""
 
     def as_text(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
         arguments = function["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text = (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
         return {**call, "function": {**function, "arguments": text}}
 
     return [
-        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]} if message.get("tool_calls") else message
+        (
+            {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else message
+        )
         for message in messages
     ]

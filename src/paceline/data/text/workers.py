@@ -1,7 +1,7 @@
 """Encode chunks in this process or in several at once, with the same result.
 
-The results are taken in the order of the chunks, so the number of worker processes and their speed change neither tokens nor
-counts.
+The results are taken in the order of the chunks, so the number of worker processes and their speed
+change neither tokens nor counts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,22 @@ _CHUNKS_AHEAD = 4  # per worker: what may wait for an earlier chunk
 
 
 class Workers:
-    """Encodes chunks in ``count`` processes, or in this one if ``count`` is 1; made by :func:`start_workers`."""
+    """Encodes chunks in ``count`` processes, or in this one if ``count`` is 1; made by
+    :func:`start_workers`."""
 
     def __init__(self, count: int, pool: ProcessPoolExecutor | None, setup_file: Path) -> None:
         self.count = count
         self._pool, self._setup_file = pool, setup_file
 
-    def encode(self, chunks: Iterable[Chunk], setup: Setup, encoder: Encoder) -> Iterator[EncodedChunk]:
-        """Yield the encoded chunks in the order of ``chunks``. ``encoder`` is used if this process encodes them.
+    def encode(
+        self, chunks: Iterable[Chunk], setup: Setup, encoder: Encoder
+    ) -> Iterator[EncodedChunk]:
+        """Yield the encoded chunks in the order of ``chunks``. ``encoder`` is used if this process
+        encodes them.
 
         Raises:
-            ConfigError: a row because of which the data cannot be used; of several the first in the order of the rows.
+            ConfigError: a row because of which the data cannot be used; of several the first in the
+                order of the rows.
             RunError: a worker process was killed.
         """
         if self._pool is None:
@@ -46,7 +51,8 @@ class Workers:
                 poll()
                 yield encode(chunk)
             return
-        # Through a file: a pipe would hold less than a tokenizer, so each process would have to be waited for in turn.
+        # Through a file: a pipe would hold less than a tokenizer, so each process would have to be
+        # waited for in turn.
         self._setup_file.write_bytes(pickle.dumps(setup))
         try:
             yield from self._in_order(self._pool, chunks)
@@ -56,7 +62,9 @@ class Workers:
                 fix="free memory and give the command again: nothing of the data was stored",
             ) from error
 
-    def _in_order(self, pool: ProcessPoolExecutor, chunks: Iterable[Chunk]) -> Iterator[EncodedChunk]:
+    def _in_order(
+        self, pool: ProcessPoolExecutor, chunks: Iterable[Chunk]
+    ) -> Iterator[EncodedChunk]:
         waiting: deque[Future[EncodedChunk]] = deque()
         unread: BaseException | None = None
         rest = iter(chunks)
@@ -80,15 +88,18 @@ class Workers:
 
 @contextmanager
 def start_workers(count: int, folder: Path) -> Iterator[Workers]:
-    """Start ``count`` processes that encode chunks; with 1, none. They import what they need while this process loads the
-    tokenizer, and end with the block. ``folder`` gets a file for them while they encode."""
+    """Start ``count`` processes that encode chunks; with 1, none. They import what they need while
+    this process loads the tokenizer, and end with the block. ``folder`` gets a file for them while
+    they encode."""
     if count <= 1:
         yield Workers(1, None, folder)
         return
     setup_file = folder / "setup.pickle"
     with hidden_main():
         # Spawned: this process may have threads, whose locks a fork would copy as they are.
-        pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_start_worker, initargs=(os.getpid(),))
+        pool = ProcessPoolExecutor(
+            count, get_context("spawn"), initializer=_start_worker, initargs=(os.getpid(),)
+        )
         try:
             with _without_interrupts():
                 for _ in range(count):
@@ -101,7 +112,8 @@ def start_workers(count: int, folder: Path) -> Iterator[Workers]:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes that start in the block never get Ctrl-C, which goes to the whole group: their parent ends them."""
+    """Processes that start in the block never get Ctrl-C, which goes to the whole group: their
+    parent ends them."""
     resource_tracker.ensure_running()  # else the first process starts it, which unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,8 +1,10 @@
-"""From a schedule to what one rank does: a flat list of operations in which messages go in pieces and overlap. No torch here.
+"""From a schedule to what one rank does: a flat list of operations in which messages go in pieces
+and overlap. No torch here.
 
-The order of operations follows the schedule's steps, piece by piece. A piece is sent as soon as the pieces that it is made of
-have come; receives are opened ahead, many at a time, so that data flows while the rank adds up what came before. No rank ever
-waits for a message that stands later in the schedule than what it still has to send, so no set of ranks can lock up.
+The order of operations follows the schedule's steps, piece by piece. A piece is sent as soon as the
+pieces that it is made of have come; receives are opened ahead, many at a time, so that data flows
+while the rank adds up what came before. No rank ever waits for a message that stands later in the
+schedule than what it still has to send, so no set of ranks can lock up.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from functools import cached_property
 
 from paceline.distributed.collectives.schedules import Send, Step
 
-#: operations: open receive n; wait for it and put its values in place; start send n; wait until send n has left its buffer
+#: operations: open receive n; wait for it and put its values in place; start send n; wait until
+#: send n has left its buffer
 RECEIVE, TAKE, SEND, SENT = range(4)
 
 
@@ -74,7 +77,9 @@ def _pieces(send: Send, peer: int, piece_numel: int) -> list[Piece]:
 
 
 class _Compiler:
-    def __init__(self, sends: list[tuple[int, Piece]], receives: list[tuple[int, Piece]], window: int) -> None:
+    def __init__(
+        self, sends: list[tuple[int, Piece]], receives: list[tuple[int, Piece]], window: int
+    ) -> None:
         self.sends, self.receives, self.window = sends, receives, window
         self.operations: list[tuple[int, int]] = []
         self.sent = 0  # sends started
@@ -85,7 +90,8 @@ class _Compiler:
     def run(self) -> Program:
         self._open_ahead()
         for number, (step, piece) in enumerate(self.sends):
-            # What this piece is made of came in steps before: take all up to the last that has a part in it.
+            # What this piece is made of came in steps before: take all up to the last that has a
+            # part in it.
             while self._needs_take(step, piece):
                 self._take()
             self.operations.append((SEND, number))
@@ -95,7 +101,11 @@ class _Compiler:
             self._take()
         for number in list(self.open):
             self.operations.append((SENT, number))
-        return Program(tuple(self.operations), tuple(one for _, one in self.sends), tuple(one for _, one in self.receives))
+        return Program(
+            tuple(self.operations),
+            tuple(one for _, one in self.sends),
+            tuple(one for _, one in self.receives),
+        )
 
     def _needs_take(self, step: int, piece: Piece) -> bool:
         for at, other in self.receives[self.taken :]:
@@ -110,7 +120,8 @@ class _Compiler:
         number = self.taken
         if self.opened == number:
             self._open()
-        self._wait_for_sends(self.receives[number][1])  # a piece must not change while it is being sent
+        # a piece must not change while it is being sent
+        self._wait_for_sends(self.receives[number][1])
         self.operations.append((TAKE, number))
         self.taken += 1
 
@@ -132,7 +143,8 @@ class _Compiler:
         self.opened += 1
 
     def _is_read_before(self, step: int, piece: Piece) -> bool:
-        """True where this rank has yet to send, or to add to, the elements in which the piece would arrive."""
+        """True where this rank has yet to send, or to add to, the elements in which the piece would
+        arrive."""
         if any(other.overlaps(piece) for _, other in self.receives[self.taken : self.opened]):
             return True
         coming = (other for at, other in self.sends[self.sent :] if at <= step)

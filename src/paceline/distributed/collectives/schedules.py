@@ -1,12 +1,12 @@
 """Who sends what to whom, and when, in each of our collectives: numbers alone, no torch here.
 
-A collective is a list of :class:`Step`. Within a step all messages go at once; a rank sends what it held before the step. The
-executor (:mod:`paceline.distributed.collectives.run`) runs these lists, the page of ``paceline explain`` shows them, the tests count
-them.
+A collective is a list of :class:`Step`. Within a step all messages go at once; a rank sends what it
+held before the step. The executor (:mod:`paceline.distributed.collectives.run`) runs these lists,
+the page of ``paceline explain`` shows them, the tests count them.
 
-Sources: ring, Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009), section 3;
-halving-doubling and the binomial tree, Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
-MPICH" (2005), sections 4.1 and 4.5.
+Sources: ring, Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations" (2009), section 3; halving-doubling and the binomial tree, Thakur, Rabenseifner &
+Gropp, "Optimization of collective communication operations in MPICH" (2005), sections 4.1 and 4.5.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Send:
-    """One message: elements ``start`` to ``stop`` of the flattened tensor, from ``source`` to ``target`` (ranks of the group).
+    """One message: elements ``start`` to ``stop`` of the flattened tensor, from ``source`` to
+    ``target`` (ranks of the group).
 
     Args:
         chunk: number of the first chunk in it.
@@ -73,7 +74,9 @@ def check_algorithm(algorithm: str, collective: str = "all-reduce") -> None:
         )
 
 
-def sent(algorithm: str, world_size: int, numel: int, element_size: int, collective: str = "all-reduce") -> list[Sent]:
+def sent(
+    algorithm: str, world_size: int, numel: int, element_size: int, collective: str = "all-reduce"
+) -> list[Sent]:
     """Bytes and messages of each rank, added up over the :func:`steps`. ``element_size``: bytes."""
     ranks: list[list[Send]] = [[] for _ in range(world_size)]
     for step in steps(algorithm, world_size, numel, collective):
@@ -82,9 +85,11 @@ def sent(algorithm: str, world_size: int, numel: int, element_size: int, collect
     return [Sent(sum(send.count for send in sends) * element_size, len(sends)) for sends in ranks]
 
 
-def steps(algorithm: str, world_size: int, numel: int, collective: str = "all-reduce", root: int = 0) -> list[Step]:
-    """The steps of a collective over ``numel`` elements. Messages without an element are left out; with one rank there is no
-    step.
+def steps(
+    algorithm: str, world_size: int, numel: int, collective: str = "all-reduce", root: int = 0
+) -> list[Step]:
+    """The steps of a collective over ``numel`` elements. Messages without an element are left out;
+    with one rank there is no step.
 
     Args:
         root: the rank whose values a broadcast hands out.
@@ -115,7 +120,8 @@ def sent_bytes(algorithm: str, world_size: int, rank: int, numel: int, element_s
     - ring: all chunks but one in each phase: 2(N-1)/N of the tensor where N divides it.
     - naive: rank 0 sends the tensor N-1 times, each other rank once.
     - tree: once up (all but rank 0), and down to each child of the binomial tree.
-    - halving, N = 2^k: 2(N-1)/N of the tensor; the ranks beyond a power of two send and get it whole beside that.
+    - halving, N = 2^k: 2(N-1)/N of the tensor; the ranks beyond a power of two send and get it
+      whole beside that.
     """
     check_algorithm(algorithm)
     if world_size == 1:
@@ -138,7 +144,9 @@ def _naive_sent(size: int, rank: int, numel: int) -> int:
 def _tree_sent(size: int, rank: int, numel: int) -> int:
     # A rank's children lie at rank + 2^k, for each 2^k below its lowest set bit (rank 0: below N).
     reach = rank & -rank if rank else size
-    children = sum(1 for power in range(size.bit_length()) if 1 << power < reach and rank + (1 << power) < size)
+    children = sum(
+        1 for power in range(size.bit_length()) if 1 << power < reach and rank + (1 << power) < size
+    )
     return numel * (children + (1 if rank else 0))
 
 
@@ -147,7 +155,8 @@ def _halving_sent(size: int, rank: int, numel: int) -> int:
     if rank >= core:
         return numel
     first, last = bounds(rank, core, numel)
-    # Halving: everything but its own chunk goes away. Doubling: the chunk goes out once, then each doubled range but the last.
+    # Halving: everything but its own chunk goes away. Doubling: the chunk goes out once, then each
+    # doubled range but the last.
     total = numel - (last - first)
     span = 1
     while span < core:
@@ -168,19 +177,40 @@ def _ring(size: int, numel: int) -> _Rounds:
 
     rounds: _Rounds = []
     for step in range(size - 1):
-        rounds.append(("scatter-reduce", step, [send(rank, (rank - step) % size, True) for rank in range(size)]))
+        rounds.append(
+            (
+                "scatter-reduce",
+                step,
+                [send(rank, (rank - step) % size, True) for rank in range(size)],
+            )
+        )
     for step in range(size - 1):
-        rounds.append(("all-gather", step, [send(rank, (rank + 1 - step) % size, False) for rank in range(size)]))
+        rounds.append(
+            (
+                "all-gather",
+                step,
+                [send(rank, (rank + 1 - step) % size, False) for rank in range(size)],
+            )
+        )
     return rounds
 
 
 def _naive(size: int, numel: int) -> _Rounds:
-    return [("gather", 0, [Send(rank, 0, 0, 0, numel, True) for rank in range(1, size)]), *_naive_broadcast(size, numel)]
+    return [
+        ("gather", 0, [Send(rank, 0, 0, 0, numel, True) for rank in range(1, size)]),
+        *_naive_broadcast(size, numel),
+    ]
 
 
 def _tree(size: int, numel: int) -> _Rounds:
-    up = [[Send(rank + span, rank, 0, 0, numel, True) for rank in range(0, size - span, 2 * span)] for span in _powers(size)]
-    return [*(("reduce", step, sends) for step, sends in enumerate(up)), *_tree_broadcast(size, numel)]
+    up = [
+        [Send(rank + span, rank, 0, 0, numel, True) for rank in range(0, size - span, 2 * span)]
+        for span in _powers(size)
+    ]
+    return [
+        *(("reduce", step, sends) for step, sends in enumerate(up)),
+        *_tree_broadcast(size, numel),
+    ]
 
 
 def _halving(size: int, numel: int) -> _Rounds:
@@ -198,7 +228,9 @@ def _halving(size: int, numel: int) -> _Rounds:
         sends = [part(rank, rank ^ span, rank ^ span, span, True) for rank in range(core)]
         rounds.append(("halving", step, sends))
     for step, span in enumerate(spans):
-        rounds.append(("doubling", step, [part(rank, rank ^ span, rank, span, False) for rank in range(core)]))
+        rounds.append(
+            ("doubling", step, [part(rank, rank ^ span, rank, span, False) for rank in range(core)])
+        )
     rounds.append(("unfold", 0, [Send(rank - core, rank, 0, 0, numel, False) for rank in extra]))
     return rounds
 
@@ -222,7 +254,9 @@ def _naive_broadcast(size: int, numel: int) -> _Rounds:
 def _tree_broadcast(size: int, numel: int) -> _Rounds:
     rounds: _Rounds = []
     for step, span in enumerate(reversed(_powers(size))):
-        sends = [Send(rank, rank + span, 0, 0, numel, False) for rank in range(0, size - span, 2 * span)]
+        sends = [
+            Send(rank, rank + span, 0, 0, numel, False) for rank in range(0, size - span, 2 * span)
+        ]
         rounds.append(("broadcast", step, sends))
     return rounds
 
@@ -235,7 +269,14 @@ def _turned(send: Send, root: int, size: int) -> Send:
     """The same message where the rank that begins is ``root`` instead of 0."""
     if root == 0:
         return send
-    return Send((send.source + root) % size, (send.target + root) % size, send.chunk, send.start, send.stop, send.add)
+    return Send(
+        (send.source + root) % size,
+        (send.target + root) % size,
+        send.chunk,
+        send.start,
+        send.stop,
+        send.add,
+    )
 
 
 def _powers(size: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""`paceline explain all-reduce` and `explain broadcast`: the algorithm on real ranks, every step recorded."""
+"""`paceline explain all-reduce` and `explain broadcast`: the algorithm on real ranks, every step
+recorded."""
 
 from __future__ import annotations
 
@@ -18,20 +19,34 @@ PRELOAD = ("paceline.distributed.collectives.run",)
 Story = dict[str, Any]
 
 _ABOUT = {
-    "ring": "Each rank talks to its two neighbours alone. In {chunks} the tensor goes round: first the chunks are summed up "
-    "on their way, then the finished ones are passed on. Every rank sends 2(N-1)/N of the tensor, however many ranks there "
-    "are.",
-    "tree": "Pairs of ranks, then pairs of pairs: the sum moves up to rank 0 in about log2(N) steps, and down the same way. "
-    "Few steps, but each carries the whole tensor.",
-    "halving": "Recursive halving and doubling: with each step a rank gives half of its part away and sums up the other half; "
-    "then the parts double again. 2 log2(N) steps, 2(N-1)/N of the tensor. Ranks beyond a power of two fold into another "
-    "first.",
-    "naive": "All ranks send their tensor to rank 0, which adds up and sends the result to everyone. Rank 0 sends N-1 times "
-    "the tensor: it is the bottleneck.",
+    "ring": (
+        "Each rank talks to its two neighbours alone. In {chunks} the tensor goes round: first the"
+        " chunks are summed up on their way, then the finished ones are passed on. Every rank sends"
+        " 2(N-1)/N of the tensor, however many ranks there are."
+    ),
+    "tree": (
+        "Pairs of ranks, then pairs of pairs: the sum moves up to rank 0 in about log2(N) steps,"
+        " and down the same way. Few steps, but each carries the whole tensor."
+    ),
+    "halving": (
+        "Recursive halving and doubling: with each step a rank gives half of its part away and sums"
+        " up the other half; then the parts double again. 2 log2(N) steps, 2(N-1)/N of the tensor."
+        " Ranks beyond a power of two fold into another first."
+    ),
+    "naive": (
+        "All ranks send their tensor to rank 0, which adds up and sends the result to everyone."
+        " Rank 0 sends N-1 times the tensor: it is the bottleneck."
+    ),
 }
 _ABOUT_BROADCAST = {
-    "ring": "The tensor goes down the line of ranks in chunks: while a rank passes one on, the next already comes in.",
-    "tree": "Whoever has the tensor hands it on: the number of ranks that have it doubles with each step.",
+    "ring": (
+        "The tensor goes down the line of ranks in chunks: while a rank passes one on, the next"
+        " already comes in."
+    ),
+    "tree": (
+        "Whoever has the tensor hands it on: the number of ranks that have it doubles with each"
+        " step."
+    ),
     "naive": "Rank 0 sends the tensor to each of the others itself.",
 }
 
@@ -44,29 +59,48 @@ def tell(request: Request) -> Story:
 def surface(story: Story) -> Story:
     """The part of it that is printed as JSON, whose keys are fixed."""
     steps = [
-        {**step, "sends": [{key: send[key] for key in ("from", "to", "chunk", "bytes")} for send in step["sends"]]}
+        {
+            **step,
+            "sends": [
+                {key: send[key] for key in ("from", "to", "chunk", "bytes")}
+                for send in step["sends"]
+            ],
+        }
         for step in story["steps"]
     ]
     kept = {key: story[key] for key in ("algorithm", "ranks", "elements")}
-    return {**kept, "steps": steps, **{key: story[key] for key in ("bytes_sent", "messages_sent", "result_ok")}}
+    return {
+        **kept,
+        "steps": steps,
+        **{key: story[key] for key in ("bytes_sent", "messages_sent", "result_ok")},
+    }
 
 
 def title(story: Story) -> str:
-    return f"{story['collective'].capitalize()} by {story['algorithm']}, {counted(story['ranks'], 'rank')}"
+    return (
+        f"{story['collective'].capitalize()} by {story['algorithm']},"
+        f" {counted(story['ranks'], 'rank')}"
+    )
 
 
 def record(collective: str, algorithm: str, ranks: int, elements: int) -> Story:
-    """Run it on real processes. Rank r begins with 2^r in every element, so that each value tells whose parts are in it.
+    """Run it on real processes. Rank r begins with 2^r in every element, so that each value tells
+    whose parts are in it.
 
-    Returns: the fixed keys (``algorithm, ranks, elements, steps, bytes_sent, messages_sent, result_ok``; bytes and messages
-    one a rank), and beside them ``collective``, ``segments`` (ranges of elements that move together) and ``held`` (before the
-    first step and after each: for each rank, for each segment, the value).
+    Returns: the fixed keys (``algorithm, ranks, elements, steps, bytes_sent, messages_sent,
+    result_ok``; bytes and messages one a rank), and beside them ``collective``, ``segments``
+    (ranges of elements that move together) and ``held`` (before the first step and after each: for
+    each rank, for each segment, the value).
     """
     found = run_on_ranks(_record_rank, ranks, collective, algorithm, elements)
     first = found[0]
     steps = []
     for number, step in enumerate(first["steps"]):
-        sends = [{"from": rank, **send} for rank, one in enumerate(found) for send in one["steps"][number]["sends"]]
+        sends = [
+            {"from": rank, **send}
+            for rank, one in enumerate(found)
+            for send in one["steps"][number]["sends"]
+        ]
         steps.append({"phase": step["phase"], "step": step["step"], "sends": sends})
     return {
         "algorithm": algorithm,
@@ -138,8 +172,10 @@ def text(story: Story) -> str:
     ranks = story["ranks"]
     size = story["elements"] * story["element_size"]
     lines = [
-        f"{story['collective']} by {story['algorithm']}: {counted(ranks, 'rank')}, {counted(story['elements'], 'element')} "
-        f"of float32 ({human_bytes(size)})",
+        (
+            f"{story['collective']} by {story['algorithm']}: {counted(ranks, 'rank')},"
+            f" {counted(story['elements'], 'element')} of float32 ({human_bytes(size)})"
+        ),
         about(story),
         "",
         "Rank r begins with 2^r in every element. Below: whose parts each rank holds, by elements.",
@@ -151,7 +187,10 @@ def text(story: Story) -> str:
     for number, step in enumerate(story["steps"], 1):
         lines += ["", f"{step['phase']}, step {step['step'] + 1} of {totals[step['phase']]}"]
         for send in step["sends"]:
-            lines.append(f"  rank {send['from']} → rank {send['to']}   {what(send)}   {human_bytes(send['bytes'])}")
+            lines.append(
+                f"  rank {send['from']} → rank {send['to']}   {what(send)}  "
+                f" {human_bytes(send['bytes'])}"
+            )
         lines += _held(story, number)
     lines += ["", *_totals(story, size)]
     return "\n".join(lines)
@@ -165,21 +204,38 @@ def what(send: dict[str, Any]) -> str:
 
 
 def _held(story: Story, state: int) -> list[str]:
-    heads = [f"{start}" if stop - start == 1 else f"{start}–{stop - 1}" for start, stop in story["segments"]]
+    heads = [
+        f"{start}" if stop - start == 1 else f"{start}–{stop - 1}"
+        for start, stop in story["segments"]
+    ]
     rows = [[holders(value, story["ranks"]) for value in row] for row in story["held"][state]]
     widths = [max(len(head), *(len(row[at]) for row in rows)) for at, head in enumerate(heads)]
-    lines = ["  holds    " + "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True))]
+    lines = [
+        "  holds    "
+        + "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True))
+    ]
     for rank, row in enumerate(rows):
-        lines.append(f"  rank {rank:<3} " + "  ".join(one.ljust(width) for one, width in zip(row, widths, strict=True)))
+        lines.append(
+            f"  rank {rank:<3} "
+            + "  ".join(one.ljust(width) for one, width in zip(row, widths, strict=True))
+        )
     return [line.rstrip() for line in lines]
 
 
 def _totals(story: Story, size: int) -> list[str]:
     lines = []
-    for rank, (sent, messages) in enumerate(zip(story["bytes_sent"], story["messages_sent"], strict=True)):
+    for rank, (sent, messages) in enumerate(
+        zip(story["bytes_sent"], story["messages_sent"], strict=True)
+    ):
         share = f", {sent / size:.2f} × the tensor" if size else ""
-        lines.append(f"rank {rank} sent {human_bytes(sent)} in {counted(messages, 'message')}{share}")
-    verdict = "the same as the backend's own" if story["result_ok"] else "NOT the same as the backend's own"
+        lines.append(
+            f"rank {rank} sent {human_bytes(sent)} in {counted(messages, 'message')}{share}"
+        )
+    verdict = (
+        "the same as the backend's own"
+        if story["result_ok"]
+        else "NOT the same as the backend's own"
+    )
     return [*lines, f"result: {verdict} {story['collective']}"]
 
 
@@ -192,8 +248,14 @@ def player(story: Story) -> dict[str, Any]:
     for step in story["steps"]:
         totals[step["phase"]] = totals.get(step["phase"], 0) + 1
     for step in story["steps"]:
-        many, moved = counted(len(step["sends"]), "message"), human_bytes(sum(send["bytes"] for send in step["sends"]))
-        captions.append(f"{step['phase']}, step {step['step'] + 1} of {totals[step['phase']]}: {many}, {moved} in all")
+        many, moved = (
+            counted(len(step["sends"]), "message"),
+            human_bytes(sum(send["bytes"] for send in step["sends"])),
+        )
+        captions.append(
+            f"{step['phase']}, step {step['step'] + 1} of {totals[step['phase']]}: {many}, {moved}"
+            " in all"
+        )
     keys = ("ranks", "elements", "steps", "segments", "held")
     return {"kind": "chunks", "captions": captions, **{key: story[key] for key in keys}}
 

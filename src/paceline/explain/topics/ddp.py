@@ -1,4 +1,5 @@
-"""`paceline explain ddp`: gradient buckets fill during backward and are all-reduced beside it, from a real step's clock."""
+"""`paceline explain ddp`: gradient buckets fill during backward and are all-reduced beside it, from
+a real step's clock."""
 
 from __future__ import annotations
 
@@ -32,14 +33,21 @@ _COLOURS = {
 def tell(request: Request) -> Story:
     """A step of a small training on real ranks.
 
-    Returns: ``topic, ranks, buckets`` (bytes of each, in the order in which backward fills them), ``spans`` (forward, backward,
-    all-reduce, wait, update; seconds from the start of the step), ``fills`` (when each gradient came), ``overlap`` (share of
-    the all-reduces' time, on rank 0, that lay within backward) and ``result_ok`` (the gradients are those of one process).
+    Returns: ``topic, ranks, buckets`` (bytes of each, in the order in which backward fills them),
+    ``spans`` (forward, backward, all-reduce, wait, update; seconds from the start of the step),
+    ``fills`` (when each gradient came), ``overlap`` (share of the all-reduces' time, on rank 0,
+    that lay within backward) and ``result_ok`` (the gradients are those of one process).
     """
     found = run_on_ranks(_record_rank, request.ranks)
     begin = min(span["start"] for one in found for span in one["spans"])
-    spans = timeline.shifted([{**span, "rank": rank} for rank, one in enumerate(found) for span in one["spans"]], begin)
-    fills = [{**fill, "rank": rank, "time": fill["time"] - begin} for rank, one in enumerate(found) for fill in one["fills"]]
+    spans = timeline.shifted(
+        [{**span, "rank": rank} for rank, one in enumerate(found) for span in one["spans"]], begin
+    )
+    fills = [
+        {**fill, "rank": rank, "time": fill["time"] - begin}
+        for rank, one in enumerate(found)
+        for fill in one["fills"]
+    ]
     mine = [span for span in spans if span["rank"] == 0]
     backward = next(span for span in mine if span["kind"] == "backward")
     reduces = [span for span in mine if span["kind"] == "all-reduce"]
@@ -66,8 +74,11 @@ def _record_rank(world: World) -> dict[str, Any]:
     gradients: list[tuple[Any, float]] = []
     for (
         parameter
-    ) in model.parameters():  # before the strategy's own hooks, so that the last gradient stands before its all-reduce
-        parameter.register_post_accumulate_grad_hook(lambda one: gradients.append((one, time.perf_counter())))
+        # before the strategy's own hooks, so that the last gradient stands before its all-reduce
+    ) in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda one: gradients.append((one, time.perf_counter()))
+        )
     strategy.place(model)
     optimizer = strategy.build_optimizer(training.build_adamw)
     batch = training.make_batch(world.rank)
@@ -87,21 +98,42 @@ def _record_rank(world: World) -> dict[str, Any]:
         strategy.backward(micro_step, 1)
         marks["update"] = time.perf_counter()
         if number == 0:
-            ok = training.as_reference([one.grad for one in model.parameters() if one.grad is not None], world.size)
+            ok = training.as_reference(
+                [one.grad for one in model.parameters() if one.grad is not None], world.size
+            )
         else:
             optimizer.step()
         marks["end"] = time.perf_counter()
     world.barrier()
-    bucket_of = {id(parameter): at for at, one in enumerate(strategy.buckets.buckets) for parameter in one.parameters}
+    bucket_of = {
+        id(parameter): at
+        for at, one in enumerate(strategy.buckets.buckets)
+        for parameter in one.parameters
+    }
     spans = [training.span("compute", "forward", "forward", marks["forward"], marks["backward"])]
     last = gradients[-1][1]
     spans.append(training.span("compute", "backward", "backward", marks["backward"], last))
     spans.append(training.span("compute", "wait", "wait", last, marks["update"]))
     spans.append(training.span("compute", "update", "update", marks["update"], marks["end"]))
     for bucket, (start, end) in enumerate(watched.reduces):
-        spans.append(training.span("network", "all-reduce", f"bucket {bucket}", start, end or marks["update"], bucket=bucket))
-    fills = [{"bucket": bucket_of[id(one)], "time": when, "bytes": one.numel() * one.element_size()} for one, when in gradients]
-    sizes = [sum(one.numel() * one.element_size() for one in bucket.parameters) for bucket in strategy.buckets.buckets]
+        spans.append(
+            training.span(
+                "network",
+                "all-reduce",
+                f"bucket {bucket}",
+                start,
+                end or marks["update"],
+                bucket=bucket,
+            )
+        )
+    fills = [
+        {"bucket": bucket_of[id(one)], "time": when, "bytes": one.numel() * one.element_size()}
+        for one, when in gradients
+    ]
+    sizes = [
+        sum(one.numel() * one.element_size() for one in bucket.parameters)
+        for bucket in strategy.buckets.buckets
+    ]
     return {"spans": spans, "fills": fills, "buckets": sizes, "ok": ok}
 
 
@@ -117,7 +149,9 @@ def _watched(world: World) -> Any:
             self.reduces.append(times)
             work = super().all_reduce(tensor, *args, **kwargs)
             if work is not None:
-                work.get_future().add_done_callback(lambda _: times.__setitem__(1, time.perf_counter()))
+                work.get_future().add_done_callback(
+                    lambda _: times.__setitem__(1, time.perf_counter())
+                )
             return work
 
     return Watched(world.env, world.device, world.axes, world.group, world.ranks, world.waits)
@@ -130,9 +164,10 @@ def title(story: Story) -> str:
 def about(story: Story) -> str:
     del story
     return (
-        "Distributed data parallel: every rank has the whole model and its own part of the batch. Backward goes from the last "
-        "layer to the first and fills gradient buckets on its way; a full bucket is all-reduced at once, while backward goes "
-        "on with the layers before. What is left to wait for is the end of the last bucket's all-reduce."
+        "Distributed data parallel: every rank has the whole model and its own part of the batch."
+        " Backward goes from the last layer to the first and fills gradient buckets on its way; a"
+        " full bucket is all-reduced at once, while backward goes on with the layers before. What"
+        " is left to wait for is the end of the last bucket's all-reduce."
     )
 
 
@@ -141,7 +176,10 @@ def facts(story: Story) -> list[tuple[str, str]]:
         ("Ranks", str(story["ranks"])),
         ("Buckets", f"{len(story['buckets'])}, {human_bytes(sum(story['buckets']))} in all"),
         timeline.step_fact(story),
-        ("All-reduce within backward", "unknown" if story["overlap"] is None else f"{100 * story['overlap']:.0f} %"),
+        (
+            "All-reduce within backward",
+            "unknown" if story["overlap"] is None else f"{100 * story['overlap']:.0f} %",
+        ),
         timeline.gradients_fact(story),
     ]
 
@@ -159,26 +197,42 @@ def _moments(story: Story) -> list[tuple[float, str]]:
                 if span["start"] < backward_end and span["bucket"] + 1 < len(story["buckets"])
                 else "it was the last"
             )
-            found.append((span["start"], f"Rank 0: bucket {span['bucket']} is full ({size}); its all-reduce starts, {on}."))
-            found.append((span["end"], f"Rank 0: bucket {span['bucket']} holds the sum over all ranks."))
+            found.append(
+                (
+                    span["start"],
+                    (
+                        f"Rank 0: bucket {span['bucket']} is full ({size}); its all-reduce starts,"
+                        f" {on}."
+                    ),
+                )
+            )
+            found.append(
+                (span["end"], f"Rank 0: bucket {span['bucket']} holds the sum over all ranks.")
+            )
         elif span["kind"] == "forward":
-            found.append((span["end"], "Rank 0: forward is done, backward begins with the last layer."))
+            found.append(
+                (span["end"], "Rank 0: forward is done, backward begins with the last layer.")
+            )
         elif span["kind"] == "backward":
             found.append((span["end"], "Rank 0: backward is done."))
         elif span["kind"] == "update":
-            found.append((span["start"], "Rank 0: every bucket has come; the optimizer updates the weights."))
+            found.append(
+                (span["start"], "Rank 0: every bucket has come; the optimizer updates the weights.")
+            )
     return sorted([*found, (timeline.end_of(story), "All ranks have made the same update.")])
 
 
 def player(story: Story) -> dict[str, Any]:
     lanes, bars = stack(story["spans"])
     buckets, fills = story["buckets"], story["fills"]
-    return timeline.player(story, _moments(story), lanes, bars, _COLOURS, buckets=buckets, fills=fills)
+    return timeline.player(
+        story, _moments(story), lanes, bars, _COLOURS, buckets=buckets, fills=fills
+    )
 
 
 def stack(spans: list[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Names of the lanes of a picture, and the spans with ``lane`` as a number: spans of one name that overlap get lanes of
-    their own."""
+    """Names of the lanes of a picture, and the spans with ``lane`` as a number: spans of one name
+    that overlap get lanes of their own."""
     ends: dict[tuple[int, str], list[float]] = {}
     placed = []
     for one in spans:
@@ -187,7 +241,10 @@ def stack(spans: list[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]
         rows[row:] = [one["end"], *rows[row + 1 :]]
         placed.append((one, (one["rank"], one["lane"], row)))
     order = [(rank, lane, row) for (rank, lane), rows in ends.items() for row in range(len(rows))]
-    names = [f"rank {rank} {lane}" + (f" {row + 1}" if len(ends[rank, lane]) > 1 else "") for rank, lane, row in order]
+    names = [
+        f"rank {rank} {lane}" + (f" {row + 1}" if len(ends[rank, lane]) > 1 else "")
+        for rank, lane, row in order
+    ]
     return names, [{**one, "lane": order.index(key)} for one, key in placed]
 
 
@@ -197,8 +254,13 @@ def text(story: Story) -> str:
     lines.append("")
     for rank in range(story["ranks"]):
         spans = [span for span in story["spans"] if span["rank"] == rank]
-        times = {kind: sum(span["end"] - span["start"] for span in spans if span["kind"] == kind) for kind in _COLOURS}
-        said = ", ".join(f"{kind} {1000 * seconds:.2f} ms" for kind, seconds in times.items() if kind != "summed")
+        times = {
+            kind: sum(span["end"] - span["start"] for span in spans if span["kind"] == kind)
+            for kind in _COLOURS
+        }
+        said = ", ".join(
+            f"{kind} {1000 * seconds:.2f} ms" for kind, seconds in times.items() if kind != "summed"
+        )
         lines.append(f"rank {rank}: {said}")
     share = "unknown" if story["overlap"] is None else f"{100 * story['overlap']:.0f} %"
     lines.append(f"all-reduce that lay within backward on rank 0: {share}")

@@ -1,4 +1,5 @@
-"""`paceline explain dp`: one process that drives several devices by threads, from a real step's clock."""
+"""`paceline explain dp`: one process that drives several devices by threads, from a real step's
+clock."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ _CAPTIONS = {
     "copy weights": "Device 0 copies its weights to every other device, each step anew.",
     "forward": "Each device runs forward on its part of the batch, a thread each.",
     "backward": "Each device runs backward; its gradients stay where they are.",
-    "sum gradients": "All gradients come to device 0, which adds them up. The others have nothing to do.",
+    "sum gradients": (
+        "All gradients come to device 0, which adds them up. The others have nothing to do."
+    ),
     "update": "Device 0 alone makes the update.",
 }
 
@@ -38,8 +41,9 @@ _CAPTIONS = {
 def tell(request: Request) -> Story:
     """A step of a small training.
 
-    Returns: ``topic, ranks`` (devices), ``spans`` (seconds from the start of the step; ``rank`` is the device),
-    ``copied_bytes`` (between devices, in a step) and ``result_ok`` (the gradients are those of one process).
+    Returns: ``topic, ranks`` (devices), ``spans`` (seconds from the start of the step; ``rank`` is
+    the device), ``copied_bytes`` (between devices, in a step) and ``result_ok`` (the gradients are
+    those of one process).
     """
     found = run_on_ranks(_record, 1, request.ranks)[0]
     begin = min(span["start"] for span in found["spans"])
@@ -107,7 +111,9 @@ def _record(world: World, devices: int) -> dict[str, Any]:
             handle.remove()
         handles.clear()
         if number == 0:
-            ok = training.as_reference([one.grad for one in model.parameters() if one.grad is not None], devices)
+            ok = training.as_reference(
+                [one.grad for one in model.parameters() if one.grad is not None], devices
+            )
         start = time.perf_counter()
         optimizer.step()
         note(0, "update", start, time.perf_counter())
@@ -121,9 +127,9 @@ def title(story: Story) -> str:
 def about(story: Story) -> str:
     del story
     return (
-        "Data parallel by threads: one process drives all devices. Device 0 hands its weights out before each step and "
-        "gathers every gradient after it, so all traffic goes through it, and the others wait. DDP gives the same gradients "
-        "without that bottleneck."
+        "Data parallel by threads: one process drives all devices. Device 0 hands its weights out"
+        " before each step and gathers every gradient after it, so all traffic goes through it, and"
+        " the others wait. DDP gives the same gradients without that bottleneck."
     )
 
 
@@ -154,7 +160,10 @@ def player(story: Story) -> dict[str, Any]:
 def text(story: Story) -> str:
     lines = [title(story), about(story), ""]
     for span in sorted(story["spans"], key=lambda one: one["start"]):
-        lines.append(f"{1000 * span['start']:8.2f} – {1000 * span['end']:8.2f} ms  device {span['rank']}: {span['kind']}")
+        lines.append(
+            f"{1000 * span['start']:8.2f} – {1000 * span['end']:8.2f} ms  device {span['rank']}:"
+            f" {span['kind']}"
+        )
     lines += ["", f"through device 0 in a step: {human_bytes(story['copied_bytes'])}"]
     lines.append(timeline.gradients_line(story))
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""`paceline explain zero`: who holds which part of the training state, measured on real ranks, stage by stage."""
+"""`paceline explain zero`: who holds which part of the training state, measured on real ranks,
+stage by stage."""
 
 from __future__ import annotations
 
@@ -14,12 +15,22 @@ if TYPE_CHECKING:
 
 Story = dict[str, Any]
 
-PRELOAD = ("paceline.explain.training", "paceline.parallel.ddp.strategy", "torch._dynamo", "torch.distributed.fsdp")
+PRELOAD = (
+    "paceline.explain.training",
+    "paceline.parallel.ddp.strategy",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+)
 STAGES = {
     "ddp": "DDP: every rank holds everything.",
-    "zero1": "ZeRO-1: each rank holds a part of the optimizer state and updates that part of the weights.",
-    "zero2": "ZeRO-2: gradients are cut as well. Of the weights a rank keeps its part, and "
-    "all of them between forward and backward.",
+    "zero1": (
+        "ZeRO-1: each rank holds a part of the optimizer state and updates that part of the"
+        " weights."
+    ),
+    "zero2": (
+        "ZeRO-2: gradients are cut as well. Of the weights a rank keeps its part, and "
+        "all of them between forward and backward."
+    ),
     "zero3": "ZeRO-3: weights are cut as well, and gathered block by block when they are needed.",
 }
 KINDS = ("parameters", "gradients", "optimizer")
@@ -32,9 +43,10 @@ _STEPS = 2
 def tell(request: Request) -> Story:
     """Two steps of a small training under each stage.
 
-    Returns: ``topic, ranks, stages: [{mode, declared: {parameters, gradients, optimizer, traffic}, ranks: [{parameters,
-    gradients, optimizer}], traffic}]`` (bytes; ``declared`` is the strategy's own word before the run, for the fullest rank;
-    traffic is of a step, the busiest rank's) and ``result_ok`` (state measured within 2 % of what was declared).
+    Returns: ``topic, ranks, stages: [{mode, declared: {parameters, gradients, optimizer, traffic},
+    ranks: [{parameters, gradients, optimizer}], traffic}]`` (bytes; ``declared`` is the strategy's
+    own word before the run, for the fullest rank; traffic is of a step, the busiest rank's) and
+    ``result_ok`` (state measured within 2 % of what was declared).
     """
     found = run_on_ranks(_measure_rank, request.ranks)
     stages = []
@@ -42,9 +54,19 @@ def tell(request: Request) -> Story:
         declared = found[0][mode]["declared"]
         held = [one[mode]["held"] for one in found]
         stages.append(
-            {"mode": mode, "declared": declared, "ranks": held, "traffic": max(one[mode]["traffic"] for one in found)}
+            {
+                "mode": mode,
+                "declared": declared,
+                "ranks": held,
+                "traffic": max(one[mode]["traffic"] for one in found),
+            }
         )
-    return {"topic": "zero", "ranks": request.ranks, "stages": stages, "result_ok": all(_as_declared(one) for one in stages)}
+    return {
+        "topic": "zero",
+        "ranks": request.ranks,
+        "stages": stages,
+        "result_ok": all(_as_declared(one) for one in stages),
+    }
 
 
 def _as_declared(stage: dict[str, Any]) -> bool:
@@ -71,7 +93,9 @@ def _measure(world: World, mode: str) -> dict[str, Any]:
     meshed = World(world.env, world.device, axes, world.group, world.ranks, world.waits)
     made = strategy_class(mode)
     model = training.make_model()
-    cost = made.cost(outline(model, config), axes, Workload(micro_batches=1, positions=training.ROWS), config)
+    cost = made.cost(
+        outline(model, config), axes, Workload(micro_batches=1, positions=training.ROWS), config
+    )
     strategy = made(config, meshed)
     placed = strategy.place(model)
     strategy.build_optimizer(training.build_adamw)
@@ -83,8 +107,13 @@ def _measure(world: World, mode: str) -> dict[str, Any]:
         traffic = world.traffic.total - before
     optimizer = storage_bytes(optimizer_tensors(strategy.optimizer))
     gradients = storage_bytes([one.grad for one in placed.parameters() if one.grad is not None])
-    # What else there is at the fullest moment are weights: a rank's own, and those gathered for a while.
-    held = {"parameters": strategy.state_bytes() - gradients - optimizer, "gradients": gradients, "optimizer": optimizer}
+    # What else there is at the fullest moment are weights: a rank's own, and those gathered for a
+    # while.
+    held = {
+        "parameters": strategy.state_bytes() - gradients - optimizer,
+        "gradients": gradients,
+        "optimizer": optimizer,
+    }
     world.barrier()
     declared = {**{kind: getattr(cost, kind) for kind in KINDS}, "traffic": cost.traffic_per_step}
     return {"held": held, "declared": declared, "traffic": traffic}
@@ -97,10 +126,11 @@ def title(story: Story) -> str:
 def about(story: Story) -> str:
     del story
     return (
-        "Training state is parameters, gradients and what the optimizer keeps (Adam: two numbers a parameter). Under DDP each "
-        "rank holds all of it; each stage of ZeRO (Rajbhandari et al., 2020) cuts one more of the three into a part for each "
-        "rank. The bars are the storages that were really there in a small training with float32 weights and AdamW; dashed is "
-        "what the strategy declared before."
+        "Training state is parameters, gradients and what the optimizer keeps (Adam: two numbers a"
+        " parameter). Under DDP each rank holds all of it; each stage of ZeRO (Rajbhandari et al.,"
+        " 2020) cuts one more of the three into a part for each rank. The bars are the storages"
+        " that were really there in a small training with float32 weights and AdamW; dashed is what"
+        " the strategy declared before."
     )
 
 
@@ -111,8 +141,13 @@ def _total(held: dict[str, int]) -> int:
 def facts(story: Story) -> list[tuple[str, str]]:
     found = [("Ranks", str(story["ranks"]))]
     for stage in story["stages"]:
-        found.append((f"{stage['mode']}, a rank holds", human_bytes(max(map(_total, stage["ranks"])))))
-    return [*found, ("Measured", "as declared, within 2 %" if story["result_ok"] else "not as declared")]
+        found.append(
+            (f"{stage['mode']}, a rank holds", human_bytes(max(map(_total, stage["ranks"]))))
+        )
+    return [
+        *found,
+        ("Measured", "as declared, within 2 %" if story["result_ok"] else "not as declared"),
+    ]
 
 
 def _caption(stage: dict[str, Any]) -> str:
@@ -121,7 +156,12 @@ def _caption(stage: dict[str, Any]) -> str:
 
 
 def player(story: Story) -> dict[str, Any]:
-    most = max(held[kind] for stage in story["stages"] for held in [*stage["ranks"], stage["declared"]] for kind in KINDS)
+    most = max(
+        held[kind]
+        for stage in story["stages"]
+        for held in [*stage["ranks"], stage["declared"]]
+        for kind in KINDS
+    )
     return {
         "kind": "memory",
         "captions": [_caption(stage) for stage in story["stages"]],
@@ -141,5 +181,9 @@ def text(story: Story) -> str:
         for name, held in [*rows, ("declared", stage["declared"])]:
             said = "   ".join(f"{kind} {human_bytes(held[kind]):>9}" for kind in KINDS)
             lines.append(f"  {name:<9} {said}   total {human_bytes(_total(held)):>9}")
-    lines += ["", "measured state: " + ("as declared, within 2 %" if story["result_ok"] else "NOT as declared")]
+    lines += [
+        "",
+        "measured state: "
+        + ("as declared, within 2 %" if story["result_ok"] else "NOT as declared"),
+    ]
     return "\n".join(lines)

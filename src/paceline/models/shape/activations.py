@@ -1,10 +1,12 @@
-"""What a language model keeps for backward, from the numbers in its config.json alone. No torch here.
+"""What a language model keeps for backward, from the numbers in its config.json alone. No torch
+here.
 
-The model is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4: each
-operation keeps its inputs. Their layer of ``sbh(34 + 5as/h)`` bytes is one of 2-byte activations, dropout, an ungated MLP of
-width 4h and attention whose scores are stored. Here the widths are the model's own (gated MLP, grouped keys and values), fused
-attention stores no scores (their section 5; Dao et al., "FlashAttention", 2022, section 3.1), the norms compute in float32,
-and a frozen weight keeps no input of its own (Hu et al., "LoRA", 2021).
+The model is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (2022), section 4: each operation keeps its inputs. Their layer of ``sbh(34 + 5as/h)`` bytes
+is one of 2-byte activations, dropout, an ungated MLP of width 4h and attention whose scores are
+stored. Here the widths are the model's own (gated MLP, grouped keys and values), fused attention
+stores no scores (their section 5; Dao et al., "FlashAttention", 2022, section 3.1), the norms
+compute in float32, and a frozen weight keeps no input of its own (Hu et al., "LoRA", 2021).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class LanguageDims:
     """Widths of a decoder-only language model.
 
     Args:
-        queries, keys: outputs of the query projection, and of the key (and value) projection: heads × head size.
+        queries, keys: outputs of the query projection, and of the key (and value) projection: heads
+            × head size.
         feed_forward: inner width of the MLP, of one expert where there are several.
         experts, experts_per_token: 1 and 1 in a dense model.
         gated: the MLP has a gate beside its up projection.
@@ -68,13 +71,19 @@ class LanguageDims:
     def parameters_at_most(self) -> int:
         """Parameters, with room for biases and norms."""
         layer = self.attention_weights + self.experts * (self.expert_weights + self.hidden)
-        small = 8 * self.hidden + 4 * self.queries + 4 * self.keys + 2 * self.feed_forward * self.experts
+        small = (
+            8 * self.hidden
+            + 4 * self.queries
+            + 4 * self.keys
+            + 2 * self.feed_forward * self.experts
+        )
         tables = (1 if self.tied else 2) * self.vocabulary + self.positions + 2
         return self.layers * (layer + small) + tables * self.hidden
 
 
 def dims_of(config: Mapping[str, Any]) -> LanguageDims | None:
-    """The widths in the content of a config.json; None where it is not that of a decoder this module knows how to read."""
+    """The widths in the content of a config.json; None where it is not that of a decoder this
+    module knows how to read."""
     nested = config.get("text_config")
     if isinstance(nested, Mapping):
         config = {**config, **nested}
@@ -112,7 +121,11 @@ def dims_of(config: Mapping[str, Any]) -> LanguageDims | None:
         tied=bool(tied) if tied is not None else kind in ("gpt2", "gemma", "gemma2", "gemma3_text"),
         experts=experts,
         experts_per_token=number("num_experts_per_tok", "num_experts_per_token", default=1) or 1,
-        positions=(number("n_positions", "max_position_embeddings", default=0) or 0) if kind in ("gpt2", "opt") else 0,
+        positions=(
+            (number("n_positions", "max_position_embeddings", default=0) or 0)
+            if kind in ("gpt2", "opt")
+            else 0
+        ),
         normed_queries=kind in _NORMED_QUERIES,
     )
 
@@ -125,8 +138,8 @@ class Activations:
         block: kept of each block from its forward to its backward.
         recomputed: of one block while it is computed again; 0 without activation checkpointing.
         ends: of what is not in a block: the last norm, the head.
-        logits: of the head's output and the two gradients beside it at the start of backward, all float32 (the rest of a
-            micro-batch's activations is still there at that moment).
+        logits: of the head's output and the two gradients beside it at the start of backward, all
+            float32 (the rest of a micro-batch's activations is still there at that moment).
     """
 
     block: float
@@ -137,7 +150,8 @@ class Activations:
 
     @property
     def total(self) -> int:
-        """At the fullest moment: the start of backward, or the last block's recomputation, when the logits are gone."""
+        """At the fullest moment: the start of backward, or the last block's recomputation, when the
+        logits are gone."""
         return round(self.layers * self.block + self.ends + max(self.logits, self.recomputed))
 
     @property
@@ -163,31 +177,38 @@ def language_activations(
     """Activations of a micro-batch of ``tokens`` tokens, of which ``labels`` carry loss.
 
     Args:
-        mask_bytes: of an element's dropout mask: 1 on accelerators; 4 on a CPU, where torch keeps it in float32.
-        fused_attention: False where the model stores the attention's scores: ``longest`` is then the tokens of its longest
-            sample.
+        mask_bytes: of an element's dropout mask: 1 on accelerators; 4 on a CPU, where torch keeps
+            it in float32.
+        fused_attention: False where the model stores the attention's scores: ``longest`` is then
+            the tokens of its longest sample.
     """
     args = config.train_args
     low = 2 if args.mixed_dtype else _FLOAT32
     frozen = config.lora.enable
-    # Autocast leaves the sums of the residual stream in float32; frozen weights in low precision make them low too.
+    # Autocast leaves the sums of the residual stream in float32; frozen weights in low precision
+    # make them low too.
     stream = low if frozen else _FLOAT32
     norm = _norm(dims.hidden, frozen)
-    # What the projections take: one copy for all in float32; autocast makes one for each (it keeps copies of weights alone).
+    # What the projections take: one copy for all in float32; autocast makes one for each (it keeps
+    # copies of weights alone).
     inputs = 0 if frozen else low * dims.hidden * (2 if low == _FLOAT32 else 5 if dims.gated else 4)
-    attention = low * (2 * dims.queries + 2 * dims.keys) + _FLOAT32 * dims.heads  # queries, keys, values, result; row sums
+    # queries, keys, values, result; row sums
+    attention = low * (2 * dims.queries + 2 * dims.keys) + _FLOAT32 * dims.heads
     if args.packing is not False:
         attention += low * dims.queries  # the samples' results, joined
     if dims.normed_queries:
         attention += _norm(dims.queries + dims.keys, frozen)
     if not fused_attention:
-        attention += dims.heads * longest * 2 * low  # scores after softmax, and their copy in the inputs' precision
+        # scores after softmax, and their copy in the inputs' precision
+        attention += dims.heads * longest * 2 * low
     wide = dims.feed_forward * dims.experts_per_token
     kept_inner = (3 if frozen else 4) if dims.gated else (1 if frozen else 2)
     layer = 2 * norm + inputs + attention + low * kept_inner * wide
     if frozen:
         layer += _adapters(dims, config, low, mask_bytes)
-    block, recomputed = (stream * dims.hidden, layer) if args.gradient_checkpointing else (layer, 0.0)
+    block, recomputed = (
+        (stream * dims.hidden, layer) if args.gradient_checkpointing else (layer, 0.0)
+    )
     head_input = 0 if frozen else low * dims.hidden * labels
     ends = norm * tokens + head_input
     logits = 3 * _FLOAT32 * dims.vocabulary * labels
@@ -195,14 +216,14 @@ def language_activations(
 
 
 def _norm(width: int, frozen: bool) -> int:
-    """Bytes a token of a root-mean-square norm: its input and its result before scaling, in float32; frozen, the input
-    alone."""
+    """Bytes a token of a root-mean-square norm: its input and its result before scaling, in
+    float32; frozen, the input alone."""
     return _FLOAT32 * width * (1 if frozen else 2)
 
 
 def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> float:
-    """Bytes a token of one layer's adapters: each keeps its input (with dropout one of its own, and a mask) and rank
-    numbers."""
+    """Bytes a token of one layer's adapters: each keeps its input (with dropout one of its own, and
+    a mask) and rank numbers."""
     lora = config.lora
     layers = {
         "q_proj": dims.hidden, "k_proj": dims.hidden, "v_proj": dims.hidden, "o_proj": dims.queries,
@@ -210,14 +231,33 @@ def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> 
     }  # fmt: skip
     named = lora.target_modules
     if isinstance(named, str) and named != "all-linear":
-        places = [f"model.layers.{index}.{part}." for index in range(dims.layers) for part in ("self_attn", "mlp")]
-        named = [name for name in layers if any(re.fullmatch(named, place + name) for place in places)]
+        places = [
+            f"model.layers.{index}.{part}."
+            for index in range(dims.layers)
+            for part in ("self_attn", "mlp")
+        ]
+        named = [
+            name for name in layers if any(re.fullmatch(named, place + name) for place in places)
+        ]
     if isinstance(named, list):
-        found = {name: width for name, width in layers.items() if any(name == one.rpartition(".")[2] for one in named)}
+        found = {
+            name: width
+            for name, width in layers.items()
+            if any(name == one.rpartition(".")[2] for one in named)
+        }
         layers = found or layers
     if lora.dropout > 0:
         kept = sum((low + mask_bytes) * width for width in layers.values())
     else:  # q, k and v share one input, so do gate and up
-        groups = ({"q_proj", "k_proj", "v_proj"}, {"up_proj", "gate_proj"}, {"o_proj"}, {"down_proj"})
-        kept = sum(low * max(layers[name] for name in group & layers.keys()) for group in groups if group & layers.keys())
+        groups = (
+            {"q_proj", "k_proj", "v_proj"},
+            {"up_proj", "gate_proj"},
+            {"o_proj"},
+            {"down_proj"},
+        )
+        kept = sum(
+            low * max(layers[name] for name in group & layers.keys())
+            for group in groups
+            if group & layers.keys()
+        )
     return kept + low * lora.rank * len(layers)

@@ -1,4 +1,5 @@
-"""A model without its weights: built on torch's meta device, where a tensor has a shape and takes no memory."""
+"""A model without its weights: built on torch's meta device, where a tensor has a shape and takes
+no memory."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def language_model_on_meta(config: Config) -> nn.Module:
-    """The model as :func:`paceline.models.language.load_language_model` gives it, adapters and precision included, without
-    values. Needs its config.json alone.
+    """The model as :func:`paceline.models.language.load_language_model` gives it, adapters and
+    precision included, without values. Needs its config.json alone.
 
     Raises:
         ConfigError: there is none, or transformers knows no such model.
@@ -41,19 +42,29 @@ def language_model_on_meta(config: Config) -> nn.Module:
             found = _config_of(name, config.trust_remote_code)
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(
-                    found, dtype=low if config.lora.enable else torch.float32, trust_remote_code=config.trust_remote_code
+                    found,
+                    dtype=low if config.lora.enable else torch.float32,
+                    trust_remote_code=config.trust_remote_code,
                 )
                 if config.lora.enable:
                     model = add_adapters(model, config, read_weights=False)
         except ConfigError:
             raise
-        except Exception as error:  # transformers raises what it likes on a config.json that does not fit together
+        except (
+            Exception
+        ) as error:  # transformers raises what it likes on a config.json that does not fit together
             raise ConfigError(
-                f"`model: {config.model}` cannot be laid out from its config.json: {language._first_line(error)}",
-                allowed="a folder with the config.json of a causal language model, one of the "
-                f"{len(known_ids())} hub ids whose config.json comes with Paceline, another hub id if it can be downloaded, "
-                "or builtin:qwen2-tiny",
-                fix="check the name; without a network give a folder with the model's config.json: `model=/path/to/folder`",
+                f"`model: {config.model}` cannot be laid out from its config.json:"
+                f" {language._first_line(error)}",
+                allowed=(
+                    "a folder with the config.json of a causal language model, one of the"
+                    f" {len(known_ids())} hub ids whose config.json comes with Paceline, another"
+                    " hub id if it can be downloaded, or builtin:qwen2-tiny"
+                ),
+                fix=(
+                    "check the name; without a network give a folder with the model's config.json:"
+                    " `model=/path/to/folder`"
+                ),
             ) from error
     return model  # type: ignore[no-any-return]
 
@@ -69,7 +80,9 @@ def _config_of(name: str, trust_remote_code: bool) -> Any:
         content = read_config(name)
     folder = config_folder(name)
     if content is None or (folder is not None and qwen.CONVERTED_KEY not in content):
-        return AutoConfig.from_pretrained(name if folder is None else str(folder), trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            name if folder is None else str(folder), trust_remote_code=trust_remote_code
+        )
     return AutoConfig.for_model(**content)
 
 

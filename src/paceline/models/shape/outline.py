@@ -1,4 +1,5 @@
-"""A model's shape, read from the module itself: on a device, on the CPU, or on torch's meta device, where nothing is stored."""
+"""A model's shape, read from the module itself: on a device, on the CPU, or on torch's meta device,
+where nothing is stored."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from paceline.models.tensor_plan.plan import find_tensor_plan
 
 @dataclass(frozen=True)
 class Probe:
-    """A forward through a model on a batch of ``rows`` samples: shows what its blocks give out, where nothing else tells."""
+    """A forward through a model on a batch of ``rows`` samples: shows what its blocks give out,
+    where nothing else tells."""
 
     run: Callable[[nn.Module], object]
     rows: int
@@ -37,10 +39,15 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
             aliases[name] = first[id(one)]
             continue
         first[id(one)] = name
-        parameters.append(TensorShape(name, tuple(one.shape), one.element_size(), one.requires_grad))
+        parameters.append(
+            TensorShape(name, tuple(one.shape), one.element_size(), one.requires_grad)
+        )
     return ModelShape(
         parameters=tuple(parameters),
-        buffers=tuple(TensorShape(name, tuple(one.shape), one.element_size()) for name, one in model.named_buffers()),
+        buffers=tuple(
+            TensorShape(name, tuple(one.shape), one.element_size())
+            for name, one in model.named_buffers()
+        ),
         optimizer_bytes_per_element=optimizer_bytes_per_element(args),
         low_bytes=2 if args.mixed_dtype else 0,
         blocks=tuple(name for name, _ in find_blocks(model)),
@@ -52,8 +59,9 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
 
 
 def _phases(model: nn.Module, probe: Probe | None) -> dict[str, tuple[str, ...]] | None:
-    """When parameters outside the blocks are used. Traced for a pipeline, and on the meta device, where it costs little; there
-    some models cannot run their blocks, and what was not used before the first block counts as used after the last."""
+    """When parameters outside the blocks are used. Traced for a pipeline, and on the meta device,
+    where it costs little; there some models cannot run their blocks, and what was not used before
+    the first block counts as used after the last."""
     on_meta = any(one.device.type == "meta" for one in model.parameters())
     if probe is None and not on_meta:
         return None
@@ -98,4 +106,8 @@ def _probed(model: nn.Module, blocks: list[nn.Module], probe: Probe) -> tuple[fl
         model.train(was_training)
         for handle in handles:
             handle.remove()
-    return tuple(sizes[id(block)] for block in blocks) if len(sizes) == len({id(block) for block in blocks}) else ()
+    return (
+        tuple(sizes[id(block)] for block in blocks)
+        if len(sizes) == len({id(block) for block in blocks})
+        else ()
+    )

@@ -11,7 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A parameter or buffer: ``name`` in the model, ``shape``, bytes an element as the task built it, whether it is trained."""
+    """A parameter or buffer: ``name`` in the model, ``shape``, bytes an element as the task built
+    it, whether it is trained."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,18 +30,23 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What training state a model makes. A weight that is used under several names stands once, under the first.
+    """What training state a model makes. A weight that is used under several names stands once,
+    under the first.
 
     Args:
         parameters: in the model's order.
         buffers: persistent or not.
-        optimizer_bytes_per_element: of float32 state for each trained element, e.g. 8 for Adam's two moments.
+        optimizer_bytes_per_element: of float32 state for each trained element, e.g. 8 for Adam's
+            two moments.
         low_bytes: bytes an element of the mixed precision's type (2), or 0 without mixed precision.
-        blocks: dotted names of the repeated blocks in the order in which they run ("model.layers.0", …).
+        blocks: dotted names of the repeated blocks in the order in which they run
+            ("model.layers.0", …).
         tensor_plan: dotted module name → how tensor parallelism cuts it ("colwise", "rowwise", …).
         aliases: further name → first name, of weights used under several names.
-        block_output_elements: elements that each block hands to the next, for each token (or sample); empty where not known.
-        phases: parameter outside the blocks → when a traced forward uses it ("before" or "after" the blocks); None without one.
+        block_output_elements: elements that each block hands to the next, for each token (or
+            sample); empty where not known.
+        phases: parameter outside the blocks → when a traced forward uses it ("before" or "after"
+            the blocks); None without one.
     """
 
     parameters: tuple[TensorShape, ...]
@@ -55,8 +61,8 @@ class ModelShape:
 
     @cached_property
     def memo(self) -> dict[object, Any]:
-        """Results derived from this shape, by key. A plan for many ranks asks for the same ones in every mode.
-        A copy made by ``dataclasses.replace`` starts empty."""
+        """Results derived from this shape, by key. A plan for many ranks asks for the same ones in
+        every mode. A copy made by ``dataclasses.replace`` starts empty."""
         return {}
 
     @property
@@ -74,7 +80,8 @@ class ModelShape:
 
 @lru_cache(maxsize=1 << 16)
 def modules_around(name: str) -> tuple[str, ...]:
-    """The dotted names of the modules that hold what is called ``name``, the outermost first: ``a.b.weight`` → a, a.b."""
+    """The dotted names of the modules that hold what is called ``name``, the outermost first:
+    ``a.b.weight`` → a, a.b."""
     return tuple(name[:at] for at, letter in enumerate(name) if letter == ".")
 
 

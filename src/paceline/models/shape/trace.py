@@ -1,4 +1,5 @@
-"""When a model uses its parameters: before, inside or after its blocks. Observed in a forward, not read from names."""
+"""When a model uses its parameters: before, inside or after its blocks. Observed in a forward, not
+read from names."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ from paceline.models import attention
 from paceline.models.blocks import find_blocks
 
 BEFORE, INSIDE, BETWEEN, AFTER = "before", "inside", "between", "after"
-_ERRORS = (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError, NotImplementedError, AssertionError)
+_ERRORS = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    NotImplementedError,
+    AssertionError,
+)
 
 
 @dataclass
@@ -26,7 +36,8 @@ class Trace:
     """What a forward showed.
 
     Args:
-        phases: parameter outside the blocks → when it was used. A tied weight counts under the name of the module that used it.
+        phases: parameter outside the blocks → when it was used. A tied weight counts under the name
+            of the module that used it.
         order: numbers of the blocks, in the order in which they ran.
         outputs: number of a block → entries of the tuple that it returned; 0 for a plain tensor.
         altered: blocks whose input was not the output of the block before them.
@@ -47,26 +58,34 @@ class Trace:
 
 
 def trace(model: nn.Module, run: Callable[[nn.Module], object]) -> Trace:
-    """Run ``run(model)`` once, in evaluation mode and without gradients, and record what it uses. The model may be on the meta
-    device."""
+    """Run ``run(model)`` once, in evaluation mode and without gradients, and record what it uses.
+    The model may be on the meta device."""
     recorder = _Recorder(model)
     with _evaluating(model), recorder.hooks(), torch.no_grad(), recorder:
         try:
             run(model)
         except _ERRORS as error:
-            recorder.trace.error = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:300]}"
+            recorder.trace.error = (
+                f"{type(error).__name__}:"
+                f" {(str(error).strip() or 'no message').splitlines()[0][:300]}"
+            )
     return recorder.trace
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every operation, and so every use of a parameter, also of one that is used without calling its module."""
+    """Sees every operation, and so every use of a parameter, also of one that is used without
+    calling its module."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.trace = Trace()
         self.blocks = [block for _, block in find_blocks(model)]
         inside = {id(one) for block in self.blocks for one in block.modules()}
-        self.owners = {name: one for name, one in model.named_modules() if id(one) not in inside and one._parameters}
+        self.owners = {
+            name: one
+            for name, one in model.named_modules()
+            if id(one) not in inside and one._parameters
+        }
         self.names: dict[int, dict[int, str]] = {}  # parameter → {module that has it: name}
         for prefix, module in self.owners.items():
             for leaf, parameter in module._parameters.items():
@@ -91,30 +110,43 @@ class _Recorder(TorchDispatchMode):
             names = self.names.get(id(one)) if isinstance(one, torch.Tensor) else None
             if names is not None:
                 users = [names[module] for module in self._active if module in names]
-                self.trace.phases.setdefault(users[-1] if users else next(iter(names.values())), set()).add(self._phase)
+                self.trace.phases.setdefault(
+                    users[-1] if users else next(iter(names.values())), set()
+                ).add(self._phase)
         if args and id(args[0]) in self.all_names and func._schema.is_mutable:
             self.trace.written.append(self.all_names[id(args[0])])
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
-            return args[0].dtype.is_floating_point or args[0].dtype == torch.bool  # a guess: "nothing is padded or packed"
+            # a guess: "nothing is padded or packed"
+            return args[0].dtype.is_floating_point or args[0].dtype == torch.bool
         return func(*args, **(kwargs or {}))
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         handles = []
         for number, block in enumerate(self.blocks):
-            handles.append(block.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True))
+            handles.append(
+                block.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
+            )
             handles.append(block.register_forward_hook(partial(self._leave, number)))
         for module in self.owners.values():
-            handles.append(module.register_forward_pre_hook(lambda one, _: self._active.append(id(one))))
-            handles.append(module.register_forward_hook(lambda one, *_: self._active.pop() and None))
+            handles.append(
+                module.register_forward_pre_hook(lambda one, _: self._active.append(id(one)))
+            )
+            handles.append(
+                module.register_forward_hook(lambda one, *_: self._active.pop() and None)
+            )
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+    def _enter(
+        self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        hidden = next(
+            (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None
+        )
         if self.trace.order and hidden is not self._last:
             self.trace.altered.append(number)
         self.trace.order.append(number)
@@ -139,7 +171,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def made_up_inputs(model: nn.Module) -> dict[str, Any] | None:
-    """A few tokens or one image for a Hugging Face model; None for other models: what those take is not known here."""
+    """A few tokens or one image for a Hugging Face model; None for other models: what those take is
+    not known here."""
     config = getattr(model, "config", None)
     first = next(model.parameters(), None)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -147,19 +180,29 @@ def made_up_inputs(model: nn.Module) -> dict[str, Any] | None:
         return None
     taken = inspect.signature(base.forward).parameters
     if "input_ids" in taken and "decoder_input_ids" not in taken:
-        inputs: dict[str, Any] = {"input_ids": torch.zeros((1, 2), dtype=torch.int64, device=first.device)}
-        if getattr(config, "_attn_implementation", None) == attention.NAME:  # it must be given the samples' lengths
-            inputs |= {"position_ids": torch.arange(2, device=first.device).unsqueeze(0), "segment_lengths": (2,)}
+        inputs: dict[str, Any] = {
+            "input_ids": torch.zeros((1, 2), dtype=torch.int64, device=first.device)
+        }
+        # it must be given the samples' lengths
+        if getattr(config, "_attn_implementation", None) == attention.NAME:
+            inputs |= {
+                "position_ids": torch.arange(2, device=first.device).unsqueeze(0),
+                "segment_lengths": (2,),
+            }
         return inputs | ({"use_cache": False} if "use_cache" in taken else {})
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
     if "pixel_values" in taken and isinstance(size, int):
-        return {"pixel_values": torch.zeros((1, channels, size, size), device=first.device, dtype=first.dtype)}
+        return {
+            "pixel_values": torch.zeros(
+                (1, channels, size, size), device=first.device, dtype=first.dtype
+            )
+        }
     return None
 
 
 def trace_model(model: nn.Module, run: Callable[[nn.Module], object] | None = None) -> Trace | None:
-    """The trace of a forward over made-up inputs or, if the model's inputs are not known or do not suit it, of ``run``.
-    None if there is neither."""
+    """The trace of a forward over made-up inputs or, if the model's inputs are not known or do not
+    suit it, of ``run``. None if there is neither."""
     inputs = made_up_inputs(model)
     found = None if inputs is None else trace(model, lambda module: module(**inputs))
     if run is not None and (found is None or found.error is not None) and not _on_meta(model):

@@ -1,7 +1,9 @@
-"""Plans for tensor parallelism of model families for which transformers has none, or only one for a part of their layers.
+"""Plans for tensor parallelism of model families for which transformers has none, or only one for a
+part of their layers.
 
-The keys are ``model_type`` of a model's config. A pattern names modules below the base model; ``*`` stands for one part of a
-name. A plan that transformers has for the model counts too, except for modules that are named here.
+The keys are ``model_type`` of a model's config. A pattern names modules below the base model; ``*``
+stands for one part of a name. A plan that transformers has for the model counts too, except for
+modules that are named here.
 """
 
 from __future__ import annotations
@@ -24,11 +26,16 @@ _CONV1D_BLOCK = {
     "h.*.mlp.c_fc": _C,
     "h.*.mlp.c_proj": _R,
 }
-# The rows of the fused layer are [head 0: query, key, value | head 1: …]: a range of heads is a range of rows.
+# The rows of the fused layer are [head 0: query, key, value | head 1: …]: a range of heads is a
+# range of rows.
 _INTERLEAVED = {"dense": _R, "query_key_value": _C}
 _TALL = {"dense_h_to_4h": _C, "dense_4h_to_h": _R}
 _LLAMA_ATTENTION = _under("layers.*.self_attn", {**_QKVO, "o_proj": _R})
-_FAIRSEQ = {**_under("layers.*.self_attn", {**_QKVO, "out_proj": _R}), "layers.*.fc1": _C, "layers.*.fc2": _R}
+_FAIRSEQ = {
+    **_under("layers.*.self_attn", {**_QKVO, "out_proj": _R}),
+    "layers.*.fc1": _C,
+    "layers.*.fc2": _R,
+}
 
 PLANS: dict[str, dict[str, str]] = {
     "gpt2": _CONV1D_BLOCK,
@@ -52,7 +59,9 @@ PLANS: dict[str, dict[str, str]] = {
         **_under("blocks.*.ffn", {"up_proj": _C, "down_proj": _R}),
     },
     "persimmon": {
-        **_under("layers.*.self_attn", {**_INTERLEAVED, "q_layernorm": _WHOLE, "k_layernorm": _WHOLE}),
+        **_under(
+            "layers.*.self_attn", {**_INTERLEAVED, "q_layernorm": _WHOLE, "k_layernorm": _WHOLE}
+        ),
         **_under("layers.*.mlp", _TALL),
     },
     "stablelm": {**_LLAMA_ATTENTION, **_under("layers.*.mlp", _GATED)},
@@ -62,23 +71,34 @@ PLANS: dict[str, dict[str, str]] = {
         **_under("layers.*.mlp", _GATED),
     },
     "lfm2": {
-        **_under("layers.*.self_attn", {**_QKVO, "out_proj": _R, "q_layernorm": _WHOLE, "k_layernorm": _WHOLE}),
+        **_under(
+            "layers.*.self_attn",
+            {**_QKVO, "out_proj": _R, "q_layernorm": _WHOLE, "k_layernorm": _WHOLE},
+        ),
         **_under("layers.*.feed_forward", {"w1": _C, "w3": _C, "w2": _R}),
     },
     # transformers cuts their experts alone.
     "deepseek_v3": _under(
         "layers.*.self_attn",
-        {"q_proj": _C, "q_b_proj": _C, "kv_a_proj_with_mqa": "mla_kv_a_proj", "kv_b_proj": _C, "o_proj": _R},
+        {
+            "q_proj": _C,
+            "q_b_proj": _C,
+            "kv_a_proj_with_mqa": "mla_kv_a_proj",
+            "kv_b_proj": _C,
+            "o_proj": _R,
+        },
     ),
     "granitemoe": _LLAMA_ATTENTION,
-    # The same parts as transformers' colwise_gather_output, with one all-reduce in the place of two gatherings.
+    # The same parts as transformers' colwise_gather_output, with one all-reduce in the place of two
+    # gatherings.
     "qwen3_next": {"layers.*.linear_attn.out_proj": "rowwise_split_input"},
     "phimoe": _LLAMA_ATTENTION,
     "jamba": {**_LLAMA_ATTENTION, **_under("layers.*.feed_forward", _GATED)},
 }
 
-#: Numbers that a module of these families computes with and that belong to its share of the heads: divided by the ranks.
-#: Modules of other families take what they need from the shapes of their weights.
+#: Numbers that a module of these families computes with and that belong to its share of the heads:
+#: divided by the ranks. Modules of other families take what they need from the shapes of their
+#: weights.
 HEAD_NUMBERS = (
     "num_heads",
     "num_attention_heads",
@@ -90,12 +110,14 @@ HEAD_NUMBERS = (
     "split_size",
     "embed_dim",
 )
-#: Arguments of an attention module with one row for each head (ALiBi): each rank takes those of its heads.
+#: Arguments of an attention module with one row for each head (ALiBi): each rank takes those of its
+#: heads.
 HEAD_ARGUMENTS = ("alibi", "position_bias", "attention_mask")
 
 
 def family_plan(config: Any) -> dict[str, str]:
-    """The plan of a transformers model's config: pattern → style; empty if its family is not in :data:`PLANS`."""
+    """The plan of a transformers model's config: pattern → style; empty if its family is not in
+    :data:`PLANS`."""
     kind = getattr(config, "model_type", None)
     plan = dict(PLANS.get(kind or "", {}))
     heads = getattr(config, "num_attention_heads", None)
@@ -107,9 +129,14 @@ def family_plan(config: Any) -> dict[str, str]:
 
 
 def unsupported(config: Any) -> str | None:
-    """Why tensor parallelism cannot cut a model of this config, although its family has a plan; None if it can."""
+    """Why tensor parallelism cannot cut a model of this config, although its family has a plan;
+    None if it can."""
     kind = getattr(config, "model_type", None)
-    if kind == "bloom" and getattr(config, "slow_but_exact", False) and getattr(config, "pretraining_tp", 1) > 1:
+    if (
+        kind == "bloom"
+        and getattr(config, "slow_but_exact", False)
+        and getattr(config, "pretraining_tp", 1) > 1
+    ):
         return "`slow_but_exact` with `pretraining_tp` computes with slices of whole weights"
     if kind in ("llama4", "llama4_text"):
         return "its experts take every token once for each expert"

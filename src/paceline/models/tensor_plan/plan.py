@@ -1,6 +1,8 @@
-"""Which layers tensor parallelism cuts, and how: read from the model's own plan, the user's, or a plain chain of layers.
+"""Which layers tensor parallelism cuts, and how: read from the model's own plan, the user's, or a
+plain chain of layers.
 
-Importing this imports no torch: what follows from names and sizes alone serves the launcher and the cost too.
+Importing this imports no torch: what follows from names and sizes alone serves the launcher and the
+cost too.
 """
 
 from __future__ import annotations
@@ -36,19 +38,22 @@ if TYPE_CHECKING:
 _SYNONYMS = {"colwise_rep": COLUMN_GATHERED, "rowwise_rep": ROW_SPLIT}
 #: Of embeddings and heads: they stay whole on each rank, which is right with or without a plan.
 _LEFT_WHOLE = ("embedding_rowwise", "embedding_colwise", "replicate")
-#: Says that a module computes with its parameters as they lie on the rank: true here of every module.
+#: Says that a module computes with its parameters as they lie on the rank: true here of every
+#: module.
 _NOTHING_TO_DO = ("local_params",)
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _PEFT_PREFIX = "base_model.model."
 
 
 def find_tensor_plan(model: nn.Module, given: Mapping[str, str]) -> dict[str, str]:
-    """Dotted name of each module (or parameter, of experts) that is cut → its style, in the model's order.
+    """Dotted name of each module (or parameter, of experts) that is cut → its style, in the model's
+    order.
 
     Args:
         model: as the task built it, LoRA included; on any device, meta too.
-        given: ``parallel.tensor_plan``: pattern → style. A pattern is a dotted name in which ``*`` stands for one part of
-            it, with or without the prefix of the base model. It goes before the model's own plan.
+        given: ``parallel.tensor_plan``: pattern → style. A pattern is a dotted name in which ``*``
+            stands for one part of it, with or without the prefix of the base model. It goes before
+            the model's own plan.
 
     Raises:
         ConfigError: no plan, a style that cannot be had, or a pattern that fits nothing.
@@ -57,23 +62,37 @@ def find_tensor_plan(model: nn.Module, given: Mapping[str, str]) -> dict[str, st
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     plan = _own_plan(model, names, parameters)
     plan.update(_given_plan(model, names, given))
-    if not any(kind_of(style) in (COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT) for style in plan.values()):
+    if not any(
+        kind_of(style) in (COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT) for style in plan.values()
+    ):
         plan.update(_chain(model))
     if not plan:
         raise ConfigError(
-            f"`parallel.tensor`: {_class_name(model)} does not say how its layers are cut (a module without a plan)",
-            allowed="transformers' models that have a base_model_tp_plan; the families of models/tensor_plan/families.py (GPT-2, "
-            "OPT, BLOOM, Falcon, MPT, …); an nn.Sequential with Linear → activation → Linear; or a plan in the config",
-            fix="name pairs of layers, the first cut by rows of its weight, the second by columns: "
-            "`parallel.tensor_plan: {layers.*.up: colwise, layers.*.down: rowwise}`",
+            f"`parallel.tensor`: {_class_name(model)} does not say how its layers are cut (a module"
+            " without a plan)",
+            allowed=(
+                "transformers' models that have a base_model_tp_plan; the families of"
+                " models/tensor_plan/families.py (GPT-2, OPT, BLOOM, Falcon, MPT, …); an"
+                " nn.Sequential with Linear → activation → Linear; or a plan in the config"
+            ),
+            fix=(
+                "name pairs of layers, the first cut by rows of its weight, the second by columns: "
+                "`parallel.tensor_plan: {layers.*.up: colwise, layers.*.down: rowwise}`"
+            ),
         )
     _check_pairs(plan)
     _check_experts(plan)
-    order = {name: number for number, name in enumerate(dict.fromkeys(_in_order(names, parameters)))}
-    return {name: _stored(plan[name], names.get(name)) for name in sorted(plan, key=order.__getitem__)}
+    order = {
+        name: number for number, name in enumerate(dict.fromkeys(_in_order(names, parameters)))
+    }
+    return {
+        name: _stored(plan[name], names.get(name)) for name in sorted(plan, key=order.__getitem__)
+    }
 
 
-def _own_plan(model: nn.Module, names: Mapping[str, nn.Module], parameters: Iterable[str]) -> dict[str, str]:
+def _own_plan(
+    model: nn.Module, names: Mapping[str, nn.Module], parameters: Iterable[str]
+) -> dict[str, str]:
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(inner, "config", None)
     prefix = _PEFT_PREFIX if inner is not model else ""
@@ -92,10 +111,15 @@ def _own_plan(model: nn.Module, names: Mapping[str, nn.Module], parameters: Iter
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     plan = {}
     for pattern, style in own.items():
-        found = [name for name in _matching(prefix + pattern, names) if any(True for _ in names[name].parameters())]
+        found = [
+            name
+            for name in _matching(prefix + pattern, names)
+            if any(True for _ in names[name].parameters())
+        ]
         found = found or _matching(prefix + pattern, parameters)
         if style in (*_LEFT_WHOLE, *_NOTHING_TO_DO) or (
-            style in (COLUMN_GATHERED, "colwise_rep", ROW_SPLIT) and any(names.get(one) is head for one in found)
+            style in (COLUMN_GATHERED, "colwise_rep", ROW_SPLIT)
+            and any(names.get(one) is head for one in found)
         ):
             continue
         if not found:
@@ -113,17 +137,24 @@ def _with_number(style: str, pattern: str, config: Any) -> str:
     if style == EXPERTS:
         return f"{style}:{getattr(numbers, 'num_experts_per_tok', None) or 1}"
     one_head = getattr(numbers, "num_key_value_heads", None) == 1
-    return f"{KV_COLUMN}:1" if style == COLUMN and one_head and pattern.endswith(_KEYS_AND_VALUES) else style
+    return (
+        f"{KV_COLUMN}:1"
+        if style == COLUMN and one_head and pattern.endswith(_KEYS_AND_VALUES)
+        else style
+    )
 
 
 def _stored(style: str, module: nn.Module | None) -> str:
     """The style, with a note if the module stores its weight the other way round."""
     linear = getattr(module, "base_layer", module)
-    return f"{style}/transposed" if type(linear).__name__ == "Conv1D" and "/" not in style else style
+    return (
+        f"{style}/transposed" if type(linear).__name__ == "Conv1D" and "/" not in style else style
+    )
 
 
 def _in_order(names: Iterable[str], parameters: Iterable[str]) -> Iterator[str]:
-    """Modules and parameters as they are registered, a parameter right after the module that has it."""
+    """Modules and parameters as they are registered, a parameter right after the module that has
+    it."""
     of_module: dict[str, list[str]] = {}
     for name in parameters:
         of_module.setdefault(name.rpartition(".")[0], []).append(name)
@@ -136,13 +167,15 @@ def _check_experts(plan: Mapping[str, str]) -> None:
     for name, style in plan.items():
         if kind_of(style) == EXPERTS and not any(other.startswith(f"{name}.") for other in plan):
             raise ConfigError(
-                f"`parallel.tensor`: the weights of the experts `{name}` are not found where the model's plan expects them: an "
-                "adapter is in between",
+                f"`parallel.tensor`: the weights of the experts `{name}` are not found where the"
+                " model's plan expects them: an adapter is in between",
                 fix="take the experts out of `lora.target_modules`, or set `parallel.mode: zero3`",
             )
 
 
-def _given_plan(model: nn.Module, names: Mapping[str, nn.Module], given: Mapping[str, str]) -> dict[str, str]:
+def _given_plan(
+    model: nn.Module, names: Mapping[str, nn.Module], given: Mapping[str, str]
+) -> dict[str, str]:
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     before = getattr(inner, "base_model_prefix", "") or ""
     prefixes = {"", _PEFT_PREFIX, f"{before}.", f"{_PEFT_PREFIX}{before}."}
@@ -184,14 +217,16 @@ def _check_pairs(plan: Mapping[str, str]) -> None:
     if bool(columns) != bool(rows):
         lone, missing = (columns[0], ROW) if columns else (rows[0], COLUMN)
         raise ConfigError(
-            f"`parallel.tensor`: `{lone}` is cut as {plan[lone]}, and no layer is {missing} to put the parts together",
+            f"`parallel.tensor`: `{lone}` is cut as {plan[lone]}, and no layer is {missing} to put"
+            " the parts together",
             fix=f"name the layer that comes {'after' if columns else 'before'} it as {missing}",
         )
 
 
 def _chain(model: nn.Module) -> dict[str, str]:
-    """Pairs Linear → element-wise activation → Linear. Only where the root is an nn.Sequential of nothing but layers and
-    further nn.Sequentials: their forward is known, so between the two of a pair nobody else sees the cut activation."""
+    """Pairs Linear → element-wise activation → Linear. Only where the root is an nn.Sequential of
+    nothing but layers and further nn.Sequentials: their forward is known, so between the two of a
+    pair nobody else sees the cut activation."""
     from torch import nn
 
     if type(model) is not nn.Sequential:
@@ -226,8 +261,8 @@ def _element_wise() -> tuple[type, ...]:
     from torch import nn
 
     names = (
-        "ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Tanh Sigmoid LogSigmoid Softplus Softsign Hardtanh Hardswish "
-        "Hardsigmoid Identity"
+        "ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Tanh Sigmoid LogSigmoid Softplus"
+        " Softsign Hardtanh Hardswish Hardsigmoid Identity"
     )
     return tuple(getattr(nn, name) for name in names.split())
 
@@ -236,26 +271,35 @@ def _class_name(model: Any) -> str:
     return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
 
 
-# -- what follows from names and sizes alone ----------------------------------------------------------------------------------
+# -- what follows from names and sizes alone
+# ----------------------------------------------------------------------------------
 def cut_dim(parameter: str, dims: int, plan: Mapping[str, str]) -> int | None:
     """Along which dimension a parameter is cut; None where each rank keeps it whole.
 
-    A column layer: rows of the weight and its bias; of LoRA beside it lora_B alone. A row layer: columns of the weight; of LoRA
-    lora_A alone.
+    A column layer: rows of the weight and its bias; of LoRA beside it lora_B alone. A row layer:
+    columns of the weight; of LoRA lora_A alone.
     """
     _, style, leaf = _owner(parameter, plan)
     if not style:
         return None
     kind = kind_of(style)
     if leaf:  # LoRA's matrices are plain linear layers, one of which is cut
-        cut = "lora_B" if kind in (COLUMN, COLUMN_GATHERED) else "lora_A" if kind in (ROW, ROW_SPLIT) else ""
+        cut = (
+            "lora_B"
+            if kind in (COLUMN, COLUMN_GATHERED)
+            else "lora_A"
+            if kind in (ROW, ROW_SPLIT)
+            else ""
+        )
         return None if leaf != cut or dims < 2 else 0 if leaf == "lora_B" else 1
     return cut_axis(style, dims)
 
 
-def held_ranges(parameter: str, shape: tuple[int, ...], plan: Mapping[str, str], size: int) -> tuple[int, tuple[Range, ...]]:
-    """(the dimension along which a parameter is cut, what the first of ``size`` ranks holds of it); (-1, ()) where it is kept
-    whole. Sizes that do not divide are rounded up."""
+def held_ranges(
+    parameter: str, shape: tuple[int, ...], plan: Mapping[str, str], size: int
+) -> tuple[int, tuple[Range, ...]]:
+    """(the dimension along which a parameter is cut, what the first of ``size`` ranks holds of it);
+    (-1, ()) where it is kept whole. Sizes that do not divide are rounded up."""
     dim = cut_dim(parameter, len(shape), plan)
     if dim is None:
         return -1, ()
@@ -272,8 +316,8 @@ def is_summed(parameter: str, plan: Mapping[str, str]) -> bool:
 
 
 def _owner(parameter: str, plan: Mapping[str, str]) -> tuple[str, str, str]:
-    """(module of the plan that holds a parameter, or the parameter itself where the plan names it; its style; "lora_A" or
-    "lora_B" of an adapter); empty where none."""
+    """(module of the plan that holds a parameter, or the parameter itself where the plan names it;
+    its style; "lora_A" or "lora_B" of an adapter); empty where none."""
     if parameter in plan:
         return parameter, plan[parameter], ""
     parts = parameter.split(".")
@@ -291,15 +335,18 @@ def fitting_sizes(numbers: Iterable[int]) -> list[int]:
 
 
 def check_sizes(config_json: Mapping[str, Any], tensor: int) -> None:
-    """From the numbers of a transformers model's config.json: can its layers be cut into ``tensor`` parts? Silent where it
-    does not say.
+    """From the numbers of a transformers model's config.json: can its layers be cut into ``tensor``
+    parts? Silent where it does not say.
 
     Raises:
-        ConfigError: heads, key_value heads or the intermediate size do not divide; says which sizes would.
+        ConfigError: heads, key_value heads or the intermediate size do not divide; says which sizes
+            would.
     """
     text = config_json.get("text_config")
     numbers = text if isinstance(text, Mapping) else config_json
-    heads = _first(numbers, "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
+    heads = _first(
+        numbers, "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads"
+    )
     keys = _first(numbers, "num_key_value_heads", "n_kv_heads", "num_kv_heads") or heads
     sizes = {
         "attention heads": heads,
@@ -317,12 +364,15 @@ def refuse_sizes(sizes: Mapping[str, int], tensor: int) -> None:
     fitting = fitting_sizes(sizes.values())
     below = max([size for size in fitting if size <= tensor], default=1)
     raise ConfigError(
-        f"`parallel.tensor: {tensor}` does not divide the model's " + ", ".join(f"{name} ({wrong[name]})" for name in wrong),
+        f"`parallel.tensor: {tensor}` does not divide the model's "
+        + ", ".join(f"{name} ({wrong[name]})" for name in wrong),
         allowed=f"{', '.join(map(str, fitting))}: what divides "
         + ", ".join(f"{name} ({size})" for name, size in sizes.items()),
-        fix=f"set `parallel.tensor: {below}`"
-        if below > 1
-        else "leave tensor parallelism out: `parallel.mode: zero3` cuts every model",
+        fix=(
+            f"set `parallel.tensor: {below}`"
+            if below > 1
+            else "leave tensor parallelism out: `parallel.mode: zero3` cuts every model"
+        ),
     )
 
 

@@ -1,7 +1,8 @@
-"""How tensor parallelism cuts a layer: the styles of a plan, and which rows or columns each rank gets. No torch here.
+"""How tensor parallelism cuts a layer: the styles of a plan, and which rows or columns each rank
+gets. No torch here.
 
-A style is text, as in transformers' plans: a kind, for some a number after a colon, and ``/transposed`` for a weight that is
-stored [inputs, outputs] (transformers' Conv1D).
+A style is text, as in transformers' plans: a kind, for some a number after a colon, and
+``/transposed`` for a weight that is stored [inputs, outputs] (transformers' Conv1D).
 """
 
 from __future__ import annotations
@@ -10,19 +11,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 COLUMN, ROW = "colwise", "rowwise"
-#: Column-parallel with the output put together again; row-parallel with an input that every rank has whole.
+#: Column-parallel with the output put together again; row-parallel with an input that every rank
+#: has whole.
 COLUMN_GATHERED, ROW_SPLIT = "colwise_gather_output", "rowwise_split_input"
-#: A module kept whole that sees the cut part of an activation (a norm over each head): its gradient is a sum over the ranks.
+#: A module kept whole that sees the cut part of an activation (a norm over each head): its gradient
+#: is a sum over the ranks.
 SUMMED = "replicated_with_grad_allreduce"
-#: Several weights stored as one, one after the other (gate and up; query, key and value with ``:3``): each is cut.
+#: Several weights stored as one, one after the other (gate and up; query, key and value with
+#: ``:3``): each is cut.
 PACKED_COLUMN, PACKED_ROW = "packed_colwise", "packed_rowwise"
-#: Keys or values of a number of heads (``:1``). Where there are fewer heads than ranks, several ranks hold the same head.
+#: Keys or values of a number of heads (``:1``). Where there are fewer heads than ranks, several
+#: ranks hold the same head.
 KV_COLUMN = "kv_colwise"
 #: Queries of a number of heads (``:8``), then one key and one value head that all ranks hold.
 MULTI_QUERY_COLUMN = "multi_query_colwise"
-#: Experts whose weights are cut: the input's gradient and the output are sums over the ranks. ``:2`` experts take a token.
+#: Experts whose weights are cut: the input's gradient and the output are sums over the ranks.
+#: ``:2`` experts take a token.
 EXPERTS = "moe_tp_experts"
-#: A projection kept whole of whose output the last features (``:64``) go to all heads without passing a column layer.
+#: A projection kept whole of whose output the last features (``:64``) go to all heads without
+#: passing a column layer.
 LATENT = "mla_kv_a_proj"
 
 _KINDS = {
@@ -44,7 +51,8 @@ _DEFAULT_NUMBER = {PACKED_COLUMN: 2, PACKED_ROW: 2}
 
 @dataclass(frozen=True)
 class Style:
-    """A style taken apart. ``kind``: what happens around the layer (the plain style without what it says about packing)."""
+    """A style taken apart. ``kind``: what happens around the layer (the plain style without what it
+    says about packing)."""
 
     name: str
     kind: str
@@ -54,7 +62,8 @@ class Style:
 
 @dataclass(frozen=True)
 class Range:
-    """``length`` rows (or columns) of a whole weight from ``start`` on; ``copies`` ranks hold them, ``owned`` on one."""
+    """``length`` rows (or columns) of a whole weight from ``start`` on; ``copies`` ranks hold them,
+    ``owned`` on one."""
 
     start: int
     length: int
@@ -69,7 +78,12 @@ def parse_style(text: str) -> Style:
     name, _, number = body.partition(":")
     if suffix not in ("", "transposed"):
         raise KeyError(text)
-    return Style(name, _KINDS[name], int(number) if number else _DEFAULT_NUMBER.get(name, 1), suffix == "transposed")
+    return Style(
+        name,
+        _KINDS[name],
+        int(number) if number else _DEFAULT_NUMBER.get(name, 1),
+        suffix == "transposed",
+    )
 
 
 def kind_of(text: str) -> str:
@@ -77,7 +91,8 @@ def kind_of(text: str) -> str:
 
 
 def cut_axis(text: str, dims: int) -> int | None:
-    """Which dimension of a weight with ``dims`` dimensions (1: a bias) is cut; None where each rank keeps it whole."""
+    """Which dimension of a weight with ``dims`` dimensions (1: a bias) is cut; None where each rank
+    keeps it whole."""
     style = parse_style(text)
     if style.kind in (COLUMN, COLUMN_GATHERED):
         return 0 if dims == 1 else dims - 1 if style.transposed else dims - 2
@@ -87,7 +102,8 @@ def cut_axis(text: str, dims: int) -> int | None:
 
 
 def needed_divisor(text: str, length: int) -> int:
-    """The number that the tensor axis must divide, for a dimension of ``length``; 1-head key and value layers need nothing."""
+    """The number that the tensor axis must divide, for a dimension of ``length``; 1-head key and
+    value layers need nothing."""
     style = parse_style(text)
     if style.name in (PACKED_COLUMN, PACKED_ROW):
         return length // style.number
@@ -97,7 +113,8 @@ def needed_divisor(text: str, length: int) -> int:
 
 
 def ranges(text: str, length: int, size: int, rank: int) -> tuple[Range, ...]:
-    """What ``rank`` of ``size`` holds of a dimension of ``length``, in the order in which it lies in its part."""
+    """What ``rank`` of ``size`` holds of a dimension of ``length``, in the order in which it lies
+    in its part."""
     style = parse_style(text)
     if style.name in (PACKED_COLUMN, PACKED_ROW):
         block = length // style.number

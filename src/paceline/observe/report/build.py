@@ -25,7 +25,8 @@ _COUNTED_STEPS = 8
 def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
     """A collective: every rank calls it; rank 0's result is the report."""
     world, meter = session.world, session.meter
-    peaks = [int(one) or None for one in world.gather_numbers(memory_peak(world.device))]  # of a rank that is lost: not known
+    # of a rank that is lost: not known
+    peaks = [int(one) or None for one in world.gather_numbers(memory_peak(world.device))]
     held = [int(one) for one in world.gather_numbers(session.strategy.state_bytes())]
     traffic = session.strategy.sent_in_a_step(meter.usual_traffic)
     sent = [int(one) for one in world.gather_numbers(-1 if traffic is None else traffic)]
@@ -71,7 +72,8 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
         "traffic_bytes_per_step": {
             "predicted": cost.traffic_per_step,
             "measured": max(sent) if max(sent) >= 0 else None,
-            **({"bound": True} if cost.traffic_is_bound else {}),  # at most so much, and perhaps much less
+            # at most so much, and perhaps much less
+            **({"bound": True} if cost.traffic_is_bound else {}),
         },
         "skipped_steps": skipped_steps(events, session.step),
         "restarts": max(0, starts - 1),
@@ -84,26 +86,37 @@ def workload(session: Session) -> Workload:
     """The mean work of a replica in a step."""
     derived = session.derived
     lengths = getattr(session.train_dataset, "lengths", None)
-    positions = derived.samples_per_micro_batch * (1.0 if lengths is None else float(np.mean(lengths)))
+    positions = derived.samples_per_micro_batch * (
+        1.0 if lengths is None else float(np.mean(lengths))
+    )
     return Workload(derived.gradient_accumulation_steps, positions, distinct=_distinct_ids(session))
 
 
 def _distinct_ids(session: Session) -> tuple[tuple[float, ...], ...]:
-    """How many ids a micro-batch asks of each table and server, counted in some micro-batches of the run; empty where the
-    data have no ids."""
+    """How many ids a micro-batch asks of each table and server, counted in some micro-batches of
+    the run; empty where the data have no ids."""
     of_rows = getattr(session.train_dataset, "distinct_ids", None)
     if of_rows is None or session.strategy.name != "parameter_server" or session.step == 0:
         return ()
-    order, parts = session.order, session.derived.replicas * session.derived.gradient_accumulation_steps
+    order, parts = (
+        session.order,
+        session.derived.replicas * session.derived.gradient_accumulation_steps,
+    )
     steps = sorted({session.step * number // _COUNTED_STEPS for number in range(_COUNTED_STEPS)})
-    batches = [of_rows(part) for step in steps for part in order.micro_batches(step, parts) if len(part)]
-    return distinct_ids(batches, session.train_dataset.tables, session.config.parameter_server.servers)
+    batches = [
+        of_rows(part) for step in steps for part in order.micro_batches(step, parts) if len(part)
+    ]
+    return distinct_ids(
+        batches, session.train_dataset.tables, session.config.parameter_server.servers
+    )
 
 
 def samples_seen(session: Session) -> int:
     """Samples up to the step reached, over all lives of the run."""
     epochs, place = divmod(session.step, session.order.steps_per_epoch)
-    return epochs * session.order.num_samples + min(place * session.order.batch_size, session.order.num_samples)
+    return epochs * session.order.num_samples + min(
+        place * session.order.batch_size, session.order.num_samples
+    )
 
 
 def _tokens_seen(session: Session) -> tuple[int | None, int | None]:
@@ -120,6 +133,10 @@ def _tokens_seen(session: Session) -> tuple[int | None, int | None]:
     def total(values: Any) -> int | None:
         if values is None:
             return None
-        return int(epochs * np.sum(values) + np.sum(values[part]) - sum(np.sum(values[batch]) for batch in left_out))
+        return int(
+            epochs * np.sum(values)
+            + np.sum(values[part])
+            - sum(np.sum(values[batch]) for batch in left_out)
+        )
 
     return total(lengths), total(labels)

@@ -1,7 +1,7 @@
 """The report's plots: series of figures to scaled SVG paths, ticks and the data of the read-out.
 
-The drawing area is a stretched SVG (lines keep their width), the labels beside it are HTML, so that text has the same size
-on a phone as on a large screen. Everything is visible without JavaScript.
+The drawing area is a stretched SVG (lines keep their width), the labels beside it are HTML, so that
+text has the same size on a phone as on a large screen. Everything is visible without JavaScript.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Series:
 
 @dataclass
 class Plot:
-    """What is drawn in one figure. ``unit`` stands at the axis and in the read-out; ``log_labels`` writes 1e-4."""
+    """What is drawn in one figure. ``unit`` stands at the axis and in the read-out; ``log_labels``
+    writes 1e-4."""
 
     title: str
     unit: str
@@ -40,7 +41,8 @@ class Plot:
 
 
 def downsample(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most ``limit`` (≥ 5) of the points: of each bucket of steps the lowest and the highest, and whether it has a gap.
+    """At most ``limit`` (≥ 5) of the points: of each bucket of steps the lowest and the highest,
+    and whether it has a gap.
 
     The first and the last point stay.
     """
@@ -59,7 +61,8 @@ def downsample(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def bucket_means(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most ``limit`` points, each the mean of its bucket: for layers of a stack, which must add up."""
+    """At most ``limit`` points, each the mean of its bucket: for layers of a stack, which must add
+    up."""
     if len(points) <= limit:
         return list(points)
     means: list[Point] = []
@@ -71,7 +74,8 @@ def bucket_means(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Centred moving average over about a thirtieth of the run; it does not lag behind. Gaps stay gaps.
+    """Centred moving average over about a thirtieth of the run; it does not lag behind. Gaps stay
+    gaps.
 
     Towards the ends the window shrinks on both sides alike, so that a falling curve keeps its ends.
     """
@@ -84,7 +88,9 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     for index, (x, y) in enumerate(points):
         near = max(min(reach, index, len(points) - 1 - index), reach // 5)
         low, high = max(0, index - near), min(len(points), index + near + 1)
-        smoothed.append((x, (sums[high] - sums[low]) / (counts[high] - counts[low]) if y is not None else None))
+        smoothed.append(
+            (x, (sums[high] - sums[low]) / (counts[high] - counts[low]) if y is not None else None)
+        )
     return smoothed
 
 
@@ -92,7 +98,10 @@ def raw_and_smooth(name: str, points: list[Point], colour: str, from_count: int)
     """One line; from ``from_count`` points on, each step faintly and a smoothed line over it."""
     if len(points) < from_count:
         return [Series(name, points, colour)]
-    return [Series("each step", points, colour, "faint"), Series("smoothed", smooth(points), colour)]
+    return [
+        Series("each step", points, colour, "faint"),
+        Series("smoothed", smooth(points), colour),
+    ]
 
 
 def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[float]:
@@ -125,18 +134,29 @@ def tick_label(value: float, step: float) -> str:
     return f"{value:,.{min(decimals, 6)}f}"
 
 
-def draw(plot: Plot, x_range: tuple[float, float], markers: Sequence[tuple[float, str]]) -> dict[str, Any]:
-    """All that the template needs of a plot: paths, ticks in per cent of the area, and the read-out's data."""
+def draw(
+    plot: Plot, x_range: tuple[float, float], markers: Sequence[tuple[float, str]]
+) -> dict[str, Any]:
+    """All that the template needs of a plot: paths, ticks in per cent of the area, and the
+    read-out's data."""
     x_low, x_high = x_range if x_range[1] > x_range[0] else (x_range[0] - 1, x_range[0] + 1)
-    weights = [3 if one.kind == "faint" else 1 for one in plot.series]  # a noisy line needs the most points
+    # a noisy line needs the most points
+    weights = [3 if one.kind == "faint" else 1 for one in plot.series]
     stacked = any(one.kind == "area" for one in plot.series)
     reduce = bucket_means if stacked else downsample
     series = [
-        Series(one.name, reduce(one.points, max(5, MAX_POINTS * weight // sum(weights))), one.colour, one.kind)
+        Series(
+            one.name,
+            reduce(one.points, max(5, MAX_POINTS * weight // sum(weights))),
+            one.colour,
+            one.kind,
+        )
         for one, weight in zip(plot.series, weights, strict=True)
     ]
     tops = _stack(series) if stacked else [one.points for one in series]
-    y_low, y_high = _y_range([y for points in tops for _, y in points if y is not None], plot.from_zero or stacked)
+    y_low, y_high = _y_range(
+        [y for points in tops for _, y in points if y is not None], plot.from_zero or stacked
+    )
 
     def place(x: float, y: float) -> tuple[float, float]:
         return (x - x_low) / (x_high - x_low) * WIDTH, (1 - (y - y_low) / (y_high - y_low)) * HEIGHT
@@ -144,10 +164,18 @@ def draw(plot: Plot, x_range: tuple[float, float], markers: Sequence[tuple[float
     y_ticks, x_ticks = ticks(y_low, y_high), ticks(x_low, x_high, whole=True)
     y_step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else abs(y_ticks[0] if y_ticks else 1.0)
     x_step = x_ticks[1] - x_ticks[0] if len(x_ticks) > 1 else 1.0
-    bottoms = [[(x, 0.0 if y is not None else None) for x, y in tops[0]], *tops[:-1]] if stacked and tops else []
+    bottoms = (
+        [[(x, 0.0 if y is not None else None) for x, y in tops[0]], *tops[:-1]]
+        if stacked and tops
+        else []
+    )
     shapes = []
     for index, one in enumerate(series):
-        d = _area(bottoms[index], tops[index], place) if one.kind == "area" else _path(one.points, place, one.kind == "dots")
+        d = (
+            _area(bottoms[index], tops[index], place)
+            if one.kind == "area"
+            else _path(one.points, place, one.kind == "dots")
+        )
         shapes.append({"name": one.name, "colour": one.colour, "kind": one.kind, "d": d})
     x_marks = [(x, text) for x, text in markers if x_low <= x <= x_high]
     return {
@@ -159,7 +187,11 @@ def draw(plot: Plot, x_range: tuple[float, float], markers: Sequence[tuple[float
         "y_ticks": [_mark(place(x_low, y)[1], HEIGHT, tick_label(y, y_step)) for y in y_ticks],
         "x_ticks": [_mark(place(x, y_low)[0], WIDTH, tick_label(x, x_step)) for x in x_ticks],
         "markers": [_mark(place(x, y_low)[0], WIDTH, text) for x, text in x_marks],
-        "data": {"x": [x_low, x_high], "unit": plot.unit, "series": [_read_out(one) for one in series]},
+        "data": {
+            "x": [x_low, x_high],
+            "unit": plot.unit,
+            "series": [_read_out(one) for one in series],
+        },
     }
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from paceline.core import formatting
 from paceline.core.events import Event, effective_events
 
-#: Of a step line's ``ranks``: what the parts of a step have taken the place of, and how these are named for a person.
+#: Of a step line's ``ranks``: what the parts of a step have taken the place of, and how these are
+#: named for a person.
 _OLDER = ("data_wait_s", "comm_wait_s")
 _NAMES = {"data_s": "data", "forward_s": "forward", "backward_s": "backward", "communication_s": "communication, not hidden",
           "optimizer_s": "optimizer", "other_s": "rest", "memory_bytes": "memory"}  # fmt: skip
@@ -23,12 +24,16 @@ def rank_table(steps: Sequence[Event]) -> dict[str, Any]:
     if "forward_s" in keys:
         keys = [key for key in keys if key not in _OLDER]
     cells = [[_cell(key, row.get(key)) for key in keys] for row in rows]
-    return {"columns": [_NAMES.get(key, key) for key in keys], "rows": cells, "step": last.get("step")}
+    return {
+        "columns": [_NAMES.get(key, key) for key in keys],
+        "rows": cells,
+        "step": last.get("step"),
+    }
 
 
 def memory_table(events: Sequence[Event], start: Event) -> dict[str, Any]:
-    """What was measured of each rank's memory, and above it what was predicted for the fullest: {columns, rows}. ``start``: the
-    last ``run_start``. No rows where nothing was measured."""
+    """What was measured of each rank's memory, and above it what was predicted for the fullest:
+    {columns, rows}. ``start``: the last ``run_start``. No rows where nothing was measured."""
     last: Event = next(iter(reversed(effective_events(events, "memory"))), {})
     ranks = [row for row in last.get("ranks") or [] if isinstance(row, dict)]
     predicted = (start.get("predicted") or {}).get("memory_bytes")
@@ -36,7 +41,10 @@ def memory_table(events: Sequence[Event], start: Event) -> dict[str, Any]:
     rows += [(f"rank {rank}", row) for rank, row in enumerate(ranks)]
     return {
         "columns": list(_KINDS),
-        "rows": [[name, *(formatting.size(formatting.finite(row.get(kind))) for kind in _KINDS)] for name, row in rows],
+        "rows": [
+            [name, *(formatting.size(formatting.finite(row.get(kind))) for kind in _KINDS)]
+            for name, row in rows
+        ],
     }
 
 
@@ -45,6 +53,16 @@ def _cell(key: str, value: Any) -> str:
         return formatting.size(formatting.fullest(value))
     if key.endswith("_s"):
         seconds = formatting.finite(value)
-        return f"{seconds * 1e3:.1f} ms" if seconds is not None and abs(seconds) < 1 else formatting.duration(value)
+        return (
+            f"{seconds * 1e3:.1f} ms"
+            if seconds is not None and abs(seconds) < 1
+            else formatting.duration(value)
+        )
     figure = formatting.number(value)
-    return formatting.UNKNOWN if value is None else f"{figure:,.6g}" if figure is not None else str(value)
+    return (
+        formatting.UNKNOWN
+        if value is None
+        else f"{figure:,.6g}"
+        if figure is not None
+        else str(value)
+    )

@@ -22,12 +22,20 @@ MORE_KEYS = (
     "precision", "balance",
 )  # fmt: skip
 _PREDICTED = ("predicted", "measured")
-_INNER_KEYS = {"state_memory_bytes": _PREDICTED, "traffic_bytes_per_step": _PREDICTED, "data": ("read", "kept", "dropped")}
-_INNER_OPTIONAL = {"data": ("truncated", "excluded_turns", "skipped_batches"), "traffic_bytes_per_step": ("bound",)}
+_INNER_KEYS = {
+    "state_memory_bytes": _PREDICTED,
+    "traffic_bytes_per_step": _PREDICTED,
+    "data": ("read", "kept", "dropped"),
+}
+_INNER_OPTIONAL = {
+    "data": ("truncated", "excluded_turns", "skipped_batches"),
+    "traffic_bytes_per_step": ("bound",),
+}
 
 
 def check_report(report: dict[str, Any]) -> None:
-    """Raise KeyError, naming every missing and every unknown key, where ``report`` is not of the fixed shape."""
+    """Raise KeyError, naming every missing and every unknown key, where ``report`` is not of the
+    fixed shape."""
     wrong = _differences(report, REPORT_KEYS, MORE_KEYS, "")
     for key, inner in _INNER_KEYS.items():
         if isinstance(report.get(key), dict):
@@ -36,13 +44,18 @@ def check_report(report: dict[str, Any]) -> None:
         raise KeyError("; ".join(wrong))
 
 
-def _differences(found: dict[str, Any], keys: tuple[str, ...], optional: tuple[str, ...], prefix: str) -> list[str]:
+def _differences(
+    found: dict[str, Any], keys: tuple[str, ...], optional: tuple[str, ...], prefix: str
+) -> list[str]:
     missing = [f"missing {prefix}{key}" for key in keys if key not in found]
-    return missing + [f"unknown {prefix}{key}" for key in found if key not in keys and key not in optional]
+    return missing + [
+        f"unknown {prefix}{key}" for key in found if key not in keys and key not in optional
+    ]
 
 
 def write_reports(run_dir: RunDir, report: dict[str, Any]) -> None:
-    """Write ``report.json`` and, from it and the run's events and config, ``report.html``; each whole or not at all.
+    """Write ``report.json`` and, from it and the run's events and config, ``report.html``; each
+    whole or not at all.
 
     NaN and the infinities, which JSON has not, become the strings "nan", "inf", "-inf".
 
@@ -54,14 +67,23 @@ def write_reports(run_dir: RunDir, report: dict[str, Any]) -> None:
 
     check_report(report)
     write_json_atomic(run_dir.report, _for_json(report))
-    config_yaml = run_dir.config.read_text(encoding="utf-8", errors="replace") if run_dir.config.is_file() else ""
+    config_yaml = (
+        run_dir.config.read_text(encoding="utf-8", errors="replace")
+        if run_dir.config.is_file()
+        else ""
+    )
     events = read_events(run_dir.events)
-    write_atomic(run_dir.report_html, render_report(report, events, config_yaml, _certificate(run_dir, events)))
+    write_atomic(
+        run_dir.report_html,
+        render_report(report, events, config_yaml, _certificate(run_dir, events)),
+    )
 
 
 def _certificate(run_dir: RunDir, events: list[Event]) -> dict[str, Any] | None:
     """That of ``paceline verify --output RUN``, where it is of the run's model and task."""
-    config = next((event["config"] for event in reversed(events) if event["type"] == "run_start"), {})
+    config = next(
+        (event["config"] for event in reversed(events) if event["type"] == "run_start"), {}
+    )
     try:
         certificate: dict[str, Any] = json.loads((run_dir.root / "verify.json").read_text())
         same = all(certificate[key] == config.get(key) for key in ("model", "task"))

@@ -1,4 +1,5 @@
-"""The contract of a compressor: it sums a bucket of gradients over the ranks, sending less than the bucket."""
+"""The contract of a compressor: it sums a bucket of gradients over the ranks, sending less than the
+bucket."""
 
 from __future__ import annotations
 
@@ -72,19 +73,22 @@ class State:
 
 
 def blocks(*flats: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of one size, cut alike into parts that stay in a CPU's cache while several things are done to them."""
+    """Tensors of one size, cut alike into parts that stay in a CPU's cache while several things are
+    done to them."""
     size = _BLOCK if flats[0].device.type == "cpu" else max(1, flats[0].numel())
     return zip(*(one.split(size) for one in flats), strict=True)
 
 
 class Compressor(ABC):
-    """One method, with its settings. What it keeps is in the :class:`State` of each bucket, so it can go into a checkpoint.
+    """One method, with its settings. What it keeps is in the :class:`State` of each bucket, so it
+    can go into a checkpoint.
 
-    The sum that comes out is the same on every rank, to the bit. What a rank sent and what it keeps make up what it was given:
-    ``residual after = gradient + residual before - sent``, and the sum is that of what the ranks sent. So nothing is lost, only
-    late (error feedback: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
-    Training of Speech DNNs", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
-    2019). Methods without a residual lose the difference.
+    The sum that comes out is the same on every rank, to the bit. What a rank sent and what it keeps
+    make up what it was given: ``residual after = gradient + residual before - sent``, and the sum
+    is that of what the ranks sent. So nothing is lost, only late (error feedback: Seide et al.,
+    "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
+    Speech DNNs", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient
+    Compression Schemes", 2019). Methods without a residual lose the difference.
 
     Args:
         settings: the config's section.
@@ -93,7 +97,8 @@ class Compressor(ABC):
 
     #: Keeps something from step to step.
     stateful = True
-    #: How often each of the collectives that :meth:`sends` names is called for a bucket, one call after the other.
+    #: How often each of the collectives that :meth:`sends` names is called for a bucket, one call
+    #: after the other.
     turns = 1
 
     def __init__(self, settings: Compression, seed: int) -> None:
@@ -111,9 +116,12 @@ class Compressor(ABC):
         return 4 * bucket.size if self.stateful else 0
 
     @abstractmethod
-    def reduce(self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int) -> None:
-        """Put the sum over the ranks of ``line`` in the place of this rank's values, in place. A collective; the same number of
-        collectives in the same order on every rank, whatever the values are.
+    def reduce(
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+    ) -> None:
+        """Put the sum over the ranks of ``line`` in the place of this rank's values, in place. A
+        collective; the same number of collectives in the same order on every rank, whatever the
+        values are.
 
         Args:
             flat: [bucket.size], float32.
@@ -121,11 +129,16 @@ class Compressor(ABC):
         """
 
     @abstractmethod
-    def sends(self, bucket: BucketShape, num_ranks: int, step: int | None = None) -> Mapping[str, int]:
+    def sends(
+        self, bucket: BucketShape, num_ranks: int, step: int | None = None
+    ) -> Mapping[str, int]:
         """Bytes that one rank sends for a bucket, by collective. ``step``: None after any warm-up."""
 
-    def generator(self, step: int, bucket: BucketShape, device: torch.device, *more: int) -> torch.Generator:
-        """A source of chance for this step and bucket; the same on every rank unless ``more`` names the rank."""
+    def generator(
+        self, step: int, bucket: BucketShape, device: torch.device, *more: int
+    ) -> torch.Generator:
+        """A source of chance for this step and bucket; the same on every rank unless ``more`` names
+        the rank."""
         made = torch.Generator(device)
         made.manual_seed(derive_seed(self.seed, "compression", step, bucket.number, *more))
         return made

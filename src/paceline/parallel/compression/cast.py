@@ -13,8 +13,8 @@ from paceline.parallel.compression.quantize import CODES, coded_sum, coded_sum_s
 
 
 class FewerBits(Compressor):
-    """`bf16`, `fp16`, `int8`: half the bytes, or a quarter. Without residual: int8's rounding is right in the mean, and that of
-    the others is far below the gradient's own noise."""
+    """`bf16`, `fp16`, `int8`: half the bytes, or a quarter. Without residual: int8's rounding is
+    right in the mean, and that of the others is far below the gradient's own noise."""
 
     stateful = False
 
@@ -22,9 +22,18 @@ class FewerBits(Compressor):
         super().__init__(settings, seed)
         self.code = CODES[settings.chain[0]]
 
-    def reduce(self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int) -> None:
-        total, _ = coded_sum(flat, self.code, line, lambda turn: self.generator(step, bucket, flat.device, line.rank, turn))
+    def reduce(
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+    ) -> None:
+        total, _ = coded_sum(
+            flat,
+            self.code,
+            line,
+            lambda turn: self.generator(step, bucket, flat.device, line.rank, turn),
+        )
         flat.copy_(total)
 
-    def sends(self, bucket: BucketShape, num_ranks: int, step: int | None = None) -> Mapping[str, int]:
+    def sends(
+        self, bucket: BucketShape, num_ranks: int, step: int | None = None
+    ) -> Mapping[str, int]:
         return coded_sum_sends(bucket.size, self.code, num_ranks)

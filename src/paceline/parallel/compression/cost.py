@@ -1,4 +1,5 @@
-"""Which strategies can sum gradients by an algorithm of our own, or compressed; and what that sends and keeps."""
+"""Which strategies can sum gradients by an algorithm of our own, or compressed; and what that sends
+and keeps."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ from paceline.parallel.compression.base import BucketShape, Compressor, Slot
 from paceline.parallel.compression.local_adam import LocalAdam
 from paceline.parallel.ddp.buckets import lay_out
 
-#: What a replica that is itself cut can be served: methods whose result for a tensor does not depend on what lies beside it, so
-#: that ranks which hold the same tensor in different company get the same sum.
+#: What a replica that is itself cut can be served: methods whose result for a tensor does not
+#: depend on what lies beside it, so that ranks which hold the same tensor in different company get
+#: the same sum.
 FOR_PARTS = ("bf16", "powersgd")
 
 
 def check_communication(config: Config, name: str, sums_buckets: bool, axes: Axes) -> None:
-    """Raise ConfigError where the strategy ``name`` cannot do what ``compression`` and ``parallel.all_reduce`` ask for.
+    """Raise ConfigError where the strategy ``name`` cannot do what ``compression`` and
+    ``parallel.all_reduce`` ask for.
 
     Args:
         sums_buckets: the strategy sums gradients in buckets over the axis data.
@@ -31,8 +34,11 @@ def check_communication(config: Config, name: str, sums_buckets: bool, axes: Axe
     whole = sums_buckets and axes.shard == axes.tensor == axes.pipeline == 1
     if own != "native" and not (sums_buckets and axes.shard == 1) and axes.size > 1:
         raise ConfigError(
-            f"`parallel.all_reduce: {own}` with mode {name} ({axes.text()}): it sums no gradients of whole replicas",
-            allowed="`parallel.mode: ddp`; `tensor`, `pipeline` and `hybrid` without `parallel.shard`",
+            f"`parallel.all_reduce: {own}` with mode {name} ({axes.text()}): it sums no gradients"
+            " of whole replicas",
+            allowed=(
+                "`parallel.mode: ddp`; `tensor`, `pipeline` and `hybrid` without `parallel.shard`"
+            ),
             fix="set `parallel.mode: ddp`, or `parallel.all_reduce: native`",
         )
     if not settings.chain:
@@ -40,9 +46,12 @@ def check_communication(config: Config, name: str, sums_buckets: bool, axes: Axe
     what = f"`compression.method: {settings.text}`"
     if not sums_buckets or axes.shard > 1 or (axes.data == 1 and axes.size > 1):
         raise ConfigError(
-            f"{what} with mode {name} ({axes.text()}): it sums no gradients of whole replicas, so there is nothing to compress",
-            allowed=f"`parallel.mode: ddp`; with {', '.join(FOR_PARTS)} also `tensor`, `pipeline` and `hybrid` with "
-            "`parallel.data` of at least 2 and without `parallel.shard`",
+            f"{what} with mode {name} ({axes.text()}): it sums no gradients of whole replicas, so"
+            " there is nothing to compress",
+            allowed=(
+                f"`parallel.mode: ddp`; with {', '.join(FOR_PARTS)} also `tensor`, `pipeline` and"
+                " `hybrid` with `parallel.data` of at least 2 and without `parallel.shard`"
+            ),
             fix="set `parallel.mode: ddp`, or leave `compression` out",
         )
     if axes.data == 1:
@@ -53,13 +62,17 @@ def check_communication(config: Config, name: str, sums_buckets: bool, axes: Axe
         )
     if not whole and (len(settings.chain) > 1 or settings.chain[0] not in FOR_PARTS):
         raise ConfigError(
-            f"{what} with {axes.text()}: parts of one replica that hold the same weight would choose differently for it",
-            allowed=f"with mode {name}: {', '.join(FOR_PARTS)}; with `parallel.mode: ddp` every method",
+            f"{what} with {axes.text()}: parts of one replica that hold the same weight would"
+            " choose differently for it",
+            allowed=(
+                f"with mode {name}: {', '.join(FOR_PARTS)}; with `parallel.mode: ddp` every method"
+            ),
             fix=f"set `compression.method: {FOR_PARTS[-1]}`, or `parallel.mode: ddp`",
         )
     if own != "native":
         raise ConfigError(
-            f"{what} together with `parallel.all_reduce: {own}`: compressed gradients travel by the backend's collectives",
+            f"{what} together with `parallel.all_reduce: {own}`: compressed gradients travel by the"
+            " backend's collectives",
             fix="set `parallel.all_reduce: native`, or leave `compression` out",
         )
     _check_training(config, what)
@@ -75,9 +88,12 @@ def _check_training(config: Config, what: str) -> None:
             allowed="topk or randomk, with adamw or adam",
             fix="set `compression.local_moments: auto`",
         )
-    if settings.momentum_correction is True and not (sparse and args.optim == "sgd" and args.momentum > 0):
+    if settings.momentum_correction is True and not (
+        sparse and args.optim == "sgd" and args.momentum > 0
+    ):
         raise ConfigError(
-            f"`compression.momentum_correction: true` with {what}, `optim: {args.optim}` and momentum {args.momentum}",
+            f"`compression.momentum_correction: true` with {what}, `optim: {args.optim}` and"
+            f" momentum {args.momentum}",
             allowed="topk or randomk, with sgd and `train_args.momentum` > 0",
             fix="set `compression.momentum_correction: auto`",
         )
@@ -87,22 +103,31 @@ def uses_local_moments(config: Config) -> bool:
     """Adam's moments are each rank's own."""
     settings = config.compression
     sparse = settings.chain[:1] in (("topk",), ("randomk",))
-    return sparse and config.train_args.optim in ("adam", "adamw") and settings.local_moments is not False
+    return (
+        sparse
+        and config.train_args.optim in ("adam", "adamw")
+        and settings.local_moments is not False
+    )
 
 
 def momentum_correction(config: Config) -> float:
     """The momentum that each rank gathers; 0: none."""
     settings, args = config.compression, config.train_args
     sparse = settings.chain[:1] in (("topk",), ("randomk",))
-    return args.momentum if sparse and args.optim == "sgd" and settings.momentum_correction is not False else 0.0
+    return (
+        args.momentum
+        if sparse and args.optim == "sgd" and settings.momentum_correction is not False
+        else 0.0
+    )
 
 
 def break_even_ratio(config: Config, num_ranks: int) -> float | None:
-    """The ``compression.ratio`` from which `topk` or `randomk` sends at least as many bytes as `ddp` without compression; None
-    for other methods.
+    """The ``compression.ratio`` from which `topk` or `randomk` sends at least as many bytes as
+    `ddp` without compression; None for other methods.
 
-    With `topk` a rank sends 4 bytes of index and a value for each chosen element to N-1 others, with a float32 all-reduce
-    2 · 4 (N-1)/N bytes for each element. `randomk` all-reduces its values, without an index.
+    With `topk` a rank sends 4 bytes of index and a value for each chosen element to N-1 others,
+    with a float32 all-reduce 2 · 4 (N-1)/N bytes for each element. `randomk` all-reduces its
+    values, without an index.
     """
     chain = config.compression.chain
     if chain[:1] not in (("topk",), ("randomk",)) or num_ranks < 2:
@@ -119,11 +144,13 @@ def compression_notice(config: Config, num_ranks: int) -> tuple[str, str] | None
     if limit is None or ratio < limit:
         return None
     settings = config.compression
-    index = ", because each value travels with a 4-byte index" if settings.chain[0] == "topk" else ""
+    index = (
+        ", because each value travels with a 4-byte index" if settings.chain[0] == "topk" else ""
+    )
     amount = "as many bytes as" if ratio == limit else f"{ratio / limit:.2g} times the bytes of"
     text = (
-        f"compression.ratio: {ratio:g} with {settings.text} on {num_ranks} ranks sends {amount} no compression{index}. "
-        f"It saves bytes below the break-even ratio {limit:.3g}"
+        f"compression.ratio: {ratio:g} with {settings.text} on {num_ranks} ranks sends {amount} no"
+        f" compression{index}. It saves bytes below the break-even ratio {limit:.3g}"
     )
     return "warning", text
 
@@ -139,15 +166,17 @@ def compressor_of(config: Config) -> Compressor | None:
 
 @dataclass(frozen=True)
 class CommunicationCost:
-    """Bytes that the busiest rank sends in a step, by collective; what is kept from step to step beside the optimizer's state;
-    whether the optimizer's own state is kept there too."""
+    """Bytes that the busiest rank sends in a step, by collective; what is kept from step to step
+    beside the optimizer's state; whether the optimizer's own state is kept there too."""
 
     traffic: Mapping[str, int]
     kept: int = 0
     holds_moments: bool = False
 
 
-def communication_cost(trained: Sequence[TensorShape], config: Config, num_ranks: int) -> CommunicationCost | None:
+def communication_cost(
+    trained: Sequence[TensorShape], config: Config, num_ranks: int
+) -> CommunicationCost | None:
     """For gradients summed otherwise than by the backend's all-reduce; None where it is that."""
     own, compressor = config.parallel.all_reduce, compressor_of(config)
     if num_ranks == 1 or (own == "native" and compressor is None):
@@ -170,13 +199,19 @@ def communication_cost(trained: Sequence[TensorShape], config: Config, num_ranks
     return CommunicationCost(traffic, kept, local or momentum > 0)
 
 
-def bucket_shapes(trained: Sequence[TensorShape], cap_bytes: float) -> list[tuple[BucketShape, int]]:
+def bucket_shapes(
+    trained: Sequence[TensorShape], cap_bytes: float
+) -> list[tuple[BucketShape, int]]:
     """The buckets of these parameters' gradients, with the bytes an element."""
-    layouts = lay_out([(one.numel, one.element_bytes, one.element_bytes) for one in trained], cap_bytes)
+    layouts = lay_out(
+        [(one.numel, one.element_bytes, one.element_bytes) for one in trained], cap_bytes
+    )
     found = []
     for number, layout in enumerate(layouts):
         members = [trained[member] for member in layout.members]
-        slots = [Slot(one.name, at, one.shape) for one, at in zip(members, layout.offsets, strict=True)]
+        slots = [
+            Slot(one.name, at, one.shape) for one, at in zip(members, layout.offsets, strict=True)
+        ]
         found.append((BucketShape(number, layout.size, tuple(slots)), members[0].element_bytes))
     return found
 

@@ -1,14 +1,17 @@
 """Adam's second moment of this rank's own gradient, and the direction that follows from it.
 
-Where few elements are sent, a common Adam sees a gradient that is zero nearly everywhere and large where many steps' worth
-comes at once: its second moment is then that of the bursts, and training is many times slower. So each rank keeps the moment
-of its own, whole gradient, and what is compressed, with error feedback, is the direction (Chen et al., "Quantized Adam with
-Error Feedback", 2021, algorithm 1; Chen et al., "Efficient-Adam: Communication-Efficient Distributed Adam", 2022). The moment
-is not that of the global gradient: the noise of a smaller batch is in it, so directions are a little shorter.
+Where few elements are sent, a common Adam sees a gradient that is zero nearly everywhere and large
+where many steps' worth comes at once: its second moment is then that of the bursts, and training is
+many times slower. So each rank keeps the moment of its own, whole gradient, and what is compressed,
+with error feedback, is the direction (Chen et al., "Quantized Adam with Error Feedback", 2021,
+algorithm 1; Chen et al., "Efficient-Adam: Communication-Efficient Distributed Adam", 2022). The
+moment is not that of the global gradient: the noise of a smaller batch is in it, so directions are
+a little shorter.
 
-Unlike theirs there is no first moment. An element waits many steps in the residual before it is sent, and its directions are
-added up there meanwhile: that is the average which the first moment would make, and both together would be late twice. The
-memory is so that of Adam: residual and second moment.
+Unlike theirs there is no first moment. An element waits many steps in the residual before it is
+sent, and its directions are added up there meanwhile: that is the average which the first moment
+would make, and both together would be late twice. The memory is so that of Adam: residual and
+second moment.
 """
 
 from __future__ import annotations
@@ -42,10 +45,12 @@ class LocalAdam:
         return 4 * bucket.size
 
     def direct(self, flat: torch.Tensor, state: State, age: int, num_ranks: int) -> None:
-        """Put this rank's share of the direction in the place of its share of the gradient: both add up over the ranks.
+        """Put this rank's share of the direction in the place of its share of the gradient: both
+        add up over the ranks.
 
-        Kingma & Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1 with a beta 1 of 0, without learning rate.
-        N times this rank's gradient is an estimate of the whole one: the moment is of that.
+        Kingma & Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1 with a beta 1
+        of 0, without learning rate. N times this rank's gradient is an estimate of the whole one:
+        the moment is of that.
 
         Args:
             age: how many gradients the moment has seen, this one among them.
@@ -59,8 +64,8 @@ class Apply(torch.optim.Optimizer):
     """Makes the step along a direction that is there already: no state of its own.
 
     Args:
-        groups: with ``params``, ``lr`` and ``weight_decay``; the decay is decoupled (Loshchilov & Hutter, "Decoupled Weight
-            Decay Regularization", 2019, algorithm 2).
+        groups: with ``params``, ``lr`` and ``weight_decay``; the decay is decoupled (Loshchilov &
+            Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2).
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:

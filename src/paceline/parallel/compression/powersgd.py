@@ -17,13 +17,15 @@ from paceline.parallel.compression.quantize import CODES, Code, coded_sum, coded
 
 
 class PowerSGD(Compressor):
-    """`powersgd`: one step of power iteration a step, from the last step's result (Vogels, Karimireddy & Jaggi, "PowerSGD:
-    Practical Low-Rank Gradient Compression for Distributed Optimization", 2019, algorithms 1 and 2).
+    """`powersgd`: one step of power iteration a step, from the last step's result (Vogels,
+    Karimireddy & Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization", 2019, algorithms 1 and 2).
 
-    A gradient M [n × m] becomes P Qᵀ with P [n × r] and Q [m × r]: P = M Q, summed over the ranks and made orthonormal; Q = Mᵀ
-    P, summed. Both are linear in M, so sums of small matrices stand for the sum of the large ones. What a rank has sent is
-    P (Mᵀ P)ᵀ with its own M; the rest waits in its residual. A tensor of more dimensions counts as a matrix of its first one.
-    Vectors, and matrices that would not become smaller, go along uncompressed in the first sum.
+    A gradient M [n × m] becomes P Qᵀ with P [n × r] and Q [m × r]: P = M Q, summed over the ranks
+    and made orthonormal; Q = Mᵀ P, summed. Both are linear in M, so sums of small matrices stand
+    for the sum of the large ones. What a rank has sent is P (Mᵀ P)ᵀ with its own M; the rest waits
+    in its residual. A tensor of more dimensions counts as a matrix of its first one. Vectors, and
+    matrices that would not become smaller, go along uncompressed in the first sum.
 
     Two collectives a bucket, always in this order: so it works on any backend.
     """
@@ -42,29 +44,39 @@ class PowerSGD(Compressor):
         return state
 
     def state_bytes(self, bucket: BucketShape) -> int:
-        return super().state_bytes(bucket) + sum(4 * columns * rank for _, (_, columns, rank) in self._matrices(bucket))
+        return super().state_bytes(bucket) + sum(
+            4 * columns * rank for _, (_, columns, rank) in self._matrices(bucket)
+        )
 
     def _matrices(self, bucket: BucketShape) -> list[tuple[Slot, tuple[int, int, int]]]:
         """The slots that are compressed, with rows, columns and rank."""
         sized = [(one, matrix_of(one.shape, self.settings.rank)) for one in bucket.slots]
         return [(slot, size) for slot, size in sized if size is not None]
 
-    def reduce(self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int) -> None:
+    def reduce(
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+    ) -> None:
         waiting = state.flats["residual"].add_(flat)
         matrices = self._matrices(bucket)
         compressed = {slot.name for slot, _ in matrices}
-        vectors = [one.of(waiting).reshape(-1) for one in bucket.slots if one.name not in compressed]
+        vectors = [
+            one.of(waiting).reshape(-1) for one in bucket.slots if one.name not in compressed
+        ]
         given = [slot.of(waiting).view(rows, columns) for slot, (rows, columns, _) in matrices]
         starts = [self._start(slot, state.tensors[(slot.name, "q")], step) for slot, _ in matrices]
         # P of all matrices, and the vectors: the first sum
         firsts = [one @ q for one, q in zip(given, starts, strict=True)]
-        (*bases, plain), (*_, plain_sent) = self._sum([*firsts, _flat(vectors, waiting)], line, step, bucket, 1)
+        (*bases, plain), (*_, plain_sent) = self._sum(
+            [*firsts, _flat(vectors, waiting)], line, step, bucket, 1
+        )
         bases = [orthonormal(one) for one in bases]
         # Q of all matrices: the second
         seconds = [one.t() @ base for one, base in zip(given, bases, strict=True)]
         results, shares = self._sum(seconds, line, step, bucket, 2) if seconds else ([], [])
         flat.zero_()
-        for (slot, (rows, columns, _)), base, result, share in zip(matrices, bases, results, shares, strict=True):
+        for (slot, (rows, columns, _)), base, result, share in zip(
+            matrices, bases, results, shares, strict=True
+        ):
             torch.mm(base, result.t(), out=slot.of(flat).view(rows, columns))
             slot.of(waiting).view(rows, columns).addmm_(base, share.t(), alpha=-1)
             state.tensors[(slot.name, "q")].copy_(result)
@@ -77,8 +89,8 @@ class PowerSGD(Compressor):
                 begin += slot.numel
 
     def _start(self, slot: Slot, last: torch.Tensor, step: int) -> torch.Tensor:
-        """The last step's Q (warm start); by chance where there is none, the same on every rank. A column that is zero would
-        stay so: it begins anew."""
+        """The last step's Q (warm start); by chance where there is none, the same on every rank. A
+        column that is zero would stay so: it begins anew."""
         empty = last.norm(dim=0, keepdim=True) == 0
         if not bool(empty.any()):
             return last
@@ -98,16 +110,23 @@ class PowerSGD(Compressor):
             sent = mine
         else:
             total, sent = coded_sum(
-                mine, self.code, line, lambda half: self.generator(step, bucket, mine.device, line.rank, turn, half)
+                mine,
+                self.code,
+                line,
+                lambda half: self.generator(step, bucket, mine.device, line.rank, turn, half),
             )
         sizes = [one.numel() for one in tensors]
 
         def cut(whole: torch.Tensor) -> list[torch.Tensor]:
-            return [part.view(one.shape) for part, one in zip(whole.split(sizes), tensors, strict=True)]
+            return [
+                part.view(one.shape) for part, one in zip(whole.split(sizes), tensors, strict=True)
+            ]
 
         return cut(total), cut(sent)
 
-    def sends(self, bucket: BucketShape, num_ranks: int, step: int | None = None) -> Mapping[str, int]:
+    def sends(
+        self, bucket: BucketShape, num_ranks: int, step: int | None = None
+    ) -> Mapping[str, int]:
         matrices = self._matrices(bucket)
         firsts = sum(rows * rank for _, (rows, _, rank) in matrices)
         firsts += bucket.numel - sum(slot.numel for slot, _ in matrices)
@@ -124,7 +143,8 @@ class PowerSGD(Compressor):
 
 
 def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int, int] | None:
-    """(rows, columns, rank) of the matrix that a parameter counts as; None where low rank would save nothing."""
+    """(rows, columns, rank) of the matrix that a parameter counts as; None where low rank would
+    save nothing."""
     if len(shape) < 2 or math.prod(shape) == 0:
         return None
     rows, columns = shape[0], math.prod(shape[1:])
@@ -133,8 +153,8 @@ def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int, int] | None:
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Columns [n × r] made orthonormal, one after another (Gram-Schmidt; twice, for rounding). A column that is a sum of those
-    before it becomes zero: it adds nothing."""
+    """Columns [n × r] made orthonormal, one after another (Gram-Schmidt; twice, for rounding). A
+    column that is a sum of those before it becomes zero: it adds nothing."""
     columns = matrix.t().contiguous()
     done = torch.zeros_like(columns)
     floor = 8 * torch.finfo(matrix.dtype).eps * torch.linalg.vector_norm(columns, dim=1)
@@ -144,7 +164,9 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
             column = column - (before @ column) @ before
         norm = torch.linalg.vector_norm(column)
         keep = norm > floor[number]
-        done[number] = torch.where(keep | norm.isnan(), column / torch.where(keep, norm, norm.new_ones(())), 0.0)
+        done[number] = torch.where(
+            keep | norm.isnan(), column / torch.where(keep, norm, norm.new_ones(())), 0.0
+        )
     return done.t()
 
 

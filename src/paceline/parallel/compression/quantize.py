@@ -22,8 +22,11 @@ class Code(ABC):
     header: int
 
     @abstractmethod
-    def encode(self, values: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 values as (codes of the same shape, scale as a float32 scalar): ``decode`` gives them back, rounded."""
+    def encode(
+        self, values: torch.Tensor, chance: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 values as (codes of the same shape, scale as a float32 scalar): ``decode`` gives
+        them back, rounded."""
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Float32 values. ``scale`` has to broadcast against the codes."""
@@ -43,7 +46,9 @@ class Float32(Code):
 
     width, header, dtype = 4, 0, torch.float32  # type: ignore[assignment]
 
-    def encode(self, values: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(
+        self, values: torch.Tensor, chance: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return values, values.new_ones(())
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -55,7 +60,9 @@ class BFloat16(Code):
 
     width, header, dtype = 2, 0, torch.bfloat16  # type: ignore[assignment]
 
-    def encode(self, values: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(
+        self, values: torch.Tensor, chance: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return values.to(torch.bfloat16), values.new_ones(())
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -63,13 +70,15 @@ class BFloat16(Code):
 
 
 class Float16(Code):
-    """11 bits of mantissa and little range: a power of two brings the message's largest value close to the largest there is, so
-    that small gradients do not become zero, and large ones not infinite (Micikevicius et al., "Mixed Precision Training", 2018,
-    section 3.2)."""
+    """11 bits of mantissa and little range: a power of two brings the message's largest value close
+    to the largest there is, so that small gradients do not become zero, and large ones not infinite
+    (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2)."""
 
     width, header, dtype = 2, 4, torch.float16  # type: ignore[assignment]
 
-    def encode(self, values: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(
+        self, values: torch.Tensor, chance: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         _, exponent = torch.frexp(values.abs().amax())
         exponent = exponent.clamp(min=-100)  # the scale itself stays finite
         up = torch.ldexp(values.new_ones(()), 15 - exponent)
@@ -77,13 +86,16 @@ class Float16(Code):
 
 
 class Int8(Code):
-    """255 steps between minus and plus the message's largest value; rounded up or down by chance, such that the mean is right
-    (Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", 2017, section 3.1). A value
-    that is not finite makes the whole message not finite: it is not hidden."""
+    """255 steps between minus and plus the message's largest value; rounded up or down by chance,
+    such that the mean is right (Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient
+    Quantization and Encoding", 2017, section 3.1). A value that is not finite makes the whole
+    message not finite: it is not hidden."""
 
     width, header, dtype = 1, 4, torch.int8  # type: ignore[assignment]
 
-    def encode(self, values: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(
+        self, values: torch.Tensor, chance: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         scale = values.abs().amax() / 127
         noise = torch.rand(values.shape, generator=chance, device=values.device)
         codes = noise.add_(values / torch.where(scale > 0, scale, 1)).floor_().clamp_(-127, 127)
@@ -106,19 +118,27 @@ def pack(code: Code, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def unpack(code: Code, messages: torch.Tensor) -> torch.Tensor:
     """The reverse: float32 [R, C]."""
     body = messages[:, code.header :].contiguous().view(code.dtype)
-    scale = messages[:, : code.header].contiguous().view(torch.float32) if code.header else body.new_ones(())
+    scale = (
+        messages[:, : code.header].contiguous().view(torch.float32)
+        if code.header
+        else body.new_ones(())
+    )
     return code.decode(body, scale)
 
 
-def coded_sum(values: torch.Tensor, code: Code, line: World, chance: Chance) -> tuple[torch.Tensor, torch.Tensor]:
+def coded_sum(
+    values: torch.Tensor, code: Code, line: World, chance: Chance
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum over the ranks of float32 values [n], every number on the wire in ``code``. A collective.
 
-    An all-to-all brings each rank its range of everybody's values; it adds them up in float32, in order of rank, and an
-    all-gather hands the sums out. So a rank sends 2(N-1)/N of the coded bytes, as in an all-reduce, and sums never overflow.
+    An all-to-all brings each rank its range of everybody's values; it adds them up in float32, in
+    order of rank, and an all-gather hands the sums out. So a rank sends 2(N-1)/N of the coded
+    bytes, as in an all-reduce, and sums never overflow.
 
     Returns:
-        (total, sent): the sum, the same on every rank, and this rank's share of it: its own values as they arrived, and in the
-        range that it added up also the rounding of the sum. The shares of all ranks add up to the total.
+        (total, sent): the sum, the same on every rank, and this rank's share of it: its own values
+        as they arrived, and in the range that it added up also the rounding of the sum. The shares
+        of all ranks add up to the total.
     """
     ranks, numel = line.size, values.numel()
     chunk = _chunk(numel, ranks)
@@ -151,5 +171,6 @@ def coded_sum_sends(numel: int, code: Code, num_ranks: int) -> dict[str, int]:
 
 
 def _chunk(numel: int, num_ranks: int) -> int:
-    # A multiple of four numbers: whatever a number's width, the next message begins where float32 can be read.
+    # A multiple of four numbers: whatever a number's width, the next message begins where float32
+    # can be read.
     return max(4, -(-numel // (4 * num_ranks)) * 4)

@@ -1,4 +1,5 @@
-"""Gradients summed compressed, and what the compression keeps: in the checkpoint, so that a resumed run goes on to the bit."""
+"""Gradients summed compressed, and what the compression keeps: in the checkpoint, so that a resumed
+run goes on to the bit."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.comm_profile import Exchange, Spent
 from paceline.parallel.compression.base import BucketShape, Slot, State
-from paceline.parallel.compression.cost import compressor_of, momentum_correction, uses_local_moments
+from paceline.parallel.compression.cost import (
+    compressor_of,
+    momentum_correction,
+    uses_local_moments,
+)
 from paceline.parallel.compression.local_adam import SECOND, Apply, LocalAdam
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.reducer import Reduction
@@ -29,9 +34,9 @@ _PREFIX = "compression/"
 class CompressedReduction(Reduction):
     """Sums each bucket by a compressor, in a thread beside backward.
 
-    With a moment or momentum of the ranks' own gradients it is late: gradients are clipped first, each rank's own, at
-    ``max_norm / √N``, which for N independent gradients is what clipping their sum would come to (Lin et al., "Deep Gradient
-    Compression", 2018, section 3.2).
+    With a moment or momentum of the ranks' own gradients it is late: gradients are clipped first,
+    each rank's own, at ``max_norm / √N``, which for N independent gradients is what clipping their
+    sum would come to (Lin et al., "Deep Gradient Compression", 2018, section 3.2).
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -40,12 +45,15 @@ class CompressedReduction(Reduction):
         assert compressor is not None
         self.compressor = compressor
         args = config.train_args
-        self.adam = LocalAdam(args.adam_beta2, args.adam_epsilon) if uses_local_moments(config) else None
+        self.adam = (
+            LocalAdam(args.adam_beta2, args.adam_epsilon) if uses_local_moments(config) else None
+        )
         self.late = self.adam is not None or momentum_correction(config) > 0
         if self.adam is not None:
             text = (
-                f"{config.compression.text} with {args.optim}: each rank keeps Adam's second moment of its own gradient; what "
-                "waits to be sent stands for the first moment, so `adam_beta1` has no meaning"
+                f"{config.compression.text} with {args.optim}: each rank keeps Adam's second moment"
+                " of its own gradient; what waits to be sent stands for the first moment, so"
+                " `adam_beta1` has no meaning"
             )
             self.notices = (("info", text),)
         self.step = 0
@@ -54,7 +62,8 @@ class CompressedReduction(Reduction):
         self.buckets: GradientBuckets
         self.shapes: list[BucketShape] = []
         self.states: list[State] = []
-        self._before: dict[int, list[torch.Tensor]] = {}  # what was kept of each bucket when the step began to change it
+        # what was kept of each bucket when the step began to change it
+        self._before: dict[int, list[torch.Tensor]] = {}
         self._decays: list[tuple[list[nn.Parameter], float]] = []
         #: Processor seconds of the thread beside backward.
         self.method_s = self.moments_s = 0.0
@@ -64,7 +73,8 @@ class CompressedReduction(Reduction):
         self.buckets = buckets
         for number, bucket in enumerate(buckets.buckets):
             slots = tuple(
-                Slot(names[one], at, tuple(one.shape)) for one, at in zip(bucket.parameters, bucket.offsets, strict=True)
+                Slot(names[one], at, tuple(one.shape))
+                for one, at in zip(bucket.parameters, bucket.offsets, strict=True)
             )
             self.shapes.append(BucketShape(number, bucket.flat.numel(), slots))
             self.states.append(self._fresh(number))
@@ -76,7 +86,8 @@ class CompressedReduction(Reduction):
             self.adam.add_state(state, shape, device)
         return state
 
-    # -- a step -------------------------------------------------------------------------------------------------------------
+    # -- a step
+    # -------------------------------------------------------------------------------------------------------------
     def start(self, number: int, flat: torch.Tensor) -> Pending:
         step, age, shape, state = self.step, self.age + 1, self.shapes[number], self.states[number]
 
@@ -84,10 +95,12 @@ class CompressedReduction(Reduction):
             begin = time.thread_time()
             values = flat.float()  # the bucket itself, where it is float32
             if self.scaler is not None and self.unscales:
-                self.scaler.unscale([values])  # what is kept back must not depend on the scale, which changes
+                # what is kept back must not depend on the scale, which changes
+                self.scaler.unscale([values])
             self._before[number] = [one.clone() for one in state.held]
             if not bool(values.sum().isfinite()):
-                values.fill_(math.nan)  # else an element that is not chosen would wait, and none would hear of it
+                # else an element that is not chosen would wait, and none would hear of it
+                values.fill_(math.nan)
             if self.adam is not None:
                 self.adam.direct(values, state, age, line.size)
             directed = time.thread_time()
@@ -120,14 +133,19 @@ class CompressedReduction(Reduction):
         self._before = {}
 
     def clip_and_sum(self, max_norm: float) -> torch.Tensor:
-        """Returns the root of the sum of the ranks' squared norms: the norm of the whole gradient, were theirs independent."""
+        """Returns the root of the sum of the ranks' squared norms: the norm of the whole gradient,
+        were theirs independent."""
         from paceline.parallel.ddp.strategy import clip_factor
 
         norm, ranks = self.buckets.norm(), self.world.size
         if max_norm > 0:
             self.buckets.scale(clip_factor(norm, max_norm / math.sqrt(ranks)))
         for parameters, decay in self._decays:
-            torch._foreach_add_([one.grad for one in parameters], [one.detach() for one in parameters], alpha=decay / ranks)
+            torch._foreach_add_(
+                [one.grad for one in parameters],
+                [one.detach() for one in parameters],
+                alpha=decay / ranks,
+            )
         total = norm.square()
         work = self.world.all_reduce(total)
         pending = [self.start(number, flat) for number, flat in enumerate(self.buckets.flats)]
@@ -138,18 +156,25 @@ class CompressedReduction(Reduction):
         return total.sqrt()
 
     def optimizer(self, built: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Where it is late: one that makes the step along what comes out, with the learning rates and the weight decay of the
-        one given. Decay that is no decoupled one is added to each rank's gradient instead, where its optimizer would have."""
+        """Where it is late: one that makes the step along what comes out, with the learning rates
+        and the weight decay of the one given. Decay that is no decoupled one is added to each
+        rank's gradient instead, where its optimizer would have."""
         if not self.late:
             return built
         decoupled = self.config.train_args.optim == "adamw"
-        groups = [{"params": one["params"], "lr": one["lr"], "weight_decay": one["weight_decay"]} for one in built.param_groups]
+        groups = [
+            {"params": one["params"], "lr": one["lr"], "weight_decay": one["weight_decay"]}
+            for one in built.param_groups
+        ]
         if not decoupled:
-            self._decays = [(one["params"], one["weight_decay"]) for one in groups if one["weight_decay"]]
+            self._decays = [
+                (one["params"], one["weight_decay"]) for one in groups if one["weight_decay"]
+            ]
             groups = [one | {"weight_decay": 0.0} for one in groups]
         return Apply(groups)
 
-    # -- state --------------------------------------------------------------------------------------------------------------
+    # -- state
+    # --------------------------------------------------------------------------------------------------------------
     def held(self) -> list[torch.Tensor]:
         return [tensor for state in self.states for tensor in state.held]
 
@@ -157,11 +182,15 @@ class CompressedReduction(Reduction):
         found = self._mine()
         if self.world.is_first:
             numbers = {"step": self.step, "age": self.age, "ranks": self.world.size}
-            found += [Part.whole(f"{_PREFIX}{name}", torch.tensor(value)) for name, value in numbers.items()]
+            found += [
+                Part.whole(f"{_PREFIX}{name}", torch.tensor(value))
+                for name, value in numbers.items()
+            ]
         return found
 
     def _mine(self) -> list[Part]:
-        """This rank's tensors, live, by parameter: so they do not depend on the size of the buckets."""
+        """This rank's tensors, live, by parameter: so they do not depend on the size of the
+        buckets."""
         rank = f"rank-{self.world.ranks[self.world.rank]}"
         found = []
         for shape, state in zip(self.shapes, self.states, strict=True):
@@ -173,13 +202,16 @@ class CompressedReduction(Reduction):
         return found
 
     def load(self, source: StateSource, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
-        """What was kept is taken where the same number of ranks kept the same; else it is dropped, which a notice says."""
+        """What was kept is taken where the same number of ranks kept the same; else it is dropped,
+        which a notice says."""
         known = source.tensors()
         step = next((name for name in (f"{_PREFIX}step", "schedule/step") if name in known), None)
         self.step = int(source.read(step, (), ())) if step is not None else 0
         mine = self._mine()
         ranks = int(source.read(f"{_PREFIX}ranks", (), ())) if f"{_PREFIX}ranks" in known else 0
-        fits = ranks == self.world.size and all(known.get(one.name, (None, None))[1] == one.shape for one in mine)
+        fits = ranks == self.world.size and all(
+            known.get(one.name, (None, None))[1] == one.shape for one in mine
+        )
         with uncounted():
             fits = self.world.sum(float(fits))[0] == self.world.size
         if fits:
@@ -193,9 +225,12 @@ class CompressedReduction(Reduction):
         return dropped(source) if ranks else []
 
     def _take_moments(self, optimizer: torch.optim.Optimizer) -> int:
-        """The common moment, where a checkpoint had one, is where each rank's begins. Returns its age."""
+        """The common moment, where a checkpoint had one, is where each rank's begins. Returns its
+        age."""
         age = 0
-        for bucket, shape, state in zip(self.buckets.buckets, self.shapes, self.states, strict=True):
+        for bucket, shape, state in zip(
+            self.buckets.buckets, self.shapes, self.states, strict=True
+        ):
             for parameter, slot in zip(bucket.parameters, shape.slots, strict=True):
                 entries = optimizer.state.get(parameter, {})
                 if self.adam is not None and SECOND in entries:
@@ -208,7 +243,9 @@ class CompressedReduction(Reduction):
     def exchange(self) -> Exchange:
         line, settings = self.buckets.world, self.config.compression
         sends = [self.compressor.sends(shape, line.size) for shape in self.shapes]
-        rounds = self.compressor.turns * sum(2 if name == "all_reduce" else 1 for one in sends for name in one)
+        rounds = self.compressor.turns * sum(
+            2 if name == "all_reduce" else 1 for one in sends for name in one
+        )
         return Exchange(
             settings.text,
             "leave `compression` out",
@@ -229,7 +266,9 @@ class CompressedReduction(Reduction):
             squares = sum(float(one.double().square().sum()) for one in residuals)
             norm = math.sqrt(self.world.sum(squares)[0])
         ranks = self.world.axes.data
-        plain = sum(all_reduce_bytes(one.numel() * one.element_size(), ranks) for one in self.buckets.flats)
+        plain = sum(
+            all_reduce_bytes(one.numel() * one.element_size(), ranks) for one in self.buckets.flats
+        )
         figures = {
             "method": self.config.compression.text,
             "ratio_sent": plain / sent_bytes if sent_bytes else None,
@@ -243,7 +282,10 @@ def dropped(source: StateSource) -> list[tuple[str, str]]:
     found = [name for name in source.tensors() if name.startswith(_PREFIX) and "/rank-" in name]
     if not found:
         return []
-    text = "what gradient compression kept back until the checkpoint is dropped: it was kept by other ranks or another method"
+    text = (
+        "what gradient compression kept back until the checkpoint is dropped: it was kept by other"
+        " ranks or another method"
+    )
     if any(name.rpartition("/")[2] in (SECOND, "momentum") for name in found):
         text += "; the optimizer's moments, which each rank had of its own gradient, start anew"
     return [("warning", text)]

@@ -12,17 +12,21 @@ from paceline.parallel.compression.base import BucketShape, Compressor, State
 
 
 class SignSGD(Compressor):
-    """`signsgd`: the ranks vote on the sign of each element, and the majority decides; where they are even the element is zero
-    (Bernstein et al., "signSGD with Majority Vote is Communication Efficient And Fault Tolerant", 2019, algorithm 1).
+    """`signsgd`: the ranks vote on the sign of each element, and the majority decides; where they
+    are even the element is zero (Bernstein et al., "signSGD with Majority Vote is Communication
+    Efficient And Fault Tolerant", 2019, algorithm 1).
 
-    The signs are given the size of the mean magnitude, added up over the ranks (Karimireddy et al., 2019, algorithm 1), so that
-    clipping and learning rates mean what they mean for a gradient. A bit cannot say zero: for an element that is zero a rank
-    votes plus and minus in turn, by rank and by step, so an element that is zero everywhere goes nowhere on the whole.
+    The signs are given the size of the mean magnitude, added up over the ranks (Karimireddy et al.,
+    2019, algorithm 1), so that clipping and learning rates mean what they mean for a gradient. A
+    bit cannot say zero: for an element that is zero a rank votes plus and minus in turn, by rank
+    and by step, so an element that is zero everywhere goes nowhere on the whole.
     """
 
     stateful = False
 
-    def reduce(self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int) -> None:
+    def reduce(
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+    ) -> None:
         magnitude = flat.abs().sum() / max(1, bucket.numel)
         votes = flat > 0
         if (step + line.rank) % 2 == 0:
@@ -40,7 +44,9 @@ class SignSGD(Compressor):
         for slot in bucket.slots:  # the padding between parameters stays zero
             slot.of(flat).copy_(slot.of(signs)).mul_(size)
 
-    def sends(self, bucket: BucketShape, num_ranks: int, step: int | None = None) -> Mapping[str, int]:
+    def sends(
+        self, bucket: BucketShape, num_ranks: int, step: int | None = None
+    ) -> Mapping[str, int]:
         message = 4 + -(-bucket.size // 8)
         return {"all_gather": scatter_bytes(message * num_ranks, num_ranks)}
 

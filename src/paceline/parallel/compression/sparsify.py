@@ -12,9 +12,18 @@ from paceline.distributed.communicator import World
 from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.parallel.compression.base import BucketShape, Compressor, State, blocks
 from paceline.parallel.compression.local_adam import SECOND
-from paceline.parallel.compression.quantize import CODES, PLAIN, Code, coded_sum, coded_sum_sends, pack, unpack
+from paceline.parallel.compression.quantize import (
+    CODES,
+    PLAIN,
+    Code,
+    coded_sum,
+    coded_sum_sends,
+    pack,
+    unpack,
+)
 
-#: Share that is sent in the first step of a warm-up (Lin et al., 2018, section 3.3: sparsity rises from 75 %).
+#: Share that is sent in the first step of a warm-up (Lin et al., 2018, section 3.3: sparsity rises
+#: from 75 %).
 _WARMUP_FROM = 0.25
 #: About so many elements are looked at to guess how large the largest are.
 _SAMPLE = 1 << 15
@@ -24,9 +33,10 @@ class _Sparse(Compressor):
     """What `topk` and `randomk` have in common.
 
     Args:
-        momentum: of momentum correction; 0: none. Each rank gathers momentum of its own gradient, and what is chosen is chosen
-            from the sum of that; where an element is sent its momentum ends, for it is of an old gradient (Lin et al., "Deep
-            Gradient Compression", 2018, sections 3.1 and 3.2, algorithm 4).
+        momentum: of momentum correction; 0: none. Each rank gathers momentum of its own gradient,
+            and what is chosen is chosen from the sum of that; where an element is sent its momentum
+            ends, for it is of an old gradient (Lin et al., "Deep Gradient Compression", 2018,
+            sections 3.1 and 3.2, algorithm 4).
     """
 
     def __init__(self, settings: Compression, seed: int, momentum: float = 0.0) -> None:
@@ -45,7 +55,8 @@ class _Sparse(Compressor):
         return super().state_bytes(bucket) * (2 if self.momentum else 1)
 
     def count(self, bucket: BucketShape, step: int | None = None) -> int:
-        """Elements sent of a bucket. In a warm-up the share falls exponentially (Lin et al., 2018, section 3.3)."""
+        """Elements sent of a bucket. In a warm-up the share falls exponentially (Lin et al., 2018,
+        section 3.3)."""
         settings, ratio = self.settings, self.settings.ratio
         if step is not None and step < settings.warmup_steps:
             start = max(ratio, _WARMUP_FROM)
@@ -68,21 +79,31 @@ class _Sparse(Compressor):
 
 
 class TopK(_Sparse):
-    """`topk`: the elements of a bucket that are largest in magnitude, each with its sign and its place. Every rank chooses its
-    own; an all-gather brings them to all, who add them up in order of rank.
+    """`topk`: the elements of a bucket that are largest in magnitude, each with its sign and its
+    place. Every rank chooses its own; an all-gather brings them to all, who add them up in order of
+    rank.
 
-    Where what waits are Adam's directions d, all of one size at first, they are weighed by the root of the gradient's size g:
-    by the geometric mean of the step's size |d| and of the decrease of the loss that it promises, |d| g. Found by trial: with
-    either of the two alone training takes more steps.
+    Where what waits are Adam's directions d, all of one size at first, they are weighed by the root
+    of the gradient's size g: by the geometric mean of the step's size |d| and of the decrease of
+    the loss that it promises, |d| g. Found by trial: with either of the two alone training takes
+    more steps.
     """
 
-    def reduce(self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int) -> None:
+    def reduce(
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+    ) -> None:
         waiting = self._gather(flat, state)
         count = self.count(bucket, step)
         chosen = largest(self._weight(waiting, state), count)
         values = waiting[chosen]
-        codes, scale = self.code.encode(_filled(values), self.generator(step, bucket, flat.device, line.rank))
-        self._keep(state, chosen, None if self.code is PLAIN else values - self.code.decode(codes, scale)[:count])
+        codes, scale = self.code.encode(
+            _filled(values), self.generator(step, bucket, flat.device, line.rank)
+        )
+        self._keep(
+            state,
+            chosen,
+            None if self.code is PLAIN else values - self.code.decode(codes, scale)[:count],
+        )
         places = chosen.to(torch.int32).view(1, -1).view(torch.uint8)
         message = torch.cat([places, pack(self.code, codes.view(1, -1), scale)], 1)
         gathered = message.new_empty((line.size, message.shape[1]))
@@ -103,17 +124,22 @@ class TopK(_Sparse):
             torch.mul(values, moment.sqrt().sqrt_(), out=out).abs_()
         return weighed
 
-    def sends(self, bucket: BucketShape, num_ranks: int, step: int | None = None) -> Mapping[str, int]:
+    def sends(
+        self, bucket: BucketShape, num_ranks: int, step: int | None = None
+    ) -> Mapping[str, int]:
         count = self.count(bucket, step)
         message = 4 * count + self.code.header + _rounded(count) * self.code.width
         return {"all_gather": scatter_bytes(message * num_ranks, num_ranks)}
 
 
 class RandomK(_Sparse):
-    """`randomk`: elements drawn by chance, the same on every rank, so that their values alone are summed. The bucket is cut
-    into as many stretches as elements are sent, and one is drawn of each: any element has the same chance."""
+    """`randomk`: elements drawn by chance, the same on every rank, so that their values alone are
+    summed. The bucket is cut into as many stretches as elements are sent, and one is drawn of each:
+    any element has the same chance."""
 
-    def reduce(self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int) -> None:
+    def reduce(
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+    ) -> None:
         waiting = self._gather(flat, state)
         chosen = self.draw(bucket, step).to(flat.device)
         values = waiting[chosen]
@@ -122,7 +148,10 @@ class RandomK(_Sparse):
             line.wait(line.all_reduce(values))
         else:
             total, sent = coded_sum(
-                values, self.code, line, lambda turn: self.generator(step, bucket, flat.device, line.rank, turn)
+                values,
+                self.code,
+                line,
+                lambda turn: self.generator(step, bucket, flat.device, line.rank, turn),
             )
             self._keep(state, chosen, values - sent)
             values = total
@@ -134,15 +163,21 @@ class RandomK(_Sparse):
         count, numel = self.count(bucket, step), bucket.numel
         edges = torch.arange(count + 1) * numel // count
         width = edges[1:] - edges[:-1]
-        chance = torch.rand(count, generator=self.generator(step, bucket, torch.device("cpu")), dtype=torch.float64)
+        chance = torch.rand(
+            count, generator=self.generator(step, bucket, torch.device("cpu")), dtype=torch.float64
+        )
         found = edges[:-1] + torch.minimum((chance * width).long(), width - 1)
         # Places count the parameters' elements; between parameters a bucket has padding.
-        starts = torch.tensor([sum(one.numel for one in bucket.slots[:at]) for at in range(len(bucket.slots))])
+        starts = torch.tensor(
+            [sum(one.numel for one in bucket.slots[:at]) for at in range(len(bucket.slots))]
+        )
         offsets = torch.tensor([one.offset for one in bucket.slots])
         slot = torch.searchsorted(starts, found, right=True) - 1
         return found - starts[slot] + offsets[slot]
 
-    def sends(self, bucket: BucketShape, num_ranks: int, step: int | None = None) -> Mapping[str, int]:
+    def sends(
+        self, bucket: BucketShape, num_ranks: int, step: int | None = None
+    ) -> Mapping[str, int]:
         count = self.count(bucket, step)
         if self.code is PLAIN:
             return {"all_reduce": all_reduce_bytes(4 * count, num_ranks)}
@@ -152,15 +187,16 @@ class RandomK(_Sparse):
 def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
     """Places of the ``count`` largest elements, none of them negative; ascending, int64 [count].
 
-    On a CPU a sample says how large these are about, and only what is as large is sorted (Lin et al., 2018, section 5): the
-    result is that of sorting all, but for elements of one magnitude.
+    On a CPU a sample says how large these are about, and only what is as large is sorted (Lin et
+    al., 2018, section 5): the result is that of sorting all, but for elements of one magnitude.
     """
     numel = magnitudes.numel()
     among = None
     if magnitudes.device.type == "cpu" and numel > 4 * _SAMPLE and count * 8 < numel:
         sample = magnitudes[:: numel // _SAMPLE]
         expected = sample.numel() * count / numel
-        margin = math.ceil(expected + 4 * math.sqrt(expected) + 4)  # four standard deviations: rarely too few
+        # four standard deviations: rarely too few
+        margin = math.ceil(expected + 4 * math.sqrt(expected) + 4)
         threshold = sample.topk(margin).values[-1]
         found = (~(magnitudes < threshold)).nonzero().view(-1)  # what is not a number is not hidden
         among = found if count <= found.numel() <= numel // 4 else None
@@ -170,7 +206,8 @@ def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _filled(values: torch.Tensor) -> torch.Tensor:
-    """With zeros to a multiple of four elements: so messages of any code begin where float32 can be read."""
+    """With zeros to a multiple of four elements: so messages of any code begin where float32 can be
+    read."""
     return torch.nn.functional.pad(values, (0, _rounded(values.numel()) - values.numel()))
 
 

@@ -1,8 +1,9 @@
 """Gradients in flat buckets, each sent off as soon as backward has filled it.
 
-After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), section 3.2. Unlike
-torch's own reducer the layout is fixed from the first step on, by the order of the parameters alone: where an element lies in
-its bucket decides in which order an all-reduce adds it up, so a layout that changed would make a resumed run round otherwise.
+After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020),
+section 3.2. Unlike torch's own reducer the layout is fixed from the first step on, by the order of
+the parameters alone: where an element lies in its bucket decides in which order an all-reduce adds
+it up, so a layout that changed would make a resumed run round otherwise.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ class Layout:
     size: int
 
 
-def lay_out(tensors: Sequence[tuple[int, int, Hashable]], cap_bytes: float, shards: int = 1) -> list[Layout]:
+def lay_out(
+    tensors: Sequence[tuple[int, int, Hashable]], cap_bytes: float, shards: int = 1
+) -> list[Layout]:
     """Deal tensors, given as (elements, bytes an element, kind), to buckets.
 
-    Buckets run from the last tensor to the first, the order in which backward comes to them. A bucket holds one kind (dtype,
-    device) and up to ``cap_bytes``; a larger tensor gets one of its own. It can be cut into ``shards`` aligned parts of one
-    size.
+    Buckets run from the last tensor to the first, the order in which backward comes to them. A
+    bucket holds one kind (dtype, device) and up to ``cap_bytes``; a larger tensor gets one of its
+    own. It can be cut into ``shards`` aligned parts of one size.
     """
     groups: list[list[int]] = []
     size = 0
@@ -62,7 +65,9 @@ def lay_out(tensors: Sequence[tuple[int, int, Hashable]], cap_bytes: float, shar
         for number in group:
             offsets.append(end)
             end += math.ceil(tensors[number][0] / step) * step
-        found.append(Layout(tuple(group), tuple(offsets), math.ceil(end / (step * shards)) * step * shards))
+        found.append(
+            Layout(tuple(group), tuple(offsets), math.ceil(end / (step * shards)) * step * shards)
+        )
     return found
 
 
@@ -76,13 +81,15 @@ class _Bucket:
 
 
 class GradientBuckets:
-    """Owns the gradient of every parameter given: ``parameter.grad`` is a view into a bucket and stays so.
+    """Owns the gradient of every parameter given: ``parameter.grad`` is a view into a bucket and
+    stays so.
 
     Args:
-        parameters: those that get a gradient, in the model's order. Buckets run in reverse, the order in which backward
-            comes to them.
+        parameters: those that get a gradient, in the model's order. Buckets run in reverse, the
+            order in which backward comes to them.
         cap_bytes: size of a bucket; a larger parameter gets one of its own.
-        world: issues the all-reduces, always in the order of the buckets, so every rank issues the same ones.
+        world: issues the all-reduces, always in the order of the buckets, so every rank issues the
+            same ones.
         reduction: sums the buckets in its stead.
     """
 
@@ -90,7 +97,11 @@ class GradientBuckets:
     shards = 1
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], cap_bytes: int, world: World, reduction: Reduction | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        cap_bytes: int,
+        world: World,
+        reduction: Reduction | None = None,
     ) -> None:
         self.world = world
         self.reduction = reduction
@@ -100,13 +111,19 @@ class GradientBuckets:
         self._reducing = False
         self._backward_began = 0.0
         self._sums: list[torch.Tensor] = []  # of each bucket, before others' were added to it
-        #: Seconds in the backwards during which buckets are filled and sent, added up; on an accelerator those of the host.
+        #: Seconds in the backwards during which buckets are filled and sent, added up; on an
+        #: accelerator those of the host.
         self.backward_s = 0.0
         given = list(parameters)
         dtypes = [self._dtype_of(one) for one in given]
-        tensors = [(one.numel(), dtype.itemsize, (dtype, one.device)) for one, dtype in zip(given, dtypes, strict=True)]
+        tensors = [
+            (one.numel(), dtype.itemsize, (dtype, one.device))
+            for one, dtype in zip(given, dtypes, strict=True)
+        ]
         for layout in lay_out(tensors, cap_bytes, self.shards):
-            self._add_bucket([given[number] for number in layout.members], layout, dtypes[layout.members[0]])
+            self._add_bucket(
+                [given[number] for number in layout.members], layout, dtypes[layout.members[0]]
+            )
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -115,7 +132,9 @@ class GradientBuckets:
         return parameter.dtype
 
     def _add_bucket(self, group: list[nn.Parameter], layout: Layout, dtype: torch.dtype) -> None:
-        bucket = _Bucket(torch.zeros(layout.size, dtype=dtype, device=group[0].device), group, layout.offsets)
+        bucket = _Bucket(
+            torch.zeros(layout.size, dtype=dtype, device=group[0].device), group, layout.offsets
+        )
         for parameter, offset in zip(group, layout.offsets, strict=True):
             parameter.grad = bucket.flat[offset : offset + parameter.numel()].view(parameter.shape)
             self._bucket_of[parameter] = bucket
@@ -129,8 +148,11 @@ class GradientBuckets:
         torch._foreach_zero_(self.flats)
 
     def start_reducing(self) -> None:
-        """From here on (the last micro-batch of a step) each bucket is sent off when its last gradient has come."""
-        self._reducing = self.world.size > 1 and not (self.reduction is not None and self.reduction.late)
+        """From here on (the last micro-batch of a step) each bucket is sent off when its last
+        gradient has come."""
+        self._reducing = self.world.size > 1 and not (
+            self.reduction is not None and self.reduction.late
+        )
         self._next = 0
         self._sums = []
         for bucket in self.buckets:
@@ -160,7 +182,8 @@ class GradientBuckets:
         """Send what no gradient has completed (unused parameters count as zero), then wait for all."""
         self.backward_s += time.perf_counter() - self._backward_began
         if not self._reducing:
-            self._sums = [_sum_of(flat) for flat in self.flats] if self.world.size > 1 else []  # they are summed later
+            # they are summed later
+            self._sums = [_sum_of(flat) for flat in self.flats] if self.world.size > 1 else []
             return
         while self._next < len(self.buckets):
             self._launch()
@@ -175,7 +198,8 @@ class GradientBuckets:
         return norm_of(self.flats, self.world.device)
 
     def own(self) -> torch.Tensor:
-        """A float32 scalar that is not finite where a gradient of this rank was not, before it met those of others."""
+        """A float32 scalar that is not finite where a gradient of this rank was not, before it met
+        those of others."""
         sums = self._sums or [_sum_of(flat) for flat in self.flats]
         return torch.stack(sums).sum() if sums else torch.zeros((), device=self.world.device)
 
@@ -195,13 +219,17 @@ def norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def squared_norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Its square, in the widest floating type of ``device``: nearly the same to the last bit however the elements are dealt to
-    ranks and tensors (see :func:`~paceline.parallel.ddp.strategy.clip_factor`)."""
+    """Its square, in the widest floating type of ``device``: nearly the same to the last bit
+    however the elements are dealt to ranks and tensors (see
+    :func:`~paceline.parallel.ddp.strategy.clip_factor`)."""
     wide = wide_dtype(device)
     if not tensors:
         return torch.zeros((), device=device, dtype=wide)
-    if device.type == "cpu":  # where a norm in float64 costs sixty times one in float32: many short ones, added up in float64
+    # where a norm in float64 costs sixty times one in float32: many short ones, added up in float64
+    if device.type == "cpu":
         chunks = [chunk for one in tensors for chunk in one.reshape(-1).split(_NORM_CHUNK)]
-        return torch.stack(torch._foreach_norm(chunks, 2, dtype=torch.float32)).to(wide).square().sum()
+        return (
+            torch.stack(torch._foreach_norm(chunks, 2, dtype=torch.float32)).to(wide).square().sum()
+        )
     norms = torch._foreach_norm(tensors, 2, dtype=wide)
     return torch.stack([one.to(device) for one in norms]).square().sum()

@@ -1,4 +1,5 @@
-"""How buckets of gradients are summed over the replicas, where the backend's all-reduce is not to do it."""
+"""How buckets of gradients are summed over the replicas, where the backend's all-reduce is not to
+do it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Reduction:
-    """Sums each bucket by an all-reduce of our own, in a thread beside backward: the buckets in their order, on every rank.
+    """Sums each bucket by an all-reduce of our own, in a thread beside backward: the buckets in
+    their order, on every rank.
 
     Args:
         config: of the run.
@@ -30,7 +32,8 @@ class Reduction:
 
     #: Lines for a person, as (level, text).
     notices: tuple[tuple[str, str], ...] = ()
-    #: Gradients are summed by :meth:`clip_and_sum`, after backward, instead of bucket by bucket during it.
+    #: Gradients are summed by :meth:`clip_and_sum`, after backward, instead of bucket by bucket
+    #: during it.
     late = False
     #: Of float16 training: the gradients in the buckets are multiplied by its scale.
     scaler: LossScaler | None = None
@@ -66,7 +69,8 @@ class Reduction:
         return False
 
     def settle(self, made: bool) -> None:
-        """The end of a step. Where its update was not ``made``, what is kept becomes what it was before."""
+        """The end of a step. Where its update was not ``made``, what is kept becomes what it was
+        before."""
 
     def optimizer(self, built: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """What makes the step, given what the engine would have make it."""
@@ -95,8 +99,8 @@ class Reduction:
 
 
 def make_reduction(config: Config, world: World) -> Reduction | None:
-    """What sums gradients over the axis data of ``world`` as the config says; None: the backend's own all-reduce. A
-    collective."""
+    """What sums gradients over the axis data of ``world`` as the config says; None: the backend's
+    own all-reduce. A collective."""
     if world.axes.data == 1:
         return None
     if config.compression.chain:

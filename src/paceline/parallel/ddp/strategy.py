@@ -22,8 +22,8 @@ from paceline.parallel.state import Part, StateSource, frozen_parts
 
 
 class DistributedDataParallel(SummedInBuckets):
-    """Rank 0's weights are broadcast; gradients are summed over the ranks in buckets while backward goes on, once a step,
-    not within an accumulation; every rank then makes the same update."""
+    """Rank 0's weights are broadcast; gradients are summed over the ranks in buckets while backward
+    goes on, once a step, not within an accumulation; every rank then makes the same update."""
 
     name = "ddp"
     allows_unequal_shares = True
@@ -93,9 +93,20 @@ class DistributedDataParallel(SummedInBuckets):
         if self.world.size == 1 or not self.sums_buckets:
             return None
         other = None if self.reduction is None else self.reduction.exchange
-        sent = all_reduce_bytes(sum(one.numel() * one.element_size() for one in self.buckets.flats), self.world.size)
+        sent = all_reduce_bytes(
+            sum(one.numel() * one.element_size() for one in self.buckets.flats), self.world.size
+        )
         messages = 2 * (self.world.size - 1) * len(self.buckets.flats)
-        plain = Exchange(None, "", self.buckets, self.world, self.world, sent, messages, lambda: Spent(self.buckets.backward_s))
+        plain = Exchange(
+            None,
+            "",
+            self.buckets,
+            self.world,
+            self.world,
+            sent,
+            messages,
+            lambda: Spent(self.buckets.backward_s),
+        )
         return plain if other is None else other
 
     def figures(self, sent_bytes: float | None) -> dict[str, Any]:
@@ -103,8 +114,8 @@ class DistributedDataParallel(SummedInBuckets):
 
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-        """Everything whole on each rank; the gradients' all-reduce: 2(N-1)/N × their bytes (Rajbhandari et al., "ZeRO", 2020,
-        section 7.1: 2Ψ)."""
+        """Everything whole on each rank; the gradients' all-reduce: 2(N-1)/N × their bytes
+        (Rajbhandari et al., "ZeRO", 2020, section 7.1: 2Ψ)."""
         gradients = total_bytes(shape.trained)
         elements = sum(one.numel for one in shape.trained)
         optimizer = elements * shape.optimizer_bytes_per_element
@@ -129,8 +140,11 @@ class Single(DistributedDataParallel):
     sums_buckets = False
 
 
-def accumulate(micro_step: MicroStep, model: nn.Module, num_micro_batches: int, before_last: Callable[[], None]) -> None:
-    """Forward and backward of each micro-batch; ``before_last`` is called when the last one's backward is to begin."""
+def accumulate(
+    micro_step: MicroStep, model: nn.Module, num_micro_batches: int, before_last: Callable[[], None]
+) -> None:
+    """Forward and backward of each micro-batch; ``before_last`` is called when the last one's
+    backward is to begin."""
     for number in range(num_micro_batches):
         loss = micro_step(number, model)
         if number == num_micro_batches - 1:
@@ -138,8 +152,11 @@ def accumulate(micro_step: MicroStep, model: nn.Module, num_micro_batches: int, 
         loss.backward()
 
 
-def clip_to(max_norm: float, norm: torch.Tensor, scale: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """Have ``scale`` multiply gradients of ``norm`` (float32) so that it is at most ``max_norm``, where that is > 0.
+def clip_to(
+    max_norm: float, norm: torch.Tensor, scale: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
+    """Have ``scale`` multiply gradients of ``norm`` (float32) so that it is at most ``max_norm``,
+    where that is > 0.
 
     Returns:
         The norm as it was.
@@ -150,19 +167,24 @@ def clip_to(max_norm: float, norm: torch.Tensor, scale: Callable[[torch.Tensor],
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients of ``norm`` (float32) are multiplied by. As torch.nn.utils.clip_grad_norm_: never scales up. No branch on
-    the value, so no wait for the device.
+    """What gradients of ``norm`` (float32) are multiplied by. As torch.nn.utils.clip_grad_norm_:
+    never scales up. No branch on the value, so no wait for the device.
 
-    The factor is rounded to 18 bits (a relative 2e-6). The norm's last bits depend on the order in which elements are added up,
-    and so on the strategy; with them each scaled gradient would round otherwise, and Adam makes much of that where a gradient
-    is near zero. Rounded, all strategies clip by the same factor.
+    The factor is rounded to 18 bits (a relative 2e-6). The norm's last bits depend on the order in
+    which elements are added up, and so on the strategy; with them each scaled gradient would round
+    otherwise, and Adam makes much of that where a gradient is near zero. Rounded, all strategies
+    clip by the same factor.
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    factor = factor.nan_to_num(nan=1.0)  # the update is skipped then; gradients are left as they are, to see whose it was
+    # the update is skipped then; gradients are left as they are, to see whose it was
+    factor = factor.nan_to_num(nan=1.0)
     return ((factor.view(torch.int32) + 16) & ~31).view(torch.float32)
 
 
 def changing_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """The running statistics of normalisation layers, which each rank would gather from its own share."""
+    """The running statistics of normalisation layers, which each rank would gather from its own
+    share."""
     norms = (nn.modules.batchnorm._NormBase,)
-    return [one for module in model.modules() if isinstance(module, norms) for one in module.buffers()]
+    return [
+        one for module in model.modules() if isinstance(module, norms) for one in module.buffers()
+    ]

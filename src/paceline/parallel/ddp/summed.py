@@ -15,7 +15,8 @@ from paceline.parallel.loss_scale import LossScaler
 
 
 class SummedInBuckets(Strategy):
-    """``trained`` and ``buckets`` are there from :meth:`sum_in_buckets` on, which a strategy's ``place`` calls."""
+    """``trained`` and ``buckets`` are there from :meth:`sum_in_buckets` on, which a strategy's
+    ``place`` calls."""
 
     sums_buckets = True
     trained: dict[str, nn.Parameter]
@@ -27,7 +28,9 @@ class SummedInBuckets(Strategy):
         """Gradients of ``trained`` lie in buckets, summed over ``line``. A collective."""
         self.reduction = make_reduction(self.config, self.world)
         cap_bytes = int(self.settings.bucket_cap_mb * 2**20)
-        buckets = self.buckets = GradientBuckets(self.trained.values(), cap_bytes, line, self.reduction)
+        buckets = self.buckets = GradientBuckets(
+            self.trained.values(), cap_bytes, line, self.reduction
+        )
         if self.reduction is not None:
             self.reduction.bind(buckets, self.trained)
             self.notices += self.reduction.notices

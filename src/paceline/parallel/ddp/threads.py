@@ -1,9 +1,10 @@
-"""`dp`: DataParallel's scheme, one process that drives several devices by threads. Here for comparison: `ddp` gives the same
-loss, faster.
+"""`dp`: DataParallel's scheme, one process that drives several devices by threads. Here for
+comparison: `ddp` gives the same loss, faster.
 
-The scheme is laid open here instead of left to ``torch.nn.DataParallel``, for three reasons: that class does nothing on a CPU;
-it gathers outputs alone, so a task's loss with its global count and accumulation over micro-batches have no place in it; and it
-hides the traffic that makes the scheme slow, which is what it is here to show.
+The scheme is laid open here instead of left to ``torch.nn.DataParallel``, for three reasons: that
+class does nothing on a CPU; it gathers outputs alone, so a task's loss with its global count and
+accumulation over micro-batches have no place in it; and it hides the traffic that makes the scheme
+slow, which is what it is here to show.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import World
 from paceline.distributed.mesh import Axes
-from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors, persistent_buffers
+from paceline.parallel.base import (
+    BuildOptimizer,
+    MicroStep,
+    Strategy,
+    optimizer_tensors,
+    persistent_buffers,
+)
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.strategy import clip_to
@@ -31,23 +38,32 @@ from paceline.parallel.state import Part
 _NOTICES = [
     (
         "warning",
-        "parallel.mode: dp is here for comparison: one process drives all devices and device 0 makes the updates; `ddp` gives "
-        "the same losses and is faster",
+        (
+            "parallel.mode: dp is here for comparison: one process drives all devices and device 0"
+            " makes the updates; `ddp` gives the same losses and is faster"
+        ),
     ),
-    ("info", "dp: its threads share torch's random generators, so a run with dropout is not repeatable to the bit"),
+    (
+        "info",
+        (
+            "dp: its threads share torch's random generators, so a run with dropout is not"
+            " repeatable to the bit"
+        ),
+    ),
 ]
 
 
 class DataParallel(Strategy):
-    """Each step: the weights of device 0 are copied to a replica on every other device; micro-batches run on the replicas, one
-    thread each; the gradients are summed on device 0 in the order of the replicas; device 0 makes the update.
+    """Each step: the weights of device 0 are copied to a replica on every other device;
+    micro-batches run on the replicas, one thread each; the gradients are summed on device 0 in the
+    order of the replicas; device 0 makes the update.
 
-    ``num_devices`` is set before :meth:`place` (else ``parallel.num_gpus``, else 2). On a CPU all replicas compute on it, each
-    with copies of its own: they share nothing.
+    ``num_devices`` is set before :meth:`place` (else ``parallel.num_gpus``, else 2). On a CPU all
+    replicas compute on it, each with copies of its own: they share nothing.
 
-    On accelerators a batch is on device 0 as the engine made it: a replica takes its inputs over to its own device and gives
-    its outputs back to device 0, where the task computes the loss. These copies depend on the task; they are not counted as
-    traffic, weights and gradients are.
+    On accelerators a batch is on device 0 as the engine made it: a replica takes its inputs over to
+    its own device and gives its outputs back to device 0, where the task computes the loss. These
+    copies depend on the task; they are not counted as traffic, weights and gradients are.
     """
 
     name = "dp"
@@ -61,9 +77,16 @@ class DataParallel(Strategy):
         self.model = model
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.devices = _devices(self.world.device, self.num_devices)
-        self.replicas = [model, *(_copy_to(model, device, self.world.device) for device in self.devices[1:])]
-        self.buckets = GradientBuckets(self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.world)
-        self.threads = ThreadPoolExecutor(self.num_devices, "replica", initializer=self._share_cores())
+        self.replicas = [
+            model,
+            *(_copy_to(model, device, self.world.device) for device in self.devices[1:]),
+        ]
+        self.buckets = GradientBuckets(
+            self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.world
+        )
+        self.threads = ThreadPoolExecutor(
+            self.num_devices, "replica", initializer=self._share_cores()
+        )
         return model
 
     def _share_cores(self) -> Callable[[], None] | None:
@@ -89,7 +112,8 @@ class DataParallel(Strategy):
         self._sum_gradients()
 
     def _run(self, micro_step: MicroStep, numbers: range) -> None:
-        """One micro-batch on each replica at the same time. All have ended when this returns or raises."""
+        """One micro-batch on each replica at the same time. All have ended when this returns or
+        raises."""
 
         def run(number: int, replica: nn.Module, device: torch.device) -> None:
             if device.type != "cpu":
@@ -109,13 +133,17 @@ class DataParallel(Strategy):
         with torch.no_grad():
             mine = [*self.trained.values(), *self.model.buffers()]
             for replica in self.replicas[1:]:
-                theirs = [*(one for one in replica.parameters() if one.requires_grad), *replica.buffers()]
+                theirs = [
+                    *(one for one in replica.parameters() if one.requires_grad),
+                    *replica.buffers(),
+                ]
                 for target, source in zip(theirs, mine, strict=True):
                     target.copy_(source, non_blocking=True)
                 self._count(mine)
 
     def _sum_gradients(self) -> None:
-        """The replicas' gradients onto device 0's, always in the same order: sums in float are not associative."""
+        """The replicas' gradients onto device 0's, always in the same order: sums in float are not
+        associative."""
         for replica in self.replicas[1:]:
             theirs = [one for one in replica.parameters() if one.requires_grad]
             moved = []
@@ -139,19 +167,28 @@ class DataParallel(Strategy):
             yield Part.whole(name, one)
 
     def held(self) -> list[Any]:
-        """Device 0's load, the fullest: its weights, the summed gradients, the optimizer. The other devices hold weights and
-        their own gradients; on a CPU those lie in the same memory, and are not counted here."""
-        return [*self.model.parameters(), *self.model.buffers(), *self.buckets.flats, *optimizer_tensors(self.optimizer)]
+        """Device 0's load, the fullest: its weights, the summed gradients, the optimizer. The other
+        devices hold weights and their own gradients; on a CPU those lie in the same memory, and are
+        not counted here."""
+        return [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *self.buckets.flats,
+            *optimizer_tensors(self.optimizer),
+        ]
 
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-        """Device 0 holds what a `ddp` rank holds; the others hold no optimizer state, so the load is lopsided.
+        """Device 0 holds what a `ddp` rank holds; the others hold no optimizer state, so the load
+        is lopsided.
 
-        Traffic is what passes between devices in a step, all of it through device 0: it sends its weights and buffers to N-1
-        devices and gets as many gradients back, 2(N-1)Ψ, where a rank of an all-reduce sends 2(N-1)/N Ψ (Patarasuk & Yuan,
-        2009, section 3). The scheme: torch.nn.DataParallel's documentation."""
+        Traffic is what passes between devices in a step, all of it through device 0: it sends its
+        weights and buffers to N-1 devices and gets as many gradients back, 2(N-1)Ψ, where a rank of
+        an all-reduce sends 2(N-1)/N Ψ (Patarasuk & Yuan, 2009, section 3). The scheme:
+        torch.nn.DataParallel's documentation."""
         gradients = total_bytes(shape.trained)
-        in_buckets = sum(-(-one.size_bytes // 64) * 64 for one in shape.trained)  # each begins at a multiple of 64 bytes
+        # each begins at a multiple of 64 bytes
+        in_buckets = sum(-(-one.size_bytes // 64) * 64 for one in shape.trained)
         elements = sum(one.numel for one in shape.trained)
         others = axes.data - 1
         return Cost(
@@ -171,17 +208,21 @@ def _devices(first: torch.device, count: int) -> list[torch.device]:
 
 
 def _copy_to(model: nn.Module, device: torch.device, first: torch.device) -> nn.Module:
-    """A replica with storages of its own on ``device``. Weights shared within the model are shared within the copy."""
+    """A replica with storages of its own on ``device``. Weights shared within the model are shared
+    within the copy."""
     try:
         replica = copy.deepcopy(model).to(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"`parallel.mode: dp` copies the model to each device, and {type(model).__name__} cannot be copied: {error}",
+            f"`parallel.mode: dp` copies the model to each device, and {type(model).__name__}"
+            f" cannot be copied: {error}",
             allowed="models that copy.deepcopy can copy",
             fix="set `parallel.mode: ddp`",
         ) from error
     if device != first:
-        replica.register_forward_pre_hook(lambda _, args, kwargs: _moved((args, kwargs), device), with_kwargs=True)
+        replica.register_forward_pre_hook(
+            lambda _, args, kwargs: _moved((args, kwargs), device), with_kwargs=True
+        )
         replica.register_forward_hook(lambda _, args, output: _moved(output, first))
     return replica
 

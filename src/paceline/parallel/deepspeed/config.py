@@ -1,6 +1,7 @@
 """What is handed to DeepSpeed as its config. No torch here.
 
-Which keys of a user's DeepSpeed JSON are honored is in :mod:`paceline.config.compat.deepspeed_json`.
+Which keys of a user's DeepSpeed JSON are honored is in
+:mod:`paceline.config.compat.deepspeed_json`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from paceline.core.errors import ConfigError
 
 
 def stage_of(parallel: Parallel) -> int:
-    """The ZeRO stage of `mode: deepspeed`: `parallel.deepspeed_stage`, else the stage of the JSON, else 2."""
+    """The ZeRO stage of `mode: deepspeed`: `parallel.deepspeed_stage`, else the stage of the JSON,
+    else 2."""
     if parallel.deepspeed_stage is not None:
         return parallel.deepspeed_stage
     stage = interpret(read_json(parallel.deepspeed_config)).stage
@@ -32,12 +34,16 @@ def check_json(config: Config, num_ranks: int) -> None:
     given = read_json(config.parallel.deepspeed_config)
     problems = list(interpret(given).problems)
     args = config.train_args
-    batch, ours = given.get("train_batch_size", "auto"), args.per_device_train_batch_size * args.gradient_accumulation_steps
+    batch, ours = (
+        given.get("train_batch_size", "auto"),
+        args.per_device_train_batch_size * args.gradient_accumulation_steps,
+    )
     if batch not in ("auto", None, ours * num_ranks):
         problems.append(
-            f"train_batch_size: {batch}; the config makes {ours * num_ranks}: `train_args.per_device_train_batch_size: "
-            f"{args.per_device_train_batch_size}` × `train_args.gradient_accumulation_steps: "
-            f"{args.gradient_accumulation_steps}` × {num_ranks} ranks"
+            f"train_batch_size: {batch}; the config makes {ours * num_ranks}:"
+            f" `train_args.per_device_train_batch_size: {args.per_device_train_batch_size}` ×"
+            f" `train_args.gradient_accumulation_steps: {args.gradient_accumulation_steps}` ×"
+            f" {num_ranks} ranks"
         )
     if (
         args.mixed_dtype == "float16"
@@ -54,7 +60,8 @@ def cannot_honour(key: str, problems: list[str]) -> ConfigError:
     """The error for settings of a DeepSpeed JSON that cannot be honored."""
     return ConfigError(
         f"`{key}` has settings that cannot be honored:\n  " + "\n  ".join(problems),
-        allowed='"auto" for what the config sets itself; in `zero_optimization`: ' + ", ".join(HONOURED_ZERO),
+        allowed='"auto" for what the config sets itself; in `zero_optimization`: '
+        + ", ".join(HONOURED_ZERO),
         fix="remove these settings, or set them as the lines above say",
     )
 
@@ -62,10 +69,11 @@ def cannot_honour(key: str, problems: list[str]) -> ConfigError:
 def zero_section(config: Config, trained_elements: int, low_bytes: int) -> dict[str, Any]:
     """`zero_optimization` for DeepSpeed: Paceline's own choices, then what the user's JSON says.
 
-    The bucket is that of `parallel.bucket_cap_mb`, never more than all gradients (DeepSpeed's own default takes 5e8 elements
-    whatever the model's size). At stage 3 every parameter is cut up and none kept after its use, as the ZeRO paper has it and
-    as the declared cost counts it; DeepSpeed's defaults keep parameters of up to 1e5 elements whole on every rank, and all
-    of them from forward to backward in models below 1e9."""
+    The bucket is that of `parallel.bucket_cap_mb`, never more than all gradients (DeepSpeed's own
+    default takes 5e8 elements whatever the model's size). At stage 3 every parameter is cut up and
+    none kept after its use, as the ZeRO paper has it and as the declared cost counts it;
+    DeepSpeed's defaults keep parameters of up to 1e5 elements whole on every rank, and all of them
+    from forward to backward in models below 1e9."""
     parallel = config.parallel
     stage = stage_of(parallel)
     cap = int(parallel.bucket_cap_mb * 2**20) // (low_bytes or 4)
@@ -103,7 +111,8 @@ def engine_config(config: Config, trained_elements: int) -> dict[str, Any]:
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.mixed_dtype == "bfloat16"},
-        "fp16": {"enabled": args.mixed_dtype == "float16", "loss_scale": 1.0},  # the loss comes scaled by Paceline
+        # the loss comes scaled by Paceline
+        "fp16": {"enabled": args.mixed_dtype == "float16", "loss_scale": 1.0},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero_section(config, trained_elements, 2 if args.mixed_dtype else 0),

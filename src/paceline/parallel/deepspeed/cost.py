@@ -1,4 +1,5 @@
-"""What DeepSpeed's ZeRO costs, as its code lays it out: padding, buckets and second copies included. Numbers alone."""
+"""What DeepSpeed's ZeRO costs, as its code lays it out: padding, buckets and second copies
+included. Numbers alone."""
 
 from __future__ import annotations
 
@@ -15,13 +16,18 @@ from paceline.parallel.deepspeed.config import zero_section
 
 
 def deepspeed_cost(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-    """Formulas: Rajbhandari et al., "ZeRO", 2020, sections 3 and 7, with what DeepSpeed's code does differently:
+    """Formulas: Rajbhandari et al., "ZeRO", 2020, sections 3 and 7, with what DeepSpeed's code does
+    differently:
 
-    - a second, float32 copy of the partition is kept in float32 training too (4/N bytes a parameter);
-    - stages 1 and 2 all-reduce the gradients although each rank needs a part (2Ψ instead of Ψ), stage 2 in every micro-batch;
-    - a rank keeps whole the gradients of the parameters that its partition touches, and twice so while it accumulates; beside
-      them stands the bucket in which gradients are gathered for the collective;
-    - stage 3 pads each parameter to a multiple of N, and gathers it for forward and for backward of every micro-batch.
+    - a second, float32 copy of the partition is kept in float32 training too (4/N bytes a
+      parameter);
+    - stages 1 and 2 all-reduce the gradients although each rank needs a part (2Ψ instead of Ψ),
+      stage 2 in every micro-batch;
+    - a rank keeps whole the gradients of the parameters that its partition touches, and twice so
+      while it accumulates; beside them stands the bucket in which gradients are gathered for the
+      collective;
+    - stage 3 pads each parameter to a multiple of N, and gathers it for forward and for backward of
+      every micro-batch.
     """
     ranks = axes.size
     section = zero_section(config, sum(one.numel for one in shape.trained), shape.low_bytes)
@@ -36,25 +42,36 @@ def _width(one: TensorShape, shape: ModelShape) -> int:
 
 def _groups(trained: Sequence[TensorShape]) -> list[list[TensorShape]]:
     """As the optimizer is built: matrices, on which weight decay falls, then the rest."""
-    both = [[one for one in trained if len(one.shape) >= 2], [one for one in trained if len(one.shape) < 2]]
+    both = [
+        [one for one in trained if len(one.shape) >= 2],
+        [one for one in trained if len(one.shape) < 2],
+    ]
     return [group for group in both if group]
 
 
-def _stages_1_and_2(shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], offload: str) -> Cost:
+def _stages_1_and_2(
+    shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], offload: str
+) -> Cost:
     width = shape.low_bytes or 4
     trained = sum(one.numel for one in shape.trained)
     groups = _groups(shape.trained)
-    # Each group is padded to a multiple of 2N elements (ZeRO stage 1 and 2: `nccl_start_alignment_factor`).
+    # Each group is padded to a multiple of 2N elements (ZeRO stage 1 and 2:
+    # `nccl_start_alignment_factor`).
     padded = [_up(sum(one.numel for one in group), 2 * ranks) for group in groups]
     frozen = sum(one.numel * _width(one, shape) for one in shape.parameters if not one.trainable)
-    buckets = 2 if section["overlap_comm"] and section.get("contiguous_gradients", True) else 1  # one fills, one is reduced
+    # one fills, one is reduced
+    buckets = 2 if section["overlap_comm"] and section.get("contiguous_gradients", True) else 1
     bucket = min(int(section["reduce_bucket_size"]), 10**12) * width * buckets
     if section["stage"] == 1:
         gradients = trained * width + bucket
     else:
         sums = [[0, *accumulate(one.numel for one in group)] for group in groups]
         touched = max(
-            sum(_touched(group, size // ranks, rank) for group, size in zip(sums, padded, strict=True)) for rank in range(ranks)
+            sum(
+                _touched(group, size // ranks, rank)
+                for group, size in zip(sums, padded, strict=True)
+            )
+            for rank in range(ranks)
         )
         gradients = bucket + touched * width * (2 if work.micro_batches > 1 else 1)
     reduced = trained * width * (work.micro_batches if section["stage"] == 2 else 1)
@@ -72,21 +89,30 @@ def _stages_1_and_2(shape: ModelShape, ranks: int, work: Workload, section: dict
 
 
 def _touched(sums: Sequence[int], size: int, rank: int) -> int:
-    """Elements of the parameters that rank's partition of ``size`` elements has a share in. ``sums``: where each parameter
-    begins, and the end of the last."""
-    first = bisect_right(sums, rank * size, lo=1) - 1  # the first that ends behind the partition's start
-    behind = bisect_left(sums, (rank + 1) * size, hi=len(sums) - 1)  # the first that begins at its end or later
+    """Elements of the parameters that rank's partition of ``size`` elements has a share in.
+    ``sums``: where each parameter begins, and the end of the last."""
+    # the first that ends behind the partition's start
+    first = bisect_right(sums, rank * size, lo=1) - 1
+    # the first that begins at its end or later
+    behind = bisect_left(sums, (rank + 1) * size, hi=len(sums) - 1)
     return sums[behind] - sums[first] if behind > first else 0
 
 
-def _stage_3(shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], config: Config) -> Cost:
+def _stage_3(
+    shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], config: Config
+) -> Cost:
     offload, recomputed = config.parallel.offload, config.train_args.gradient_checkpointing
     threshold = int(section["stage3_param_persistence_threshold"])
-    # Weights whose next use lies within this number of elements are kept: in a smaller model, from forward to backward.
-    reuse = min(int(section["stage3_max_reuse_distance"]), int(section["stage3_max_live_parameters"]))
+    # Weights whose next use lies within this number of elements are kept: in a smaller model, from
+    # forward to backward.
+    reuse = min(
+        int(section["stage3_max_reuse_distance"]), int(section["stage3_max_live_parameters"])
+    )
     stays_gathered = reuse >= 2 * sum(one.numel for one in shape.parameters)
     weights = gathered = kept = 0
-    first_trained = next((number for number, one in enumerate(shape.parameters) if one.trainable), 0)
+    first_trained = next(
+        (number for number, one in enumerate(shape.parameters) if one.trainable), 0
+    )
     for number, one in enumerate(shape.parameters):
         part = _up(one.numel, ranks) // ranks
         width = _width(one, shape)
@@ -98,8 +124,9 @@ def _stage_3(shape: ModelShape, ranks: int, work: Workload, section: dict[str, i
         elif stays_gathered:
             gathered += work.micro_batches * part * ranks * width
         else:
-            # Backward does not come to a module that stands before the first trained weight, unless activations are recomputed:
-            # the blocks' inputs then need gradients, and each block runs forward once more.
+            # Backward does not come to a module that stands before the first trained weight, unless
+            # activations are recomputed: the blocks' inputs then need gradients, and each block
+            # runs forward once more.
             reached = uses - (number < first_trained and not recomputed)
             again = recomputed and one.name.startswith(tuple(f"{block}." for block in shape.blocks))
             gathered += (uses + reached + again) * work.micro_batches * part * ranks * width

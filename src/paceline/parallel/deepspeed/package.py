@@ -14,8 +14,8 @@ from paceline.core.errors import ConfigError
 
 
 def check_installed(stage: int) -> None:
-    """Raise ConfigError if DeepSpeed is not installed. It is not imported: that takes a second, and each rank reports by itself
-    if DeepSpeed does not load.
+    """Raise ConfigError if DeepSpeed is not installed. It is not imported: that takes a second, and
+    each rank reports by itself if DeepSpeed does not load.
 
     Args:
         stage: the ZeRO stage that is asked for, for the remedy.
@@ -26,7 +26,8 @@ def check_installed(stage: int) -> None:
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """The module ``deepspeed``. ``device_type``: "cpu" makes it compute there whatever else it finds.
+    """The module ``deepspeed``. ``device_type``: "cpu" makes it compute there whatever else it
+    finds.
 
     Raises:
         ConfigError: not installed, or it does not load on this machine.
@@ -53,14 +54,17 @@ def _not_installed(mode: str) -> ConfigError:
     return ConfigError(
         "`parallel.mode: deepspeed`, and DeepSpeed is not installed",
         allowed="`parallel.mode: zero1`, `zero2` and `zero3` shard the same without DeepSpeed",
-        fix=f"run `pip install 'paceline[deepspeed]'`, or set `parallel.mode: {mode}` (`parallel.mode={mode}` on the command "
-        "line)",
+        fix=(
+            f"run `pip install 'paceline[deepspeed]'`, or set `parallel.mode: {mode}`"
+            f" (`parallel.mode={mode}` on the command line)"
+        ),
     )
 
 
 def _does_not_load(error: Exception) -> ConfigError:
     return ConfigError(
-        f"`parallel.mode: deepspeed`, and DeepSpeed does not load here: {type(error).__name__}: {error}",
+        f"`parallel.mode: deepspeed`, and DeepSpeed does not load here: {type(error).__name__}:"
+        f" {error}",
         allowed="`parallel.mode: zero1`, `zero2` and `zero3` do the same without it",
         fix="run `pip install 'paceline[deepspeed]'`, or set another mode",
     )

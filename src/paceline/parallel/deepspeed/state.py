@@ -12,8 +12,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Range:
-    """``count`` elements of ``parameter`` from ``offset`` on (row-major), which lie in ``flat`` from ``start`` on: this rank's
-    float32 partition of a parameter group, the tensor that the optimizer updates."""
+    """``count`` elements of ``parameter`` from ``offset`` on (row-major), which lie in ``flat``
+    from ``start`` on: this rank's float32 partition of a parameter group, the tensor that the
+    optimizer updates."""
 
     parameter: nn.Parameter
     flat: torch.Tensor
@@ -22,7 +23,8 @@ class Range:
     count: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The range's elements in ``flat``, or in another tensor that lies as it does (Adam's moments)."""
+        """The range's elements in ``flat``, or in another tensor that lies as it does (Adam's
+        moments)."""
         return flat.narrow(0, self.start, self.count)
 
 
@@ -32,7 +34,8 @@ def ranges(zero: Any, stage: int, rank: int) -> Iterator[Range]:
 
 
 def _ranges_of_groups(zero: Any, rank: int) -> Iterator[Range]:
-    """Stages 1 and 2 lay the parameters of a group one behind the other and cut the whole into equal parts."""
+    """Stages 1 and 2 lay the parameters of a group one behind the other and cut the whole into
+    equal parts."""
     for number, flat in enumerate(zero.single_partition_of_fp32_groups):
         first, last = rank * flat.numel(), (rank + 1) * flat.numel()
         position = 0
@@ -59,7 +62,9 @@ def _ranges_of_weights(zero: Any, rank: int) -> Iterator[Range]:
 
 def owners(zero: Any, stage: int) -> list[torch.Tensor]:
     """The float32 partitions themselves: the keys of the optimizer's state."""
-    return list(zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups)
+    return list(
+        zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
+    )
 
 
 def refresh_weights(zero: Any, stage: int) -> None:
@@ -75,7 +80,8 @@ def refresh_weights(zero: Any, stage: int) -> None:
 
 
 def gradient_tensors(zero: Any, module: nn.Module) -> list[torch.Tensor]:
-    """All tensors that hold gradients now, wherever DeepSpeed keeps them; several may share a storage."""
+    """All tensors that hold gradients now, wherever DeepSpeed keeps them; several may share a
+    storage."""
     found: list[Any] = []
     for one in module.parameters():
         found += [one.grad, getattr(one, "grad_accum", None)]
@@ -85,5 +91,8 @@ def gradient_tensors(zero: Any, module: nn.Module) -> list[torch.Tensor]:
     for bucket in getattr(zero, "ipg_buckets", {}).values():
         held = bucket.buffer
         found += held if isinstance(held, list | tuple) else [held]
-    found += [getattr(zero, "grads_in_partition", None), getattr(zero, "grad_partitions_flat_buffer", None)]
+    found += [
+        getattr(zero, "grads_in_partition", None),
+        getattr(zero, "grad_partitions_flat_buffer", None),
+    ]
     return [one for one in found if isinstance(one, torch.Tensor)]

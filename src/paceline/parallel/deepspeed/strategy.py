@@ -1,13 +1,15 @@
 """`deepspeed`: ZeRO stages 1, 2 and 3 by DeepSpeed itself, an optional extra.
 
-DeepSpeed is driven through its engine: it owns the partitions, the collectives and the update. Paceline keeps what is the same
-for every strategy: the loss and its global count, the schedule, autocast, checkpoints (read from DeepSpeed's partitions, see
+DeepSpeed is driven through its engine: it owns the partitions, the collectives and the update.
+Paceline keeps what is the same for every strategy: the loss and its global count, the schedule,
+autocast, checkpoints (read from DeepSpeed's partitions, see
 :mod:`paceline.parallel.deepspeed.state`).
 
-The loss comes divided by the global count, so gradients must be *summed* over the ranks, and DeepSpeed averages them. The loss
-is therefore multiplied by the number of ranks first. DeepSpeed has a switch of its own (``gradient_allreduce_op``), but older
-versions lack it; the product is exact where the number of ranks is a power of two, and elsewhere rounds once, by at most 6e-8
-of the gradient in float32.
+The loss comes divided by the global count, so gradients must be *summed* over the ranks, and
+DeepSpeed averages them. The loss is therefore multiplied by the number of ranks first. DeepSpeed
+has a switch of its own (``gradient_allreduce_op``), but older versions lack it; the product is
+exact where the number of ranks is a power of two, and elsewhere rounds once, by at most 6e-8 of the
+gradient in float32.
 """
 
 from __future__ import annotations
@@ -34,20 +36,29 @@ from paceline.parallel.ddp.strategy import changing_buffers
 from paceline.parallel.deepspeed.config import check_json, engine_config, stage_of
 from paceline.parallel.deepspeed.cost import deepspeed_cost
 from paceline.parallel.deepspeed.package import check_installed, import_deepspeed, quiet
-from paceline.parallel.deepspeed.state import Range, gradient_tensors, owners, ranges, refresh_weights
+from paceline.parallel.deepspeed.state import (
+    Range,
+    gradient_tensors,
+    owners,
+    ranges,
+    refresh_weights,
+)
 from paceline.parallel.state import Part, StateSource, read_part, storage_bytes
 
-#: Optimizers that treat every element alone; others do not train as they should on a flat partition.
+#: Optimizers that treat every element alone; others do not train as they should on a flat
+#: partition.
 _ELEMENTWISE = ("adamw", "adam", "sgd", "rmsprop")
 
 
 class DeepSpeed(Strategy):
-    """DeepSpeed's ZeRO. In mixed precision the weights and gradients are bfloat16 or float16, as DeepSpeed does by default, and
-    the optimizer updates float32 master weights in the partitions. The loss scale of float16 is Paceline's: DeepSpeed divides
-    by it within its step, and reports overflows.
+    """DeepSpeed's ZeRO. In mixed precision the weights and gradients are bfloat16 or float16, as
+    DeepSpeed does by default, and the optimizer updates float32 master weights in the partitions.
+    The loss scale of float16 is Paceline's: DeepSpeed divides by it within its step, and reports
+    overflows.
 
-    At stage 3 every rank must run the same layers in a micro-batch: DeepSpeed gathers each layer's weights as it comes to it.
-    DeepSpeed moves the whole model to the rank's device before it cuts it, so one device must hold the weights at the start.
+    At stage 3 every rank must run the same layers in a micro-batch: DeepSpeed gathers each layer's
+    weights as it comes to it. DeepSpeed moves the whole model to the rank's device before it cuts
+    it, so one device must hold the weights at the start.
     """
 
     name = "deepspeed"
@@ -71,8 +82,9 @@ class DeepSpeed(Strategy):
         parallel, args = config.parallel, config.train_args
         if args.optim not in _ELEMENTWISE:
             raise ConfigError(
-                f"`train_args.optim: {args.optim}` with `parallel.mode: deepspeed`: DeepSpeed hands the optimizer flat parts "
-                "of several parameters, and it does not train the same on these",
+                f"`train_args.optim: {args.optim}` with `parallel.mode: deepspeed`: DeepSpeed hands"
+                " the optimizer flat parts of several parameters, and it does not train the same"
+                " on these",
                 allowed=", ".join(_ELEMENTWISE),
                 fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
             )
@@ -91,11 +103,14 @@ class DeepSpeed(Strategy):
             )
         if parallel.offload == "all" and stage < 3:
             raise ConfigError(
-                f"`parallel.offload: all` with DeepSpeed's stage {stage}: parameters leave the device at stage 3 alone",
+                f"`parallel.offload: all` with DeepSpeed's stage {stage}: parameters leave the"
+                " device at stage 3 alone",
                 allowed="`parallel.offload: optimizer`, or stage 3",
                 fix="set `parallel.deepspeed_stage: 3`",
             )
-        if parallel.offload != "none" and (parallel.device == "cpu" or not torch.accelerator.is_available()):
+        if parallel.offload != "none" and (
+            parallel.device == "cpu" or not torch.accelerator.is_available()
+        ):
             raise _no_offload(parallel.offload)
         check_json(config, axes.size)
 
@@ -116,8 +131,13 @@ class DeepSpeed(Strategy):
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         deepspeed = import_deepspeed(self.world.device.type)
         self.norm = torch.zeros((), device=self.world.device)
-        # DeepSpeed makes its float32 master weights from the weights that it has cast down: these are put back afterwards.
-        exact = {name: one.detach().float().clone() for name, one in self.trained.items()} if self.low_dtype else {}
+        # DeepSpeed makes its float32 master weights from the weights that it has cast down: these
+        # are put back afterwards.
+        exact = (
+            {name: one.detach().float().clone() for name, one in self.trained.items()}
+            if self.low_dtype
+            else {}
+        )
         elements = sum(one.numel() for one in self.trained.values())
         built = build(list(self.trained.items()))
         with uncounted(), quiet():
@@ -138,12 +158,14 @@ class DeepSpeed(Strategy):
     def _ranges(self) -> Iterator[Range]:
         return ranges(self.zero, self.stage, self.world.rank)
 
-    # -- a step -------------------------------------------------------------------------------------------------------------
+    # -- a step
+    # -------------------------------------------------------------------------------------------------------------
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         engine = self.engine
         for number in range(num_micro_batches):
             engine.set_gradient_accumulation_boundary(number == num_micro_batches - 1)
-            # What engine.forward() does around the model's forward: the task gets the model itself, not DeepSpeed's wrapper.
+            # What engine.forward() does around the model's forward: the task gets the model itself,
+            # not DeepSpeed's wrapper.
             _call(self.zero, "clear_backward_seen_flag")
             loss = micro_step(number, self.model)
             _call(engine, "_backward_prologue")
@@ -155,7 +177,8 @@ class DeepSpeed(Strategy):
         """DeepSpeed divides by the loss scale within its step."""
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """DeepSpeed takes the norm and clips within its step: the tensor returned has its value after :meth:`update`."""
+        """DeepSpeed takes the norm and clips within its step: the tensor returned has its value
+        after :meth:`update`."""
         self.zero.clip_grad = max_norm
         return self.norm
 
@@ -164,7 +187,12 @@ class DeepSpeed(Strategy):
             self.zero.loss_scale = float(self.scaler.scale)
         with quiet():
             done = apply(
-                cast(torch.optim.Optimizer, SimpleNamespace(step=self.engine.step, param_groups=self.optimizer.param_groups))
+                cast(
+                    torch.optim.Optimizer,
+                    SimpleNamespace(
+                        step=self.engine.step, param_groups=self.optimizer.param_groups
+                    ),
+                )
             )
             if not done:  # DeepSpeed itself drops what it has gathered where that is not finite
                 for one in gradient_tensors(self.zero, self.model):
@@ -176,7 +204,8 @@ class DeepSpeed(Strategy):
         return done and not self.zero.overflow
 
     def _watch_gradients(self) -> None:
-        """Note the gradients at the moments when DeepSpeed holds most of them: before and after it reduces them."""
+        """Note the gradients at the moments when DeepSpeed holds most of them: before and after it
+        reduces them."""
         for name in ("reduce_gradients", "reduce_ipg_grads"):
             inner = getattr(self.zero, name, None)
             if inner is not None:
@@ -192,9 +221,12 @@ class DeepSpeed(Strategy):
         return call
 
     def _note_gradients(self) -> None:
-        self.most_gradient_bytes = max(self.most_gradient_bytes, storage_bytes(gradient_tensors(self.zero, self.model)))
+        self.most_gradient_bytes = max(
+            self.most_gradient_bytes, storage_bytes(gradient_tensors(self.zero, self.model))
+        )
 
-    # -- state --------------------------------------------------------------------------------------------------------------
+    # -- state
+    # --------------------------------------------------------------------------------------------------------------
     @property
     def replica_line(self) -> World | None:
         return None if self.stage == 3 else self.world
@@ -205,7 +237,9 @@ class DeepSpeed(Strategy):
     def parts(self) -> Iterable[Part]:
         for one in self._ranges():
             name = self.names[one.parameter]
-            yield Part(name, one.of(one.flat), self.shapes[name], (one.offset,), key=one.flat, flat=True)
+            yield Part(
+                name, one.of(one.flat), self.shapes[name], (one.offset,), key=one.flat, flat=True
+            )
         for name, buffer in persistent_buffers(self.model).items():
             yield Part.whole(name, buffer, owned=self.world.is_first)
 
@@ -216,26 +250,37 @@ class DeepSpeed(Strategy):
         found = {}
         for key, value in self.optimizer.state.get(self._owner(part), {}).items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                value = value.detach().narrow(0, part.tensor.storage_offset() - part.key.storage_offset(), part.tensor.numel())
+                value = value.detach().narrow(
+                    0, part.tensor.storage_offset() - part.key.storage_offset(), part.tensor.numel()
+                )
             if value is not None:
                 found[str(key)] = torch.as_tensor(value)
         return found
 
     def _owner(self, part: Part) -> torch.Tensor:
-        """The partition as the optimizer knows it: the parameter that ``part.key`` is a detached view of."""
+        """The partition as the optimizer knows it: the parameter that ``part.key`` is a detached
+        view of."""
         assert part.key is not None
-        return next(one for one in owners(self.zero, self.stage) if one.data_ptr() == part.key.data_ptr())
+        return next(
+            one for one in owners(self.zero, self.stage) if one.data_ptr() == part.key.data_ptr()
+        )
 
     def load_state(self, source: StateSource) -> None:
         known = source.tensors()
         with torch.no_grad(), uncounted(), quiet():
             for part in self.parts():
-                part.tensor.copy_(read_part(source, f"{'buffer' if part.key is None else 'model'}/{part.name}", part))
+                part.tensor.copy_(
+                    read_part(
+                        source, f"{'buffer' if part.key is None else 'model'}/{part.name}", part
+                    )
+                )
                 if part.key is not None:
                     self._load_entries(part, source, known)
             refresh_weights(self.zero, self.stage)
 
-    def _load_entries(self, part: Part, source: StateSource, known: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    def _load_entries(
+        self, part: Part, source: StateSource, known: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> None:
         assert part.key is not None
         owner = self._owner(part)
         state = self.optimizer.state.setdefault(owner, {})
@@ -252,8 +297,9 @@ class DeepSpeed(Strategy):
             whole.narrow(0, start, part.tensor.numel()).copy_(read_part(source, name, part))
 
     def held(self) -> list[Any]:
-        """Weights as the forward reads them, float32 partitions, optimizer state, and the gradients that are there at the time.
-        With ``parallel.offload`` what lies in the host's memory is left out."""
+        """Weights as the forward reads them, float32 partitions, optimizer state, and the gradients
+        that are there at the time. With ``parallel.offload`` what lies in the host's memory is left
+        out."""
         zero = self.zero
         found: list[Any] = [*self.model.buffers(), *owners(zero, self.stage)]
         for one in self.model.parameters():
@@ -262,11 +308,16 @@ class DeepSpeed(Strategy):
             found += [value for value in entries.values() if isinstance(value, torch.Tensor)]
         found += gradient_tensors(zero, self.model)
         if self.settings.offload != "none":
-            found = [one for one in found if isinstance(one, torch.Tensor) and one.device.type == self.world.device.type]
+            found = [
+                one
+                for one in found
+                if isinstance(one, torch.Tensor) and one.device.type == self.world.device.type
+            ]
         return found
 
     def state_bytes(self) -> int:
-        """DeepSpeed frees its gradients within the update, so the most that was seen of them in a step is added here."""
+        """DeepSpeed frees its gradients within the update, so the most that was seen of them in a
+        step is added here."""
         gradients = storage_bytes(gradient_tensors(self.zero, self.model))
         return storage_bytes(self.held()) - gradients + max(gradients, self.most_gradient_bytes)
 
@@ -276,12 +327,17 @@ class DeepSpeed(Strategy):
 
 
 def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
-    norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._NormBase) and one.running_mean is not None]
+    norms = [
+        one
+        for one in model.modules()
+        if isinstance(one, nn.modules.batchnorm._NormBase) and one.running_mean is not None
+    ]
     if low_dtype is not None and norms:
         kind = type(norms[0]).__name__
         raise ConfigError(
-            f"mixed precision with `parallel.mode: deepspeed`, and the model has {kind}: DeepSpeed makes its weights "
-            "half precision, beside float32 running statistics, and it cannot compute with both",
+            f"mixed precision with `parallel.mode: deepspeed`, and the model has {kind}: DeepSpeed"
+            " makes its weights half precision, beside float32 running statistics, and it cannot"
+            " compute with both",
             allowed="models without running statistics, or float32",
             fix="set `parallel.mode: ddp`, or `train_args.precision: 32`",
         )
@@ -289,27 +345,37 @@ def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
 
 def _no_offload(offload: str) -> ConfigError:
     return ConfigError(
-        f"`parallel.offload: {offload}` needs an accelerator: on a CPU everything is in the host's memory already",
+        f"`parallel.offload: {offload}` needs an accelerator: on a CPU everything is in the host's"
+        " memory already",
         allowed="`parallel.offload: none` on a CPU",
         fix="leave `parallel.offload` out",
     )
 
 
 def _join(deepspeed: Any, world: World) -> None:
-    """Let DeepSpeed use this rank's process group: it must neither look for MPI nor compile kernels to talk through."""
+    """Let DeepSpeed use this rank's process group: it must neither look for MPI nor compile kernels
+    to talk through."""
     os.environ.setdefault("LOCAL_RANK", str(world.env.local_rank))
     if not dist.is_initialized():  # one rank has no group
-        dist.init_process_group("gloo" if world.device.type == "cpu" else None, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo" if world.device.type == "cpu" else None,
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+        )
     compatible = getattr(deepspeed.ops, "__compatible_ops__", {})
     compatible["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 def _call(holder: Any, name: str) -> None:
-    """Call a method that DeepSpeed's older versions do not have (there, ``backward`` does its work)."""
+    """Call a method that DeepSpeed's older versions do not have (there, ``backward`` does its
+    work)."""
     method = getattr(holder, name, None)
     if callable(method):
         method()
 
 
-warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+_tensor` is deprecated")
+warnings.filterwarnings(
+    "ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+_tensor` is deprecated"
+)

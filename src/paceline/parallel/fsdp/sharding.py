@@ -1,4 +1,5 @@
-"""A module cut into shards over a line of ranks by FSDP2: the component that `zero2`, `zero3` and the hybrids share."""
+"""A module cut into shards over a line of ranks by FSDP2: the component that `zero2`, `zero3` and
+the hybrids share."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from paceline.core.errors import ConfigError
@@ -27,8 +34,9 @@ _MESSAGE_BYTES = 64 << 20
 
 
 def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
-    """Dimension along which a parameter is cut: the first, unless that has fewer rows than there are shards (which would
-    leave most of each shard padding, as with the low-rank matrices of LoRA) and another one divides."""
+    """Dimension along which a parameter is cut: the first, unless that has fewer rows than there
+    are shards (which would leave most of each shard padding, as with the low-rank matrices of LoRA)
+    and another one divides."""
     if shape[0] < num_shards:
         for dim, size in enumerate(shape):
             if size % num_shards == 0:
@@ -42,8 +50,10 @@ class ShardPiece:
 
     Args:
         name: in the module given to :class:`Sharding`.
-        parameter: what FSDP manages (a DTensor), or, with no dimension to cut, the parameter itself.
-        values: the local values, live, as a plain parameter; its ``grad`` is set by :meth:`Sharding.end_step`.
+        parameter: what FSDP manages (a DTensor), or, with no dimension to cut, the parameter
+            itself.
+        values: the local values, live, as a plain parameter; its ``grad`` is set by
+            :meth:`Sharding.end_step`.
         shape: before the cut.
         offset: where the local values begin.
         cut: False where every rank of the line holds the whole.
@@ -58,27 +68,33 @@ class ShardPiece:
 
 
 class Sharding:
-    """Parameters, gradients and optimizer state of ``model`` cut over the line of ``world`` along the axis "shard", and
-    repeated along the axis "data". Its parameters may be parts of a tensor-parallel model already: plain tensors.
+    """Parameters, gradients and optimizer state of ``model`` cut over the line of ``world`` along
+    the axis "shard", and repeated along the axis "data". Its parameters may be parts of a
+    tensor-parallel model already: plain tensors.
 
-    A step is :meth:`begin_step`, any number of forward and backward passes through the module (FSDP gathers weights and
-    reduce-scatters the sum of the gradients in each; :meth:`free_in_backward` before the last), :meth:`end_step`; then
-    :attr:`pieces` have their gradients. A collective: every rank of the world makes one, at the same place.
+    A step is :meth:`begin_step`, any number of forward and backward passes through the module (FSDP
+    gathers weights and reduce-scatters the sum of the gradients in each; :meth:`free_in_backward`
+    before the last), :meth:`end_step`; then :attr:`pieces` have their gradients. A collective:
+    every rank of the world makes one, at the same place.
 
-    Modules are cut block by block, so a block must be run by every rank of the line, or by none, in each forward. A block
-    that runs twice in a forward is right, but gathered and reduced twice: more traffic than a cost can know.
+    Modules are cut block by block, so a block must be run by every rank of the line, or by none, in
+    each forward. A block that runs twice in a forward is right, but gathered and reduced twice:
+    more traffic than a cost can know.
 
-    Frozen parameters are never reduced. In stage 2 every rank keeps them whole, as their weights would stay gathered anyway,
-    so they are not sent at all after the start; in stage 3 they are sharded and gathered like the others.
+    Frozen parameters are never reduced. In stage 2 every rank keeps them whole, as their weights
+    would stay gathered anyway, so they are not sent at all after the start; in stage 3 they are
+    sharded and gathered like the others.
 
     Args:
-        model: on the CPU or the rank's device; changed in place, one block at a time on the device. The first rank's values
-            win.
+        model: on the CPU or the rank's device; changed in place, one block at a time on the device.
+            The first rank's values win.
         low_dtype: in which weights are gathered and gradients summed; None: their own.
-        reshard_after_forward: True: gathered weights are freed after forward and after backward, and gathered again (ZeRO
-            stage 3). False: they stay until the last backward, or :meth:`end_step` (stage 2).
+        reshard_after_forward: True: gathered weights are freed after forward and after backward,
+            and gathered again (ZeRO stage 3). False: they stay until the last backward, or
+            :meth:`end_step` (stage 2).
         offload: keep shards, their gradients and the optimizer's state in the host's memory.
-        blocks: modules that are gathered at a time; those of :func:`~paceline.models.blocks.find_blocks` where None.
+        blocks: modules that are gathered at a time; those of
+            :func:`~paceline.models.blocks.find_blocks` where None.
 
     Raises:
         ConfigError: trained parameters of several dtypes.
@@ -99,7 +115,8 @@ class Sharding:
         self.copies = world.line("data")
         self.replicas = world.line("data", "shard")
         self.keeps_weights = not reshard_after_forward
-        #: Most bytes of gathered weights between a forward and its backward, where they stay that long.
+        #: Most bytes of gathered weights between a forward and its backward, where they stay that
+        #: long.
         self.gathered_bytes = 0
         _check_dtypes(model)
         self.replicas.broadcast([*model.parameters(), *model.buffers()])
@@ -108,19 +125,40 @@ class Sharding:
         self._shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
         norm_parameters = batch_norm_parameters(model)
         #: Parameters that FSDP does not manage: scalars, and in stage 2 frozen ones.
-        self._whole = {one for one in model.parameters() if one.dim() == 0 or (self.keeps_weights and not one.requires_grad)}
+        self._whole = {
+            one
+            for one in model.parameters()
+            if one.dim() == 0 or (self.keeps_weights and not one.requires_grad)
+        }
         for one in self._whole:  # FSDP moves what it manages
-            # FSDP would gather a float32 weight in the low precision; one that every rank keeps is held in it.
-            low = low_dtype is not None and one.dtype == torch.float32 and one.dim() > 0 and one not in norm_parameters
+            # FSDP would gather a float32 weight in the low precision; one that every rank keeps is
+            # held in it.
+            low = (
+                low_dtype is not None
+                and one.dtype == torch.float32
+                and one.dim() > 0
+                and one not in norm_parameters
+            )
             one.data = one.data.to(world.device, dtype=low_dtype if low else None)
         self.units = self._cut(low_dtype, offload, blocks)
-        self._to_shards = {name: one for name, one in model.named_parameters() if one not in self._whole}
-        self.pieces = [self._piece(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        self._to_shards = {
+            name: one for name, one in model.named_parameters() if one not in self._whole
+        }
+        self.pieces = [
+            self._piece(name, one) for name, one in model.named_parameters() if one.requires_grad
+        ]
 
-    def _cut(self, low_dtype: torch.dtype | None, offload: bool, blocks: list[nn.Module] | None) -> list[FSDPModule]:
-        """Hand the modules to FSDP, the innermost first. What a block shares with the rest of the model stays with the root."""
-        mesh = DeviceMesh.from_group(_group(self.shards), self.shards.device.type, mesh_dim_names=("shard",))
-        low = MixedPrecisionPolicy(param_dtype=low_dtype, reduce_dtype=low_dtype, cast_forward_inputs=False)
+    def _cut(
+        self, low_dtype: torch.dtype | None, offload: bool, blocks: list[nn.Module] | None
+    ) -> list[FSDPModule]:
+        """Hand the modules to FSDP, the innermost first. What a block shares with the rest of the
+        model stays with the root."""
+        mesh = DeviceMesh.from_group(
+            _group(self.shards), self.shards.device.type, mesh_dim_names=("shard",)
+        )
+        low = MixedPrecisionPolicy(
+            param_dtype=low_dtype, reduce_dtype=low_dtype, cast_forward_inputs=False
+        )
         own = MixedPrecisionPolicy(cast_forward_inputs=False)
         norms: list[nn.Module] = [] if low_dtype is None else _batch_norms(self.model)
         given = [one for _, one in find_blocks(self.model)] if blocks is None else blocks
@@ -129,7 +167,9 @@ class Sharding:
         arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not self.keeps_weights}
         arguments["shard_placement_fn"] = lambda one: Shard(shard_dim(tuple(one.shape), size))
         arguments["offload_policy"] = (
-            CPUOffloadPolicy(pin_memory=self.shards.device.type == "cuda") if offload else OffloadPolicy()
+            CPUOffloadPolicy(pin_memory=self.shards.device.type == "cuda")
+            if offload
+            else OffloadPolicy()
         )
         if self._whole:
             arguments["ignored_params"] = self._whole
@@ -137,14 +177,16 @@ class Sharding:
         for module in [*_separate(self.model, wanted, self._whole), self.model]:
             fully_shard(module, mp_policy=own if module in norms else low, **arguments)
             assert isinstance(module, FSDPModule)
-            # The sum over ranks, as exact as it comes: the loss is divided by the global count already.
+            # The sum over ranks, as exact as it comes: the loss is divided by the global count
+            # already.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             found.append(module)
         root = found[-1]
         root.set_reshard_after_backward(not self.keeps_weights)
         self._frees_in_backward = not self.keeps_weights
-        # Ranks may differ in which parameters a batch reaches; torch before 2.12 has no switch for it.
+        # Ranks may differ in which parameters a batch reaches; torch before 2.12 has no switch for
+        # it.
         if hasattr(root, "set_reduce_scatter_unused_params"):
             root.set_reduce_scatter_unused_params(True)
         return found
@@ -156,9 +198,12 @@ class Sharding:
         dim = shard_dim(shape, self.shards.size)
         begin = min(shape[dim], math.ceil(shape[dim] / self.shards.size) * self.shards.rank)
         offset = tuple(begin if one == dim else 0 for one in range(len(shape)))
-        return ShardPiece(name, parameter, nn.Parameter(local_tensor(parameter.detach())), shape, offset, cut=True)
+        return ShardPiece(
+            name, parameter, nn.Parameter(local_tensor(parameter.detach())), shape, offset, cut=True
+        )
 
-    # -- a step --------------------------------------------------------------------------------------------------------------
+    # -- a step
+    # --------------------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
         self._set_frees_in_backward(not self.keeps_weights)
         for piece in self.pieces:
@@ -166,13 +211,17 @@ class Sharding:
             piece.values.grad = None
 
     def free_in_backward(self) -> None:
-        """Before the last forward of a step: its backward frees each block's weights when it is done with them, so that
-        they do not lie beside all of the gradients."""
+        """Before the last forward of a step: its backward frees each block's weights when it is
+        done with them, so that they do not lie beside all of the gradients."""
         self._set_frees_in_backward(True)
 
     def note_gathered(self) -> None:
         """Note how much is gathered now, between a forward and its backward."""
-        gathered = [one for one in self.model.parameters() if not isinstance(one, DTensor) and one not in self._whole]
+        gathered = [
+            one
+            for one in self.model.parameters()
+            if not isinstance(one, DTensor) and one not in self._whole
+        ]
         self.gathered_bytes = max(self.gathered_bytes, storage_bytes(gathered))
 
     def _set_frees_in_backward(self, frees: bool) -> None:
@@ -181,24 +230,28 @@ class Sharding:
             self._frees_in_backward = frees
 
     def end_step(self) -> None:
-        """Free weights that are gathered still and bring the gradients to their sum over all ranks. Parameters that no batch
-        reached have zeros."""
+        """Free weights that are gathered still and bring the gradients to their sum over all ranks.
+        Parameters that no batch reached have zeros."""
         self.reshard()
         for piece in self.pieces:
             gradient = piece.parameter.grad
-            piece.values.grad = torch.zeros_like(piece.values) if gradient is None else local_tensor(gradient)
+            piece.values.grad = (
+                torch.zeros_like(piece.values) if gradient is None else local_tensor(gradient)
+            )
         _sum_packed([_gradient(piece) for piece in self.pieces if piece.cut], self.copies)
         _sum_packed([_gradient(piece) for piece in self.pieces if not piece.cut], self.replicas)
         self.replicas.broadcast(self.changing_buffers)
 
     def reshard(self) -> None:
-        """Free gathered weights wherever they are: after an evaluation, after new values were written."""
+        """Free gathered weights wherever they are: after an evaluation, after new values were
+        written."""
         for unit in self.units:
             unit.reshard()
 
     def squared_norm(self, among: Container[str] | None = None) -> torch.Tensor:
-        """This rank's share of the gradient's squared 2-norm, a wide scalar on the device, to be summed over the shards:
-        each element counts on one rank of the line. ``among``: names to take; all where None."""
+        """This rank's share of the gradient's squared 2-norm, a wide scalar on the device, to be
+        summed over the shards: each element counts on one rank of the line. ``among``: names to
+        take; all where None."""
         gradients = [
             _gradient(piece)
             for piece in self.pieces
@@ -210,21 +263,26 @@ class Sharding:
         for device, gradients in _by_device(_gradient(piece) for piece in self.pieces).items():
             torch._foreach_mul_(gradients, factor.to(device))
 
-    # -- what it holds -------------------------------------------------------------------------------------------------------
+    # -- what it holds
+    # -------------------------------------------------------------------------------------------------------
     def named_pieces(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer updates: every trained parameter, also where none of its elements fell to this rank."""
+        """What the optimizer updates: every trained parameter, also where none of its elements fell
+        to this rank."""
         return [(piece.name, piece.values) for piece in self.pieces]
 
     def parts(self) -> Iterator[Part]:
         for piece in self.pieces:
             owned = self.copies.is_first if piece.cut else self.replicas.is_first
-            yield Part(piece.name, piece.values, piece.shape, piece.offset, key=piece.values, owned=owned)
+            yield Part(
+                piece.name, piece.values, piece.shape, piece.offset, key=piece.values, owned=owned
+            )
         buffers = dict(self.model.named_buffers())
         for name in self._persistent:
             yield Part.whole(name, buffers[name], owned=self.replicas.is_first)
 
     def held(self) -> list[Any]:
-        """Shards (frozen ones too), buffers and gradients; what is gathered for the moment is :attr:`gathered_bytes`."""
+        """Shards (frozen ones too), buffers and gradients; what is gathered for the moment is
+        :attr:`gathered_bytes`."""
         gradients = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]
         return [*self._to_shards.values(), *self._whole, *self.model.buffers(), *gradients]
 
@@ -260,16 +318,22 @@ def _check_dtypes(model: nn.Module) -> None:
     if len(kinds) > 1:
         names = ", ".join(sorted(str(one).removeprefix("torch.") for one in kinds))
         raise ConfigError(
-            f"{type(model).__name__} trains parameters of several types ({names}), and sharding packs them together",
+            f"{type(model).__name__} trains parameters of several types ({names}), and sharding"
+            " packs them together",
             allowed="one type, best float32: `precision: bf16-mixed` casts for the computation",
             fix="cast the model with .float(), or set `parallel.mode: zero1` or `ddp`",
         )
 
 
 def _batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Batch and instance normalisations with weights: beside float32 running statistics these must be float32 too."""
+    """Batch and instance normalisations with weights: beside float32 running statistics these must
+    be float32 too."""
     norms = (nn.modules.batchnorm._NormBase,)
-    return [one for one in model.modules() if isinstance(one, norms) and any(True for _ in one.parameters(recurse=False))]
+    return [
+        one
+        for one in model.modules()
+        if isinstance(one, norms) and any(True for _ in one.parameters(recurse=False))
+    ]
 
 
 def _callable(block: nn.Module) -> Iterable[nn.Module]:
@@ -281,9 +345,11 @@ def _callable(block: nn.Module) -> Iterable[nn.Module]:
         yield block
 
 
-def _separate(model: nn.Module, wanted: list[nn.Module], whole: Container[nn.Parameter]) -> list[nn.Module]:
-    """Return the modules that have parameters to shard, none of which is used elsewhere in the model. Parameters in
-    ``whole`` are not sharded."""
+def _separate(
+    model: nn.Module, wanted: list[nn.Module], whole: Container[nn.Parameter]
+) -> list[nn.Module]:
+    """Return the modules that have parameters to shard, none of which is used elsewhere in the
+    model. Parameters in ``whole`` are not sharded."""
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for one in module.parameters(recurse=False):

@@ -33,11 +33,12 @@ __all__ = ["Sharding", "ZeRO2", "ZeRO3"]
 
 
 class ZeRO3(Strategy):
-    """ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section
-    5.3): each rank holds a shard of everything, and gathers the weights of a block when forward or backward comes to it.
+    """ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models", 2020, section 5.3): each rank holds a shard of everything, and gathers the
+    weights of a block when forward or backward comes to it.
 
-    With the axis ``data`` beside ``shard`` the shards are repeated, and their gradients all-reduced once a step (hybrid
-    sharding).
+    With the axis ``data`` beside ``shard`` the shards are repeated, and their gradients all-reduced
+    once a step (hybrid sharding).
     """
 
     name = "zero3"
@@ -49,7 +50,8 @@ class ZeRO3(Strategy):
         check_elementwise(config, cls.name)
         if config.evaluation.where == "rank0":
             raise ConfigError(
-                f"`evaluation.where: rank0`, and with `mode: {cls.name}` rank 0 holds a part of the model",
+                f"`evaluation.where: rank0`, and with `mode: {cls.name}` rank 0 holds a part of the"
+                " model",
                 allowed=f"with {cls.name}: `evaluation.where: all`",
                 fix="set `evaluation.where: all`, or `parallel.mode: zero1`",
             )
@@ -86,7 +88,9 @@ class ZeRO3(Strategy):
         self.world.wait(self.sharding.shards.all_reduce(squared))
         return clip_to(max_norm, squared.sqrt().float(), self.sharding.scale)
 
-    def evaluate(self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module) -> dict[str, torch.Tensor] | None:
+    def evaluate(
+        self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module
+    ) -> dict[str, torch.Tensor] | None:
         found = super().evaluate(run, model)
         self.sharding.reshard()
         return found
@@ -113,14 +117,17 @@ class ZeRO3(Strategy):
 
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-        """Per trained parameter, N shards, Adam: stage 3 16/N bytes (4 weights, 4 gradients, 8 moments: Rajbhandari et al.,
-        2020, section 5.3, figure 1), the weights gathered for the moment counted with the activations; stage 2 besides the
-        gathered weights, 2 bytes in mixed precision or 4 (section 5.2; the paper's 2 + 14/N has gradients in the low
-        precision, FSDP2 keeps float32). A frozen parameter is whole on every rank in stage 2, and sharded in stage 3.
+        """Per trained parameter, N shards, Adam: stage 3 16/N bytes (4 weights, 4 gradients, 8
+        moments: Rajbhandari et al., 2020, section 5.3, figure 1), the weights gathered for the
+        moment counted with the activations; stage 2 besides the gathered weights, 2 bytes in mixed
+        precision or 4 (section 5.2; the paper's 2 + 14/N has gradients in the low precision, FSDP2
+        keeps float32). A frozen parameter is whole on every rank in stage 2, and sharded in stage
+        3.
 
-        Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N; trained weights are gathered once a step in stage 2, and all
-        weights in forward and backward of each micro-batch in stage 3 (section 7.2). Over D replicas of the shards an
-        all-reduce of a shard's gradients once a step. Padding of each parameter's cut is counted."""
+        Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N; trained weights are gathered once
+        a step in stage 2, and all weights in forward and backward of each micro-batch in stage 3
+        (section 7.2). Over D replicas of the shards an all-reduce of a shard's gradients once a
+        step. Padding of each parameter's cut is counted."""
         weights = whole = gathered = gradients = state = reduced = 0
         normed = batch_norm_names(shape)
         backward = _reached_by_backward(shape)
@@ -134,7 +141,11 @@ class ZeRO3(Strategy):
             weights += cut * one.element_bytes
             gathered += padded * each if one.shape else 0
             if cls.reshard_after_forward:
-                gathers += work.micro_batches * (2 if one.name in backward else 1) * padded * each if one.shape else 0
+                gathers += (
+                    work.micro_batches * (2 if one.name in backward else 1) * padded * each
+                    if one.shape
+                    else 0
+                )
             if one.trainable:
                 gradients += cut * one.element_bytes
                 state += cut * shape.optimizer_bytes_per_element + step_count_bytes(config)
@@ -145,7 +156,10 @@ class ZeRO3(Strategy):
         traffic = {
             "reduce_scatter": work.micro_batches * scatter_bytes(reduced, num_shards),
             "all_gather": scatter_bytes(gathers, num_shards),
-            "all_reduce": all_reduce_bytes(gradients - scalars, axes.data) + all_reduce_bytes(scalars, axes.replicas),
+            "all_reduce": (
+                all_reduce_bytes(gradients - scalars, axes.data)
+                + all_reduce_bytes(scalars, axes.replicas)
+            ),
             **statistics_traffic(shape, axes.replicas),
         }
         on_host = config.parallel.offload == "all"
@@ -161,8 +175,9 @@ class ZeRO3(Strategy):
 
 
 class ZeRO2(ZeRO3):
-    """ZeRO stage 2 (section 5.2): the gathered weights stay from the first forward of a step to its last backward, which frees
-    them block by block; gradients are in shards after each micro-batch."""
+    """ZeRO stage 2 (section 5.2): the gathered weights stay from the first forward of a step to its
+    last backward, which frees them block by block; gradients are in shards after each micro-batch.
+    """
 
     name = "zero2"
     reshard_after_forward = False
@@ -174,14 +189,19 @@ def _check_offload(config: Config, mode: str) -> None:
         return
     if offload == "optimizer":
         raise ConfigError(
-            f"`parallel.offload: optimizer`, and with `mode: {mode}` optimizer state lies where the shards of the weights lie",
+            f"`parallel.offload: optimizer`, and with `mode: {mode}` optimizer state lies where the"
+            " shards of the weights lie",
             allowed=f"with {mode}: none, all",
-            fix="set `parallel.offload: all`, or `parallel.mode: deepspeed`, which moves the optimizer's state alone",
+            fix=(
+                "set `parallel.offload: all`, or `parallel.mode: deepspeed`, which moves the"
+                " optimizer's state alone"
+            ),
         )
     device = config.parallel.device
     if device == "cpu" or (device == "auto" and not torch.accelerator.is_available()):
         raise ConfigError(
-            f"`parallel.offload: {offload}` needs an accelerator whose memory it spares, and the device is the CPU",
+            f"`parallel.offload: {offload}` needs an accelerator whose memory it spares, and the"
+            " device is the CPU",
             allowed="on the CPU: `parallel.offload: none`",
             fix="leave `parallel.offload` out",
         )
@@ -208,7 +228,8 @@ def _block_of(name: str, blocks: Container[str]) -> str:
 
 
 def _blocks_by_parameter(shape: ModelShape) -> dict[str, str]:
-    """Parameter → block that is gathered with it. A block that shares a parameter with the rest goes with the root."""
+    """Parameter → block that is gathered with it. A block that shares a parameter with the rest
+    goes with the root."""
     key = "blocks by parameter"
     if key in shape.memo:
         return shape.memo[key]  # type: ignore[no-any-return]
@@ -225,7 +246,8 @@ def _blocks_by_parameter(shape: ModelShape) -> dict[str, str]:
 
 
 def _reached_by_backward(shape: ModelShape) -> set[str]:
-    """Parameters whose block takes part in backward: the blocks from the first trained parameter on, and the root."""
+    """Parameters whose block takes part in backward: the blocks from the first trained parameter
+    on, and the root."""
     blocks = _blocks_by_parameter(shape)
     trained = {blocks[one.name] for one in shape.trained}
     reached: set[str] = {""}
@@ -238,8 +260,8 @@ def _reached_by_backward(shape: ModelShape) -> set[str]:
 
 
 def _largest_gathered(shape: ModelShape, num_shards: int, normed: frozenset[str]) -> int:
-    """Bytes of weights that are gathered at a time in stage 3: the root's and two blocks', the next being fetched meanwhile,
-    and one block's gradients before they are cut."""
+    """Bytes of weights that are gathered at a time in stage 3: the root's and two blocks', the next
+    being fetched meanwhile, and one block's gradients before they are cut."""
     blocks = _blocks_by_parameter(shape)
     sizes: dict[str, int] = {}
     for one in shape.parameters:

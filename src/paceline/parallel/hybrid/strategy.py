@@ -1,8 +1,9 @@
 """Axes combined: pipeline stages, cut layers and shards or replicas, composed in one fixed order.
 
-The order: the pipeline deals the blocks to stages; tensor parallelism cuts the layers of a stage; what is left is sharded
-(`shard` > 1: FSDP over the axes data and shard) or replicated (gradients in buckets over the axis data). Each step finds plain
-modules with plain parameters, smaller than before; sharding first and cutting afterwards would train with wrong gradients.
+The order: the pipeline deals the blocks to stages; tensor parallelism cuts the layers of a stage;
+what is left is sharded (`shard` > 1: FSDP over the axes data and shard) or replicated (gradients in
+buckets over the axis data). Each step finds plain modules with plain parameters, smaller than
+before; sharding first and cutting afterwards would train with wrong gradients.
 """
 
 from __future__ import annotations
@@ -57,10 +58,18 @@ class Hybrid(SummedInBuckets):
     def check(config: Config, axes: Axes) -> None:
         _check(config, axes)
 
-    # -- placing ------------------------------------------------------------------------------------------------------------
+    # -- placing
+    # ------------------------------------------------------------------------------------------------------------
     def place(self, model: nn.Module) -> nn.Module:
         axes = self.world.axes
-        for line in (("tensor",), ("pipeline",), ("data",), ("shard",), ("data", "shard"), ("shard", "tensor", "pipeline")):
+        for line in (
+            ("tensor",),
+            ("pipeline",),
+            ("data",),
+            ("shard",),
+            ("data", "shard"),
+            ("shard", "tensor", "pipeline"),
+        ):
             self.world.line(*line)  # every rank makes its lines in this order
         self.world.broadcast([*model.parameters(), *model.buffers()])
         plan = None
@@ -77,7 +86,8 @@ class Hybrid(SummedInBuckets):
             self.tensor = TensorSplit(model, self.world.line("tensor"), self.settings, plan)
             self.notices += self.tensor.notices
         self.model = model
-        # Names of parameters are taken while these are plain: sharding makes new ones, under the same names.
+        # Names of parameters are taken while these are plain: sharding makes new ones, under the
+        # same names.
         partial = {id(one) for one in self.tensor.partial} if self.tensor else set()
         self.partial_names = [name for name, one in model.named_parameters() if id(one) in partial]
         if axes.shard > 1:
@@ -89,7 +99,9 @@ class Hybrid(SummedInBuckets):
             self.trained = dict(self.sharding.named_pieces())
         else:
             model.to(self.world.device)
-            self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+            self.trained = {
+                name: one for name, one in model.named_parameters() if one.requires_grad
+            }
             self.changing_buffers = changing_buffers(model) if axes.data > 1 else []
             self.sum_in_buckets(self.world.line("data"))
         return model
@@ -98,7 +110,8 @@ class Hybrid(SummedInBuckets):
         self.optimizer = build(list(self.trained.items()))
         return self.optimizer
 
-    # -- a step -------------------------------------------------------------------------------------------------------------
+    # -- a step
+    # -------------------------------------------------------------------------------------------------------------
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         if self.sharding is not None:
             self.sharding.begin_step()
@@ -111,15 +124,23 @@ class Hybrid(SummedInBuckets):
             self.buckets.finish()
             self.world.line("data").broadcast(self.changing_buffers)
         if self.tensor is not None:
-            self.tensor.sum_partial_gradients([_gradient(self.trained[name]) for name in self.partial_names])
-            self.tensor.sum_over_copies([(gradient, one.copies) for gradient, one in self._shared_gradients()])
+            self.tensor.sum_partial_gradients(
+                [_gradient(self.trained[name]) for name in self.partial_names]
+            )
+            self.tensor.sum_over_copies(
+                [(gradient, one.copies) for gradient, one in self._shared_gradients()]
+            )
         if self.pipeline is not None:
             self.pipeline.sum_shared_gradients()
 
-    def _run_backward(self, micro_step: MicroStep, num_micro_batches: int, before_last: Callable[[], None]) -> None:
+    def _run_backward(
+        self, micro_step: MicroStep, num_micro_batches: int, before_last: Callable[[], None]
+    ) -> None:
         if self.pipeline is not None:
             self.pipeline.backward(micro_step, num_micro_batches)
-            before_last()  # gradients of several micro-batches come in at once: they are reduced when all are there
+            # gradients of several micro-batches come in at once: they are reduced when all are
+            # there
+            before_last()
             return
         accumulate(micro_step, self.model, num_micro_batches, before_last)
 
@@ -131,7 +152,10 @@ class Hybrid(SummedInBuckets):
             gradients = [_gradient(self.trained[name]) for name in self.trained if name in counted]
             total = squared_norm_of(gradients, self.world.device)
         if self.tensor is not None:  # what another rank of the tensor line counts
-            total -= squared_norm_of([one for one, place in self._shared_gradients() if not place.owned], self.world.device)
+            total -= squared_norm_of(
+                [one for one, place in self._shared_gradients() if not place.owned],
+                self.world.device,
+            )
         line = self.world.line("shard", "tensor", "pipeline")
         line.wait(line.all_reduce(total))
         scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
@@ -146,18 +170,26 @@ class Hybrid(SummedInBuckets):
         yield from frozen_parts(self.model)
 
     def _counts(self, name: str) -> bool:
-        """True on one rank of the tensor and pipeline lines for each element that this rank holds of ``name``."""
+        """True on one rank of the tensor and pipeline lines for each element that this rank holds
+        of ``name``."""
         if self.pipeline is not None and not self.pipeline.owns(name):
             return False
         return self.tensor is None or name in self.tensor.cuts or self.tensor.line.is_first
 
-    def evaluate(self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module) -> dict[str, torch.Tensor] | None:
-        found = super().evaluate(run, model) if self.pipeline is None else self.pipeline.evaluate(run, model)
+    def evaluate(
+        self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module
+    ) -> dict[str, torch.Tensor] | None:
+        found = (
+            super().evaluate(run, model)
+            if self.pipeline is None
+            else self.pipeline.evaluate(run, model)
+        )
         if self.sharding is not None:
             self.sharding.reshard()
         return found
 
-    # -- state --------------------------------------------------------------------------------------------------------------
+    # -- state
+    # --------------------------------------------------------------------------------------------------------------
     def parts(self) -> Iterable[Part]:
         first_replica = self.world.coordinates["data"] == 0
         for part in self._local_parts():
@@ -169,7 +201,8 @@ class Hybrid(SummedInBuckets):
                 yield from _cut_parts(part, cut, owned)
 
     def _shared_gradients(self) -> list[tuple[torch.Tensor, Range]]:
-        """What this rank holds of gradients of weights that several ranks of the tensor line hold; the same on each of them."""
+        """What this rank holds of gradients of weights that several ranks of the tensor line hold;
+        the same on each of them."""
         assert self.tensor is not None
         found = []
         for part in self._local_parts():
@@ -177,7 +210,9 @@ class Hybrid(SummedInBuckets):
             if cut is None or part.key is None or all(one.copies == 1 for one in cut.ranges):
                 continue
             gradient = _gradient(part.key)  # type: ignore[arg-type]
-            for first, length, place in cut.pieces(part.offset[cut.dim], part.tensor.shape[cut.dim]):
+            for first, length, place in cut.pieces(
+                part.offset[cut.dim], part.tensor.shape[cut.dim]
+            ):
                 if place.copies > 1:
                     found.append((gradient.narrow(cut.dim, first, length), place))
         return found
@@ -221,7 +256,9 @@ class Hybrid(SummedInBuckets):
             self.sharding.reshard()
 
     def state_bytes(self) -> int:
-        return super().state_bytes() + (self.sharding.gathered_bytes if self.sharding is not None else 0)
+        return super().state_bytes() + (
+            self.sharding.gathered_bytes if self.sharding is not None else 0
+        )
 
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
@@ -252,10 +289,15 @@ def _cut_parts(part: Part, cut: Cut, owned: bool) -> Iterable[Part]:
         offset = tuple(cut.start if dim == cut.dim else 0 for dim in range(len(cut.shape)))
         yield replace(part, owned=owned, shape=cut.shape, offset=offset)
     for first, length, place in pieces:
-        offset = tuple(place.start if dim == cut.dim else begin for dim, begin in enumerate(part.offset))
+        offset = tuple(
+            place.start if dim == cut.dim else begin for dim, begin in enumerate(part.offset)
+        )
         region = None
         if len(pieces) > 1:
-            region = tuple(slice(first, first + length) if dim == cut.dim else slice(None) for dim in range(len(cut.shape)))
+            region = tuple(
+                slice(first, first + length) if dim == cut.dim else slice(None)
+                for dim in range(len(cut.shape))
+            )
         is_all = length == part.tensor.shape[cut.dim]
         yield replace(
             part,
@@ -268,10 +310,15 @@ def _cut_parts(part: Part, cut: Cut, owned: bool) -> Iterable[Part]:
 
 
 def _check(config: Config, axes: Axes) -> None:
-    cut = " × ".join(f"{axis} {getattr(axes, axis)}" for axis in ("shard", "tensor", "pipeline") if getattr(axes, axis) > 1)
+    cut = " × ".join(
+        f"{axis} {getattr(axes, axis)}"
+        for axis in ("shard", "tensor", "pipeline")
+        if getattr(axes, axis) > 1
+    )
     if config.parallel.sequence_parallel and axes.tensor == 1:
         raise ConfigError(
-            "`parallel.sequence_parallel: true` without tensor parallelism: there is nothing between cut layers",
+            "`parallel.sequence_parallel: true` without tensor parallelism: there is nothing"
+            " between cut layers",
             fix="set `parallel.tensor: 2`, or leave `parallel.sequence_parallel` out",
         )
     if not cut:
@@ -294,7 +341,8 @@ def _check(config: Config, axes: Axes) -> None:
         )
     if axes.pipeline > 1 and axes.shard > 1 and config.parallel.pipeline_schedule == "zero_bubble":
         raise ConfigError(
-            f"`parallel.pipeline_schedule: zero_bubble` with {cut}: its split backward passes FSDP by",
+            f"`parallel.pipeline_schedule: zero_bubble` with {cut}: its split backward passes"
+            " FSDP by",
             fix="set `parallel.pipeline_schedule: 1f1b`, or `parallel.shard: 1`",
         )
     if config.task in ("sft", "pretrain"):

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 def local_cost(name: str, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-    """All of `ddp`; for `diloco` the outer parameters and their momentum in float32, a share a rank of a worker; and what
-    overlapped synchronisations keep while they are under way.
+    """All of `ddp`; for `diloco` the outer parameters and their momentum in float32, a share a rank
+    of a worker; and what overlapped synchronisations keep while they are under way.
 
-    Sent, as a mean over a period of H steps after the warm-up: within a worker of g ranks the gradients' all-reduce at each
-    step; between workers, once a period, an all-reduce of 1/g of the parameters, and within a worker its all-gather
-    (Douillard et al., "DiLoCo", 2023, section 2: 1/H of the communication).
+    Sent, as a mean over a period of H steps after the warm-up: within a worker of g ranks the
+    gradients' all-reduce at each step; between workers, once a period, an all-reduce of 1/g of the
+    parameters, and within a worker its all-gather (Douillard et al., "DiLoCo", 2023, section 2: 1/H
+    of the communication).
     """
     settings, rhythm = config.local_sgd, Rhythm.of(config.local_sgd)
     workers = num_workers(settings, _env(axes.data))
@@ -43,7 +44,9 @@ def local_cost(name: str, shape: ModelShape, axes: Axes, work: Workload, config:
     return Cost(
         parameters=shape.parameter_bytes + shape.buffer_bytes,
         gradients=gradients,
-        optimizer=elements * shape.optimizer_bytes_per_element + outer + _in_flight(name, rhythm, shares, workers, dtype),
+        optimizer=elements * shape.optimizer_bytes_per_element
+        + outer
+        + _in_flight(name, rhythm, shares, workers, dtype),
         activations=work.activation_bytes,
         traffic={key: round(size / rhythm.period) for key, size in traffic.items() if size},
     )
@@ -52,18 +55,24 @@ def local_cost(name: str, shape: ModelShape, axes: Axes, work: Workload, config:
 def mean_bytes(strategy: LocalTraining) -> int:
     """Bytes that a rank sends to the other workers for one synchronisation of all fragments."""
     dtype = strategy.local.outer_dtype if strategy.name == "diloco" else "float32"
-    sizes = [stop - start for start, stop in map(strategy.share_of, range(strategy.rhythm.fragments))]
+    sizes = [
+        stop - start for start, stop in map(strategy.share_of, range(strategy.rhythm.fragments))
+    ]
     return sum(sum(mean_traffic(size, strategy.workers, dtype).values()) for size in sizes)
 
 
 def _in_flight(name: str, rhythm: Rhythm, shares: list[int], workers: int, dtype: str) -> int:
-    """Bytes of the synchronisations under way, where most are. `local_sgd` keeps what a rank sent beside the message."""
+    """Bytes of the synchronisations under way, where most are. `local_sgd` keeps what a rank sent
+    beside the message."""
     own = 4 if name == "local_sgd" else 0
     most = 0
     for step in range(rhythm.warmup + rhythm.period, rhythm.warmup + 2 * rhythm.period):
         held = 0
         for number, age in rhythm.in_flight(step):
-            held += mean_held(shares[number], workers, dtype, second=age >= rhythm.half) + own * shares[number]
+            held += (
+                mean_held(shares[number], workers, dtype, second=age >= rhythm.half)
+                + own * shares[number]
+            )
         most = max(most, held)
     return most
 

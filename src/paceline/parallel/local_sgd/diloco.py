@@ -1,4 +1,5 @@
-"""`diloco`: workers train on their own; how far they came in so many steps is the gradient of an outer optimizer."""
+"""`diloco`: workers train on their own; how far they came in so many steps is the gradient of an
+outer optimizer."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ from paceline.parallel.local_sgd.sync import Flight, Mean, fragment
 
 
 class DiLoCo(LocalTraining):
-    """Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023), algorithm 1: the outer
-    gradient is the mean over the workers of the outer parameters less their own; the outer optimizer is SGD with Nesterov
-    momentum, in torch's form: m ← μ m + Δ, θ ← θ - η (Δ + μ m).
+    """Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023),
+    algorithm 1: the outer gradient is the mean over the workers of the outer parameters less their
+    own; the outer optimizer is SGD with Nesterov momentum, in torch's form: m ← μ m + Δ, θ ← θ - η
+    (Δ + μ m).
 
-    Fragments, overlap and outer gradients of few bits are those of Douillard et al., "Streaming DiLoCo with overlapping
-    communication" (2025), section 2: an overlapped synchronisation ends with a mixture of a worker's own parameters (a share of
-    ``overlap_mix``) and the outer ones.
+    Fragments, overlap and outer gradients of few bits are those of Douillard et al., "Streaming
+    DiLoCo with overlapping communication" (2025), section 2: an overlapped synchronisation ends
+    with a mixture of a worker's own parameters (a share of ``overlap_mix``) and the outer ones.
 
-    A rank keeps the outer parameters and their momentum for its share alone: all of them where a worker is one rank.
+    A rank keeps the outer parameters and their momentum for its share alone: all of them where a
+    worker is one rank.
     """
 
     name = "diloco"

@@ -12,12 +12,13 @@ from paceline.parallel.local_sgd.sync import Flight, Mean, Vector, fragment
 
 
 class LocalSgd(LocalTraining):
-    """Stich, "Local SGD Converges Fast and Communicates Little" (2019), algorithm 1; with ``warmup_steps`` post-local SGD (Lin
-    et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020, section 3).
+    """Stich, "Local SGD Converges Fast and Communicates Little" (2019), algorithm 1; with
+    ``warmup_steps`` post-local SGD (Lin et al., "Don't Use Large Mini-Batches, Use Local SGD",
+    2020, section 3).
 
-    Overlapped: after k more steps each worker adds to its parameters how far, when the average was taken, they lay from it;
-    its steps since then are kept (Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using
-    Delayed Averaging", 2020, section 3).
+    Overlapped: after k more steps each worker adds to its parameters how far, when the average was
+    taken, they lay from it; its steps since then are kept (Zhou et al., "DaSGD: Squeezing SGD
+    Parallelization Performance in Distributed Training Using Delayed Averaging", 2020, section 3).
     """
 
     name = "local_sgd"
@@ -32,14 +33,14 @@ class LocalSgd(LocalTraining):
             return
         if config.local_sgd.overlap_steps:
             raise ConfigError(
-                "`local_sgd.average_moments` with `local_sgd.overlap_steps`: corrected late, a second moment could become "
-                "negative",
+                "`local_sgd.average_moments` with `local_sgd.overlap_steps`: corrected late, a"
+                " second moment could become negative",
                 fix="turn one of them off",
             )
         if config.train_args.optim == "adafactor":
             raise ConfigError(
-                "`local_sgd.average_moments` with `optim: adafactor`, whose moments are factored: the mean of factors is not "
-                "the factors of a mean",
+                "`local_sgd.average_moments` with `optim: adafactor`, whose moments are factored:"
+                " the mean of factors is not the factors of a mean",
                 fix="leave `local_sgd.average_moments` out, or set `optim: adamw`",
             )
 
@@ -67,6 +68,9 @@ class LocalSgd(LocalTraining):
         found = []
         for kind in kinds:
             tensors = [state.get(kind) for state in states]
-            if all(isinstance(one, torch.Tensor) and one.shape == shape for one, shape in zip(tensors, shapes, strict=True)):
+            if all(
+                isinstance(one, torch.Tensor) and one.shape == shape
+                for one, shape in zip(tensors, shapes, strict=True)
+            ):
                 found.append(Vector(tensors))
         return found

@@ -1,4 +1,5 @@
-"""When which part of the parameters is synchronised: a function of the step alone, the same on every rank. No torch here."""
+"""When which part of the parameters is synchronised: a function of the step alone, the same on
+every rank. No torch here."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ class Rhythm:
 
     Args:
         period: H, the steps between two synchronisations of a fragment.
-        fragments: how many; the synchronisations of a period are spread evenly over it, the last fragment's at its end.
-        overlap: steps from the begin of a synchronisation to its end; 0: it ends in the step in which it began.
+        fragments: how many; the synchronisations of a period are spread evenly over it, the last
+            fragment's at its end.
+        overlap: steps from the begin of a synchronisation to its end; 0: it ends in the step in
+            which it began.
         warmup: steps of plain data parallelism before.
     """
 
@@ -28,21 +31,28 @@ class Rhythm:
 
     @classmethod
     def of(cls, settings: LocalSgd) -> Rhythm:
-        return cls(settings.steps, settings.fragments, settings.overlap_steps, settings.warmup_steps)
+        return cls(
+            settings.steps, settings.fragments, settings.overlap_steps, settings.warmup_steps
+        )
 
     def begins(self, step: int) -> list[int]:
         """Fragments whose synchronisation begins after ``step``."""
         local = step - self.warmup
         if local < 1:
             return []
-        return [one for one in range(self.fragments) if (local - self.period * (one + 1) // self.fragments) % self.period == 0]
+        return [
+            one
+            for one in range(self.fragments)
+            if (local - self.period * (one + 1) // self.fragments) % self.period == 0
+        ]
 
     def ends(self, step: int) -> list[int]:
         """Fragments whose synchronisation ends after ``step``."""
         return self.begins(step - self.overlap)
 
     def halfway(self, step: int) -> list[int]:
-        """Fragments of whose synchronisation the second of two messages, where there are two, leaves after ``step``."""
+        """Fragments of whose synchronisation the second of two messages, where there are two,
+        leaves after ``step``."""
         half = self.half
         return self.begins(step - half) if half < self.overlap else []
 
@@ -51,19 +61,22 @@ class Rhythm:
         return (self.overlap + 1) // 2
 
     def in_flight(self, step: int) -> list[tuple[int, int]]:
-        """(fragment, steps since it began) of the synchronisations that have begun by ``step`` and not ended, oldest first."""
+        """(fragment, steps since it began) of the synchronisations that have begun by ``step`` and
+        not ended, oldest first."""
         ages = range(self.overlap - 1, -1, -1)
         return [(one, age) for age in ages for one in self.begins(step - age)]
 
     def together(self, step: int) -> bool:
         """True where all workers hold the same parameters after ``step``."""
         local = step - self.warmup
-        return local <= 0 or (self.fragments == 1 and self.overlap == 0 and local % self.period == 0)
+        return local <= 0 or (
+            self.fragments == 1 and self.overlap == 0 and local % self.period == 0
+        )
 
 
 def num_workers(settings: LocalSgd, env: RankEnv) -> int:
-    """Groups of ranks that train on their own: as the config says, else one a machine, or one a rank where there is one
-    machine.
+    """Groups of ranks that train on their own: as the config says, else one a machine, or one a
+    rank where there is one machine.
 
     Raises:
         ConfigError: they do not divide the ranks.
@@ -74,7 +87,8 @@ def num_workers(settings: LocalSgd, env: RankEnv) -> int:
     if env.world_size % settings.workers:
         divisors = [one for one in range(1, env.world_size + 1) if env.world_size % one == 0]
         raise ConfigError(
-            f"`local_sgd.workers: {settings.workers}` does not divide {counted(env.world_size, 'rank')}",
+            f"`local_sgd.workers: {settings.workers}` does not divide"
+            f" {counted(env.world_size, 'rank')}",
             allowed=", ".join(map(str, divisors)),
             fix="leave it out: one worker for each machine, or for each rank of one machine",
         )
@@ -82,25 +96,35 @@ def num_workers(settings: LocalSgd, env: RankEnv) -> int:
 
 
 def check_rhythm(settings: LocalSgd, steps: int | None) -> None:
-    """Raise ConfigError where no synchronisation could be made as the section says. ``steps``: of the run, where known."""
+    """Raise ConfigError where no synchronisation could be made as the section says. ``steps``: of
+    the run, where known."""
     period = settings.steps
     if steps is not None and settings.warmup_steps + period > steps:
-        warmup = f" after {counted(settings.warmup_steps, 'step')} of warm-up" if settings.warmup_steps else ""
+        warmup = (
+            f" after {counted(settings.warmup_steps, 'step')} of warm-up"
+            if settings.warmup_steps
+            else ""
+        )
         raise ConfigError(
-            f"`local_sgd.steps: {period}`{warmup} is more than the run's {counted(steps, 'step')}: the workers would never be "
-            "brought together",
-            allowed=f"with this warm-up, 1 to {steps - settings.warmup_steps}" if steps > settings.warmup_steps else None,
+            f"`local_sgd.steps: {period}`{warmup} is more than the run's {counted(steps, 'step')}:"
+            " the workers would never be brought together",
+            allowed=(
+                f"with this warm-up, 1 to {steps - settings.warmup_steps}"
+                if steps > settings.warmup_steps
+                else None
+            ),
             fix="lower `local_sgd.steps` (and `local_sgd.warmup_steps`), or train longer",
         )
     if settings.fragments > period:
         raise ConfigError(
-            f"`local_sgd.fragments: {settings.fragments}` do not go one at a time into `local_sgd.steps: {period}`",
+            f"`local_sgd.fragments: {settings.fragments}` do not go one at a time into"
+            f" `local_sgd.steps: {period}`",
             allowed=f"1 to {period}",
             fix=f"set `local_sgd.fragments: {period}`, or more steps",
         )
     if settings.overlap_steps >= period:
         raise ConfigError(
-            f"`local_sgd.overlap_steps: {settings.overlap_steps}`: a synchronisation would not end before the next begins, "
-            f"after `local_sgd.steps: {period}`",
+            f"`local_sgd.overlap_steps: {settings.overlap_steps}`: a synchronisation would not end"
+            f" before the next begins, after `local_sgd.steps: {period}`",
             allowed=f"0 to {period - 1}",
         )

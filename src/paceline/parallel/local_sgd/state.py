@@ -1,14 +1,17 @@
 """The state of local training in a checkpoint.
 
-What any strategy reads: ``model/NAME``, the mean of the workers' parameters (of running statistics, too), and
-``optimizer/NAME/…``, that of the first worker. Beside it, so that the same number of workers goes on bit for bit:
+What any strategy reads: ``model/NAME``, the mean of the workers' parameters (of running statistics,
+too), and ``optimizer/NAME/…``, that of the first worker. Beside it, so that the same number of
+workers goes on bit for bit:
 
 - ``local/worker-K/model/NAME``, ``…/buffer/NAME``: worker K's own, where the workers' differ;
 - ``local/worker-K/optimizer/NAME/…``, ``local/worker-K/scaler/…``: of the workers but the first;
 - ``local/steps``, ``local/workers``: steps made, number of workers;
-- ``outer/parameters``, ``outer/momentum`` (`diloco`): over all parameters in the model's order, whatever the fragments;
-- ``outer/flight-F`` (`diloco`), ``local/worker-K/flight-F`` (`local_sgd`): what came of a synchronisation of fragment F that
-  has begun. It is waited for before a checkpoint, and takes effect when it is due all the same.
+- ``outer/parameters``, ``outer/momentum`` (`diloco`): over all parameters in the model's order,
+  whatever the fragments;
+- ``outer/flight-F`` (`diloco`), ``local/worker-K/flight-F`` (`local_sgd`): what came of a
+  synchronisation of fragment F that has begun. It is waited for before a checkpoint, and takes
+  effect when it is due all the same.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ def with_mean(strategy: LocalTraining, parts: list[Part]) -> list[Part]:
 
 
 def local_parts(strategy: LocalTraining) -> list[Part]:
-    """What this rank writes beside a replica's state. A collective: what is under way is waited for."""
+    """What this rank writes beside a replica's state. A collective: what is under way is waited
+    for."""
     for flight in strategy.flights.values():
         flight.land()
     found = []
@@ -46,12 +50,21 @@ def local_parts(strategy: LocalTraining) -> list[Part]:
     if strategy.near.is_first and not strategy.is_together:
         found += [Part.whole(f"{worker}/{name}", one) for name, one in _apart(strategy).items()]
     if strategy.near.is_first and not strategy.far.is_first:
-        found += [Part.whole(f"{worker}/{name}", value) for name, value in _optimizer(strategy).items()]
+        found += [
+            Part.whole(f"{worker}/{name}", value) for name, value in _optimizer(strategy).items()
+        ]
         if strategy.scaler is not None:
-            found += [Part.whole(f"{worker}/scaler/{name}", value) for name, value in strategy.scaler.state().items()]
+            found += [
+                Part.whole(f"{worker}/scaler/{name}", value)
+                for name, value in strategy.scaler.state().items()
+            ]
     found += [
         Part(
-            _flight_name(strategy, number), flight.land(), _flight_shape(strategy, number), _start(strategy, number), flat=True
+            _flight_name(strategy, number),
+            flight.land(),
+            _flight_shape(strategy, number),
+            _start(strategy, number),
+            flat=True,
         )
         for number, flight in strategy.flights.items()
         if strategy.far.is_first or not strategy.flights_are_shared
@@ -80,20 +93,27 @@ def load_local(strategy: LocalTraining, source: StateSource) -> None:
         strategy.notices.append(
             (
                 "warning",
-                f"the checkpoint is of {counted(workers, 'worker')} and there are {strategy.workers} now: all go on from the "
-                "mean of its parameters and the first worker's optimizer; the state of the others is dropped",
+                (
+                    f"the checkpoint is of {counted(workers, 'worker')} and there are"
+                    f" {strategy.workers} now: all go on from the mean of its parameters and the"
+                    " first worker's optimizer; the state of the others is dropped"
+                ),
             )
         )
     strategy.flights = {}
     for number, _ in strategy.rhythm.in_flight(strategy.done):
         name = _flight_name(strategy, number)
-        if known.get(name, (None, ()))[1] == _flight_shape(strategy, number) and (same or strategy.flights_are_shared):
+        if known.get(name, (None, ()))[1] == _flight_shape(strategy, number) and (
+            same or strategy.flights_are_shared
+        ):
             start, stop = strategy.share_of(number)
             first = fragment(strategy.vector.size, strategy.rhythm.fragments, number)[0]
             values = source.read_flat(name, start - first, stop - start).to(strategy.vector.device)
             strategy.flights[number] = strategy.landed(values)
         elif workers is not None:
-            strategy.notices.append(("warning", "a synchronisation that was under way in the checkpoint is dropped"))
+            strategy.notices.append(
+                ("warning", "a synchronisation that was under way in the checkpoint is dropped")
+            )
 
 
 def _load_outer(strategy: LocalTraining, source: StateSource) -> None:
@@ -113,7 +133,9 @@ def _load_worker(strategy: LocalTraining, source: StateSource) -> None:
             one.copy_(source.read(worker + name, (0,) * one.dim(), one.shape))
     scaler = {name: f"{worker}scaler/{name}" for name in ("scale", "growth_tracker")}
     if strategy.scaler is not None and all(name in known for name in scaler.values()):
-        strategy.scaler.load(**{name: float(source.read(stored, (), ())) for name, stored in scaler.items()})
+        strategy.scaler.load(
+            **{name: float(source.read(stored, (), ())) for name, stored in scaler.items()}
+        )
     own = [name for name in known if name.startswith(f"{worker}optimizer/")]
     for part in strategy.parts():
         if part.key is None:
@@ -126,9 +148,14 @@ def _load_worker(strategy: LocalTraining, source: StateSource) -> None:
 
 
 def _apart(strategy: LocalTraining) -> dict[str, torch.Tensor]:
-    """What lies apart between synchronisations, by its name in a state, live; in the order of ``strategy.apart``."""
+    """What lies apart between synchronisations, by its name in a state, live; in the order of
+    ``strategy.apart``."""
     statistics = {id(one) for one in strategy.changing_buffers if one.is_floating_point()}
-    buffers = {f"buffer/{name}": one for name, one in persistent_buffers(strategy.model).items() if id(one) in statistics}
+    buffers = {
+        f"buffer/{name}": one
+        for name, one in persistent_buffers(strategy.model).items()
+        if id(one) in statistics
+    }
     return {f"model/{name}": one.detach() for name, one in strategy.trained.items()} | buffers
 
 
@@ -137,7 +164,11 @@ def _by_name(strategy: LocalTraining, mean: torch.Tensor) -> dict[str, torch.Ten
     own = _apart(strategy)
     names = {one.data_ptr(): name for name, one in own.items() if one.numel()}
     found = {}
-    for flat, piece in zip(strategy.apart.tensors, mean.split([one.numel() for one in strategy.apart.tensors]), strict=True):
+    for flat, piece in zip(
+        strategy.apart.tensors,
+        mean.split([one.numel() for one in strategy.apart.tensors]),
+        strict=True,
+    ):
         name = names.get(flat.data_ptr()) if flat.numel() else None
         if name is not None:
             found[name] = piece.view(own[name].shape).to(own[name].dtype)
@@ -163,7 +194,10 @@ def _flight_shape(strategy: LocalTraining, number: int) -> tuple[int]:
 
 
 def _start(strategy: LocalTraining, number: int) -> tuple[int]:
-    return (strategy.share_of(number)[0] - fragment(strategy.vector.size, strategy.rhythm.fragments, number)[0],)
+    return (
+        strategy.share_of(number)[0]
+        - fragment(strategy.vector.size, strategy.rhythm.fragments, number)[0],
+    )
 
 
 def _number(source: StateSource, name: str) -> int | None:

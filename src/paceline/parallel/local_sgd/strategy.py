@@ -1,4 +1,5 @@
-"""What `local_sgd` and `diloco` have in common: workers that train on their own, and are synchronised every so many steps."""
+"""What `local_sgd` and `diloco` have in common: workers that train on their own, and are
+synchronised every so many steps."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import all_reduce_bytes
-from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors, persistent_buffers
+from paceline.parallel.base import (
+    BuildOptimizer,
+    MicroStep,
+    Strategy,
+    optimizer_tensors,
+    persistent_buffers,
+)
 from paceline.parallel.comm_profile import Exchange, Spent
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.ddp.buckets import GradientBuckets
@@ -37,19 +44,21 @@ _CHUNK = 1 << 24
 
 
 class LocalTraining(Strategy):
-    """Each worker, a group of ranks, runs the optimizer on its own share of the batch; within a worker gradients are averaged
-    at each step, workers are synchronised every H steps: see :class:`~paceline.parallel.local_sgd.local_sgd.LocalSgd` and
+    """Each worker, a group of ranks, runs the optimizer on its own share of the batch; within a
+    worker gradients are averaged at each step, workers are synchronised every H steps: see
+    :class:`~paceline.parallel.local_sgd.local_sgd.LocalSgd` and
     :class:`~paceline.parallel.local_sgd.diloco.DiLoCo`.
 
-    A worker's gradient is the mean over its own share: the loss is divided by the worker's own count. With shares of one size
-    the mean of the workers' gradients is that of the global batch; with ragged ones it is an estimate.
+    A worker's gradient is the mean over its own share: the loss is divided by the worker's own
+    count. With shares of one size the mean of the workers' gradients is that of the global batch;
+    with ragged ones it is an estimate.
 
-    Gradients are clipped by each worker to its own norm, and the norm that is told is that of rank 0's worker. Where it is not
-    finite, that worker alone skips its update.
+    Gradients are clipped by each worker to its own norm, and the norm that is told is that of rank
+    0's worker. Where it is not finite, that worker alone skips its update.
 
-    Between workers only the ranks with the same place in their workers talk, each about its share of the parameters, and hand
-    on to the others of their worker what came of it: over the slow links each parameter goes once, whatever the number of
-    ranks of a worker.
+    Between workers only the ranks with the same place in their workers talk, each about its share
+    of the parameters, and hand on to the others of their worker what came of it: over the slow
+    links each parameter goes once, whatever the number of ranks of a worker.
     """
 
     trains_apart = True
@@ -78,8 +87,12 @@ class LocalTraining(Strategy):
             num_workers(settings, RankEnv(world_size=axes.data, local_world_size=axes.data))
         if config.parallel.offload != "none":
             raise ConfigError(
-                f"`parallel.offload: {config.parallel.offload}`, and `mode: {cls.name}` keeps its state on the device",
-                fix="leave it out; `local_sgd.workers` with several ranks each cuts the outer state of `diloco` into shares",
+                f"`parallel.offload: {config.parallel.offload}`, and `mode: {cls.name}` keeps its"
+                " state on the device",
+                fix=(
+                    "leave it out; `local_sgd.workers` with several ranks each cuts the outer state"
+                    " of `diloco` into shares"
+                ),
             )
         check_rhythm(settings, args.max_steps)
         check_rewind(config, f"parallel.mode: {cls.name}")
@@ -87,15 +100,20 @@ class LocalTraining(Strategy):
             default = type(settings).model_fields[key].default
             if getattr(settings, key) != default:
                 raise ConfigError(
-                    f"`local_sgd.{key}: {getattr(settings, key)}` has no meaning under `parallel.mode: {cls.name}`",
-                    fix=f"leave it out, or set `parallel.mode: {'diloco' if cls.name == 'local_sgd' else 'local_sgd'}`",
+                    f"`local_sgd.{key}: {getattr(settings, key)}` has no meaning under"
+                    f" `parallel.mode: {cls.name}`",
+                    fix=(
+                        "leave it out, or set `parallel.mode:"
+                        f" {'diloco' if cls.name == 'local_sgd' else 'local_sgd'}`"
+                    ),
                 )
 
     @classmethod
     def check_length(cls, config: Config, steps: int) -> None:
         check_rhythm(config.local_sgd, steps)
 
-    # -- where things are ----------------------------------------------------------------------------------------------------
+    # -- where things are
+    # ----------------------------------------------------------------------------------------------------
     def place(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -104,39 +122,69 @@ class LocalTraining(Strategy):
         self.world.broadcast([*model.parameters(), *model.buffers()])
         self._make_lines()
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
-        self.buckets = GradientBuckets(self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.near)
+        self.buckets = GradientBuckets(
+            self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.near
+        )
         self.vector = Vector(list(self.trained.values()))
-        #: What lies apart between synchronisations, besides the optimizer: parameters, and running statistics.
-        self.apart = Vector([*self.trained.values(), *(one for one in self.changing_buffers if one.is_floating_point())])
+        #: What lies apart between synchronisations, besides the optimizer: parameters, and running
+        #: statistics.
+        self.apart = Vector(
+            [
+                *self.trained.values(),
+                *(one for one in self.changing_buffers if one.is_floating_point()),
+            ]
+        )
         ranks = self.world.size // self.workers
         each = "" if ranks == 1 else f" of {counted(ranks, 'rank')}"
         self.notices.append(
-            ("info", f"{self.name}: {counted(self.workers, 'worker')}{each}, synchronised every {self.rhythm.period} steps")
+            (
+                "info",
+                (
+                    f"{self.name}: {counted(self.workers, 'worker')}{each}, synchronised every"
+                    f" {self.rhythm.period} steps"
+                ),
+            )
         )
         return model
 
     def _make_lines(self) -> None:
         """``near``: the ranks of this worker; ``far``: those with the same place in all workers."""
         world = self.world
-        if self.local.workers is None and len(set(world.gather_objects(world.env.local_world_size))) > 1:
+        if (
+            self.local.workers is None
+            and len(set(world.gather_objects(world.env.local_world_size))) > 1
+        ):
             self.workers = world.size
-            self.notices.append(("warning", "machines with different numbers of ranks: each rank is a worker of its own"))
+            self.notices.append(
+                (
+                    "warning",
+                    "machines with different numbers of ranks: each rank is a worker of its own",
+                )
+            )
         axes = Axes(data=self.workers, shard=world.size // self.workers)
         lines = World(world.env, world.device, axes, world.group, world.ranks, world.waits)
         self.near, self.far = lines.line("shard"), lines.line("data")
         if self.rhythm.overlap and self.far.size == world.size > 1:
             # What travels beside the steps must not stand in the way of their own collectives.
-            self.far = World(world.env, world.device, axes, dist.new_group(world.ranks), world.ranks, world.waits)
+            self.far = World(
+                world.env, world.device, axes, dist.new_group(world.ranks), world.ranks, world.waits
+            )
 
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         self.optimizer = build(list(self.trained.items()))
         return self.optimizer
 
     def share_of(self, number: int) -> tuple[int, int]:
-        """The range of the parameters' vector that this rank averages with the other workers, of a fragment."""
-        return share(*fragment(self.vector.size, self.rhythm.fragments, number), self.near.size, self.near.rank)
+        """The range of the parameters' vector that this rank averages with the other workers, of a
+        fragment."""
+        return share(
+            *fragment(self.vector.size, self.rhythm.fragments, number),
+            self.near.size,
+            self.near.rank,
+        )
 
-    # -- a step -------------------------------------------------------------------------------------------------------------
+    # -- a step
+    # -------------------------------------------------------------------------------------------------------------
     @property
     def is_warming(self) -> bool:
         """True before and in the steps of plain data parallelism."""
@@ -177,7 +225,8 @@ class LocalTraining(Strategy):
         return self.world if self.is_together else self.near
 
     def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
-        alike = self.replica_line is self.near or self.done <= self.rhythm.warmup  # else each worker's optimizer is its own
+        # else each worker's optimizer is its own
+        alike = self.replica_line is self.near or self.done <= self.rhythm.warmup
         yield from super().replicated() if alike else self.trained.items()
         yield from frozen_parts(self.model)
 
@@ -191,7 +240,8 @@ class LocalTraining(Strategy):
         return made
 
     def _synchronise(self) -> None:
-        """What is due after this step, in one order on every rank: what ends, second messages, what begins."""
+        """What is due after this step, in one order on every rank: what ends, second messages, what
+        begins."""
         step, rhythm = self.done, self.rhythm
         if step == rhythm.warmup:
             self.start_apart()
@@ -209,7 +259,9 @@ class LocalTraining(Strategy):
                 self.flights[number] = flight
             else:
                 self._end(number, flight)
-        self.most_in_flight = max(self.most_in_flight, sum(one.held_bytes for one in self.flights.values()))
+        self.most_in_flight = max(
+            self.most_in_flight, sum(one.held_bytes for one in self.flights.values())
+        )
 
     def _end(self, number: int, flight: Flight) -> None:
         self.arrive(number, flight.land())
@@ -249,7 +301,8 @@ class LocalTraining(Strategy):
         self.near.wait(self.near.all_gather(whole, mine))
         return whole[: stop - start]
 
-    # -- evaluation and state ------------------------------------------------------------------------------------------
+    # -- evaluation and state
+    # ------------------------------------------------------------------------------------------
     def average(self) -> torch.Tensor:
         """The mean over the workers of :attr:`apart`, whole. A collective; no part of a step."""
         vector, found = self.apart, []
@@ -257,7 +310,9 @@ class LocalTraining(Strategy):
             for start in range(0, vector.size, _CHUNK):
                 stop = min(vector.size, start + _CHUNK)
                 low, high = share(start, stop, self.near.size, self.near.rank)
-                found.append(self.hand_on(Mean(vector.read(low, high), self.far).value(), start, stop))
+                found.append(
+                    self.hand_on(Mean(vector.read(low, high), self.far).value(), start, stop)
+                )
         return torch.cat(found) if found else torch.zeros(0)
 
     @contextmanager
@@ -287,7 +342,8 @@ class LocalTraining(Strategy):
         return local_parts(self)
 
     def outer_state(self) -> dict[str, list[tuple[int, torch.Tensor]]]:
-        """What lasts besides, the same for all workers: name → this rank's ranges of the parameters' vector, live."""
+        """What lasts besides, the same for all workers: name → this rank's ranges of the
+        parameters' vector, live."""
         return {}
 
     def load_more(self, source: StateSource) -> None:
@@ -316,7 +372,9 @@ class LocalTraining(Strategy):
         )
 
     def figures(self, sent_bytes: float | None) -> dict[str, Any]:
-        plain = all_reduce_bytes(sum(one.numel() * one.element_size() for one in self.buckets.flats), self.world.size)
+        plain = all_reduce_bytes(
+            sum(one.numel() * one.element_size() for one in self.buckets.flats), self.world.size
+        )
         figures = {
             "method": self.name,
             "ratio_sent": plain / sent_bytes if sent_bytes else None,

@@ -1,5 +1,5 @@
-"""What local training sends: parameters as one long vector, and the mean of such vectors over the workers, in float32 or
-less."""
+"""What local training sends: parameters as one long vector, and the mean of such vectors over the
+workers, in float32 or less."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ _DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Vector:
-    """Contiguous tensors, one after the other in row-major order, as one vector of float32 (float64, where one of them is)."""
+    """Contiguous tensors, one after the other in row-major order, as one vector of float32
+    (float64, where one of them is)."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = [one.detach().view(-1) for one in tensors]
         self.starts = [0, *accumulate(one.numel() for one in self.tensors)]
         self.size = self.starts[-1]
-        self.dtype = torch.float64 if any(one.dtype == torch.float64 for one in tensors) else torch.float32
+        self.dtype = (
+            torch.float64 if any(one.dtype == torch.float64 for one in tensors) else torch.float32
+        )
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
 
     def pieces(self, start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -51,10 +54,10 @@ class Vector:
 class Mean:
     """The mean of each worker's ``message`` over ``world``, under way from the moment this is made.
 
-    In float32 one all-reduce. In less, two messages: each worker sends the w-th part of its message to worker w; that one adds
-    up what it got, in float32 and in the order of the workers, and sends the mean of its part to all. So each element is
-    rounded twice, never more, and the bytes are those of an all-reduce in that type (2(N-1)/N of them), whatever the number
-    of workers.
+    In float32 one all-reduce. In less, two messages: each worker sends the w-th part of its message
+    to worker w; that one adds up what it got, in float32 and in the order of the workers, and sends
+    the mean of its part to all. So each element is rounded twice, never more, and the bytes are
+    those of an all-reduce in that type (2(N-1)/N of them), whatever the number of workers.
 
     Every rank makes the calls in the same order; :meth:`advance` sends the second message.
 
@@ -101,7 +104,9 @@ class Mean:
             self.advance()
             self.world.wait(self._work)
             if self.code is None:
-                self._value = self._holds[0] if self.world.size == 1 else self._holds[0].div_(self.world.size)
+                self._value = (
+                    self._holds[0] if self.world.size == 1 else self._holds[0].div_(self.world.size)
+                )
             else:
                 self._value = self.code.decode(self._holds[0]).view(-1)[: self.size].to(self.dtype)
             self._holds = []
@@ -122,7 +127,9 @@ class Flight:
         own: what this rank sent, where the mean's difference from it is wanted.
     """
 
-    def __init__(self, mean: Mean | None, own: torch.Tensor | None = None, landed: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, mean: Mean | None, own: torch.Tensor | None = None, landed: torch.Tensor | None = None
+    ) -> None:
         self.mean = mean
         self.own = own
         self.landed = landed
@@ -132,7 +139,8 @@ class Flight:
             self.mean.advance()
 
     def land(self) -> torch.Tensor:
-        """What the synchronisation gave, when it has come. Its value does not depend on when this is asked."""
+        """What the synchronisation gave, when it has come. Its value does not depend on when this
+        is asked."""
         if self.landed is None:
             assert self.mean is not None
             value = self.mean.value()
@@ -143,12 +151,15 @@ class Flight:
     @property
     def held_bytes(self) -> int:
         tensors = [one for one in (self.own, self.landed) if one is not None]
-        return sum(one.numel() * one.element_size() for one in tensors) + (self.mean.held_bytes if self.mean else 0)
+        return sum(one.numel() * one.element_size() for one in tensors) + (
+            self.mean.held_bytes if self.mean else 0
+        )
 
 
 class Code:
-    """Rows of numbers as bytes: ``bf16``; or ``int8``, where each block of :data:`BLOCK` elements has a scale of its own, its
-    largest magnitude divided by 127, in float32 behind the numbers; rounded to the nearest. What is not finite stays so."""
+    """Rows of numbers as bytes: ``bf16``; or ``int8``, where each block of :data:`BLOCK` elements
+    has a scale of its own, its largest magnitude divided by 127, in float32 behind the numbers;
+    rounded to the nearest. What is not finite stays so."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = _DTYPES[dtype]
@@ -160,7 +171,9 @@ class Code:
 
     def row_bytes(self, elements: int) -> int:
         """Bytes of a row of ``elements``, whole blocks."""
-        return elements * self.dtype.itemsize + (4 * elements // BLOCK if self.dtype == torch.int8 else 0)
+        return elements * self.dtype.itemsize + (
+            4 * elements // BLOCK if self.dtype == torch.int8 else 0
+        )
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """[r, n] → uint8 [r, bytes]."""
@@ -168,8 +181,16 @@ class Code:
             return rows.to(self.dtype).view(torch.uint8)
         blocks = rows.float().view(len(rows), -1, BLOCK)
         scales = blocks.abs().amax(dim=2, keepdim=True) / 127
-        numbers = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_().clamp_(-127, 127).to(torch.int8)
-        parts = [numbers.view(len(rows), -1).view(torch.uint8), scales.view(len(rows), -1).view(torch.uint8)]
+        numbers = (
+            (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny))
+            .round_()
+            .clamp_(-127, 127)
+            .to(torch.int8)
+        )
+        parts = [
+            numbers.view(len(rows), -1).view(torch.uint8),
+            scales.view(len(rows), -1).view(torch.uint8),
+        ]
         return torch.cat(parts, dim=1)
 
     def decode(self, raw: torch.Tensor) -> torch.Tensor:
@@ -201,7 +222,10 @@ def mean_traffic(size: int, workers: int, dtype: str) -> dict[str, int]:
         return {"all_reduce": all_reduce_bytes(4 * size, workers)}
     code = Code(dtype)
     whole = workers * code.row_bytes(code.part(size, workers))
-    return {"all_to_all": scatter_bytes(whole, workers), "all_gather": scatter_bytes(whole, workers)}
+    return {
+        "all_to_all": scatter_bytes(whole, workers),
+        "all_gather": scatter_bytes(whole, workers),
+    }
 
 
 def mean_held(size: int, workers: int, dtype: str, second: bool) -> int:

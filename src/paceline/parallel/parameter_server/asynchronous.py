@@ -1,10 +1,11 @@
-"""`parameter_server` without waiting: each worker's gradients are applied as they come (Dean et al., "Large Scale Distributed
-Deep Networks", 2012: Downpour SGD), under `bounded` with a limit to how far workers drift apart (Ho et al., "More Effective
-Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013).
+"""`parameter_server` without waiting: each worker's gradients are applied as they come (Dean et
+al., "Large Scale Distributed Deep Networks", 2012: Downpour SGD), under `bounded` with a limit to
+how far workers drift apart (Ho et al., "More Effective Distributed ML via a Stale Synchronous
+Parallel Parameter Server", 2013).
 
-All parameters lie on the servers (`server_dense.py`). In its step a worker pulls the others, pulls rows
-as its forward needs them, and pushes one gradient: the mean over its own share of the batch. Log lines, evaluation and
-checkpoints are points where all ranks meet.
+All parameters lie on the servers (`server_dense.py`). In its step a worker pulls the others, pulls
+rows as its forward needs them, and pushes one gradient: the mean over its own share of the batch.
+Log lines, evaluation and checkpoints are points where all ranks meet.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from paceline.parallel.parameter_server.dense import DENSE, ServedParameterServe
 from paceline.parallel.parameter_server.server import RowOptimizer, Shard
 from paceline.parallel.state import Part
 
-#: How far the ranks may be apart in steps where nothing bounds them: what is on its way has to be kept.
+#: How far the ranks may be apart in steps where nothing bounds them: what is on its way has to be
+#: kept.
 _FAR = 64
 Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
@@ -43,7 +45,11 @@ class LooseParameterServer(ServedParameterServer):
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
         self.alone = World(
-            RankEnv(0, 1, world.env.local_rank, world.env.local_world_size), world.device, Axes(), None, [world.rank]
+            RankEnv(0, 1, world.env.local_rank, world.env.local_world_size),
+            world.device,
+            Axes(),
+            None,
+            [world.rank],
         )
         self.bound = self.said.staleness if self.said.mode == "bounded" else None
         self.clock = 0
@@ -74,7 +80,8 @@ class LooseParameterServer(ServedParameterServer):
         assert isinstance(self.world, ServedWorld)
         return max(0, self.clock - self.world.losses[rank].clock)
 
-    # -- a step -----------------------------------------------------------------------------------------------------------
+    # -- a step
+    # -----------------------------------------------------------------------------------------------------------
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.clock += 1
         if self.is_server:
@@ -82,14 +89,20 @@ class LooseParameterServer(ServedParameterServer):
         first = rank_name(self.num_workers)
         rpc.rpc_sync(first, enter, args=(self.world.rank, self.clock, self.bound))
         self._before_forward()
-        pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {number: [] for number in range(len(self.tables))}
+        pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {
+            number: [] for number in range(len(self.tables))
+        }
         for number in range(num_micro_batches):
             micro_step(number, self.model).backward()
             for place, table in enumerate(self.tables.values()):
                 assert isinstance(table.source, RemoteRows)
                 pulled[place] += table.source.gradients()
-        # The loss was divided by this worker's own count times the number of ranks (see `count_world`).
-        self.rows = {server: _summed(pulled, server, self.world.size) for server in range(self.num_workers, self.world.size)}
+        # The loss was divided by this worker's own count times the number of ranks (see
+        # `count_world`).
+        self.rows = {
+            server: _summed(pulled, server, self.world.size)
+            for server in range(self.num_workers, self.world.size)
+        }
         for one in self.trained.values():
             if one.grad is not None:
                 one.grad.mul_(self.world.size)
@@ -100,7 +113,9 @@ class LooseParameterServer(ServedParameterServer):
             return torch.zeros(())
         found = [one.grad for one in self.trained.values() if one.grad is not None]
         found += [gradient for rows in self.rows.values() for _, gradient in rows.values()]
-        norm = torch.tensor(math.sqrt(sum(float(one.double().square().sum()) for one in found)), dtype=torch.float32)
+        norm = torch.tensor(
+            math.sqrt(sum(float(one.double().square().sum()) for one in found)), dtype=torch.float32
+        )
         if max_norm > 0:
             for one in found:
                 one.mul_(clip_factor(norm, max_norm))
@@ -116,7 +131,11 @@ class LooseParameterServer(ServedParameterServer):
     def _push_all(self) -> None:
         # Of the first rate: how far the schedule has come, for both optimizers.
         group = self.optimizer.param_groups[0]
-        factor = float(group["lr"]) / float(self.optimizer.defaults["lr"]) if self.optimizer.defaults["lr"] else 0.0
+        factor = (
+            float(group["lr"]) / float(self.optimizer.defaults["lr"])
+            if self.optimizer.defaults["lr"]
+            else 0.0
+        )
         calls = []
         for server, rows in self.rows.items():
             dense = self._gradients_of(server)
@@ -127,10 +146,12 @@ class LooseParameterServer(ServedParameterServer):
         for call in calls:
             call.wait()
 
-    # -- state ------------------------------------------------------------------------------------------------------------
+    # -- state
+    # ------------------------------------------------------------------------------------------------------------
     def state(self) -> list[Part]:
         with uncounted():
-            self.world.barrier()  # every push has been applied, and none comes before the state is copied
+            # every push has been applied, and none comes before the state is copied
+            self.world.barrier()
         return super().state()
 
     def sent_in_a_step(self, measured: int | None) -> int | None:
@@ -140,13 +161,19 @@ class LooseParameterServer(ServedParameterServer):
         return round(TRAFFIC.bytes_by_collective.get("pull", 0) / self.clock)
 
     def figures(self, sent_bytes: float | None) -> dict[str, Any]:
-        """``staleness``: the most steps that a worker was ahead of the slowest when it began one, and what bounds it."""
+        """``staleness``: the most steps that a worker was ahead of the slowest when it began one,
+        and what bounds it."""
         self.world.barrier()  # the workers have made their last step
         seen = max(self.world.gather_numbers(float(_STORE.furthest)))
-        return {**super().figures(sent_bytes), "staleness": {"bound": self.bound, "seen": int(seen)}}
+        return {
+            **super().figures(sent_bytes),
+            "staleness": {"bound": self.bound, "seen": int(seen)},
+        }
 
 
-def _summed(pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]], server: int, factor: float) -> Rows:
+def _summed(
+    pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]], server: int, factor: float
+) -> Rows:
     """One gradient a row for what a server has, over the micro-batches."""
     found: Rows = {}
     for place, parts in pulled.items():
@@ -160,10 +187,11 @@ def _summed(pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]], ser
     return found
 
 
-# -- calls: what runs on a server -----------------------------------------------------------------------------------------
+# -- calls: what runs on a server
+# -----------------------------------------------------------------------------------------
 class _Store:
-    """The optimizer of this server's rows, and, on the first server, the workers' clocks: the step that each has begun, and the
-    last one that was applied."""
+    """The optimizer of this server's rows, and, on the first server, the workers' clocks: the step
+    that each has begun, and the last one that was applied."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -179,7 +207,8 @@ class _Store:
         self.applied = dict.fromkeys(range(num_workers), 0)
 
     def drop(self, worker: int) -> int:
-        """A worker is lost: nobody waits for it any more. Gives the last of its steps that was applied."""
+        """A worker is lost: nobody waits for it any more. Gives the last of its steps that was
+        applied."""
         with self.lock:
             self.clocks.pop(worker, None)
             ready = self.let_go()
@@ -200,7 +229,8 @@ _STORE = _Store()
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def enter(worker: int, clock: int, bound: int | None) -> torch.futures.Future[int]:
-    """A worker begins its step ``clock``: let it, when the slowest has begun step ``clock - bound``. Gives the slowest's."""
+    """A worker begins its step ``clock``: let it, when the slowest has begun step ``clock -
+    bound``. Gives the slowest's."""
     go: torch.futures.Future[int] = torch.futures.Future()
     with _STORE.lock:
         if worker in _STORE.clocks:  # else its process has ended since it asked
@@ -211,14 +241,18 @@ def enter(worker: int, clock: int, bound: int | None) -> torch.futures.Future[in
         if any(one is go for one in ready):
             _STORE.furthest = max(_STORE.furthest, clock - slowest)
         elif bound is not None:
-            _STORE.furthest = max(_STORE.furthest, bound)  # it goes as soon as the slowest is that near
+            # it goes as soon as the slowest is that near
+            _STORE.furthest = max(_STORE.furthest, bound)
     for one in ready:
         one.set_result(slowest)
     return go
 
 
-def apply_push(worker: int, clock: int, rows: Rows, dense: dict[str, torch.Tensor], factor: float) -> None:
-    """One worker's gradients of its step ``clock``, applied at once. ``factor``: of the peak learning rates."""
+def apply_push(
+    worker: int, clock: int, rows: Rows, dense: dict[str, torch.Tensor], factor: float
+) -> None:
+    """One worker's gradients of its step ``clock``, applied at once. ``factor``: of the peak
+    learning rates."""
     with _STORE.lock:
         for number, gradient in rows.items():
             _STORE.rows.shards[number].gradient = gradient

@@ -9,19 +9,27 @@ from paceline.parallel.recovery_check import check_rewind
 
 
 def check_config(config: Config) -> None:
-    """Raise ConfigError for settings that do not go with `parallel.mode: parameter_server`, or with each other."""
+    """Raise ConfigError for settings that do not go with `parallel.mode: parameter_server`, or with
+    each other."""
     args = config.train_args
     wrong = {
-        "train_args.weight_decay": args.weight_decay > 0 and "rows that no batch has are not touched",
-        "train_args.gradient_checkpointing": args.gradient_checkpointing and "rows would be pulled twice",
+        "train_args.weight_decay": (
+            args.weight_decay > 0 and "rows that no batch has are not touched"
+        ),
+        "train_args.gradient_checkpointing": (
+            args.gradient_checkpointing and "rows would be pulled twice"
+        ),
     }
     for key, reason in wrong.items():
         if reason:
-            raise ConfigError(f"`{key}` does not go with `parallel.mode: parameter_server`: {reason}", fix="take it out")
+            raise ConfigError(
+                f"`{key}` does not go with `parallel.mode: parameter_server`: {reason}",
+                fix="take it out",
+            )
     if args.mixed_dtype == "float16":
         raise ConfigError(
-            f"`train_args.precision: {args.precision}` is not supported with `parallel.mode: parameter_server`: there is no "
-            "loss scale on the servers",
+            f"`train_args.precision: {args.precision}` is not supported with `parallel.mode:"
+            " parameter_server`: there is no loss scale on the servers",
             fix="set `train_args.precision: 32`",
         )
     _check_dense(config)
@@ -29,8 +37,12 @@ def check_config(config: Config) -> None:
         check_rewind(config, f"parameter_server.mode: {config.parameter_server.mode}")
     if config.task in ("sft", "pretrain", "classify"):
         raise ConfigError(
-            f"`parallel.mode: parameter_server` keeps embedding tables on servers, and `task: {config.task}` has none",
-            allowed="`task: recommend`, or a task of your own whose model has paceline.models.recommend.Table",
+            "`parallel.mode: parameter_server` keeps embedding tables on servers, and `task:"
+            f" {config.task}` has none",
+            allowed=(
+                "`task: recommend`, or a task of your own whose model has"
+                " paceline.models.recommend.Table"
+            ),
             fix="set `parallel.mode: ddp`, or zero3 where memory is short",
         )
 
@@ -41,15 +53,15 @@ def _check_dense(config: Config) -> None:
         return
     if said.mode != "sync":
         raise ConfigError(
-            f"`parameter_server.dense: ddp` does not go with `mode: {said.mode}`: in an all-reduce each worker waits for the "
-            "slowest, at every step",
+            f"`parameter_server.dense: ddp` does not go with `mode: {said.mode}`: in an all-reduce"
+            " each worker waits for the slowest, at every step",
             allowed="`dense: server`, or `mode: sync`",
             fix="leave `parameter_server.dense` out",
         )
     if said.on_worker_loss == "go_on":
         raise ConfigError(
-            "`parameter_server.dense: ddp` does not go with `on_worker_loss: go_on`: the workers' process group, by which they "
-            "all-reduce, breaks with the first of them that dies",
+            "`parameter_server.dense: ddp` does not go with `on_worker_loss: go_on`: the workers'"
+            " process group, by which they all-reduce, breaks with the first of them that dies",
             allowed="`dense: server`, or `on_worker_loss: stop`",
             fix="leave `parameter_server.dense` out: the servers then have these parameters too",
         )

@@ -26,14 +26,22 @@ def connect(world: World, timeout_s: float) -> None:
     )
     with uncounted(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend")
-        rpc.init_rpc(rank_name(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=options)
+        rpc.init_rpc(
+            rank_name(world.rank),
+            rank=world.rank,
+            world_size=world.size,
+            rpc_backend_options=options,
+        )
         world.barrier()  # nobody pulls from a server that has no rows yet
 
 
 class RemoteRows:
-    """The rows of one table, on their servers; what was pulled for a backward is kept until its gradient is pushed."""
+    """The rows of one table, on their servers; what was pulled for a backward is kept until its
+    gradient is pushed."""
 
-    def __init__(self, number: int, ranges: list[tuple[int, int]], first_server: int, dim: int, world: World) -> None:
+    def __init__(
+        self, number: int, ranges: list[tuple[int, int]], first_server: int, dim: int, world: World
+    ) -> None:
         self.number = number
         self.dim = dim
         self.first_server = first_server
@@ -43,16 +51,24 @@ class RemoteRows:
 
     def ask(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
         if len(ids) and (int(ids[0]) < 0 or int(ids[-1]) >= int(self.starts[-1])):  # sorted
-            raise IndexError(f"rows {int(ids[0])} to {int(ids[-1])} of a table of {int(self.starts[-1])}")
+            raise IndexError(
+                f"rows {int(ids[0])} to {int(ids[-1])} of a table of {int(self.starts[-1])}"
+            )
         wants_gradient = torch.is_grad_enabled()
         calls = [
-            rpc.rpc_async(rank_name(self.first_server + server), pull, args=(self.number, rows, wants_gradient))
+            rpc.rpc_async(
+                rank_name(self.first_server + server),
+                pull,
+                args=(self.number, rows, wants_gradient),
+            )
             for server, rows in self._by_server(ids)
         ]
         self.world.traffic.add("pull", bytes_of(ids))
 
         def wait() -> torch.Tensor:
-            vectors = torch.cat([one.wait() for one in calls]) if calls else torch.zeros(0, self.dim)
+            vectors = (
+                torch.cat([one.wait() for one in calls]) if calls else torch.zeros(0, self.dim)
+            )
             if wants_gradient:
                 vectors.requires_grad_()
                 self.pulled.append((ids, vectors))
@@ -83,7 +99,13 @@ def among_workers(world: World, num_workers: int) -> World:
     """The workers as a world of their own; on a server, one of itself. A collective."""
     group = dist.new_group(list(range(num_workers))) if num_workers > 1 else None
     if world.rank >= num_workers:
-        return World(RankEnv(0, 1, world.env.local_rank, world.env.local_world_size), world.device, None, None, [world.rank])
+        return World(
+            RankEnv(0, 1, world.env.local_rank, world.env.local_world_size),
+            world.device,
+            None,
+            None,
+            [world.rank],
+        )
     env = RankEnv(world.rank, num_workers, world.env.local_rank, world.env.local_world_size)
     return World(env, world.device, world.axes, group, list(range(num_workers)), world.waits)
 

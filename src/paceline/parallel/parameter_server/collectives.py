@@ -1,6 +1,7 @@
-"""Collectives that outlive a worker: every rank sends what it has to say to the first server, which answers all of them when
-each living rank has spoken. A gloo group breaks when one of its processes ends; here the dead are left out, and the answer says
-who they are, so that all ranks learn of a loss in the same collective.
+"""Collectives that outlive a worker: every rank sends what it has to say to the first server, which
+answers all of them when each living rank has spoken. A gloo group breaks when one of its processes
+ends; here the dead are left out, and the answer says who they are, so that all ranks learn of a
+loss in the same collective.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Loss:
 
     Args:
         reason: for a person, as in ``was killed by SIGKILL``.
-        clock: steps of this worker that the first server had applied by then, where servers keep clocks.
+        clock: steps of this worker that the first server had applied by then, where servers keep
+            clocks.
     """
 
     rank: int
@@ -43,7 +45,8 @@ class Loss:
 
 
 class Meeting:
-    """On the first server: who lives, and what each rank has said in the collectives that are going on, by their number."""
+    """On the first server: who lives, and what each rank has said in the collectives that are going
+    on, by their number."""
 
     def __init__(self, size: int) -> None:
         self.living = set(range(size))
@@ -54,7 +57,8 @@ class Meeting:
         self._answers: dict[int, dict[int, torch.futures.Future[Any]]] = {}
 
     def attend(self, rank: int, number: int, said: Any) -> torch.futures.Future[Any]:
-        """Gives, when all living ranks have spoken: (what each of them said, by rank; the losses so far, by rank)."""
+        """Gives, when all living ranks have spoken: (what each of them said, by rank; the losses so
+        far, by rank)."""
         answer: torch.futures.Future[Any] = torch.futures.Future()
         with self._lock:
             self._said.setdefault(number, {})[rank] = said
@@ -117,8 +121,9 @@ def leave(rank: int) -> None:
 
 
 class ServedWorld(World):
-    """All ranks, with collectives through the first server. Ranks keep their numbers when others are lost: a sum is over the
-    living, and of who is lost this knows what the collectives that it has waited for have told."""
+    """All ranks, with collectives through the first server. Ranks keep their numbers when others
+    are lost: a sum is over the living, and of who is lost this knows what the collectives that it
+    has waited for have told."""
 
     def __init__(self, world: World, host: int) -> None:
         super().__init__(world.env, world.device, world.axes, world.group, world.ranks, world.waits)
@@ -138,10 +143,12 @@ class ServedWorld(World):
         return min(set(range(self.size)) - self.losses.keys())
 
     def watch(self, clock_of: Callable[[int], int]) -> None:
-        """From here on a worker may go. ``clock_of``: called on the first server with a rank that is lost; gives the number of
-        its steps that were applied."""
+        """From here on a worker may go. ``clock_of``: called on the first server with a rank that
+        is lost; gives the number of its steps that were applied."""
         if self.rank == self.host:
-            threading.Thread(target=_watch, args=(_MEETING, clock_of), name="losses", daemon=True).start()
+            threading.Thread(
+                target=_watch, args=(_MEETING, clock_of), name="losses", daemon=True
+            ).start()
 
     def leave(self) -> None:
         """The end: the first server stays until the others have its last answers."""
@@ -158,7 +165,9 @@ class ServedWorld(World):
         if self.rank == self.host:
             assert _MEETING is not None
             return _Attendance(self, _MEETING.attend(self.rank, self._number, said))
-        return _Attendance(self, rpc.rpc_async(rank_name(self.host), attend, args=(self.rank, self._number, said)))
+        return _Attendance(
+            self, rpc.rpc_async(rank_name(self.host), attend, args=(self.rank, self._number, said))
+        )
 
     def _words(self, said: Any) -> dict[int, Any]:
         start = time.perf_counter()
@@ -166,7 +175,9 @@ class ServedWorld(World):
         self.waits.seconds += time.perf_counter() - start
         return words
 
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Any:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Any:
         return _Reduction(tensor, op, self.attend(tensor.detach().clone()))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
@@ -207,9 +218,12 @@ class _Attendance:
 
 
 class _Reduction:
-    """A sum (or another reduction) that is on its way, in order of rank: the same bits on every rank."""
+    """A sum (or another reduction) that is on its way, in order of rank: the same bits on every
+    rank."""
 
-    def __init__(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, attendance: _Attendance) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, attendance: _Attendance
+    ) -> None:
         self.tensor = tensor
         self.op = op
         self.attendance = attendance
@@ -227,7 +241,12 @@ class _Reduction:
 def _watch(meeting: Meeting, clock_of: Callable[[int], int]) -> None:
     """Hear from the launcher, through its store, which workers have ended."""
     try:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(30))
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(30),
+        )
         store.set(MEETING_KEY, "open")
         while True:
             told = json.loads(store.get(LOST_KEY)) if store.check([LOST_KEY]) else {}

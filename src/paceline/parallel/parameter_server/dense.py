@@ -1,5 +1,6 @@
-"""`parameter_server` with all parameters on the servers: tables by rows, the others dealt by size. A worker pulls the others
-before its step and pushes one gradient of each after it; the servers sum what all workers pushed and make the update."""
+"""`parameter_server` with all parameters on the servers: tables by rows, the others dealt by size.
+A worker pulls the others before its step and pushes one gradient of each after it; the servers sum
+what all workers pushed and make the update."""
 
 from __future__ import annotations
 
@@ -32,17 +33,25 @@ class ServedParameterServer(ParameterServer):
         self.owners: dict[str, int] = {}
         self.dense_optimizer: torch.optim.Optimizer | None = None
 
-    # -- placing ----------------------------------------------------------------------------------------------------------
+    # -- placing
+    # ----------------------------------------------------------------------------------------------------------
     def place(self, model: nn.Module) -> nn.Module:
-        # Before the tables are known to this object: what is on the meta device is no table's business.
-        self.world.broadcast([one for one in (*model.parameters(), *model.buffers()) if not one.is_meta])
+        # Before the tables are known to this object: what is on the meta device is no table's
+        # business.
+        self.world.broadcast(
+            [one for one in (*model.parameters(), *model.buffers()) if not one.is_meta]
+        )
         return super().place(model)
 
     def _deal(self, model: nn.Module) -> None:
         """Which server has which of the parameters that are no tables."""
         self.trained = {name: one for name, one in self._dense(model).items() if one.requires_grad}
-        owners = deal([one.numel() for one in self.trained.values()], self.world.size - self.num_workers)
-        self.owners = {name: self.num_workers + owner for name, owner in zip(self.trained, owners, strict=True)}
+        owners = deal(
+            [one.numel() for one in self.trained.values()], self.world.size - self.num_workers
+        )
+        self.owners = {
+            name: self.num_workers + owner for name, owner in zip(self.trained, owners, strict=True)
+        }
 
     def _make_shards(self) -> None:
         super()._make_shards()
@@ -56,12 +65,20 @@ class ServedParameterServer(ParameterServer):
     def _make_worker(self, model: nn.Module) -> None:
         self._deal(model)
         for number, (name, table) in enumerate(self.tables.items()):
-            table.source = RemoteRows(number, self.ranges[name], self.num_workers, table.dim, self.world)
+            table.source = RemoteRows(
+                number, self.ranges[name], self.num_workers, table.dim, self.world
+            )
         found = changing_buffers(model) if self.num_workers > 1 else []
-        # By the workers' process group, which has to live; and a worker waits for the slowest in it.
-        self.changing_buffers = found if self.said.mode == "sync" and self.said.on_worker_loss == "stop" else []
+        # By the workers' process group, which has to live; and a worker waits for the slowest in
+        # it.
+        self.changing_buffers = (
+            found if self.said.mode == "sync" and self.said.on_worker_loss == "stop" else []
+        )
         if found and not self.changing_buffers:
-            text = "each worker gathers running statistics of its own in normalisation layers; those of the first one are saved"
+            text = (
+                "each worker gathers running statistics of its own in normalisation layers; those"
+                " of the first one are saved"
+            )
             self.notices.append(("warning", text))
 
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
@@ -75,7 +92,8 @@ class ServedParameterServer(ParameterServer):
             self.world.barrier()
         return self.optimizer
 
-    # -- a step -----------------------------------------------------------------------------------------------------------
+    # -- a step
+    # -----------------------------------------------------------------------------------------------------------
     def _before_forward(self) -> None:
         self._pull_dense()
         for one in self.trained.values():
@@ -97,13 +115,17 @@ class ServedParameterServer(ParameterServer):
         for server in range(self.num_workers, self.world.size):
             found = self._gradients_of(server)
             TRAFFIC.add("push", sum(bytes_of(one) for one in found.values()))
-            calls.append(rpc.rpc_async(rank_name(server), push_dense, args=(self.world.rank, found)))
+            calls.append(
+                rpc.rpc_async(rank_name(server), push_dense, args=(self.world.rank, found))
+            )
         self.workers.broadcast(self.changing_buffers)
         return calls
 
     def _gradients_of(self, server: int) -> dict[str, torch.Tensor]:
         """The gradients of the parameters that a server has, where there are any."""
-        found = {name: self.trained[name].grad for name, owner in self.owners.items() if owner == server}
+        found = {
+            name: self.trained[name].grad for name, owner in self.owners.items() if owner == server
+        }
         return {name: one for name, one in found.items() if one is not None}
 
     def _merge(self) -> float:
@@ -114,12 +136,18 @@ class ServedParameterServer(ParameterServer):
 
     def _pushed(self) -> list[torch.Tensor]:
         """The gradients that this server has of its parameters that are no tables."""
-        return [one.grad for one in self.trained.values() if one.grad is not None] if self.is_server else []
+        return (
+            [one.grad for one in self.trained.values() if one.grad is not None]
+            if self.is_server
+            else []
+        )
 
     def _squares(self) -> float:
         if not self.is_server:
             return 0.0
-        return super()._squares() + sum(float(one.double().square().sum()) for one in self._pushed())
+        return super()._squares() + sum(
+            float(one.double().square().sum()) for one in self._pushed()
+        )
 
     def _scale(self, factor: torch.Tensor) -> None:
         if self.is_server:
@@ -130,7 +158,10 @@ class ServedParameterServer(ParameterServer):
     def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         made = True
         if self.is_server:
-            rate, peak = float(self.optimizer.param_groups[0]["lr"]), float(self.optimizer.defaults["lr"])
+            rate, peak = (
+                float(self.optimizer.param_groups[0]["lr"]),
+                float(self.optimizer.defaults["lr"]),
+            )
             made = apply(self.optimizer)
             if made:
                 DENSE.step(rate / peak if peak else 0.0)
@@ -148,10 +179,17 @@ class ServedParameterServer(ParameterServer):
         with uncounted():
             self.world.barrier()
 
-    # -- state ------------------------------------------------------------------------------------------------------------
+    # -- state
+    # ------------------------------------------------------------------------------------------------------------
     def parts(self) -> Iterable[Part]:
         for shard in self.shards:
-            yield Part(shard.name, shard.values, (shard.rows, shard.values.shape[1]), (shard.start, 0), key=shard.values)
+            yield Part(
+                shard.name,
+                shard.values,
+                (shard.rows, shard.values.shape[1]),
+                (shard.start, 0),
+                key=shard.values,
+            )
         if self.is_server:
             for name, one in self.trained.items():
                 yield Part.whole(name, one, key=one)
@@ -163,7 +201,11 @@ class ServedParameterServer(ParameterServer):
         if self.dense_optimizer is None or part.key not in self.dense_optimizer.state:
             return super()._optimizer_state(part)
         entries = self.dense_optimizer.state[part.key]
-        return {str(key): torch.as_tensor(value).detach() for key, value in entries.items() if value is not None}
+        return {
+            str(key): torch.as_tensor(value).detach()
+            for key, value in entries.items()
+            if value is not None
+        }
 
     def after_load(self) -> None:
         if self.dense_optimizer is not None:
@@ -184,9 +226,11 @@ class ServedParameterServer(ParameterServer):
         return cost_of_servers(shape, axes, work, config)
 
 
-# -- calls: what runs on a server -----------------------------------------------------------------------------------------
+# -- calls: what runs on a server
+# -----------------------------------------------------------------------------------------
 class DenseParameters:
-    """The parameters of this server that are no tables, their optimizer, and what was pushed for them."""
+    """The parameters of this server that are no tables, their optimizer, and what was pushed for
+    them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -199,8 +243,8 @@ class DenseParameters:
         self.pushed.clear()
 
     def merge(self, lost: Container[int], weight: float) -> None:
-        """Sum the pushes of a step in order of worker, those of ``lost`` left out; zero where nobody had a gradient, as under
-        ``ddp``."""
+        """Sum the pushes of a step in order of worker, those of ``lost`` left out; zero where
+        nobody had a gradient, as under ``ddp``."""
         with self.lock:
             pushed, self.pushed = self.pushed, {}
         parts = [pushed[worker] for worker in sorted(pushed) if worker not in lost]
@@ -226,7 +270,8 @@ DENSE = DenseParameters()
 
 
 def pull_dense(trains: bool) -> dict[str, torch.Tensor]:
-    """The parameters of this server that are no tables. ``trains``: for a step of training, whose traffic is counted."""
+    """The parameters of this server that are no tables. ``trains``: for a step of training, whose
+    traffic is counted."""
     with DENSE.lock:
         found = {name: one.detach().clone() for name, one in DENSE.named.items()}
     if trains:

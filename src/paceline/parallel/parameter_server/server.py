@@ -1,4 +1,5 @@
-"""What a server holds and does: ranges of the tables' rows, their optimizer, and the calls by which workers pull and push."""
+"""What a server holds and does: ranges of the tables' rows, their optimizer, and the calls by which
+workers pull and push."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from torch import nn
 
 from paceline.distributed.traffic import TRAFFIC
 
-#: name → tensors of state an element of a row, and numbers of state a row; beside the step counts of Adam and Adagrad.
+#: name → tensors of state an element of a row, and numbers of state a row; beside the step counts
+#: of Adam and Adagrad.
 STATE = {"sgd": (0, 0), "adagrad": (1, 0), "row_wise_adagrad": (0, 1), "adam": (2, 0)}
 
 
 def row_ranges(rows: int, servers: int) -> list[tuple[int, int]]:
-    """[start, end) of each server's rows: even parts, the first ones a row longer where they do not divide."""
+    """[start, end) of each server's rows: even parts, the first ones a row longer where they do not
+    divide."""
     each, more = divmod(rows, servers)
     starts = [number * each + min(number, more) for number in range(servers + 1)]
     return list(pairwise(starts))
@@ -36,8 +39,10 @@ class Shard:
         rows: of the whole table.
         start: where this server's begin.
         values: float32 [n, dim], this server's rows.
-        pushed: (worker, number of the push in its step) → (rows by their place in ``values``, gradients [k, dim]).
-        gradient: the sum of what was pushed, as (distinct rows, gradients), once :func:`merge` has run.
+        pushed: (worker, number of the push in its step) → (rows by their place in ``values``,
+            gradients [k, dim]).
+        gradient: the sum of what was pushed, as (distinct rows, gradients), once :func:`merge` has
+            run.
     """
 
     name: str
@@ -48,8 +53,9 @@ class Shard:
     gradient: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def merge(self, lost: Container[int] = (), weight: float = 1.0) -> None:
-        """Sum the pushes of a step, in order of worker and micro-batch whatever order they came in: the same bits each time.
-        ``lost``: workers whose pushes are left out; ``weight``: of the sum."""
+        """Sum the pushes of a step, in order of worker and micro-batch whatever order they came in:
+        the same bits each time. ``lost``: workers whose pushes are left out; ``weight``: of the
+        sum."""
         with _LOCK:
             pushed, self.pushed = self.pushed, {}
         ordered = [pushed[key] for key in sorted(pushed) if key[0] not in lost]
@@ -59,22 +65,30 @@ class Shard:
         rows, places = torch.unique(torch.cat([one for one, _ in ordered]), return_inverse=True)
         total = torch.zeros(len(rows), self.values.shape[1])
         begin = 0
-        for one, gradient in ordered:  # rows of one push are distinct: each gets one addend at a time
+        # rows of one push are distinct: each gets one addend at a time
+        for one, gradient in ordered:
             total[places[begin : begin + len(one)]] += gradient
             begin += len(one)
         self.gradient = (rows, total if weight == 1.0 else total.mul_(weight))
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Updates the rows of a batch and leaves all others as they are. Each formula is that of torch's optimizer of the name on
-    a gradient that is zero elsewhere (SGD, Adagrad), or, for Adam, of ``torch.optim.SparseAdam``.
+    """Updates the rows of a batch and leaves all others as they are. Each formula is that of
+    torch's optimizer of the name on a gradient that is zero elsewhere (SGD, Adagrad), or, for Adam,
+    of ``torch.optim.SparseAdam``.
 
-    ``row_wise_adagrad``: one sum of squares a row, of the mean of the gradient's squares over the row (Mudigere et al.,
-    "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation Models", 2022).
+    ``row_wise_adagrad``: one sum of squares a row, of the mean of the gradient's squares over the
+    row (Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep
+    Learning Recommendation Models", 2022).
     """
 
     def __init__(
-        self, shards: Iterable[Shard], kind: str, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float | None = None
+        self,
+        shards: Iterable[Shard],
+        kind: str,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float | None = None,
     ) -> None:
         self.shards = list(shards)
         self.kind = kind
@@ -101,12 +115,15 @@ class RowOptimizer(torch.optim.Optimizer):
         rate = float(self.param_groups[0]["lr"]) if self.rate is None else self.rate
         for shard in self.shards:
             if "step" in self.state[shard.values]:
-                self.state[shard.values]["step"] += 1  # everywhere alike: a server may get no row of a batch
+                # everywhere alike: a server may get no row of a batch
+                self.state[shard.values]["step"] += 1
             if shard.gradient is not None:
                 self._update(shard, *shard.gradient, rate)
                 shard.gradient = None
 
-    def _update(self, shard: Shard, rows: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
+    def _update(
+        self, shard: Shard, rows: torch.Tensor, gradient: torch.Tensor, rate: float
+    ) -> None:
         values, state = shard.values, self.state[shard.values]
         if self.kind == "sgd":
             values[rows] -= rate * gradient
@@ -126,18 +143,20 @@ class RowOptimizer(torch.optim.Optimizer):
             values[rows] -= size * mean / (square.sqrt() + self.eps)
 
 
-# -- calls ----------------------------------------------------------------------------------------------------------------
+# -- calls
+# ----------------------------------------------------------------------------------------------------------------
 _SHARDS: list[Shard] = []
 
 
 def serve(shards: list[Shard]) -> None:
-    """Let workers reach these shards, by their number: what :func:`pull` and :func:`push` work on in this process."""
+    """Let workers reach these shards, by their number: what :func:`pull` and :func:`push` work on
+    in this process."""
     _SHARDS[:] = shards
 
 
 def pull(number: int, rows: torch.Tensor, trains: bool) -> torch.Tensor:
-    """Rows of shard ``number`` of the process that this runs in, by their places there: float32 [n, dim]. ``trains``: for a
-    step of training, whose traffic is counted."""
+    """Rows of shard ``number`` of the process that this runs in, by their places there: float32 [n,
+    dim]. ``trains``: for a step of training, whose traffic is counted."""
     with torch.no_grad():
         found = _SHARDS[number].values[rows]
     if trains:
@@ -146,7 +165,8 @@ def pull(number: int, rows: torch.Tensor, trains: bool) -> torch.Tensor:
 
 
 def push(key: tuple[int, int], gradients: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Leave gradients of a step here: shard's number → (distinct rows by their places, float32 [n, dim])."""
+    """Leave gradients of a step here: shard's number → (distinct rows by their places, float32 [n,
+    dim])."""
     with _LOCK:
         for number, pushed in gradients.items():
             _SHARDS[number].pushed[key] = pushed

@@ -1,12 +1,14 @@
-"""`parameter_server`: embedding tables on servers, cut by rows; workers pull and push the rows of their batch alone. After
-Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014), synchronous.
+"""`parameter_server`: embedding tables on servers, cut by rows; workers pull and push the rows of
+their batch alone. After Li et al., "Scaling Distributed Machine Learning with the Parameter Server"
+(2014), synchronous.
 
-Ranks 0 to W - 1 are workers, those after them servers. A step: the workers pull rows and push gradients through
-``torch.distributed.rpc``; their other gradients are all-reduced among them as under ``ddp``; when every push has arrived, each
-server updates its rows and each worker the rest. Where the rest is on the servers too: ``server_dense.py``.
+Ranks 0 to W - 1 are workers, those after them servers. A step: the workers pull rows and push
+gradients through ``torch.distributed.rpc``; their other gradients are all-reduced among them as
+under ``ddp``; when every push has arrived, each server updates its rows and each worker the rest.
+Where the rest is on the servers too: ``server_dense.py``.
 
-With ``on_worker_loss: go_on`` all collectives go through the first server (``server_meeting.py``) as soon as it is reached, and
-none through a process group, which would break with the first worker.
+With ``on_worker_loss: go_on`` all collectives go through the first server (``server_meeting.py``)
+as soon as it is reached, and none through a process group, which would break with the first worker.
 """
 
 from __future__ import annotations
@@ -27,12 +29,25 @@ from paceline.distributed.communicator import World
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic import uncounted
 from paceline.models.recommend import Table, named_tables, tables_elsewhere
-from paceline.parallel.base import BuildOptimizer, Departed, MicroStep, Strategy, optimizer_tensors, persistent_buffers
+from paceline.parallel.base import (
+    BuildOptimizer,
+    Departed,
+    MicroStep,
+    Strategy,
+    optimizer_tensors,
+    persistent_buffers,
+)
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.strategy import changing_buffers, clip_factor
 from paceline.parallel.parameter_server.check import check_config, who_does_what
-from paceline.parallel.parameter_server.client import RemoteRows, among_workers, bytes_of, connect, rank_name
+from paceline.parallel.parameter_server.client import (
+    RemoteRows,
+    among_workers,
+    bytes_of,
+    connect,
+    rank_name,
+)
 from paceline.parallel.parameter_server.collectives import ServedWorld
 from paceline.parallel.parameter_server.cost import cost_of_ddp
 from paceline.parallel.parameter_server.server import RowOptimizer, Shard, push, row_ranges, serve
@@ -40,7 +55,8 @@ from paceline.parallel.state import Part, StateSource
 
 
 class ParameterServer(Strategy):
-    """Tables on servers, the rest of the model on each worker; every step is the one that ``ddp`` makes."""
+    """Tables on servers, the rest of the model on each worker; every step is the one that ``ddp``
+    makes."""
 
     name = "parameter_server"
     whole_on_first = False
@@ -102,7 +118,11 @@ class ParameterServer(Strategy):
 
     @classmethod
     def expendable(cls, config: Config, axes: Axes) -> frozenset[int]:
-        return frozenset(range(axes.replicas)) if config.parameter_server.on_worker_loss == "go_on" else frozenset()
+        return (
+            frozenset(range(axes.replicas))
+            if config.parameter_server.on_worker_loss == "go_on"
+            else frozenset()
+        )
 
     def departed(self) -> list[Departed]:
         if not isinstance(self.world, ServedWorld):
@@ -111,7 +131,14 @@ class ParameterServer(Strategy):
         gone = [rank for rank in before if rank in losses]
         self.members = [rank for rank in before if rank not in losses]
         return [
-            Departed(rank, losses[rank].pid, losses[rank].reason, before.index(rank), len(before), self._steps_missed(rank))
+            Departed(
+                rank,
+                losses[rank].pid,
+                losses[rank].reason,
+                before.index(rank),
+                len(before),
+                self._steps_missed(rank),
+            )
             for rank in gone
         ]
 
@@ -126,7 +153,8 @@ class ParameterServer(Strategy):
         with tables_elsewhere():
             yield
 
-    # -- placing ----------------------------------------------------------------------------------------------------------
+    # -- placing
+    # ----------------------------------------------------------------------------------------------------------
     def place(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.tables = named_tables(model)
@@ -140,14 +168,20 @@ class ParameterServer(Strategy):
         for table, seed in zip(self.tables.values(), seeds, strict=True):
             table.seed = seed
         num_servers = self.world.size - self.num_workers
-        self.ranges = {name: row_ranges(table.rows, num_servers) for name, table in self.tables.items()}
+        self.ranges = {
+            name: row_ranges(table.rows, num_servers) for name, table in self.tables.items()
+        }
         if self.is_server:
             self._make_shards()
             model.to("meta")
         else:
             self._make_worker(model)
         self.notices.append(("info", who_does_what(self.said, self.num_workers, self.world.size)))
-        served = ServedWorld(self.world, self.num_workers) if self.said.on_worker_loss == "go_on" else None
+        served = (
+            ServedWorld(self.world, self.num_workers)
+            if self.said.on_worker_loss == "go_on"
+            else None
+        )
         connect(self.world, self.settings.timeout_s)
         self.connected = True
         if served is not None:
@@ -156,7 +190,8 @@ class ParameterServer(Strategy):
         return model
 
     def _clock_of(self, rank: int) -> int:
-        """On the first server: a worker is lost. How many of its steps were applied, where servers keep clocks."""
+        """On the first server: a worker is lost. How many of its steps were applied, where servers
+        keep clocks."""
         return 0
 
     def _make_shards(self) -> None:
@@ -174,28 +209,40 @@ class ParameterServer(Strategy):
     def _make_worker(self, model: nn.Module) -> None:
         self.trained = {name: one for name, one in self._dense(model).items() if one.requires_grad}
         for number, (name, table) in enumerate(self.tables.items()):
-            table.source = RemoteRows(number, self.ranges[name], self.num_workers, table.dim, self.world)
+            table.source = RemoteRows(
+                number, self.ranges[name], self.num_workers, table.dim, self.world
+            )
         self.workers.broadcast([*self._dense(model).values(), *model.buffers()])
         self.changing_buffers = changing_buffers(model) if self.workers.size > 1 else []
-        self.buckets = GradientBuckets(self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.workers)
+        self.buckets = GradientBuckets(
+            self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.workers
+        )
 
     def close(self) -> None:
         if self.connected:
             self.connected = False
             if isinstance(self.world, ServedWorld):
-                self.world.leave()  # rpc's own way to end waits for all ranks, the dead as well; sockets close with the process
+                # rpc's own way to end waits for all ranks, the dead as well; sockets close with the
+                # process
+                self.world.leave()
             else:
                 rpc.shutdown()
 
-    # -- a step -----------------------------------------------------------------------------------------------------------
+    # -- a step
+    # -----------------------------------------------------------------------------------------------------------
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         if not self.is_server:
             self.optimizer = build(list(self.trained.items()))
             return self.optimizer
         args = self.config.train_args
         usual = build([(shard.name, shard.values) for shard in self.shards]).defaults["lr"]
-        betas, eps = (args.adam_beta1, args.adam_beta2), args.adam_epsilon if self.said.optimizer == "adam" else None
-        self.optimizer = RowOptimizer(self.shards, self.said.optimizer, self.said.learning_rate or usual, betas, eps)
+        betas, eps = (
+            (args.adam_beta1, args.adam_beta2),
+            args.adam_epsilon if self.said.optimizer == "adam" else None,
+        )
+        self.optimizer = RowOptimizer(
+            self.shards, self.said.optimizer, self.said.learning_rate or usual, betas, eps
+        )
         return self.optimizer
 
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
@@ -225,8 +272,9 @@ class ParameterServer(Strategy):
         return []
 
     def _merge(self) -> float:
-        """Sum what was pushed, when every push has arrived. A worker that was lost before all of its own had is left out on
-        every server, and the rest weighted up to the mean over those who are left; gives the weight."""
+        """Sum what was pushed, when every push has arrived. A worker that was lost before all of
+        its own had is left out on every server, and the rest weighted up to the mean over those who
+        are left; gives the weight."""
         with uncounted():
             arrived = self.world.sum(self.own_count)[0]
         for rank in self.members:
@@ -249,7 +297,10 @@ class ParameterServer(Strategy):
                 by_server.setdefault(server, {})[place] = (rows, gradient)
                 self.world.traffic.add("push", bytes_of(rows) + bytes_of(gradient))
         key = (self.world.rank, number)
-        return [rpc.rpc_async(rank_name(server), push, args=(key, found)) for server, found in by_server.items()]
+        return [
+            rpc.rpc_async(rank_name(server), push, args=(key, found))
+            for server, found in by_server.items()
+        ]
 
     def clip(self, max_norm: float) -> torch.Tensor:
         with uncounted():
@@ -261,8 +312,12 @@ class ParameterServer(Strategy):
     def _squares(self) -> float:
         """Of the gradients that are counted on this rank, the sum of squares."""
         if not self.is_server:
-            return float(self.buckets.norm()) ** 2 if self.world.is_first else 0.0  # the same on each worker
-        return sum((float(one.gradient[1].double().square().sum()) for one in self.shards if one.gradient), 0.0)
+            # the same on each worker
+            return float(self.buckets.norm()) ** 2 if self.world.is_first else 0.0
+        return sum(
+            (float(one.gradient[1].double().square().sum()) for one in self.shards if one.gradient),
+            0.0,
+        )
 
     def _scale(self, factor: torch.Tensor) -> None:
         if not self.is_server:
@@ -277,7 +332,8 @@ class ParameterServer(Strategy):
             self.world.barrier()  # nobody pulls rows of the step before
         return made
 
-    # -- state ------------------------------------------------------------------------------------------------------------
+    # -- state
+    # ------------------------------------------------------------------------------------------------------------
     def parts(self) -> Iterable[Part]:
         for shard in self.shards:
             shape = (shard.rows, shard.values.shape[1])
@@ -301,13 +357,19 @@ class ParameterServer(Strategy):
         wanted = {key for shard in self.shards for key in self.optimizer.state[shard.values]}
         for shard in self.shards:
             stored = {
-                name.rpartition("/")[2] for name in source.tensors() if name.rpartition("/")[0] == f"optimizer/{shard.name}"
+                name.rpartition("/")[2]
+                for name in source.tensors()
+                if name.rpartition("/")[0] == f"optimizer/{shard.name}"
             }
             if stored and stored != wanted:
                 raise ConfigError(
-                    f"the checkpoint's `{shard.name}` has the optimizer state {', '.join(sorted(stored))}, and "
-                    f"`parameter_server.optimizer: {self.said.optimizer}` has {', '.join(sorted(wanted)) or 'none'}",
-                    fix="set `parameter_server.optimizer` as it was, or another `output_dir` for a new run",
+                    f"the checkpoint's `{shard.name}` has the optimizer state"
+                    f" {', '.join(sorted(stored))}, and `parameter_server.optimizer:"
+                    f" {self.said.optimizer}` has {', '.join(sorted(wanted)) or 'none'}",
+                    fix=(
+                        "set `parameter_server.optimizer` as it was, or another `output_dir` for a"
+                        " new run"
+                    ),
                 )
         super().load_state(source)
 
@@ -316,7 +378,11 @@ class ParameterServer(Strategy):
             self.world.barrier()  # nobody pulls from a server that has not read its rows
 
     def _read_entry(
-        self, source: StateSource, name: str, part: Part, known: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+        self,
+        source: StateSource,
+        name: str,
+        part: Part,
+        known: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     ) -> torch.Tensor:
         if name.endswith("/row_sum"):
             return source.read(name, (part.offset[0], 0), (len(part.tensor), 1))
@@ -336,7 +402,11 @@ class ParameterServer(Strategy):
 
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-        """See :mod:`~paceline.parallel.parameter_server.cost`. Traffic is an upper bound, a batch without a repeated id, unless the
-        distinct ids of a micro-batch were counted in the data."""
+        """See :mod:`~paceline.parallel.parameter_server.cost`. Traffic is an upper bound, a batch
+        without a repeated id, unless the distinct ids of a micro-batch were counted in the data."""
         chosen = cls.variant(config)
-        return cost_of_ddp(shape, axes, work, config) if chosen is ParameterServer else chosen.cost(shape, axes, work, config)
+        return (
+            cost_of_ddp(shape, axes, work, config)
+            if chosen is ParameterServer
+            else chosen.cost(shape, axes, work, config)
+        )

@@ -1,5 +1,5 @@
-"""Can a model run as a pipeline? Checked before anything is cut: from its modules, and from a traced forward over a few made-up
-tokens, one made-up image, or a sample of the task."""
+"""Can a model run as a pipeline? Checked before anything is cut: from its modules, and from a
+traced forward over a few made-up tokens, one made-up image, or a sample of the task."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from torch import nn
 from paceline.core.errors import ConfigError
 from paceline.models.shape.trace import BETWEEN, INSIDE, Trace, trace_model
 
-_FIX = "use a mode that keeps the layers' order as it is, such as `parallel.mode: zero3` or `tensor`"
-_ALLOWED = "a model whose blocks stand in one ModuleList or Sequential and run one after another, each once"
+_FIX = (
+    "use a mode that keeps the layers' order as it is, such as `parallel.mode: zero3` or `tensor`"
+)
+_ALLOWED = (
+    "a model whose blocks stand in one ModuleList or Sequential and run one after another, each"
+    " once"
+)
 
 
 def check_blocks(
-    model: nn.Module, blocks: list[tuple[str, nn.Module]], run: Callable[[nn.Module], object] | None = None
+    model: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    run: Callable[[nn.Module], object] | None = None,
 ) -> tuple[list[Callable[[torch.Tensor], Any]], Trace | None]:
-    """For each block, how it returns its hidden states (a tensor, or a tuple that begins with one), and the trace that shows
-    it; no trace if the model's inputs are not known.
+    """For each block, how it returns its hidden states (a tensor, or a tuple that begins with one),
+    and the trace that shows it; no trace if the model's inputs are not known.
 
     Args:
         run: a forward of the task, for models whose inputs are not known here.
@@ -35,7 +42,8 @@ def check_blocks(
         return [_as_tensor] * len(blocks), None
     _check_order(found, len(blocks))
     return [
-        partial(_as_tuple, size - 1) if (size := found.outputs[number]) else _as_tensor for number in range(len(blocks))
+        partial(_as_tuple, size - 1) if (size := found.outputs[number]) else _as_tensor
+        for number in range(len(blocks))
     ], found
 
 
@@ -67,7 +75,9 @@ def _check_order(found: Trace, num_blocks: int) -> None:
     if found.order != list(range(num_blocks)):
         raise _unfit(f"its {num_blocks} blocks run in the order {found.order[:12]}")
     if found.altered:
-        raise _unfit(f"block {found.altered[0]} takes something else than what the block before it gives")
+        raise _unfit(
+            f"block {found.altered[0]} takes something else than what the block before it gives"
+        )
     if found.written:
         raise _unfit(f"its forward changes its own weights (`{found.written[0]}`)")
     for phase, where in ((INSIDE, "inside its blocks"), (BETWEEN, "between two blocks")):
@@ -77,7 +87,11 @@ def _check_order(found: Trace, num_blocks: int) -> None:
 
 
 def _unfit(why: str) -> ConfigError:
-    return ConfigError(f"`parallel.pipeline`: this model cannot be cut into stages: {why}", allowed=_ALLOWED, fix=_FIX)
+    return ConfigError(
+        f"`parallel.pipeline`: this model cannot be cut into stages: {why}",
+        allowed=_ALLOWED,
+        fix=_FIX,
+    )
 
 
 def _as_tensor(hidden: torch.Tensor) -> Any:

@@ -18,7 +18,8 @@ class PipelineCost:
         division: the stages.
         parameters: names of what the rank holds, tied weights under their first name.
         buffers: likewise.
-        send_bytes: that the rank sends in a step: hidden states forward, their gradients back, gradients of tied weights.
+        send_bytes: that the rank sends in a step: hidden states forward, their gradients back,
+            gradients of tied weights.
         in_flight: micro-batches whose activations the rank keeps at once (of each of its stages).
         activation_bytes: of the micro-batches in flight; 0 where not known.
     """
@@ -36,19 +37,26 @@ class PipelineCost:
 
 
 def pipeline_cost(
-    shape: ModelShape, num_ranks: int, chunks: int, schedule: str, work: Workload, tensor_ranks: int = 1
+    shape: ModelShape,
+    num_ranks: int,
+    chunks: int,
+    schedule: str,
+    work: Workload,
+    tensor_ranks: int = 1,
 ) -> PipelineCost:
     """The pipeline's share of a strategy's cost.
 
-    Each boundary between stages passes tokens × hidden elements forward and as many back, each micro-batch (Narayanan et al.,
-    "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 3.2). Micro-batches in flight: all under
-    GPipe (Huang et al., 2019), at most ranks - r on rank r under 1F1B (Narayanan et al., section 2.2.1).
+    Each boundary between stages passes tokens × hidden elements forward and as many back, each
+    micro-batch (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
+    2021, section 3.2). Micro-batches in flight: all under GPipe (Huang et al., 2019), at most ranks
+    - r on rank r under 1F1B (Narayanan et al., section 2.2.1).
 
     Args:
         num_ranks: of the pipeline's line.
-        chunks: ``parallel.pipeline_chunks``; means something to the schedules of several stages a rank alone.
-        tensor_ranks: that each layer of the tensor plan is cut over. Between a column layer and its row layer a rank has, and
-            hands on, its part of the features alone.
+        chunks: ``parallel.pipeline_chunks``; means something to the schedules of several stages a
+            rank alone.
+        tensor_ranks: that each layer of the tensor plan is cut over. Between a column layer and its
+            row layer a rank has, and hands on, its part of the features alone.
 
     Raises:
         ConfigError: fewer layers than stages.
@@ -58,7 +66,8 @@ def pipeline_cost(
     within_pair = _within_pair(shape) if tensor_ranks > 1 else set()
     element_bytes = shape.parameters[0].element_bytes if shape.parameters else 4
     send = [0] * num_ranks
-    for stage, (_, beyond) in enumerate(division.blocks[:-1]):  # forward to the next stage, and the gradient back
+    # forward to the next stage, and the gradient back
+    for stage, (_, beyond) in enumerate(division.blocks[:-1]):
         elements = shape.block_output_elements[beyond - 1] if shape.block_output_elements else 0.0
         parts = tensor_ranks if beyond in within_pair else 1
         boundary = round(work.micro_batches * work.positions * elements * element_bytes / parts)
@@ -68,7 +77,10 @@ def pipeline_cost(
         ranks = sorted({rank_of_stage(stage, num_ranks) for stage in division.stages[one.name]})
         for rank in ranks if len(ranks) > 1 else []:
             send[rank] += one.size_bytes * (len(ranks) - 1)
-    in_flight = tuple(_in_flight(schedule, rank, num_ranks, num_stages, work.micro_batches) for rank in range(num_ranks))
+    in_flight = tuple(
+        _in_flight(schedule, rank, num_ranks, num_stages, work.micro_batches)
+        for rank in range(num_ranks)
+    )
     per_block = work.block_activation_bytes or (0,) * len(shape.blocks)
     activations = [0] * num_ranks
     for stage, (first, beyond) in enumerate(division.blocks):
@@ -88,28 +100,43 @@ Names = tuple[tuple[str, ...], ...]
 
 
 def _holdings(shape: ModelShape, num_ranks: int, num_stages: int) -> tuple[Division, Names, Names]:
-    """The stages, and for each rank the names of its parameters and of its buffers; computed once per shape."""
+    """The stages, and for each rank the names of its parameters and of its buffers; computed once
+    per shape."""
     key = ("pipeline holdings", num_ranks, num_stages)
     if key not in shape.memo:
         sizes = {one.name: one.numel for one in shape.parameters}
-        division = divide(sizes, shape.blocks, num_stages, shape.aliases, [one.name for one in shape.buffers], shape.phases)
+        division = divide(
+            sizes,
+            shape.blocks,
+            num_stages,
+            shape.aliases,
+            [one.name for one in shape.buffers],
+            shape.phases,
+        )
 
         def held(names: list[str]) -> Names:
             by_rank: list[list[str]] = [[] for _ in range(num_ranks)]
             for name in names:
-                for rank in sorted({rank_of_stage(stage, num_ranks) for stage in division.stages[name]}):
+                for rank in sorted(
+                    {rank_of_stage(stage, num_ranks) for stage in division.stages[name]}
+                ):
                     by_rank[rank].append(name)
             return tuple(tuple(names) for names in by_rank)
 
-        parameters, buffers = held([one.name for one in shape.parameters]), held([one.name for one in shape.buffers])
+        parameters, buffers = (
+            held([one.name for one in shape.parameters]),
+            held([one.name for one in shape.buffers]),
+        )
         shape.memo[key] = (division, parameters, buffers)
     return shape.memo[key]  # type: ignore[no-any-return]
 
 
 def _within_pair(shape: ModelShape) -> set[int]:
-    """Each number of leading blocks whose last cut layer is a column layer, so that its row layer is in a later block."""
+    """Each number of leading blocks whose last cut layer is a column layer, so that its row layer
+    is in a later block."""
     block_index = {name: index for index, name in enumerate(shape.blocks)}
-    last_style: dict[int, tuple[int, str]] = {}  # block → (place in the plan, style) of its last cut layer
+    # block → (place in the plan, style) of its last cut layer
+    last_style: dict[int, tuple[int, str]] = {}
     for place, (name, style) in enumerate(shape.tensor_plan.items()):
         for module in (*modules_around(name), name):
             if module in block_index:
@@ -123,7 +150,9 @@ def _within_pair(shape: ModelShape) -> set[int]:
     return found
 
 
-def _in_flight(schedule: str, rank: int, num_ranks: int, num_stages: int, micro_batches: int) -> int:
+def _in_flight(
+    schedule: str, rank: int, num_ranks: int, num_stages: int, micro_batches: int
+) -> int:
     if schedule == "1f1b" and micro_batches >= num_ranks:
         return min(micro_batches, num_ranks - rank)
     if schedule == "zero_bubble":

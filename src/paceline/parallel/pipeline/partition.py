@@ -1,8 +1,10 @@
-"""A model cut in place: its own forward runs on every stage, and the blocks of other stages let pass what they are given.
+"""A model cut in place: its own forward runs on every stage, and the blocks of other stages let
+pass what they are given.
 
-On a stage that is not the first, what comes before it is a stand-in: a tensor of the right shape that holds NaN and takes no
-memory. The block before the stage's first gives out what was received. On a stage that is not the last, the call of the block
-behind its last ends the forward. So masks, positions, packing and the loss are the model's and the task's own.
+On a stage that is not the first, what comes before it is a stand-in: a tensor of the right shape
+that holds NaN and takes no memory. The block before the stage's first gives out what was received.
+On a stage that is not the last, the call of the block behind its last ends the forward. So masks,
+positions, packing and the loss are the model's and the task's own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from torch import nn
 from paceline.core.errors import RunError
 from paceline.parallel.pipeline.stages import Division
 
-_UNFIT = "blocks that run one after another, each once, on what the one before it gave out, and on nothing else that is trained"
+_UNFIT = (
+    "blocks that run one after another, each once, on what the one before it gave out, and on"
+    " nothing else that is trained"
+)
 _FIX = "use a mode that keeps the model whole, such as `parallel.mode: zero3`"
 
 
@@ -52,7 +57,10 @@ class Cut:
         self.foreign = [
             block
             for number, (_, block) in enumerate(blocks)
-            if not any(first <= number < beyond for first, beyond in (division.blocks[stage] for stage in mine))
+            if not any(
+                first <= number < beyond
+                for first, beyond in (division.blocks[stage] for stage in mine)
+            )
         ]
         self._active = self._probing = False
         self._first = self._beyond = self._position = 0
@@ -65,29 +73,38 @@ class Cut:
             if region in ("before", "both") and any(stage > 0 for stage in mine):
                 self._stand_in(name, region == "both" or any(stage == 0 for stage in mine))
 
-    # -- patching -----------------------------------------------------------------------------------------------------------
+    # -- patching
+    # -----------------------------------------------------------------------------------------------------------
     def _stand_in(self, name: str, holds_first: bool) -> None:
         """Let a module before the blocks give out shapes alone on the later stages."""
         parent_name, _, leaf = name.rpartition(".")
         parent = self.model.get_submodule(parent_name)
         module = getattr(parent, leaf)
         if isinstance(module, nn.Module):
-            memo = {id(one): nn.Parameter(_meta(one), requires_grad=False) for one in module.parameters()}
+            memo = {
+                id(one): nn.Parameter(_meta(one), requires_grad=False)
+                for one in module.parameters()
+            }
             memo |= {id(one): _meta(one) for one in module.buffers()}  # type: ignore[misc]
             module.forward = partial(self._before, module.forward, copy.deepcopy(module, memo))
         elif not holds_first:  # a parameter of a module that holds the blocks
             del parent._parameters[leaf]
             setattr(parent, leaf, stand_in(module))
 
-    def _before(self, original: Callable[..., Any], ghost: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not self._active or self._first == 0 or self._position > 0:  # used again after the blocks
+    def _before(
+        self, original: Callable[..., Any], ghost: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        # used again after the blocks
+        if not self._active or self._first == 0 or self._position > 0:
             return original(*args, **kwargs)
         device = next((one.device for one in _tensors((args, kwargs))), torch.device("cpu"))
         with torch.no_grad():
             out = ghost(*_map(_meta, args), **_map(_meta, kwargs))
         return _map(partial(stand_in, device=device), out)
 
-    def _enter(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if not self._active:
             return  # recomputed in backward
         if number != self._position:
@@ -98,7 +115,10 @@ class Cut:
         if number == self._beyond:
             hidden = _hidden(args, kwargs)
             if hidden is not self._last_output:
-                raise unfit(f"something is done to the output of block {number - 1} before block {number} takes it")
+                raise unfit(
+                    f"something is done to the output of block {number - 1} before block {number}"
+                    " takes it"
+                )
             raise StageEnd(hidden)
 
     def _block(self, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,9 +133,11 @@ class Cut:
         assert passed is not None
         return self.forms[number](passed)
 
-    # -- running ------------------------------------------------------------------------------------------------------------
+    # -- running
+    # ------------------------------------------------------------------------------------------------------------
     def probe(self, call: Callable[[], object]) -> tuple[int, ...]:
-        """Shape of what ``call`` hands to the first block, by a forward that ends there. The same on every rank of the line."""
+        """Shape of what ``call`` hands to the first block, by a forward that ends there. The same
+        on every rank of the line."""
         self._first, self._beyond = self.division.blocks[-1]
         found = self._run(call, None, probing=True)
         if not isinstance(found, torch.Tensor):
@@ -129,9 +151,17 @@ class Cut:
             RunError: the blocks do not run as a pipeline's must.
         """
         self._first, self._beyond = self.division.blocks[stage]
-        return self._run(call, received, probing=False, is_last=stage == self.division.num_stages - 1)
+        return self._run(
+            call, received, probing=False, is_last=stage == self.division.num_stages - 1
+        )
 
-    def _run(self, call: Callable[[], Any], received: torch.Tensor | None, probing: bool, is_last: bool = False) -> Any:
+    def _run(
+        self,
+        call: Callable[[], Any],
+        received: torch.Tensor | None,
+        probing: bool,
+        is_last: bool = False,
+    ) -> Any:
         for block in self.foreign:
             if getattr(block, "gradient_checkpointing", False):
                 block.gradient_checkpointing = False  # nothing to recompute
@@ -149,18 +179,22 @@ class Cut:
 
 
 def unfit(why: str) -> RunError:
-    return RunError(f"this model cannot be cut into pipeline stages: {why}", allowed=_UNFIT, fix=_FIX)
+    return RunError(
+        f"this model cannot be cut into pipeline stages: {why}", allowed=_UNFIT, fix=_FIX
+    )
 
 
 def stand_in(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor of that shape without memory of its own: NaN, so that what is computed from it shows; zero where integer."""
+    """A tensor of that shape without memory of its own: NaN, so that what is computed from it
+    shows; zero where integer."""
     value = float("nan") if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=device or like.device).expand(like.shape)
 
 
 def drop(model: nn.Module, division: Division, mine: list[int]) -> None:
-    """Let go of the parameters and buffers of other ranks' stages. A parameter leaves a stand-in without memory: some models
-    ask their embedding for its device or type. A buffer's place holds None."""
+    """Let go of the parameters and buffers of other ranks' stages. A parameter leaves a stand-in
+    without memory: some models ask their embedding for its device or type. A buffer's place holds
+    None."""
     for module_name, module in model.named_modules():
         for kind in (module._parameters, module._buffers):
             for leaf, value in list(kind.items()):

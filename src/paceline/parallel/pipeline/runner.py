@@ -1,7 +1,8 @@
-"""Pipeline parallelism: runs of blocks on different ranks, micro-batches passed from one to the next.
+"""Pipeline parallelism: runs of blocks on different ranks, micro-batches passed from one to the
+next.
 
-A component for a strategy: it cuts the model in place, drives the schedules of torch.distributed.pipelining, evaluates hop by
-hop, and says which rank holds and owns what.
+A component for a strategy: it cuts the model in place, drives the schedules of
+torch.distributed.pipelining, evaluates hop by hop, and says which rank holds and owns what.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from paceline.parallel.pipeline.partition import Cut, drop, unfit
 from paceline.parallel.pipeline.schedule import Hidden, Stage, legal_schedule, make_schedule
 from paceline.parallel.pipeline.stages import Division, divide, num_chunks, rank_of_stage
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 _MOST_DIMS = 8
 _NAMES = {"looped": "a breadth-first schedule (all forwards, then all backwards)", "gpipe": "gpipe"}
 
@@ -33,20 +43,29 @@ class Pipeline:
     """This rank's stages of a model.
 
     Args:
-        model: whole, with the same values on every rank of the line; it is cut in place: what other ranks hold becomes None.
+        model: whole, with the same values on every rank of the line; it is cut in place: what other
+            ranks hold becomes None.
         line: the ranks of the pipeline, in the order of the stages.
         config: its ``parallel.pipeline_schedule`` and ``parallel.pipeline_chunks`` count.
-        run: a forward of the task, which shows the order of the modules of a model whose inputs are not known.
+        run: a forward of the task, which shows the order of the modules of a model whose inputs are
+            not known.
 
     Raises:
         ConfigError: the model has too few blocks, or cannot run as a pipeline.
     """
 
-    def __init__(self, model: nn.Module, line: World, config: Config, run: Callable[[nn.Module], object] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        line: World,
+        config: Config,
+        run: Callable[[nn.Module], object] | None = None,
+    ) -> None:
         self.model, self.line, self.config = model, line, config
         #: (level, text) for the person; grows where a step cannot run as asked for
         self.notices: list[tuple[str, str]] = []
-        #: called before each backward with (stage, True where it is the last of the step for this stage)
+        #: called before each backward with (stage, True where it is the last of the step for this
+        #: stage)
         self.before_backward: Callable[[int, bool], None] = lambda stage, last: None
         blocks = find_blocks(model)
         forms, trace = check_blocks(model, blocks, run)
@@ -54,21 +73,26 @@ class Pipeline:
         self.schedule = settings.pipeline_schedule
         num_stages = line.size * num_chunks(self.schedule, settings.pipeline_chunks)
         self.division = divide_model(model, blocks, num_stages, trace)
-        self.mine = [stage for stage in range(num_stages) if rank_of_stage(stage, line.size) == line.rank]
+        self.mine = [
+            stage for stage in range(num_stages) if rank_of_stage(stage, line.size) == line.rank
+        ]
         self.cut = Cut(model, blocks, forms, self.division, self.mine)
         self._shared = self._find_shared()  # while all are there
         drop(model, self.division, self.mine)
         self._micro_step: MicroStep | None = None
         self._stages: list[Stage] = []
         self._schedules: dict[int, Any] = {}
-        self._known: dict[tuple[int, ...], tuple[Hidden, ...]] = {}  # shape before the blocks → hidden behind each stage
+        # shape before the blocks → hidden behind each stage
+        self._known: dict[tuple[int, ...], tuple[Hidden, ...]] = {}
         self._keeps_shape = True
-        #: The same stage's ranks in other replicas, where a forward has collectives among them (shards).
+        #: The same stage's ranks in other replicas, where a forward has collectives among them
+        #: (shards).
         self.together: World | None = None
         self._checked: set[int] = set()
         self._legal(config.train_args.gradient_accumulation_steps)
 
-    # -- who has what -------------------------------------------------------------------------------------------------------
+    # -- who has what
+    # -------------------------------------------------------------------------------------------------------
     def has(self, name: str) -> bool:
         """True where this rank keeps the parameter or buffer (a name in the whole model)."""
         return bool(set(self.division.stages[name]) & set(self.mine))
@@ -78,16 +102,20 @@ class Pipeline:
         return self.division.stages[name][0] in self.mine
 
     def _find_shared(self) -> list[tuple[str, list[int]]]:
-        """Trained parameters that several ranks hold, with their places in the line; in one order on all ranks."""
+        """Trained parameters that several ranks hold, with their places in the line; in one order
+        on all ranks."""
         found = []
         for name, one in self.model.named_parameters():
-            ranks = sorted({rank_of_stage(stage, self.line.size) for stage in self.division.stages[name]})
+            ranks = sorted(
+                {rank_of_stage(stage, self.line.size) for stage in self.division.stages[name]}
+            )
             if one.requires_grad and len(ranks) > 1:
                 found.append((name, ranks))
         return found
 
     def sum_shared_gradients(self) -> None:
-        """Add up the gradients of tied weights over the ranks that hold them: each sends its own to the others."""
+        """Add up the gradients of tied weights over the ranks that hold them: each sends its own to
+        the others."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, ranks in self._shared:
             if self.line.rank not in ranks:
@@ -112,21 +140,26 @@ class Pipeline:
             with torch.no_grad():
                 gradient.copy_(total)
 
-    # -- a step -------------------------------------------------------------------------------------------------------------
+    # -- a step
+    # -------------------------------------------------------------------------------------------------------------
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
-        """Forward and backward over the micro-batches by the schedule; gradients are added to ``.grad``. ``micro_step``
-        returns the loss on the rank of the last stage alone; on the others it is left before its end."""
+        """Forward and backward over the micro-batches by the schedule; gradients are added to
+        ``.grad``. ``micro_step`` returns the loss on the rank of the last stage alone; on the
+        others it is left before its end."""
         self._micro_step = micro_step
         shapes = self._shapes(num_micro_batches)
         if num_micro_batches not in self._schedules:
             self._stages = self._stages or [self._make_stage(stage) for stage in self.mine]
-            schedule = make_schedule(self._legal(num_micro_batches), self._stages, num_micro_batches)
+            schedule = make_schedule(
+                self._legal(num_micro_batches), self._stages, num_micro_batches
+            )
             self._schedules[num_micro_batches] = schedule
         for stage in self._stages:
             stage.shapes = shapes
         numbers = torch.arange(num_micro_batches)
         try:
-            with uncounted("send"):  # the stages count what they send, whichever way the schedule bundles it
+            # the stages count what they send, whichever way the schedule bundles it
+            with uncounted("send"):
                 self._schedules[num_micro_batches].step(target=numbers)
         finally:
             self._micro_step = None
@@ -137,7 +170,8 @@ class Pipeline:
         schedule, why = legal_schedule(self.schedule, self.line.size, num_micro_batches)
         if why is not None:
             text = (
-                f"`pipeline_schedule: {self.schedule}` cannot run {why}: {_NAMES[schedule]} runs instead, with the same result"
+                f"`pipeline_schedule: {self.schedule}` cannot run {why}: {_NAMES[schedule]} runs"
+                " instead, with the same result"
             )
             if ("warning", text) not in self.notices:
                 self.notices.append(("warning", text))
@@ -146,12 +180,25 @@ class Pipeline:
     def _make_stage(self, stage: int) -> Stage:
         trained, seen = [], set()
         for name, one in self.model.named_parameters(remove_duplicate=False):
-            if one.requires_grad and id(one) not in seen and stage in self.division.stages.get(name, (stage,)):
+            if (
+                one.requires_grad
+                and id(one) not in seen
+                and stage in self.division.stages.get(name, (stage,))
+            ):
                 seen.add(id(one))
                 trained.append(one)
-        peers = [self.line.ranks[rank_of_stage(one, self.line.size)] for one in range(self.division.num_stages)]
+        peers = [
+            self.line.ranks[rank_of_stage(one, self.line.size)]
+            for one in range(self.division.num_stages)
+        ]
         return Stage(
-            stage, peers, self.line.device, self.line.group, trained, self._run_stage, lambda *said: self.before_backward(*said)
+            stage,
+            peers,
+            self.line.device,
+            self.line.group,
+            trained,
+            self._run_stage,
+            lambda *said: self.before_backward(*said),
         )
 
     def _run_stage(self, stage: int, number: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -164,23 +211,28 @@ class Pipeline:
         return self._micro_step(number, self.model)
 
     def _check_leak(self, stage: int, received: torch.Tensor | None, out: Any) -> None:
-        """Once a stage: what stands in for the other stages' values is NaN; none of it may reach the output."""
+        """Once a stage: what stands in for the other stages' values is NaN; none of it may reach
+        the output."""
         if stage in self._checked or not isinstance(out, torch.Tensor):
             return
         self._checked.add(stage)
         clean = received is None or not bool(torch.isnan(received.detach()).any())
         if clean and bool(torch.isnan(out.detach()).any()):
             raise unfit(
-                f"stage {stage} makes NaN of numbers: it uses what an earlier stage computes, beside the blocks' output"
+                f"stage {stage} makes NaN of numbers: it uses what an earlier stage computes,"
+                " beside the blocks' output"
             )
 
-    # -- shapes -------------------------------------------------------------------------------------------------------------
+    # -- shapes
+    # -------------------------------------------------------------------------------------------------------------
     def _shapes(self, num_micro_batches: int) -> list[tuple[Hidden, ...]]:
-        """What is passed behind each stage but the last, for each micro-batch; every rank of the line finds the same.
+        """What is passed behind each stage but the last, for each micro-batch; every rank of the
+        line finds the same.
 
-        Most blocks keep the shape (seen at the first micro-batch). For those that do not, one micro-batch of each new shape is
-        sent through the stages once, forward alone. Shapes may be new to one replica and not to another: where the replicas'
-        forwards have collectives in common (:attr:`together`), all run as many as the one with the most.
+        Most blocks keep the shape (seen at the first micro-batch). For those that do not, one
+        micro-batch of each new shape is sent through the stages once, forward alone. Shapes may be
+        new to one replica and not to another: where the replicas' forwards have collectives in
+        common (:attr:`together`), all run as many as the one with the most.
         """
         before = []
         for number in range(num_micro_batches):
@@ -188,12 +240,20 @@ class Pipeline:
                 before.append(self.cut.probe(lambda number=number: self._micro(number)))  # type: ignore[misc]
         if not self._known:
             self._learn(before[0], 0)
-        new = {shape: number for number, shape in reversed(list(enumerate(before))) if shape not in self._known}
+        new = {
+            shape: number
+            for number, shape in reversed(list(enumerate(before)))
+            if shape not in self._known
+        }
         if self._keeps_shape:
             first = next(iter(self._known.values()))
             self._known |= {shape: tuple((shape, dtype) for _, dtype in first) for shape in new}
         else:
-            most = int(max(self.together.gather_numbers(len(new)))) if self.together is not None else len(new)
+            most = (
+                int(max(self.together.gather_numbers(len(new))))
+                if self.together is not None
+                else len(new)
+            )
             for shape, number in [*new.items(), *[(before[0], 0)] * (most - len(new))]:
                 self._learn(shape, number)
         return [self._known[shape] for shape in before]
@@ -212,12 +272,17 @@ class Pipeline:
         for one in self.line.gather_objects(mine):
             hidden |= one  # type: ignore[arg-type]
         self._known[before] = tuple(hidden[stage] for stage in range(self.division.num_stages - 1))
-        self._keeps_shape = self._keeps_shape and all(shape == before for shape, _ in self._known[before])
+        self._keeps_shape = self._keeps_shape and all(
+            shape == before for shape, _ in self._known[before]
+        )
 
-    # -- forward alone ------------------------------------------------------------------------------------------------------
-    def evaluate(self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """``run(model)`` passed through the stages; its result on the rank of the last stage, None on the others. A
-        collective of the line."""
+    # -- forward alone
+    # ------------------------------------------------------------------------------------------------------
+    def evaluate(
+        self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module
+    ) -> dict[str, torch.Tensor] | None:
+        """``run(model)`` passed through the stages; its result on the rank of the last stage, None
+        on the others. A collective of the line."""
         with torch.no_grad(), uncounted():
             return self._hop(lambda: run(model), {}, with_last=True)  # type: ignore[no-any-return]
 
@@ -251,7 +316,10 @@ class Pipeline:
 
 
 def divide_model(
-    model: nn.Module, blocks: list[tuple[str, nn.Module]], num_stages: int, trace: Trace | None = None
+    model: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    num_stages: int,
+    trace: Trace | None = None,
 ) -> Division:
     """The stages of a model that is still whole."""
     first: dict[int, str] = {}
@@ -264,4 +332,11 @@ def divide_model(
             first[id(one)] = name
             sizes[name] = one.numel()
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    return divide(sizes, [name for name, _ in blocks], num_stages, aliases, buffers, trace.phases if trace else None)
+    return divide(
+        sizes,
+        [name for name, _ in blocks],
+        num_stages,
+        aliases,
+        buffers,
+        trace.phases if trace else None,
+    )

@@ -1,7 +1,8 @@
 """Stages for the schedules of torch.distributed.pipelining, with micro-batches of different shapes.
 
-torch's own ``PipelineStage`` takes one shape for all micro-batches, and its insides differ between versions. This stage keeps
-to what the schedules ask of a stage: which messages to post before and after a micro-batch, and its forward and backward.
+torch's own ``PipelineStage`` takes one shape for all micro-batches, and its insides differ between
+versions. This stage keeps to what the schedules ask of a stage: which messages to post before and
+after a micro-batch, and its forward and backward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from paceline.core.errors import RunError
@@ -39,7 +44,8 @@ class Stage(_PipelineStageBase):
         peers: global rank of each stage.
         parameters: those that the stage trains.
         run: its forward.
-        before_backward: called before each backward with (stage, True where it is the stage's last of this step).
+        before_backward: called before each backward with (stage, True where it is the stage's last
+            of this step).
     """
 
     def __init__(
@@ -57,7 +63,8 @@ class Stage(_PipelineStageBase):
         self._trained = parameters
         self._run = run
         self._before_backward = before_backward
-        self.shapes: list[tuple[Hidden, ...]] = []  # for each micro-batch, behind each stage but the last
+        # for each micro-batch, behind each stage but the last
+        self.shapes: list[tuple[Hidden, ...]] = []
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         self._output_grads: dict[int, torch.Tensor] = {}
@@ -65,7 +72,8 @@ class Stage(_PipelineStageBase):
         self._split: dict[int, tuple[Any, ...]] = {}
         self._clear()
 
-    # -- what a schedule asks for once --------------------------------------------------------------------------------------
+    # -- what a schedule asks for once
+    # --------------------------------------------------------------------------------------
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return ()
 
@@ -82,7 +90,13 @@ class Stage(_PipelineStageBase):
         self._clear()
 
     def _clear(self) -> None:
-        for one in (self._inputs, self._outputs, self._output_grads, self._input_grads, self._split):
+        for one in (
+            self._inputs,
+            self._outputs,
+            self._output_grads,
+            self._input_grads,
+            self._split,
+        ):
             one.clear()
         self.output_chunks: list[Any] = []
         self.args_recv_info = {0: ()}
@@ -94,8 +108,11 @@ class Stage(_PipelineStageBase):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         pass
 
-    # -- messages -----------------------------------------------------------------------------------------------------------
-    def _receive(self, store: dict[int, torch.Tensor], number: int, behind: int, source: int) -> list[dist.P2POp]:
+    # -- messages
+    # -----------------------------------------------------------------------------------------------------------
+    def _receive(
+        self, store: dict[int, torch.Tensor], number: int, behind: int, source: int
+    ) -> list[dist.P2POp]:
         shape, dtype = self.shapes[number][behind]
         store[number] = torch.empty(shape, dtype=dtype, device=self.device)
         return [dist.P2POp(dist.irecv, store[number], self._peers[source], self.group)]
@@ -116,13 +133,16 @@ class Stage(_PipelineStageBase):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last or not self.has_backward:
             return []
-        return self._receive(self._output_grads, bwd_chunk_id, self.stage_index, self.stage_index + 1)
+        return self._receive(
+            self._output_grads, bwd_chunk_id, self.stage_index, self.stage_index + 1
+        )
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or not self.has_backward:
             return []
         gradient = self._input_grads.pop(bwd_chunk_id)
-        if gradient is None:  # nothing here depends on the input; the receiver waits for a message all the same
+        # nothing here depends on the input; the receiver waits for a message all the same
+        if gradient is None:
             shape, dtype = self.shapes[bwd_chunk_id][self.stage_index - 1]
             gradient = torch.zeros(shape, dtype=dtype, device=self.device)
         return self._send(gradient, self.stage_index - 1)
@@ -136,9 +156,15 @@ class Stage(_PipelineStageBase):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         self._output_grads[mb_index] = next_stage_bwd_outputs[0]
 
-    # -- work ---------------------------------------------------------------------------------------------------------------
+    # -- work
+    # ---------------------------------------------------------------------------------------------------------------
     def forward_one_chunk(
-        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True, **others: Any
+        self,
+        fwd_chunk_id: int,
+        args: Any,
+        kwargs: Any = None,
+        save_forward_output: bool = True,
+        **others: Any,
     ) -> Any:
         received = None
         if not self.is_first:
@@ -151,16 +177,25 @@ class Stage(_PipelineStageBase):
             found = (tuple(out.shape), out.dtype)
             if found != self.shapes[fwd_chunk_id][self.stage_index]:
                 raise RunError(
-                    f"hidden states behind pipeline stage {self.stage_index} have shape and type {found}, where "
-                    f"{self.shapes[fwd_chunk_id][self.stage_index]} was due",
-                    fix="use a mode that keeps the model whole: the blocks' output must follow from the shape of their input",
+                    f"hidden states behind pipeline stage {self.stage_index} have shape and type"
+                    f" {found}, where {self.shapes[fwd_chunk_id][self.stage_index]} was due",
+                    fix=(
+                        "use a mode that keeps the model whole: the blocks' output must follow from"
+                        " the shape of their input"
+                    ),
                 )
-            out = out.clone() if out._is_view() else out  # it is detached in place once its backward has run
+            # it is detached in place once its backward has run
+            out = out.clone() if out._is_view() else out
         self._outputs[fwd_chunk_id] = out
         return out
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False, **others: Any
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+        **others: Any,
     ) -> None:
         PULSE.enter("backward")
         output = self._outputs.pop(bwd_chunk_id)
@@ -178,7 +213,9 @@ class Stage(_PipelineStageBase):
                 self._split[bwd_chunk_id] = (output, gradients, None)
                 return
             else:
-                found, groups = stage_backward_input([output], gradients, inputs, iter(self._trained))
+                found, groups = stage_backward_input(
+                    [output], gradients, inputs, iter(self._trained)
+                )
                 self._split[bwd_chunk_id] = (output, gradients, groups)
         self._input_grads[bwd_chunk_id] = found[0] if found else None
 
@@ -200,7 +237,8 @@ def _identity(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def legal_schedule(schedule: str, num_ranks: int, micro_batches: int) -> tuple[str, str | None]:
-    """The schedule that runs ``micro_batches``: the one asked for, or the nearest that can; and why."""
+    """The schedule that runs ``micro_batches``: the one asked for, or the nearest that can; and
+    why."""
     fill = f"fewer micro-batches ({micro_batches}) than ranks of the pipeline ({num_ranks})"
     if schedule == "1f1b" and micro_batches < num_ranks:
         return "gpipe", fill
@@ -209,12 +247,19 @@ def legal_schedule(schedule: str, num_ranks: int, micro_batches: int) -> tuple[s
             return "looped", fill
         rounds = micro_batches // num_ranks
         if micro_batches % rounds:
-            return "looped", f"{micro_batches} micro-batches do not divide into {rounds} rounds on {num_ranks} ranks"
+            return (
+                "looped",
+                (
+                    f"{micro_batches} micro-batches do not divide into {rounds} rounds on"
+                    f" {num_ranks} ranks"
+                ),
+            )
     return schedule, None
 
 
 def make_schedule(schedule: str, stages: list[Stage], micro_batches: int) -> Any:
-    """A schedule of :mod:`torch.distributed.pipelining` over this rank's stages; ``loss`` is what the last stage gives."""
+    """A schedule of :mod:`torch.distributed.pipelining` over this rank's stages; ``loss`` is what
+    the last stage gives."""
     settings: dict[str, Any] = {"loss_fn": _identity, "scale_grads": False}
     if schedule == "gpipe":
         return ScheduleGPipe(stages[0], micro_batches, **settings)

@@ -1,4 +1,5 @@
-"""Which stage holds what: from names and sizes alone. No torch here: the launcher and the plan ask too."""
+"""Which stage holds what: from names and sizes alone. No torch here: the launcher and the plan ask
+too."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 
-#: For models of which no forward can be traced. Modules registered before the blocks and used after them, and the reverse:
-#: order of registration alone would misplace them.
-_AFTER = re.compile(r"^(final_|ln_f|norm|.*_norm$|head|lm_head|score|classifier|project_out|proj_out|output)")
+#: For models of which no forward can be traced. Modules registered before the blocks and used after
+#: them, and the reverse: order of registration alone would misplace them.
+_AFTER = re.compile(
+    r"^(final_|ln_f|norm|.*_norm$|head|lm_head|score|classifier|project_out|proj_out|output)"
+)
 _BEFORE = re.compile(r"(embed|wte|wpe|position|shared)")
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
@@ -24,8 +27,10 @@ class Division:
 
     Args:
         blocks: for each stage, the range [first, beyond) of blocks that it runs.
-        stages: parameter or buffer → the stages that hold it, in order; the first of them owns it. All names of a tied weight.
-        regions: module with parameters outside the blocks ("model.norm") → "before" or "after" the blocks, or "both".
+        stages: parameter or buffer → the stages that hold it, in order; the first of them owns it.
+            All names of a tied weight.
+        regions: module with parameters outside the blocks ("model.norm") → "before" or "after" the
+            blocks, or "both".
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -45,18 +50,20 @@ def divide(
     buffers: Iterable[str] = (),
     phases: Mapping[str, Collection[str]] | None = None,
 ) -> Division:
-    """Deal the blocks to ``num_stages`` contiguous stages so that the largest has as few elements as can be; what is used
-    before the blocks (embeddings) counts to the first stage, what is used after them (norm, head) to the last.
+    """Deal the blocks to ``num_stages`` contiguous stages so that the largest has as few elements
+    as can be; what is used before the blocks (embeddings) counts to the first stage, what is used
+    after them (norm, head) to the last.
 
-    Elements stand for both memory (state is a fixed number of bytes an element) and compute (2 FLOPs an element and token).
+    Elements stand for both memory (state is a fixed number of bytes an element) and compute (2
+    FLOPs an element and token).
 
     Args:
         sizes: elements of each parameter, in the model's order, tied weights once.
         blocks: dotted names, in the order in which they run.
         aliases: further name → first name.
         buffers: their names.
-        phases: parameter outside the blocks → when a traced forward used it ("before", "after"). Without it, names and the
-            order of registration decide.
+        phases: parameter outside the blocks → when a traced forward used it ("before", "after").
+            Without it, names and the order of registration decide.
 
     Raises:
         ConfigError: fewer blocks with parameters than stages.
@@ -90,7 +97,9 @@ def divide(
     if num_stages > with_parameters:
         raise too_many_stages(num_stages, with_parameters)
     ranges = _balance(tuple(costs), num_stages, outer["before"], outer["after"])
-    stage_of_block = [stage for stage, (first, beyond) in enumerate(ranges) for _ in range(first, beyond)]
+    stage_of_block = [
+        stage for stage, (first, beyond) in enumerate(ranges) for _ in range(first, beyond)
+    ]
 
     def stages_of(found: int | str) -> tuple[int, ...]:
         if isinstance(found, int):
@@ -104,14 +113,18 @@ def divide(
     for name in buffers:
         unit = _unit(name, container)
         if unit in place or unit in regions:
-            stages[name] = tuple(sorted(set(stages_of(place[unit] if unit in place else regions[unit]))))
+            stages[name] = tuple(
+                sorted(set(stages_of(place[unit] if unit in place else regions[unit])))
+            )
         else:
-            stages[name] = tuple(range(num_stages))  # rotary frequencies and their like: every stage computes them
+            # rotary frequencies and their like: every stage computes them
+            stages[name] = tuple(range(num_stages))
     return Division(tuple(ranges), stages, regions)
 
 
 def _unit(name: str, container: list[str]) -> str:
-    """The block, or else the largest module (or parameter) on the way to ``name`` that does not hold the blocks."""
+    """The block, or else the largest module (or parameter) on the way to ``name`` that does not
+    hold the blocks."""
     parts = name.split(".")
     common = 0
     while common < min(len(parts), len(container)) and parts[common] == container[common]:
@@ -122,8 +135,14 @@ def _unit(name: str, container: list[str]) -> str:
 def _traced_regions(phases: Mapping[str, Collection[str]], container: list[str]) -> dict[str, str]:
     seen: dict[str, set[str]] = {}
     for name, found in phases.items():
-        seen.setdefault(_unit(name, container), set()).update(one for one in found if one in ("before", "after"))
-    return {unit: "both" if len(found) == 2 else next(iter(found)) for unit, found in seen.items() if found}
+        seen.setdefault(_unit(name, container), set()).update(
+            one for one in found if one in ("before", "after")
+        )
+    return {
+        unit: "both" if len(found) == 2 else next(iter(found))
+        for unit, found in seen.items()
+        if found
+    }
 
 
 def _region(unit: str, met_block: bool) -> str:
@@ -133,12 +152,16 @@ def _region(unit: str, met_block: bool) -> str:
     return "after" if met_block or _AFTER.search(last) else "before"
 
 
-def _balance(costs: tuple[int, ...], num_stages: int, before: int, after: int) -> list[tuple[int, int]]:
-    """Contiguous ranges of blocks with the least maximum (and then the least sum of squares) of a stage's cost.
+def _balance(
+    costs: tuple[int, ...], num_stages: int, before: int, after: int
+) -> list[tuple[int, int]]:
+    """Contiguous ranges of blocks with the least maximum (and then the least sum of squares) of a
+    stage's cost.
 
-    A dynamic program from the last stage to the first. A cut is considered only if it leaves a block with parameters to each of
-    the later stages, so each of the num_stages × blocks states is solved once, and none is infeasible. The caller has checked
-    that there are at least ``num_stages`` blocks with parameters.
+    A dynamic program from the last stage to the first. A cut is considered only if it leaves a
+    block with parameters to each of the later stages, so each of the num_stages × blocks states is
+    solved once, and none is infeasible. The caller has checked that there are at least
+    ``num_stages`` blocks with parameters.
     """
     num_blocks = len(costs)
     sums = [0, *accumulate(costs)]
@@ -147,7 +170,8 @@ def _balance(costs: tuple[int, ...], num_stages: int, before: int, after: int) -
         non_empty_from[block] = non_empty_from[block + 1] + (costs[block] > 0)
 
     def solve(stage: int, first: int) -> tuple[int, int, int]:
-        """(largest, sum of squares, end of this stage) for this and the later stages, if this one starts at block ``first``."""
+        """(largest, sum of squares, end of this stage) for this and the later stages, if this one
+        starts at block ``first``."""
         extra = before if stage == 0 else 0
         if stage == num_stages - 1:
             cost = sums[-1] - sums[first] + extra + after
@@ -163,7 +187,8 @@ def _balance(costs: tuple[int, ...], num_stages: int, before: int, after: int) -
                 break
             largest, squares, _ = later[end]
             candidate = (max(cost, largest), cost * cost + squares, end)
-            if best is None or candidate[:2] <= best[:2]:  # of equals the later cut: an activation stays with its layer
+            # of equals the later cut: an activation stays with its layer
+            if best is None or candidate[:2] <= best[:2]:
                 best = candidate
         assert best is not None
         return best
@@ -172,7 +197,11 @@ def _balance(costs: tuple[int, ...], num_stages: int, before: int, after: int) -
     ends_by_stage: list[dict[int, int]] = []
     for stage in reversed(range(num_stages)):
         starts = [0] if stage == 0 else range(stage, num_blocks)
-        later = {first: solve(stage, first) for first in starts if non_empty_from[first] >= num_stages - stage}
+        later = {
+            first: solve(stage, first)
+            for first in starts
+            if non_empty_from[first] >= num_stages - stage
+        }
         ends_by_stage.insert(0, {first: solution[2] for first, solution in later.items()})
     ranges = []
     first = 0
@@ -183,7 +212,8 @@ def _balance(costs: tuple[int, ...], num_stages: int, before: int, after: int) -
 
 
 def rank_of_stage(stage: int, num_ranks: int) -> int:
-    """Stages go round the ranks: rank r has the stages r, r + N, r + 2N … (Narayanan et al., 2021, section 2.2)."""
+    """Stages go round the ranks: rank r has the stages r, r + N, r + 2N … (Narayanan et al., 2021,
+    section 2.2)."""
     return stage % num_ranks
 
 
@@ -193,7 +223,8 @@ def num_chunks(schedule: str, chunks: int) -> int:
 
 
 def check_sizes(config_json: Mapping[str, Any], pipeline: int, chunks: int = 1) -> None:
-    """Before anything is loaded: does a Hugging Face ``config.json`` name enough layers? Says nothing where it names none.
+    """Before anything is loaded: does a Hugging Face ``config.json`` name enough layers? Says
+    nothing where it names none.
 
     Raises:
         ConfigError: more stages than layers.
@@ -208,15 +239,26 @@ def check_sizes(config_json: Mapping[str, Any], pipeline: int, chunks: int = 1) 
                 return
 
 
-def too_many_stages(stages: int, layers: int, pipeline: int | None = None, chunks: int = 1) -> ConfigError:
+def too_many_stages(
+    stages: int, layers: int, pipeline: int | None = None, chunks: int = 1
+) -> ConfigError:
     if pipeline is None:
         what = f"the pipeline wants {counted(stages, 'stage')}"
     else:
         each = f" of {counted(chunks, 'stage')}" if chunks > 1 else ""
         what = f"`parallel.pipeline: {pipeline}`{each} makes {counted(stages, 'stage')}"
-    fit = f"`parallel.pipeline: {max(1, layers // chunks)}`" + (f" with `pipeline_chunks: {chunks}`" if chunks > 1 else "")
+    fit = f"`parallel.pipeline: {max(1, layers // chunks)}`" + (
+        f" with `pipeline_chunks: {chunks}`" if chunks > 1 else ""
+    )
     return ConfigError(
         f"{what}, and the model has {counted(layers, 'layer')} to deal out",
-        allowed=f"at most {counted(max(layers, 1), 'stage')} (ranks of the pipeline × stages a rank)",
-        fix=f"set {fit}" + (", or a schedule of one stage a rank: `parallel.pipeline_schedule: 1f1b`" if chunks > 1 else ""),
+        allowed=(
+            f"at most {counted(max(layers, 1), 'stage')} (ranks of the pipeline × stages a rank)"
+        ),
+        fix=f"set {fit}"
+        + (
+            ", or a schedule of one stage a rank: `parallel.pipeline_schedule: 1f1b`"
+            if chunks > 1
+            else ""
+        ),
     )

@@ -1,4 +1,5 @@
-"""Attention modules that compute with a number of heads: under tensor parallelism each rank has a share of them."""
+"""Attention modules that compute with a number of heads: under tensor parallelism each rank has a
+share of them."""
 
 from __future__ import annotations
 
@@ -12,26 +13,39 @@ from torch import nn
 from paceline.distributed.communicator import World
 from paceline.models.tensor_plan.families import HEAD_ARGUMENTS, HEAD_NUMBERS
 from paceline.models.tensor_plan.plan import refuse_sizes
-from paceline.models.tensor_plan.style import COLUMN, KV_COLUMN, MULTI_QUERY_COLUMN, kind_of, parse_style
+from paceline.models.tensor_plan.style import (
+    COLUMN,
+    KV_COLUMN,
+    MULTI_QUERY_COLUMN,
+    kind_of,
+    parse_style,
+)
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 
 
-def divide_heads(plan: Mapping[str, str], modules: Mapping[str, nn.Module], line: World, keeps_numbers: bool) -> None:
+def divide_heads(
+    plan: Mapping[str, str], modules: Mapping[str, nn.Module], line: World, keeps_numbers: bool
+) -> None:
     """Give each module with column layers its share of the heads.
 
     Args:
-        keeps_numbers: the modules compute with their attributes (of a plan of ours or of the user's). Modules of transformers'
-            own plans take the numbers from the shapes of their weights, apart from the queries for each key.
+        keeps_numbers: the modules compute with their attributes (of a plan of ours or of the
+            user's). Modules of transformers' own plans take the numbers from the shapes of their
+            weights, apart from the queries for each key.
     """
     for parent, styles in _columns(plan, modules).items():
         module: Any = modules[parent]
         shared = [one for one in styles if _is_shared(one, line.size)]
         if keeps_numbers:
-            heads = next((one for one in (_number(module, key) for key in _HEADS) if one is not None), None)
+            heads = next(
+                (one for one in (_number(module, key) for key in _HEADS) if one is not None), None
+            )
             _divide_numbers(parent, module, bool(shared), line.size)
             if heads is not None:
-                module.register_forward_pre_hook(partial(_cut_arguments, heads, line), with_kwargs=True)
+                module.register_forward_pre_hook(
+                    partial(_cut_arguments, heads, line), with_kwargs=True
+                )
         groups = _number(module, "num_key_value_groups")
         if shared and groups is not None:
             one = parse_style(shared[0])
@@ -62,7 +76,9 @@ def _divide_numbers(parent: str, module: Any, is_shared: bool, size: int) -> Non
 def _is_shared(style: str, size: int) -> bool:
     """Whether several ranks hold the same keys and values."""
     parsed = parse_style(style)
-    return parsed.name == MULTI_QUERY_COLUMN or (parsed.name == KV_COLUMN and parsed.number % size != 0)
+    return parsed.name == MULTI_QUERY_COLUMN or (
+        parsed.name == KV_COLUMN and parsed.number % size != 0
+    )
 
 
 def _number(module: Any, key: str) -> int | None:
@@ -70,9 +86,16 @@ def _number(module: Any, key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _cut_arguments(heads: int, line: World, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """What the model computes for all heads (ALiBi), as keyword arguments: the part of this rank's heads."""
-    cut = {key: _own_heads(kwargs[key], heads, line) for key in HEAD_ARGUMENTS if isinstance(kwargs.get(key), torch.Tensor)}
+def _cut_arguments(
+    heads: int, line: World, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """What the model computes for all heads (ALiBi), as keyword arguments: the part of this rank's
+    heads."""
+    cut = {
+        key: _own_heads(kwargs[key], heads, line)
+        for key in HEAD_ARGUMENTS
+        if isinstance(kwargs.get(key), torch.Tensor)
+    }
     return args, {**kwargs, **cut}
 
 

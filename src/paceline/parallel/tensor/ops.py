@@ -1,8 +1,9 @@
 """The collectives of tensor parallelism as differentiable operations.
 
-Each is its own pair: what one does in forward its counterpart does in backward (Shoeybi et al., "Megatron-LM", 2019, section 3:
-f and g; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2: the same
-along the tokens). All ranks of the line issue the same collectives in the same order, as their graphs are the same.
+Each is its own pair: what one does in forward its counterpart does in backward (Shoeybi et al.,
+"Megatron-LM", 2019, section 3: f and g; Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models", 2022, section 4.2.2: the same along the tokens). All ranks of the line
+issue the same collectives in the same order, as their graphs are the same.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ def _scatter_tokens(tensor: torch.Tensor, line: World) -> torch.Tensor:
     """Sum over the ranks of [rows, tokens, width]; each keeps its part of the tokens."""
     padded = _pad(tensor, line)
     rows, tokens = padded.shape[:2]
-    by_rank = padded.reshape(rows, line.size, tokens // line.size, *padded.shape[2:]).movedim(1, 0).contiguous()
+    by_rank = (
+        padded.reshape(rows, line.size, tokens // line.size, *padded.shape[2:])
+        .movedim(1, 0)
+        .contiguous()
+    )
     found = torch.empty(by_rank.shape[1:], dtype=tensor.dtype, device=tensor.device)
     line.wait(line.reduce_scatter(found.view(-1), by_rank.view(-1)))
     return found
@@ -94,39 +99,54 @@ def sum_parts(x: torch.Tensor, line: World) -> torch.Tensor:
 def gather_features(x: torch.Tensor, line: World) -> torch.Tensor:
     """Parts of the last dimension put together; what follows is the same on every rank."""
     last = x.dim() - 1
-    return _paired(x, lambda one: _gathered(one, last, line), lambda grad: _own_part(grad, last, line))
+    return _paired(
+        x, lambda one: _gathered(one, last, line), lambda grad: _own_part(grad, last, line)
+    )
 
 
 def split_features(x: torch.Tensor, line: World) -> torch.Tensor:
     """This rank's part of the last dimension."""
     last = x.dim() - 1
-    return _paired(x, lambda one: _own_part(one, last, line), lambda grad: _gathered(grad, last, line))
+    return _paired(
+        x, lambda one: _own_part(one, last, line), lambda grad: _gathered(grad, last, line)
+    )
 
 
 def enter_tokens(x: torch.Tensor, line: World) -> torch.Tensor:
-    """This rank's part of the tokens of [rows, tokens, …], padded with zeros so that the parts are equal."""
+    """This rank's part of the tokens of [rows, tokens, …], padded with zeros so that the parts are
+    equal."""
     tokens = x.shape[1]
-    return _paired(x, lambda one: _own_tokens(one, line), lambda grad: _gather_tokens(grad, tokens, line))
+    return _paired(
+        x, lambda one: _own_tokens(one, line), lambda grad: _gather_tokens(grad, tokens, line)
+    )
 
 
 def leave_tokens(x: torch.Tensor, tokens: int, line: World) -> torch.Tensor:
     """The parts of the tokens put together; what follows is the same on every rank."""
-    return _paired(x, lambda one: _gather_tokens(one, tokens, line), lambda grad: _own_tokens(grad, line))
+    return _paired(
+        x, lambda one: _gather_tokens(one, tokens, line), lambda grad: _own_tokens(grad, line)
+    )
 
 
 def gather_tokens(x: torch.Tensor, tokens: int, line: World) -> torch.Tensor:
-    """The parts of the tokens put together for layers that are cut; the gradient is summed over the ranks."""
-    return _paired(x, lambda one: _gather_tokens(one, tokens, line), lambda grad: _scatter_tokens(grad, line))
+    """The parts of the tokens put together for layers that are cut; the gradient is summed over the
+    ranks."""
+    return _paired(
+        x, lambda one: _gather_tokens(one, tokens, line), lambda grad: _scatter_tokens(grad, line)
+    )
 
 
 def scatter_tokens(x: torch.Tensor, line: World) -> torch.Tensor:
     """Sum over the ranks, of which each keeps its part of the tokens."""
     tokens = x.shape[1]
-    return _paired(x, lambda one: _scatter_tokens(one, line), lambda grad: _gather_tokens(grad, tokens, line))
+    return _paired(
+        x, lambda one: _scatter_tokens(one, line), lambda grad: _gather_tokens(grad, tokens, line)
+    )
 
 
 def low_precision(x: torch.Tensor) -> torch.Tensor:
-    """x in the type in which autocast's linear layers compute: what passes between the ranks is then half as much."""
+    """x in the type in which autocast's linear layers compute: what passes between the ranks is
+    then half as much."""
     kind = x.device.type
     if x.is_floating_point() and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))

@@ -1,7 +1,9 @@
-"""Tensor parallelism on plain tensors: each linear layer of the plan is cut in place, with the collectives around its forward.
+"""Tensor parallelism on plain tensors: each linear layer of the plan is cut in place, with the
+collectives around its forward.
 
-After Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019), section 3.
-The parameters stay ordinary ones, so whatever shards or reduces them afterwards needs to know nothing of it.
+After Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism" (2019), section 3. The parameters stay ordinary ones, so whatever shards or reduces
+them afterwards needs to know nothing of it.
 """
 
 from __future__ import annotations
@@ -37,14 +39,21 @@ from paceline.models.tensor_plan.style import (
     ranges,
 )
 from paceline.parallel.tensor.heads import divide_heads
-from paceline.parallel.tensor.ops import gather_features, low_precision, scatter_tokens, split_features, sum_gradient, sum_parts
+from paceline.parallel.tensor.ops import (
+    gather_features,
+    low_precision,
+    scatter_tokens,
+    split_features,
+    sum_gradient,
+    sum_parts,
+)
 from paceline.parallel.tensor.sequence import TokenSplit
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where this rank's part of a parameter lies: its ``ranges`` of dimension ``dim`` of the whole, of ``shape``, one after
-    another."""
+    """Where this rank's part of a parameter lies: its ``ranges`` of dimension ``dim`` of the whole,
+    of ``shape``, one after another."""
 
     dim: int
     ranges: tuple[Range, ...]
@@ -55,33 +64,49 @@ class Cut:
         return self.ranges[0].start
 
     def pieces(self, begin: int, length: int) -> list[tuple[int, int, Range]]:
-        """(first, length, range) of each piece of the rows [begin, begin + length) of this rank's part that lies in one range;
-        ``first`` counts from ``begin``. The range is that of the piece, in the whole."""
+        """(first, length, range) of each piece of the rows [begin, begin + length) of this rank's
+        part that lies in one range; ``first`` counts from ``begin``. The range is that of the
+        piece, in the whole."""
         found, local = [], 0
         for one in self.ranges:
             first, last = max(begin, local), min(begin + length, local + one.length)
             if first < last:
-                found.append((first - begin, last - first, replace(one, start=one.start + first - local, length=last - first)))
+                found.append(
+                    (
+                        first - begin,
+                        last - first,
+                        replace(one, start=one.start + first - local, length=last - first),
+                    )
+                )
             local += one.length
         return found
 
 
 class TensorSplit:
-    """Cuts the layers of ``model`` that the plan names into parts, one for each rank of ``line``, in place.
+    """Cuts the layers of ``model`` that the plan names into parts, one for each rank of ``line``,
+    in place.
 
     Args:
         model: whole, of the same values on every rank of the line; on the CPU or the rank's device.
         line: the ranks along the axis "tensor".
         settings: ``tensor_plan``, ``sequence_parallel``.
-        plan: module → style, where it is known already (a stage of a pipeline has no plan of its own).
+        plan: module → style, where it is known already (a stage of a pipeline has no plan of its
+            own).
 
-    What is not cut is held by every rank of the line, and its gradient comes out the same on each, except for :attr:`partial`.
+    What is not cut is held by every rank of the line, and its gradient comes out the same on each,
+    except for :attr:`partial`.
 
     Raises:
         ConfigError: no plan, or sizes that do not divide; says which would fit.
     """
 
-    def __init__(self, model: nn.Module, line: World, settings: Parallel, plan: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        line: World,
+        settings: Parallel,
+        plan: Mapping[str, str] | None = None,
+    ) -> None:
         self.line = line
         self.notices: list[tuple[str, str]] = []
         found = dict(plan) if plan is not None else find_tensor_plan(model, settings.tensor_plan)
@@ -104,13 +129,28 @@ class TensorSplit:
             else:
                 owner, _, leaf = name.rpartition(".")
                 self._cut_parameter(owner, modules[owner], leaf, style)
-        self.cuts = {name: self._where[id(one)] for name, one in model.named_parameters() if id(one) in self._where}
-        summed = [one for name, style in self.plan.items() if kind_of(style) == SUMMED for one in modules[name].parameters()]
+        self.cuts = {
+            name: self._where[id(one)]
+            for name, one in model.named_parameters()
+            if id(one) in self._where
+        }
+        summed = [
+            one
+            for name, style in self.plan.items()
+            if kind_of(style) == SUMMED
+            for one in modules[name].parameters()
+        ]
         inside = tokens.partial(set(self._where), self._row_biases(modules)) if tokens else []
-        #: Trained parameters that are held whole, of whose gradient each rank has a part: to be summed over the line.
-        self.partial = [one for one in {id(one): one for one in [*summed, *inside]}.values() if one.requires_grad]
+        #: Trained parameters that are held whole, of whose gradient each rank has a part: to be
+        #: summed over the line.
+        self.partial = [
+            one
+            for one in {id(one): one for one in [*summed, *inside]}.values()
+            if one.requires_grad
+        ]
 
-    # -- cutting ------------------------------------------------------------------------------------------------------------
+    # -- cutting
+    # ------------------------------------------------------------------------------------------------------------
     def _cut_module(self, name: str, module: Any, style: str) -> None:
         kind = kind_of(style)
         if kind == SUMMED:
@@ -139,7 +179,9 @@ class TensorSplit:
         if linear.bias is not None:
             self._cut_parameter(name, linear, "bias", style)
         _set_features(linear, style)
-        linear.forward = partial(self._column, linear.forward, kind_of(style) == COLUMN_GATHERED, shared)
+        linear.forward = partial(
+            self._column, linear.forward, kind_of(style) == COLUMN_GATHERED, shared
+        )
 
     def _cut_row(self, name: str, linear: Any, style: str) -> None:
         self._cut_parameter(name, linear, "weight", style)
@@ -152,70 +194,100 @@ class TensorSplit:
             raise ConfigError(
                 f"`parallel.tensor`: `{name}.{key}` is used under several names and cannot be cut: "
                 + ", ".join(self._tied[id(whole)]),
-                fix="leave this module out of `parallel.tensor_plan`: it then stays whole on each rank",
+                fix=(
+                    "leave this module out of `parallel.tensor_plan`: it then stays whole on each"
+                    " rank"
+                ),
             )
         dim = cut_axis(style, whole.dim())
         assert dim is not None
         held = ranges(style, whole.shape[dim], self.line.size, self.line.rank)
         values = torch.cat([whole.detach().narrow(dim, one.start, one.length) for one in held], dim)
-        mine = nn.Parameter(values.clone() if len(held) == 1 else values, requires_grad=whole.requires_grad)
+        mine = nn.Parameter(
+            values.clone() if len(held) == 1 else values, requires_grad=whole.requires_grad
+        )
         self._where[id(mine)] = Cut(dim, held, tuple(whole.shape))
         setattr(module, key, mine)
 
     def _cut_dropout(self, module: nn.Module) -> None:
-        """LoRA's dropout before a row layer sees a part of the features: it draws the whole mask and takes its part, so that
-        the mask is the one that a single rank would draw."""
+        """LoRA's dropout before a row layer sees a part of the features: it draws the whole mask
+        and takes its part, so that the mask is the one that a single rank would draw."""
         for key, one in getattr(module, "lora_dropout", nn.ModuleDict()).items():
             if isinstance(one, nn.Dropout) and one.p > 0:
                 module.lora_dropout[key] = _PartOfDropout(one.p, self.line)  # type: ignore[index, operator]
 
-    # -- forward ------------------------------------------------------------------------------------------------------------
-    def _column(self, inner: Any, gathered: bool, shared: bool, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not self._sequence and torch.is_grad_enabled():  # else the layers' parent has gathered the tokens
+    # -- forward
+    # ------------------------------------------------------------------------------------------------------------
+    def _column(
+        self, inner: Any, gathered: bool, shared: bool, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        # else the layers' parent has gathered the tokens
+        if not self._sequence and torch.is_grad_enabled():
             x = self._shared.entered(x) if shared else sum_gradient(low_precision(x), self.line)
         found = inner(x, *args, **kwargs)
         return gather_features(found, self.line) if gathered else found
 
     def _experts(
-        self, inner: Any, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        inner: Any,
+        x: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         self._shared.forget()
         if torch.is_grad_enabled():
-            x, top_k_weights = sum_gradient(low_precision(x), self.line), sum_gradient(top_k_weights, self.line)
+            x, top_k_weights = (
+                sum_gradient(low_precision(x), self.line),
+                sum_gradient(top_k_weights, self.line),
+            )
         return sum_parts(inner(x, top_k_index, top_k_weights, *args, **kwargs), self.line)
 
-    def _latent(self, inner: Any, features: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What passes a column layer later has its gradient summed there; the last features are summed here."""
+    def _latent(
+        self, inner: Any, features: int, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """What passes a column layer later has its gradient summed there; the last features are
+        summed here."""
         found = inner(x, *args, **kwargs)
         if not torch.is_grad_enabled():
             return found  # type: ignore[no-any-return]
         first, last = found.split([found.shape[-1] - features, features], dim=-1)
         return torch.cat([first, sum_gradient(last.contiguous(), self.line)], dim=-1)
 
-    def _row(self, linear: nn.Linear, inner: Any, split: bool, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _row(
+        self, linear: nn.Linear, inner: Any, split: bool, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         self._shared.forget()
         if split:
             x = split_features(x, self.line)
         found = inner(x, *args, **kwargs)
         found = scatter_tokens(found, self.line) if self._sequence else sum_parts(found, self.line)
         if linear.bias is not None:
-            # Each rank has added the bias. Taking the surplus off without gradient leaves the bias its whole gradient, once.
+            # Each rank has added the bias. Taking the surplus off without gradient leaves the bias
+            # its whole gradient, once.
             found = found - (self.line.size - 1) * linear.bias.detach().to(found.dtype)
         return found
 
-    # -- checks -------------------------------------------------------------------------------------------------------------
+    # -- checks
+    # -------------------------------------------------------------------------------------------------------------
     def _say_dropout(self, modules: Mapping[str, nn.Module]) -> None:
         for parent in {name.rpartition(".")[0] for name in self.plan if name.rpartition(".")[0]}:
             rate = getattr(modules[parent], "attention_dropout", 0.0)
             layers = [
-                one.p for name, one in modules[parent].named_modules() if isinstance(one, nn.Dropout) and "lora_" not in name
+                one.p
+                for name, one in modules[parent].named_modules()
+                if isinstance(one, nn.Dropout) and "lora_" not in name
             ]
             if any(isinstance(one, float) and one > 0 for one in (rate, *layers)):
                 self.notices.append(
                     (
                         "warning",
-                        f"tensor: {parent} has dropout. Each rank draws the masks of its own part of the layer, so the loss is "
-                        "not that of one rank to the last digits",
+                        (
+                            f"tensor: {parent} has dropout. Each rank draws the masks of its own"
+                            " part of the layer, so the loss is not that of one rank to the last"
+                            " digits"
+                        ),
                     )
                 )
                 return
@@ -228,14 +300,17 @@ class TensorSplit:
         ]
         return {id(one.bias) for one in rows if one.bias is not None}
 
-    # -- after backward -----------------------------------------------------------------------------------------------------
+    # -- after backward
+    # -----------------------------------------------------------------------------------------------------
     def sum_partial_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """Sum over the line, in place, the gradients (of :attr:`partial`, in its order; local parts where they are sharded)."""
+        """Sum over the line, in place, the gradients (of :attr:`partial`, in its order; local parts
+        where they are sharded)."""
         self.sum_over_copies([(one, self.line.size) for one in gradients])
 
     def sum_over_copies(self, gradients: list[tuple[torch.Tensor, int]]) -> None:
-        """Sum each gradient, in place, over the ranks that hold the same weights: all of the line, or neighbors, so many as the
-        number beside it says. One all-reduce, in which each group of neighbors has a place of its own."""
+        """Sum each gradient, in place, over the ranks that hold the same weights: all of the line,
+        or neighbors, so many as the number beside it says. One all-reduce, in which each group of
+        neighbors has a place of its own."""
         if not gradients:
             return
         pieces = []
@@ -245,12 +320,17 @@ class TensorSplit:
             pieces.append(places.view(-1))
         flat = torch.cat(pieces)
         self.line.wait(self.line.all_reduce(flat))
-        for (one, copies), found in zip(gradients, flat.split([len(piece) for piece in pieces]), strict=True):
-            one.copy_(found.view(self.line.size // copies, -1)[self.line.rank // copies].view(one.shape))
+        for (one, copies), found in zip(
+            gradients, flat.split([len(piece) for piece in pieces]), strict=True
+        ):
+            one.copy_(
+                found.view(self.line.size // copies, -1)[self.line.rank // copies].view(one.shape)
+            )
 
 
 def check_plan_sizes(model: nn.Module, plan: Mapping[str, str], size: int) -> None:
-    """Raise ConfigError where the layers of the plan, or the heads that the model's config tells of, do not divide."""
+    """Raise ConfigError where the layers of the plan, or the heads that the model's config tells
+    of, do not divide."""
     config = _config(model)
     if hasattr(config, "to_dict"):
         check_sizes(config.to_dict(), size)
@@ -260,7 +340,9 @@ def check_plan_sizes(model: nn.Module, plan: Mapping[str, str], size: int) -> No
         kind = kind_of(style)
         if kind not in (COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT) or not _is_here(name, modules):
             continue
-        weight: Any = _unwrap(name, modules[name])[0].weight if name in modules else _parameter(name, modules)
+        weight: Any = (
+            _unwrap(name, modules[name])[0].weight if name in modules else _parameter(name, modules)
+        )
         dim = cut_axis(style, weight.dim())
         assert dim is not None
         what = "rows" if kind in (COLUMN, COLUMN_GATHERED) else "columns"
@@ -272,11 +354,15 @@ def check_plan_sizes(model: nn.Module, plan: Mapping[str, str], size: int) -> No
         first = next(iter(wrong))
         others = {name: number for name, number in sizes.items() if number not in (wrong[first], 0)}
         distinct = {number: name for name, number in others.items()}
-        refuse_sizes({first: wrong[first], **{name: number for number, name in distinct.items()}}, size)
+        refuse_sizes(
+            {first: wrong[first], **{name: number for number, name in distinct.items()}}, size
+        )
 
 
 def _config(model: Any) -> Any:
-    return getattr(model.get_base_model() if hasattr(model, "get_base_model") else model, "config", None)
+    return getattr(
+        model.get_base_model() if hasattr(model, "get_base_model") else model, "config", None
+    )
 
 
 def _is_here(name: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -300,7 +386,8 @@ def _set_features(linear: Any, style: str) -> None:
 
 
 class _SharedInput:
-    """Column layers that are given the same tensor (query, key, value; gate, up) share one sum of its gradient."""
+    """Column layers that are given the same tensor (query, key, value; gate, up) share one sum of
+    its gradient."""
 
     def __init__(self, line: World) -> None:
         self.line = line
@@ -330,7 +417,9 @@ class _PartOfDropout(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
-        whole = functional.dropout(x.new_ones((*x.shape[:-1], x.shape[-1] * self.line.size)), self.p)
+        whole = functional.dropout(
+            x.new_ones((*x.shape[:-1], x.shape[-1] * self.line.size)), self.p
+        )
         return x * whole.chunk(self.line.size, -1)[self.line.rank]
 
 
@@ -352,9 +441,12 @@ def _unwrap(name: str, module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Line
     is_linear = isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"
     if not is_linear or not linear.weight.is_floating_point() or isinstance(module, _never_cut()):
         raise ConfigError(
-            f"`parallel.tensor`: `{name}` is a {type(linear).__name__}, and only torch's Linear layers and "
-            "transformers' Conv1D are cut",
-            fix="leave it out of `parallel.tensor_plan` and of `lora.modules_to_save`, or set `parallel.mode: zero3`",
+            f"`parallel.tensor`: `{name}` is a {type(linear).__name__}, and only torch's Linear"
+            " layers and transformers' Conv1D are cut",
+            fix=(
+                "leave it out of `parallel.tensor_plan` and of `lora.modules_to_save`, or set"
+                " `parallel.mode: zero3`"
+            ),
         )
     return linear, adapters
 
@@ -367,9 +459,14 @@ def _never_cut() -> tuple[type, ...]:
 def _adapters(name: str, module: Any) -> Iterator[tuple[nn.Linear, nn.Linear]]:
     for key in getattr(module, "lora_A", {}):
         down, up = module.lora_A[key], module.lora_B[key]
-        if getattr(module, "lora_variant", {}).get(key) is not None or up.bias is not None or not isinstance(down, nn.Linear):
+        if (
+            getattr(module, "lora_variant", {}).get(key) is not None
+            or up.bias is not None
+            or not isinstance(down, nn.Linear)
+        ):
             raise ConfigError(
-                f"`parallel.tensor`: the adapter of `{name}` is not plain LoRA, or has a bias, and cannot be cut",
+                f"`parallel.tensor`: the adapter of `{name}` is not plain LoRA, or has a bias, and"
+                " cannot be cut",
                 fix="train it with `parallel.mode: zero3`, or with a plain adapter",
             )
         yield down, up

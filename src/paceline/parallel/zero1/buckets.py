@@ -19,7 +19,8 @@ class Piece:
 
     Args:
         name: of the parameter.
-        values: 1-D, live: a view into the weights, or into the float32 master weights. Its ``grad`` is set.
+        values: 1-D, live: a view into the weights, or into the float32 master weights. Its ``grad``
+            is set.
         start: where the range begins in the flattened parameter.
         shape: of the parameter.
     """
@@ -32,8 +33,8 @@ class Piece:
 
 @dataclass
 class _Shard:
-    """This rank's part of a bucket. ``weights`` is the whole bucket, in which the parameters lie; ``values`` what the
-    optimizer updates and ``gradient`` what it reads; both are [size / N]."""
+    """This rank's part of a bucket. ``weights`` is the whole bucket, in which the parameters lie;
+    ``values`` what the optimizer updates and ``gradient`` what it reads; both are [size / N]."""
 
     weights: torch.Tensor
     local: torch.Tensor  # this rank's part of ``weights``
@@ -42,12 +43,14 @@ class _Shard:
 
 
 class ShardedBuckets(GradientBuckets):
-    """Gradient buckets that are reduce-scattered, beside weight buckets of the same layout that are all-gathered.
+    """Gradient buckets that are reduce-scattered, beside weight buckets of the same layout that are
+    all-gathered.
 
-    Nothing is kept twice: in float32 a rank's shard is a range of the bucket itself. In low precision the weights have
-    float32 masters in the shard, and the shard's gradient is widened to float32 within the bucket's own memory, which nothing
-    else needs between backward and the next step. So a rank holds 4 + 12/N bytes a parameter with Adam (Rajbhandari et al.,
-    "ZeRO", 2020, section 5.1).
+    Nothing is kept twice: in float32 a rank's shard is a range of the bucket itself. In low
+    precision the weights have float32 masters in the shard, and the shard's gradient is widened to
+    float32 within the bucket's own memory, which nothing else needs between backward and the next
+    step. So a rank holds 4 + 12/N bytes a parameter with Adam (Rajbhandari et al., "ZeRO", 2020,
+    section 5.1).
 
     Args:
         trained: name → parameter, in the model's order; rank 0's values are on every rank.
@@ -71,14 +74,21 @@ class ShardedBuckets(GradientBuckets):
         self.shard_parts: list[_Shard] = []
         self.pieces: list[Piece] = []
         super().__init__(trained.values(), cap_bytes, world)
-        if not self.pieces and trained:  # a rank that got padding alone: an optimizer wants a parameter
+        # a rank that got padding alone: an optimizer wants a parameter
+        if not self.pieces and trained:
             name, first = next(iter(trained.items()))
-            self._add_piece(name, first, 0, self.shard_parts[0].values[:0], self.shard_parts[0].gradient[:0])
+            self._add_piece(
+                name, first, 0, self.shard_parts[0].values[:0], self.shard_parts[0].gradient[:0]
+            )
         order = {name: number for number, name in enumerate(trained)}
         self.pieces.sort(key=lambda piece: order[piece.name])
 
     def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        low = self._low_dtype is not None and parameter.dtype == torch.float32 and parameter not in self._keep
+        low = (
+            self._low_dtype is not None
+            and parameter.dtype == torch.float32
+            and parameter not in self._keep
+        )
         return self._low_dtype if low and self._low_dtype is not None else parameter.dtype
 
     @torch.no_grad()
@@ -102,18 +112,31 @@ class ShardedBuckets(GradientBuckets):
             parameter.data = weights[offset : offset + flat.numel()].view(parameter.shape)
         super()._add_bucket(group, layout, dtype)
         gradients = self.buckets[-1].flat
-        gradient = gradients.view(torch.float32)[:size] if master else gradients[begin : begin + size]
+        gradient = (
+            gradients.view(torch.float32)[:size] if master else gradients[begin : begin + size]
+        )
         self.shard_parts.append(_Shard(weights, local, values, gradient))
         for parameter, start, place in ranges:
-            self._add_piece(self._names[parameter], parameter, start, values[place], gradient[place])
+            self._add_piece(
+                self._names[parameter], parameter, start, values[place], gradient[place]
+            )
 
-    def _add_piece(self, name: str, parameter: nn.Parameter, start: int, values: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _add_piece(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        start: int,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+    ) -> None:
         piece = nn.Parameter(values)
         piece.grad = gradient
         self.pieces.append(Piece(name, piece, start, tuple(parameter.shape)))
 
     def _send(self, bucket: _Bucket) -> dist.Work | None:
-        return self.world.reduce_scatter(bucket.flat.chunk(self.shards)[self.world.rank], bucket.flat)
+        return self.world.reduce_scatter(
+            bucket.flat.chunk(self.shards)[self.world.rank], bucket.flat
+        )
 
     def finish(self) -> None:
         super().finish()

@@ -18,31 +18,46 @@ def step_count_bytes(config: Config) -> int:
 
 
 def check_elementwise(config: Config, mode: str) -> None:
-    """Refuse optimizers whose update of an element depends on others of its matrix: a shard is a part of the matrix."""
+    """Refuse optimizers whose update of an element depends on others of its matrix: a shard is a
+    part of the matrix."""
     if config.train_args.optim == "adafactor":
         raise ConfigError(
-            f"`train_args.optim: adafactor` keeps sums over the rows and columns of whole matrices, and `mode: {mode}` cuts "
-            "matrices into parts",
+            "`train_args.optim: adafactor` keeps sums over the rows and columns of whole matrices,"
+            f" and `mode: {mode}` cuts matrices into parts",
             allowed=f"with {mode}: adamw, adam, sgd, rmsprop, adagrad",
             fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
         )
 
 
 def batch_norm_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Parameters of batch and instance normalisations: beside float32 running statistics they must be float32 too."""
+    """Parameters of batch and instance normalisations: beside float32 running statistics they must
+    be float32 too."""
     norms = (nn.modules.batchnorm._NormBase,)
-    return frozenset(one for module in model.modules() if isinstance(module, norms) for one in module.parameters(recurse=False))
+    return frozenset(
+        one
+        for module in model.modules()
+        if isinstance(module, norms)
+        for one in module.parameters(recurse=False)
+    )
 
 
 def batch_norm_names(shape: ModelShape) -> frozenset[str]:
     """The same, by name, from a model's shape: what lies beside a running mean."""
-    modules = {one.name.rpartition(".")[0] for one in shape.buffers if one.name.rpartition(".")[2] == "running_mean"}
+    modules = {
+        one.name.rpartition(".")[0]
+        for one in shape.buffers
+        if one.name.rpartition(".")[2] == "running_mean"
+    }
     return frozenset(one.name for one in shape.parameters if one.name.rpartition(".")[0] in modules)
 
 
 def low_bytes_of(tensor: TensorShape, low_bytes: int, normed: frozenset[str]) -> int:
     """Bytes an element of a trained weight, and of its gradient."""
-    return low_bytes if low_bytes and tensor.element_bytes == 4 and tensor.name not in normed else tensor.element_bytes
+    return (
+        low_bytes
+        if low_bytes and tensor.element_bytes == 4 and tensor.name not in normed
+        else tensor.element_bytes
+    )
 
 
 def statistics_traffic(shape: ModelShape, num_ranks: int) -> dict[str, int]:

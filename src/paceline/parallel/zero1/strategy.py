@@ -1,4 +1,5 @@
-"""`zero1`: whole weights and gradients on every rank, the optimizer's state cut into one shard a rank."""
+"""`zero1`: whole weights and gradients on every rank, the optimizer's state cut into one shard a
+rank."""
 
 from __future__ import annotations
 
@@ -31,12 +32,13 @@ from paceline.parallel.zero1.common import (
 
 
 class ShardedOptimizer(DistributedDataParallel):
-    """ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section
-    5.1).
+    """ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models", 2020, section 5.1).
 
-    The last micro-batch's backward reduce-scatters the gradients bucket by bucket; each rank updates its shard of each
-    bucket, then the weights are all-gathered. Under mixed precision the trained weights are in bfloat16 or float16 on every
-    rank (those of batch normalisations stay in float32), with float32 master weights in the shard: what a checkpoint holds.
+    The last micro-batch's backward reduce-scatters the gradients bucket by bucket; each rank
+    updates its shard of each bucket, then the weights are all-gathered. Under mixed precision the
+    trained weights are in bfloat16 or float16 on every rank (those of batch normalisations stay in
+    float32), with float32 master weights in the shard: what a checkpoint holds.
     """
 
     name = "zero1"
@@ -52,9 +54,13 @@ class ShardedOptimizer(DistributedDataParallel):
         check_elementwise(config, "zero1")
         if config.parallel.offload != "none":
             raise ConfigError(
-                f"`parallel.offload: {config.parallel.offload}`, and `mode: zero1` keeps its state on the device",
+                f"`parallel.offload: {config.parallel.offload}`, and `mode: zero1` keeps its state"
+                " on the device",
                 allowed="with zero1: `parallel.offload: none`",
-                fix="set `parallel.mode: zero3` and `parallel.offload: all` on accelerators, or use `deepspeed`",
+                fix=(
+                    "set `parallel.mode: zero3` and `parallel.offload: all` on accelerators, or use"
+                    " `deepspeed`"
+                ),
             )
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -90,7 +96,9 @@ class ShardedOptimizer(DistributedDataParallel):
 
     def parts(self) -> Iterable[Part]:
         for piece in self.buckets.pieces:
-            yield Part(piece.name, piece.values, piece.shape, (piece.start,), key=piece.values, flat=True)
+            yield Part(
+                piece.name, piece.values, piece.shape, (piece.start,), key=piece.values, flat=True
+            )
         for name, one in persistent_buffers(self.model).items():
             yield Part.whole(name, one, owned=self.world.is_first)
 
@@ -105,14 +113,17 @@ class ShardedOptimizer(DistributedDataParallel):
 
     @classmethod
     def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
-        """Per trained parameter, N ranks, Adam: 8 + 8/N bytes in float32 (weights and gradients 4 each), 4 + 12/N in mixed
-        precision (Rajbhandari et al., 2020, section 5.1, figure 1). A reduce-scatter of the gradients and an all-gather of
-        the weights: 2Ψ(N-1)/N (section 7.2.1). Padding of the buckets is counted."""
+        """Per trained parameter, N ranks, Adam: 8 + 8/N bytes in float32 (weights and gradients 4
+        each), 4 + 12/N in mixed precision (Rajbhandari et al., 2020, section 5.1, figure 1). A
+        reduce-scatter of the gradients and an all-gather of the weights: 2Ψ(N-1)/N (section 7.2.1).
+        Padding of the buckets is counted."""
         num_ranks = axes.data
         low_bytes = shape.low_bytes if num_ranks > 1 else 0
         normed = batch_norm_names(shape)
         element_bytes = [low_bytes_of(one, low_bytes, normed) for one in shape.trained]
-        tensors = [(one.numel, size, size) for one, size in zip(shape.trained, element_bytes, strict=True)]
+        tensors = [
+            (one.numel, size, size) for one, size in zip(shape.trained, element_bytes, strict=True)
+        ]
         weights = masters = traffic = 0
         elements, steps = [0] * num_ranks, [0] * num_ranks
         for layout in lay_out(tensors, config.parallel.bucket_cap_mb * 2**20, num_ranks):
@@ -127,12 +138,16 @@ class ShardedOptimizer(DistributedDataParallel):
                     elements[rank] += max(0, min(end, (rank + 1) * size) - max(offset, rank * size))
                     steps[rank] += 1
         counted = step_count_bytes(config)
-        state = max(one * shape.optimizer_bytes_per_element + counted * step for one, step in zip(elements, steps, strict=True))
+        state = max(
+            one * shape.optimizer_bytes_per_element + counted * step
+            for one, step in zip(elements, steps, strict=True)
+        )
         frozen = shape.parameter_bytes - total_bytes(shape.trained)
         return Cost(
             parameters=frozen + weights + masters + shape.buffer_bytes,
             gradients=weights,
             optimizer=state,
             activations=work.activation_bytes,
-            traffic={"reduce_scatter": traffic, "all_gather": traffic} | statistics_traffic(shape, num_ranks),
+            traffic={"reduce_scatter": traffic, "all_gather": traffic}
+            | statistics_traffic(shape, num_ranks),
         )

@@ -36,14 +36,17 @@ class Question(BaseModel):
 
 @router.post("/api/runs/{id}/chat", response_class=StreamingResponse)
 async def chat(id: Id, body: Question, request: Request) -> StreamingResponse:
-    """The model's answer as server-sent events: ``state``, ``token``, ``end``, ``error``. To close the connection stops it."""
+    """The model's answer as server-sent events: ``state``, ``token``, ``end``, ``error``. To close
+    the connection stops it."""
     run = run_folder(request, id)
     live = any(one["status"] == "live" for one in request.app.state.panel.runs.summaries())
     # A model loaded beside a run could take the memory of its device.
     answer = Starting.of(request).chat.answer(run, body.model_dump(), "cpu" if live else "auto")
     first = await anext(answer)
     return StreamingResponse(
-        _events(first, answer, live), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        _events(first, answer, live),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store"},
     )
 
 

@@ -1,4 +1,5 @@
-"""Configs as the page has them: what is wrong with one as it is typed, edits of the form put into it, where two differ."""
+"""Configs as the page has them: what is wrong with one as it is typed, edits of the form put into
+it, where two differ."""
 
 from __future__ import annotations
 
@@ -39,7 +40,13 @@ def check(text: str) -> dict[str, Any]:
         loaded = load_text(text, NAME)
     except ConfigError as error:
         found = _errors(error, text)
-        return {"ok": False, "error": found[0], "errors": found, "notices": [], "values": _written(text, None)}
+        return {
+            "ok": False,
+            "error": found[0],
+            "errors": found,
+            "notices": [],
+            "values": _written(text, None),
+        }
     return {
         "ok": True,
         "error": None,
@@ -52,7 +59,13 @@ def check(text: str) -> dict[str, Any]:
 def _errors(error: ConfigError, text: str) -> list[dict[str, Any]]:
     if isinstance(error, ConfigMistakes):
         return [
-            {"what": one.what, "allowed": one.allowed, "fix": one.fix, "key": one.key, "line": one.line}
+            {
+                "what": one.what,
+                "allowed": one.allowed,
+                "fix": one.fix,
+                "key": one.key,
+                "line": one.line,
+            }
             for one in error.mistakes
         ]
     what = error.what.removeprefix(f"{NAME} ").removeprefix("is ")
@@ -89,7 +102,14 @@ def _entries(document: Document) -> list[tuple[str, Any, int | None]]:
     for entry in walk.entries:
         meaning = meaning_of(entry)
         target = meaning.target or (meaning.alias.target if meaning.alias else None) or ""
-        key = next((one for one in (target, target.rpartition(".")[0], target.split(".")[0]) if one in KEYS), None)
+        key = next(
+            (
+                one
+                for one in (target, target.rpartition(".")[0], target.split(".")[0])
+                if one in KEYS
+            ),
+            None,
+        )
         if key is not None:
             out.append((key, entry.value, entry.line))
     return out
@@ -102,10 +122,17 @@ def differences(run: Path, text: str) -> list[dict[str, Any]]:
     try:
         old = load_config(RunDir(run).config, there).config
     except PacelineError as error:
-        raise ConfigError(f"the run's own config cannot be read: {error.what}", fix="start a new run") from error
+        raise ConfigError(
+            f"the run's own config cannot be read: {error.what}", fix="start a new run"
+        ) from error
     if new.train_args.precision == "auto":  # the run's config holds what it was resolved to
         new.train_args.precision = old.train_args.precision
     return [
-        {"key": key, "old": before, "new": after, "needs_allow": changes_training(key, before, after)}
+        {
+            "key": key,
+            "old": before,
+            "new": after,
+            "needs_allow": changes_training(key, before, after),
+        }
         for key, before, after in diff_configs(old, new)
     ]

@@ -27,7 +27,14 @@ BUILT_IN = {
 }
 _UPLOADS = "datasets"
 _MOST_SHOWN, _MOST_FOLDERS, _DEPTH = 500, 5000, 4
-_NOT_DATA = {"config.json", "report.json", "panel.json", "events.jsonl", "README.md", "package.json"}
+_NOT_DATA = {
+    "config.json",
+    "report.json",
+    "panel.json",
+    "events.jsonl",
+    "README.md",
+    "package.json",
+}
 
 _UPLOAD_FORM = {
     "requestBody": {
@@ -54,12 +61,16 @@ class Preview(BaseModel):
 
 @router.get("/api/datasets")
 def datasets(request: Request) -> dict[str, Any]:
-    """Data files below the served folder, newest first, without those that are a run's own; and the built-in data.
-    ``left_out``: so many more were found."""
+    """Data files below the served folder, newest first, without those that are a run's own; and the
+    built-in data. ``left_out``: so many more were found."""
     found = _files(Starting.of(request).folder)
     found.sort(key=lambda one: one["modified_at"], reverse=True)
     built_in = [{"path": path, "task": task} for path, task in BUILT_IN.items()]
-    return {"datasets": found[:_MOST_SHOWN], "left_out": len(found[_MOST_SHOWN:]), "builtin": built_in}
+    return {
+        "datasets": found[:_MOST_SHOWN],
+        "left_out": len(found[_MOST_SHOWN:]),
+        "builtin": built_in,
+    }
 
 
 def _files(folder: Path) -> list[dict[str, Any]]:
@@ -91,13 +102,20 @@ def _in_folder(here: Path, folder: Path, below: list[Path]) -> list[dict[str, An
             about = stat_inside(Path(entry.path))
             if about is not None:
                 path = os.path.relpath(entry.path, folder)
-                out.append({"path": f"./{shown(path)}", "size_bytes": about.st_size, "modified_at": about.st_mtime})
+                out.append(
+                    {
+                        "path": f"./{shown(path)}",
+                        "size_bytes": about.st_size,
+                        "modified_at": about.st_mtime,
+                    }
+                )
     return out
 
 
 @router.post("/api/upload", openapi_extra=_UPLOAD_FORM, response_model=None)
 async def upload(request: Request) -> dict[str, Any] | Response:
-    """Take in a data file, of at most 1 GiB. It never takes another file's place: ``path`` is where it lies."""
+    """Take in a data file, of at most 1 GiB. It never takes another file's place: ``path`` is where
+    it lies."""
     folder = Starting.of(request).folder
     try:
         path, size_bytes = await take_upload(request, folder / _UPLOADS)

@@ -1,4 +1,5 @@
-"""The form: one field a key of the config, made from the JSON schema of the config, and presets for the common jobs."""
+"""The form: one field a key of the config, made from the JSON schema of the config, and presets for
+the common jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 from paceline.config.fields import KEYS, SECTIONS, describe
 from paceline.config.schema import Config
 
-#: Keys that the form shows first, by group; all others stand in the section they belong to, closed at first.
+#: Keys that the form shows first, by group; all others stand in the section they belong to, closed
+#: at first.
 COMMON: dict[str, tuple[str, ...]] = {
     "what": ("model", "task", "system"),
     "data": ("dataset", "val_dataset", "split_dataset_ratio", "format", "train_args.max_length"),
@@ -38,7 +40,8 @@ SUGGESTED: dict[str, tuple[str, ...]] = {
 PRESETS: list[dict[str, str]] = [
     {
         "id": "first",
-        "yaml": """# The first run: a small model learns from Python's own documentation. Nothing is downloaded.
+        "yaml": (
+            """# The first run: a small model learns from Python's own documentation. Nothing is downloaded.
 model: builtin:qwen2-tiny
 dataset: builtin:python-docs
 split_dataset_ratio: 0.05
@@ -48,11 +51,13 @@ train_args:
   max_steps: 90
   warmup_ratio: 0.1
   eval_steps: 45
-""",
+"""
+        ),
     },
     {
         "id": "lora",
-        "yaml": """# A pretrained model learns from your examples through low-rank adapters: little memory, a small result.
+        "yaml": (
+            """# A pretrained model learns from your examples through low-rank adapters: little memory, a small result.
 model: Qwen/Qwen2.5-0.5B-Instruct
 dataset: ./datasets/mine.jsonl
 split_dataset_ratio: 0.05
@@ -66,11 +71,13 @@ train_args:
   per_device_train_batch_size: 4
   gradient_accumulation_steps: 4
   warmup_ratio: 0.05
-""",
+"""
+        ),
     },
     {
         "id": "full",
-        "yaml": """# All weights of a pretrained model are trained on your examples.
+        "yaml": (
+            """# All weights of a pretrained model are trained on your examples.
 model: Qwen/Qwen2.5-0.5B-Instruct
 dataset: ./datasets/mine.jsonl
 split_dataset_ratio: 0.05
@@ -81,11 +88,13 @@ train_args:
   gradient_accumulation_steps: 8
   warmup_ratio: 0.05
   gradient_checkpointing: true
-""",
+"""
+        ),
     },
     {
         "id": "pretrain",
-        "yaml": """# Every token of plain text carries loss: a new model, or one that goes on to learn a language or a field.
+        "yaml": (
+            """# Every token of plain text carries loss: a new model, or one that goes on to learn a language or a field.
 model: builtin:qwen2-tiny
 task: pretrain
 dataset: builtin:python-source
@@ -96,11 +105,13 @@ train_args:
   per_device_train_batch_size: 8
   max_length: 512
   warmup_ratio: 0.05
-""",
+"""
+        ),
     },
     {
         "id": "classify",
-        "yaml": """# Images into classes; of your own images: a folder with one subfolder a class.
+        "yaml": (
+            """# Images into classes; of your own images: a folder with one subfolder a class.
 model: builtin:small-cnn
 task: classify
 dataset: builtin:digits
@@ -110,11 +121,13 @@ train_args:
   num_train_epochs: 8
   per_device_train_batch_size: 32
   warmup_ratio: 0.1
-""",
+"""
+        ),
     },
     {
         "id": "recommend",
-        "yaml": """# The chance of a click, with embedding tables; your own log: a CSV file whose columns `recommend` names.
+        "yaml": (
+            """# The chance of a click, with embedding tables; your own log: a CSV file whose columns `recommend` names.
 model: builtin:dlrm
 task: recommend
 dataset: builtin:clicks
@@ -126,11 +139,13 @@ train_args:
   num_train_epochs: 2
   per_device_train_batch_size: 512
   warmup_ratio: 0.05
-""",
+"""
+        ),
     },
     {
         "id": "own",
-        "yaml": """# Your own model, data and loss: a class in a Python file (docs/how-to/own-task.md).
+        "yaml": (
+            """# Your own model, data and loss: a class in a Python file (docs/how-to/own-task.md).
 model: my-model        # a name for the report
 task: ./my_task.py:MyTask
 dataset: my-data       # likewise, where the task makes its own data
@@ -138,7 +153,8 @@ train_args:
   learning_rate: 1e-3
   num_train_epochs: 3
   per_device_train_batch_size: 32
-""",
+"""
+        ),
     },
 ]
 
@@ -148,17 +164,36 @@ _BARE = ("null", "boolean")  # kinds whose few values stand beside words in a li
 
 @cache
 def form() -> dict[str, Any]:
-    """``{schema, groups: [{name, help, keys}], fields: {key: Field}}``. A field: ``key, kind`` (bool, integer, number, choice,
-    text, yaml), ``help, takes`` (in words), ``default, required, choices, minimum, maximum, exclusive`` (bounds left out)."""
+    """``{schema, groups: [{name, help, keys}], fields: {key: Field}}``. A field: ``key, kind``
+    (bool, integer, number, choice, text, yaml), ``help, takes`` (in words), ``default, required,
+    choices, minimum, maximum, exclusive`` (bounds left out)."""
     schema = Config.model_json_schema()
     common = {key for keys in COMMON.values() for key in keys}
-    groups = [{"name": name, "common": True, "help": "", "keys": list(keys)} for name, keys in COMMON.items()]
-    rest = [key for key in KEYS if "." not in key and key not in common and key not in ("output_dir", "resume")]
+    groups = [
+        {"name": name, "common": True, "help": "", "keys": list(keys)}
+        for name, keys in COMMON.items()
+    ]
+    rest = [
+        key
+        for key in KEYS
+        if "." not in key and key not in common and key not in ("output_dir", "resume")
+    ]
     groups.append({"name": "more", "common": False, "help": "", "keys": rest})
     for name, kind in SECTIONS.items():
         keys = [key for key in KEYS if key.startswith(f"{name}.") and key not in common]
-        groups.append({"name": name, "common": False, "help": (kind.__doc__ or "").split("\n")[0], "keys": keys})
-    return {"schema": schema, "groups": groups, "fields": {key: _field(key, schema) for key in KEYS}}
+        groups.append(
+            {
+                "name": name,
+                "common": False,
+                "help": (kind.__doc__ or "").split("\n")[0],
+                "keys": keys,
+            }
+        )
+    return {
+        "schema": schema,
+        "groups": groups,
+        "fields": {key: _field(key, schema) for key in KEYS},
+    }
 
 
 def _field(key: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -167,24 +202,34 @@ def _field(key: str, schema: dict[str, Any]) -> dict[str, Any]:
     prop = holder["properties"][name]
     kinds = _members(prop, schema)
     types = {one.get("type") for one in kinds} - {"null"}
-    choices = [word for one in kinds for word in one.get("enum", [one["const"]] if "const" in one else [])]
+    choices = [
+        word for one in kinds for word in one.get("enum", [one["const"]] if "const" in one else [])
+    ]
     if "boolean" in types and choices:
         choices += ["true", "false"]
     numeric = next((one for one in kinds if one.get("type") in ("integer", "number")), {})
     low, high = numeric.get("minimum"), numeric.get("maximum")
     return {
         "key": key,
-        "kind": _kind(types, choices, all("enum" in one or "const" in one or one.get("type") in _BARE for one in kinds)),
+        "kind": _kind(
+            types,
+            choices,
+            all("enum" in one or "const" in one or one.get("type") in _BARE for one in kinds),
+        ),
         "help": KEYS[key].description or prop.get("description") or "",
         "takes": describe(KEYS[key]),
-        "default": None if KEYS[key].is_required() else KEYS[key].get_default(call_default_factory=True),
+        "default": (
+            None if KEYS[key].is_required() else KEYS[key].get_default(call_default_factory=True)
+        ),
         "required": KEYS[key].is_required(),
         "nullable": any(one.get("type") == "null" for one in kinds),
         "choices": choices,
         "suggested": list(SUGGESTED.get(key, ())),
         "minimum": low if low is not None else numeric.get("exclusiveMinimum"),
         "maximum": high if high is not None else numeric.get("exclusiveMaximum"),
-        "exclusive": [bound for bound in ("exclusiveMinimum", "exclusiveMaximum") if bound in numeric],
+        "exclusive": [
+            bound for bound in ("exclusiveMinimum", "exclusiveMaximum") if bound in numeric
+        ],
     }
 
 
@@ -201,10 +246,17 @@ def _kind(types: set[Any], choices: list[str], only_choices: bool) -> str:
 def _members(prop: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
     """The members of a union, or the one type there is, with references followed."""
     prop = _resolved(prop, schema)
-    return [inner for one in prop.get("anyOf", [prop]) for inner in ([one] if one is prop else _members(one, schema))]
+    return [
+        inner
+        for one in prop.get("anyOf", [prop])
+        for inner in ([one] if one is prop else _members(one, schema))
+    ]
 
 
 def _resolved(prop: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     if "$ref" in prop:
-        return {**schema["$defs"][prop["$ref"].rpartition("/")[2]], **{k: v for k, v in prop.items() if k != "$ref"}}
+        return {
+            **schema["$defs"][prop["$ref"].rpartition("/")[2]],
+            **{k: v for k, v in prop.items() if k != "$ref"},
+        }
     return prop

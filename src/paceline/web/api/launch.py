@@ -54,7 +54,8 @@ class Stop(BaseModel):
 
 
 def _configs() -> Any:
-    """What knows configs takes a fifth of the server's start: it is loaded for the first page that starts runs."""
+    """What knows configs takes a fifth of the server's start: it is loaded for the first page that
+    starts runs."""
     from paceline.web.api import configs
 
     return configs
@@ -74,20 +75,23 @@ def presets() -> dict[str, Any]:
 
 @router.post("/api/check")
 def check(body: Text) -> dict[str, Any]:
-    """What is wrong with a config, with the line and the key of each mistake; and what its keys come to."""
+    """What is wrong with a config, with the line and the key of each mistake; and what its keys
+    come to."""
     return dict(_configs().check(body.yaml))
 
 
 @router.post("/api/yaml")
 def yaml(body: Edit) -> dict[str, Any]:
-    """A form's edit put into the text. ``kept``: the rest of the text is as it was, comments and all."""
+    """A form's edit put into the text. ``kept``: the rest of the text is as it was, comments and
+    all."""
     text, kept = _configs().edit_yaml(body.yaml, body.values, body.remove)
     return {"yaml": text, "kept": kept}
 
 
 @router.post("/api/plan")
 async def plan(body: Text, request: Request) -> dict[str, Any]:
-    """What the run would take under every mode: ``paceline plan --json``. A newer request ends an older one."""
+    """What the run would take under every mode: ``paceline plan --json``. A newer request ends an
+    older one."""
     found, notes = await Starting.of(request).verbs.run("plan", ["plan", "CONFIG"], body.yaml)
     args = _configs().load(body.yaml).config.train_args
     return {**found, "max_steps": args.max_steps, "said": notes}
@@ -95,8 +99,8 @@ async def plan(body: Text, request: Request) -> dict[str, Any]:
 
 @router.post("/api/steps")
 async def steps(body: Text, request: Request) -> dict[str, Any]:
-    """Steps, batch and warm-up as they follow from the data, which is read and tokenised for it (and kept for the run):
-    ``paceline sft --dry-run --json``."""
+    """Steps, batch and warm-up as they follow from the data, which is read and tokenised for it
+    (and kept for the run): ``paceline sft --dry-run --json``."""
     words = ["sft", "CONFIG", "--dry-run"]
     found, notes = await Starting.of(request).verbs.run("steps", words, body.yaml, timeout_s=900.0)
     return {**found, "said": notes}
@@ -104,8 +108,8 @@ async def steps(body: Text, request: Request) -> dict[str, Any]:
 
 @router.post("/api/start")
 async def start(body: Start, request: Request) -> dict[str, Any]:
-    """Start a run in ``FOLDER/NAME``. Answers when it shows or has failed, or after a while where it is still preparing
-    (``shows: false``); then :func:`launch` says more."""
+    """Start a run in ``FOLDER/NAME``. Answers when it shows or has failed, or after a while where
+    it is still preparing (``shows: false``); then :func:`launch` says more."""
     starting = Starting.of(request)
     check_name(starting.folder, body.name)
     text, _ = _configs().edit_yaml(body.yaml, {"output_dir": f"./{body.name}"})
@@ -128,7 +132,11 @@ def launch(id: Id, request: Request) -> dict[str, Any]:
     if one is None:
         return {"shows": True, "ended": False, "said": ""}
     starting.launches.check_ended(one)
-    return {"shows": one.shows(), "ended": one.process.poll() is not None, "said": one.said()[-4000:]}
+    return {
+        "shows": one.shows(),
+        "ended": one.process.poll() is not None,
+        "said": one.said()[-4000:],
+    }
 
 
 @router.post("/api/runs/{id}/stop")
@@ -150,7 +158,8 @@ def resumable(id: Id, request: Request) -> dict[str, Any]:
 
 @router.post("/api/runs/{id}/diff")
 def diff(id: Id, body: Text, request: Request) -> dict[str, Any]:
-    """Where a config differs from the run's own. ``needs_allow``: the change alters the numbers of the training."""
+    """Where a config differs from the run's own. ``needs_allow``: the change alters the numbers of
+    the training."""
     run = run_folder(request, id)
     return {"changes": _configs().differences(run, body.yaml)}
 
@@ -162,17 +171,23 @@ async def resume(id: Id, body: Resume, request: Request) -> dict[str, Any]:
     if body.yaml is not None:
         _configs().load(body.yaml)
     return await _told(
-        starting, request.app.state.panel.runs, starting.launches.resume(run, body.yaml, body.allow_config_change)
+        starting,
+        request.app.state.panel.runs,
+        starting.launches.resume(run, body.yaml, body.allow_config_change),
     )
 
 
 @router.post("/api/runs/{id}/export")
 async def export(id: Id, request: Request) -> dict[str, Any]:
-    """The whole model in one folder, adapters added in: ``paceline export --merge``. Without adapters it is whole already."""
+    """The whole model in one folder, adapters added in: ``paceline export --merge``. Without
+    adapters it is whole already."""
     run = run_folder(request, id)
     if not (RunDir(run).model / "adapter_config.json").is_file():
         if not RunDir(run).model.is_dir():
-            raise ConfigError(f"{run.name} has no model yet", fix="let the run finish; resume it where it was stopped")
+            raise ConfigError(
+                f"{run.name} has no model yet",
+                fix="let the run finish; resume it where it was stopped",
+            )
         return {"path": str(RunDir(run).model), "merged": False}
     done = run / "exported"
     if done.is_dir() and done.stat().st_mtime >= RunDir(run).model.stat().st_mtime:

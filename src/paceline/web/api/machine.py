@@ -13,14 +13,20 @@ _last: tuple[float, dict[str, Any]] | None = None
 
 
 def machine() -> dict[str, Any]:
-    """``{cpu_count, memory_bytes, gpus: [{index, name, utilisation (0 to 1), temperature_c, power_w, memory_used_bytes,
-    memory_bytes}], gpus_problem}``; a figure that a device does not give is None."""
+    """``{cpu_count, memory_bytes, gpus: [{index, name, utilisation (0 to 1), temperature_c,
+    power_w, memory_used_bytes, memory_bytes}], gpus_problem}``; a figure that a device does not
+    give is None."""
     global _last
     with _lock:
         if _last is None or time.monotonic() - _last[0] > _FRESH_S:
             gpus, problem = _gpus()
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            found = {"cpu_count": os.cpu_count(), "memory_bytes": memory, "gpus": gpus, "gpus_problem": problem}
+            found = {
+                "cpu_count": os.cpu_count(),
+                "memory_bytes": memory,
+                "gpus": gpus,
+                "gpus_problem": problem,
+            }
             _last = (time.monotonic(), found)
         return _last[1]
 

@@ -1,5 +1,6 @@
-"""``/ranks``, ``/traffic``: where each rank's time goes, and what the network carries. Read from lines of the log that are
-spread over the steps asked for, so that a million steps of many ranks cost no more than a thousand."""
+"""``/ranks``, ``/traffic``: where each rank's time goes, and what the network carries. Read from
+lines of the log that are spread over the steps asked for, so that a million steps of many ranks
+cost no more than a thousand."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from paceline.web.state import Panel, panel_of
 router = APIRouter()
 #: Where a rank's step goes, as the event names it; ``other_s`` is the rest.
 PHASES = ("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", "other_s")
-_WORK = tuple(name for name in PHASES if name != "communication_s")  # `other_s` is, on an accelerator, mostly its work
+# `other_s` is, on an accelerator, mostly its work
+_WORK = tuple(name for name in PHASES if name != "communication_s")
 _OLDER = {"data_s": "data_wait_s", "communication_s": "comm_wait_s"}
 _READ = (*PHASES, "memory_bytes", *_OLDER.values())
 _LINES = 1200  # read for one answer, whatever the number of buckets
@@ -42,7 +44,8 @@ def ranks(
     end: Step = None,
     points: Points = 200,
 ) -> Answer:
-    """The parts of a step, of each rank, in at most ``points`` buckets; ``lines_read`` of ``lines`` were looked at for it."""
+    """The parts of a step, of each rank, in at most ``points`` buckets; ``lines_read`` of ``lines``
+    were looked at for it."""
     panel = panel_of(request)
     run = panel.runs.get(id)
     lines, found = _steps(panel, run, start, end, 2 * points)
@@ -67,11 +70,19 @@ def ranks(
 
 @router.get("/api/runs/{id}/heartbeats")
 def heartbeats(request: Request, id: str) -> Answer:
-    """Where each rank was when the run last told, every two seconds; none where it does not (one rank, or no watchdog)."""
+    """Where each rank was when the run last told, every two seconds; none where it does not (one
+    rank, or no watchdog)."""
     told = json_inside(panel_of(request).runs.get(id).run_dir.heartbeats) or {}
     rows = told.get("ranks")
-    known = [one for one in (rows if isinstance(rows, list) else []) if isinstance(one, dict) and type(one.get("rank")) is int]
-    figures, words = ("rank", "pid", "step", "heard_at", "moved_at"), ("host", "phase", "waits_for", "state")
+    known = [
+        one
+        for one in (rows if isinstance(rows, list) else [])
+        if isinstance(one, dict) and type(one.get("rank")) is int
+    ]
+    figures, words = (
+        ("rank", "pid", "step", "heard_at", "moved_at"),
+        ("host", "phase", "waits_for", "state"),
+    )
     return Answer({
         "time": finite(told.get("time")),
         "ranks": [
@@ -97,7 +108,8 @@ def traffic(
     buckets = _groups(found, points)
     names = sorted({str(name) for event in found for name in event["traffic"]})[:50]
     by_collective = {
-        name: [_mean([finite(one["traffic"].get(name)) for one in bucket]) for bucket in buckets] for name in names
+        name: [_mean([finite(one["traffic"].get(name)) for one in bucket]) for bucket in buckets]
+        for name in names
     }
     report, begun = run.digest.report or {}, run.digest.start
     told, predicted = _dict(report.get("traffic_bytes_per_step")), _dict(begun.get("predicted"))
@@ -115,9 +127,12 @@ def traffic(
     })  # fmt: skip
 
 
-def slowest(table: dict[str, Any], numbers: Sequence[int], buckets: list[list[Event]]) -> dict[str, Any] | None:
-    """The rank that works longest before it meets the others, where that is by a margin: ``{rank, why, slower_by_s, share}``.
-    Where the parts of a step are not known: the one that waits least for the others."""
+def slowest(
+    table: dict[str, Any], numbers: Sequence[int], buckets: list[list[Event]]
+) -> dict[str, Any] | None:
+    """The rank that works longest before it meets the others, where that is by a margin: ``{rank,
+    why, slower_by_s, share}``. Where the parts of a step are not known: the one that waits least
+    for the others."""
     if len(numbers) < 2:
         return None
     step_s = _mean([finite(one.get("step_time_s")) for bucket in buckets for one in bucket])
@@ -133,10 +148,17 @@ def slowest(table: dict[str, Any], numbers: Sequence[int], buckets: list[list[Ev
     by_s = work[last] - statistics.median(value for rank, value in work.items() if rank != last)
     if not step_s or by_s < _SLOWER * step_s:
         return None
-    share = {name: (means[name][last] or 0.0) - _median(means[name], last) for name in _WORK} if known else {}
+    share = (
+        {name: (means[name][last] or 0.0) - _median(means[name], last) for name in _WORK}
+        if known
+        else {}
+    )
     most = max(share, key=lambda name: share[name]).removesuffix("_s") if share else None
     what = f"most of it in {most}" if most else "the others wait for it"
-    why = f"rank {last} works {short_duration(by_s)} longer a step than the others ({100 * by_s / step_s:.0f} %); {what}"
+    why = (
+        f"rank {last} works {short_duration(by_s)} longer a step than the others"
+        f" ({100 * by_s / step_s:.0f} %); {what}"
+    )
     return {"rank": last, "why": why, "slower_by_s": by_s, "phase": most, "share": share or None}
 
 
@@ -144,7 +166,9 @@ def _median(values: dict[int, float | None], but: int) -> float:
     return statistics.median([value or 0.0 for rank, value in values.items() if rank != but])
 
 
-def _steps(panel: Panel, run: Run, start: int | None, end: int | None, count: int) -> tuple[int, list[Event]]:
+def _steps(
+    panel: Panel, run: Run, start: int | None, end: int | None, count: int
+) -> tuple[int, list[Event]]:
     """(lines there are, ``step`` events of some of them, in their order)."""
     run.digest.refresh()
     size = int(finite(run.digest.start.get("world_size")) or 1)
@@ -158,13 +182,19 @@ def _steps(panel: Panel, run: Run, start: int | None, end: int | None, count: in
         steps, offsets = seen["step"], seen["offset"]
     low = 0 if start is None else int(np.searchsorted(steps, start, side="left"))
     high = len(steps) if end is None else int(np.searchsorted(steps, end, side="right"))
-    picked = np.unique(np.linspace(low, high - 1, min(count, max(high - low, 0))).round().astype(np.int64))
+    picked = np.unique(
+        np.linspace(low, high - 1, min(count, max(high - low, 0))).round().astype(np.int64)
+    )
     handle = open_inside(run.run_dir.events) if len(picked) else None
     if handle is None:
         return 0, []
     with handle:
         events = [parse(line) for line in lines_at(handle, offsets[picked].tolist()) if line]
-    good = [event for event in events if event is not None and event["type"] == "step" and type(event.get("step")) is int]
+    good = [
+        event
+        for event in events
+        if event is not None and event["type"] == "step" and type(event.get("step")) is int
+    ]
     return max(0, high - low), good
 
 
@@ -177,10 +207,14 @@ def _groups(events: list[Event], points: int) -> list[list[Event]]:
 def _by_rank(event: Event) -> dict[int, dict[str, Any]]:
     told = event.get("ranks")
     rows = told if isinstance(told, list) else []
-    return {one["rank"]: one for one in rows if isinstance(one, dict) and type(one.get("rank")) is int}
+    return {
+        one["rank"]: one for one in rows if isinstance(one, dict) and type(one.get("rank")) is int
+    }
 
 
-def _tables(buckets: list[list[Event]], numbers: Sequence[int]) -> dict[str, dict[int, list[float | None]]]:
+def _tables(
+    buckets: list[list[Event]], numbers: Sequence[int]
+) -> dict[str, dict[int, list[float | None]]]:
     """Means of each part of the step, and of memory: name → rank → one a bucket."""
     events = [event for bucket in buckets for event in bucket]
     place = {rank: at for at, rank in enumerate(numbers)}
@@ -195,7 +229,9 @@ def _tables(buckets: list[list[Event]], numbers: Sequence[int]) -> dict[str, dic
     step_s = np.array([_number(event.get("step_time_s")) for event in events])
     rest = step_s[:, None] - sum(found[name] for name in PHASES[:-1])
     found["other_s"] = np.where(np.isnan(found["other_s"]), np.maximum(rest, 0.0), found["other_s"])
-    found["memory_bytes"] = np.where(np.isnan(found["memory_bytes"]), _memory(events, numbers), found["memory_bytes"])
+    found["memory_bytes"] = np.where(
+        np.isnan(found["memory_bytes"]), _memory(events, numbers), found["memory_bytes"]
+    )
     return {name: _means(found[name], buckets, numbers) for name in (*PHASES, "memory_bytes")}
 
 
@@ -203,12 +239,17 @@ def _memory(events: list[Event], numbers: Sequence[int]) -> np.ndarray:
     """Of each rank, as older logs tell it: events × ranks."""
     told = [event.get("memory_bytes") for event in events]
     rows = [one if isinstance(one, list) else [] for one in told]
-    return np.array([[_number(row[rank]) if 0 <= rank < len(row) else np.nan for rank in numbers] for row in rows]).reshape(
-        len(events), len(numbers)
-    )
+    return np.array(
+        [
+            [_number(row[rank]) if 0 <= rank < len(row) else np.nan for rank in numbers]
+            for row in rows
+        ]
+    ).reshape(len(events), len(numbers))
 
 
-def _means(values: np.ndarray, buckets: list[list[Event]], numbers: Sequence[int]) -> dict[int, list[float | None]]:
+def _means(
+    values: np.ndarray, buckets: list[list[Event]], numbers: Sequence[int]
+) -> dict[int, list[float | None]]:
     """Of events × ranks, by rank; None where a bucket has none."""
     if not buckets:
         return {rank: [] for rank in numbers}
@@ -237,7 +278,9 @@ def _places(run: Run) -> dict[int, dict[str, Any]]:
     """Host and device of each rank, as the run said at its start."""
     told = _dict(run.digest.start.get("mesh")).get("ranks")
     return {
-        one["rank"]: {key: one.get(key) for key in ("host", "device", "role") if key != "role" or key in one}
+        one["rank"]: {
+            key: one.get(key) for key in ("host", "device", "role") if key != "role" or key in one
+        }
         for one in (told if isinstance(told, list) else [])
         if isinstance(one, dict) and type(one.get("rank")) is int
     }

@@ -24,10 +24,11 @@ from paceline.web.runs.sse_client import EventStream
 from paceline.web.state import Panel, panel_of
 
 router = APIRouter()
-#: A report is a page of its own with a script of its own: it gets no part in this one's origin, and reaches no server.
+#: A report is a page of its own with a script of its own: it gets no part in this one's origin, and
+#: reaches no server.
 REPORT_CSP = (
-    "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
-    "frame-ancestors 'self'"
+    "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; script-src"
+    " 'unsafe-inline'; img-src data:; frame-ancestors 'self'"
 )
 
 
@@ -43,7 +44,14 @@ def runs(request: Request) -> Answer:
     """Every run below the folder, the latest first."""
     panel = panel_of(request)
     found = panel.runs.summaries()
-    return Answer({"folder": panel.shown_folder, "token_needed": True, "problem": panel.runs.problem, "runs": found})
+    return Answer(
+        {
+            "folder": panel.shown_folder,
+            "token_needed": True,
+            "problem": panel.runs.problem,
+            "runs": found,
+        }
+    )
 
 
 @router.get("/api/stream", response_class=EventStream)
@@ -60,7 +68,9 @@ def run(request: Request, id: str) -> Answer:
 
 
 @router.get("/api/runs/{id}/stream", response_class=EventStream)
-async def run_stream(request: Request, id: str, after: int | None = Query(None, ge=0, le=1 << 53)) -> Response:
+async def run_stream(
+    request: Request, id: str, after: int | None = Query(None, ge=0, le=1 << 53)
+) -> Response:
     """Server-sent events ``append``, ``status``, and ``gone`` where the run was deleted."""
     panel = panel_of(request)
     return EventStream(partial(panel.streams.of_run, panel.runs.get(id), after))
@@ -71,10 +81,18 @@ def log(request: Request, id: str, tail: int = Query(500, ge=1, le=20_000)) -> A
     """The newest lines: what happened, but for the steps."""
     panel = panel_of(request)
     one = panel.runs.get(id)
-    lines = [{"time": mark.time, "level": mark.level, "text": mark.text, "step": mark.step} for mark in _marks(panel, one)]
+    lines = [
+        {"time": mark.time, "level": mark.level, "text": mark.text, "step": mark.step}
+        for mark in _marks(panel, one)
+    ]
     if not lines:  # it has not come to its first event: what it printed
-        printed = (tail_inside(one.root / OUTPUT) or b"").decode("utf-8", errors="replace").splitlines()
-        lines = [{"time": None, "level": "info", "text": clean(line)[:4000], "step": None} for line in printed]
+        printed = (
+            (tail_inside(one.root / OUTPUT) or b"").decode("utf-8", errors="replace").splitlines()
+        )
+        lines = [
+            {"time": None, "level": "info", "text": clean(line)[:4000], "step": None}
+            for line in printed
+        ]
     return Answer({"lines": lines[-tail:], "left_out": max(0, len(lines) - tail)})
 
 
@@ -95,7 +113,11 @@ def report(request: Request, id: str) -> Response:
     found = read_inside(one.run_dir.report_html, 64 << 20)
     if found is None:
         raise NotFound(f"{one.name} has no report.html", fix="a run writes it at its end")
-    return Response(found, media_type="text/html; charset=utf-8", headers={"content-security-policy": REPORT_CSP})
+    return Response(
+        found,
+        media_type="text/html; charset=utf-8",
+        headers={"content-security-policy": REPORT_CSP},
+    )
 
 
 @router.put("/api/runs/{id}/note")
@@ -108,12 +130,17 @@ def put_note(request: Request, id: str, body: Note) -> Answer:
 
 
 @router.get("/api/compare")
-def compare(request: Request, ids: str = Query(..., max_length=2000, description="comma-separated")) -> Answer:
-    """Several runs side by side: summaries, reports, and the keys of the config in which they differ."""
+def compare(
+    request: Request, ids: str = Query(..., max_length=2000, description="comma-separated")
+) -> Answer:
+    """Several runs side by side: summaries, reports, and the keys of the config in which they
+    differ."""
     panel = panel_of(request)
     wanted = list(dict.fromkeys(one.strip() for one in ids.split(",") if one.strip()))
     if not 1 <= len(wanted) <= 50:
-        raise ConfigError(f"{len(wanted)} runs to compare", allowed="1 to 50 ids, with commas between them")
+        raise ConfigError(
+            f"{len(wanted)} runs to compare", allowed="1 to 50 ids, with commas between them"
+        )
     found = [panel.runs.get(id) for id in wanted]
     rows = [{**one.summary(), "report": one.digest.report} for one in found]
     configs = {one.id: _dict(one.digest.start.get("config")) for one in found}
@@ -133,7 +160,11 @@ def detail(panel: Panel, one: Run) -> dict[str, Any]:
     with one.index.lock:
         index = one.index
         start = (index.start if exact else None) or one.digest.start
-        evals, checkpoints, samples = list(index.evals)[-2000:], list(index.checkpoints)[-2000:], list(index.samples)[-50:]
+        evals, checkpoints, samples = (
+            list(index.evals)[-2000:],
+            list(index.checkpoints)[-2000:],
+            list(index.samples)[-50:],
+        )
         memory, unreadable = index.memory, index.unreadable
     return {
         **summary,
@@ -173,7 +204,11 @@ def _marks(panel: Panel, one: Run) -> list[Mark]:
 def newest_marks(one: Run) -> list[Mark]:
     """Of the last lines of a log that is not read yet."""
     lines = (tail_inside(one.run_dir.events) or b"").split(b"\n")
-    events = [event for line in lines if line and (event := parse(line)) is not None and event["type"] != "step"]
+    events = [
+        event
+        for line in lines
+        if line and (event := parse(line)) is not None and event["type"] != "step"
+    ]
     return [mark_of(event, None) for event in events]
 
 
@@ -181,7 +216,12 @@ def _checkpoint(one: Run, event: Event) -> dict[str, Any]:
     path = str(event.get("path") or "")
     name = path.rstrip("/").rpartition("/")[2]
     there = bool(name) and name not in (".", "..") and (one.run_dir.checkpoints / name).is_dir()
-    return {**_without(event, "type"), "name": name, "exists": there, "size_bytes": finite(event.get("size_bytes"))}
+    return {
+        **_without(event, "type"),
+        "name": name,
+        "exists": there,
+        "size_bytes": finite(event.get("size_bytes")),
+    }
 
 
 def _without(event: Event, *names: str) -> dict[str, Any]:

@@ -34,8 +34,9 @@ def series(
     end: int | None = Query(None, ge=0, le=1 << 53, description="last step"),
     points: int = Query(1200, ge=1, le=20_000),
 ) -> Answer:
-    """Curves between two steps, in at most ``points`` buckets: mean, least and greatest of each. ``exact``: every step that
-    counts was read; otherwise some that are spread over the log, until it is. ``every``: one in so many steps is kept."""
+    """Curves between two steps, in at most ``points`` buckets: mean, least and greatest of each.
+    ``exact``: every step that counts was read; otherwise some that are spread over the log, until
+    it is. ``every``: one in so many steps is kept."""
     panel = panel_of(request)
     run, wanted = panel.runs.get(id), _names(names)
     index, exact = run.index, panel.runs.indexer.ready(run.index)
@@ -51,7 +52,14 @@ def series(
         seen = index.overview()
         low, high = _range(seen.rows["step"], start, end)
         curves = thin(lambda name: seen.rows[name][low:high], wanted, points)
-        marks, evals, left_out, every, num_steps, size = seen.marks, seen.evals, 0, None, None, seen.size
+        marks, evals, left_out, every, num_steps, size = (
+            seen.marks,
+            seen.evals,
+            0,
+            None,
+            None,
+            seen.size,
+        )
     marks = [one for one in marks if one.type != "eval" and _within(one.step, start, end)]
     evals = [one for one in evals if _within(one.get("step"), start, end)]
     return Answer({
@@ -68,12 +76,16 @@ def series(
 
 
 @router.get("/api/runs/{id}/csv")
-def csv(request: Request, id: str, names: str = Query(_NAMES, description="comma-separated")) -> StreamingResponse:
+def csv(
+    request: Request, id: str, names: str = Query(_NAMES, description="comma-separated")
+) -> StreamingResponse:
     """Every step that counts, one a line. A long log is read to its end first."""
     panel = panel_of(request)
     run, wanted = panel.runs.get(id), _names(names)
     headers = {"content-disposition": f'attachment; filename="{run.id}.csv"'}
-    return StreamingResponse(_csv_lines(run, panel.runs.indexer, wanted), media_type="text/csv", headers=headers)
+    return StreamingResponse(
+        _csv_lines(run, panel.runs.indexer, wanted), media_type="text/csv", headers=headers
+    )
 
 
 def _csv_lines(run: Run, indexer: Any, names: list[str]) -> Iterator[str]:
@@ -88,12 +100,22 @@ def _csv_lines(run: Run, indexer: Any, names: list[str]) -> Iterator[str]:
             return
         at += len(rows)
         values = [rows[name].tolist() for name in columns]
-        yield "".join(",".join(_cell(one) for one in row) + "\n" for row in zip(*values, strict=True))
+        yield "".join(
+            ",".join(_cell(one) for one in row) + "\n" for row in zip(*values, strict=True)
+        )
 
 
 def _cell(value: float) -> str:
     return (
-        "" if value != value else str(value) if isinstance(value, int) else f"{value:.15g}" if value > 1e9 else f"{value:.7g}"
+        ""
+        if value != value
+        else (
+            str(value)
+            if isinstance(value, int)
+            else f"{value:.15g}"
+            if value > 1e9
+            else f"{value:.7g}"
+        )
     )
 
 
@@ -122,7 +144,8 @@ def _within(step: Any, start: int | None, end: int | None) -> bool:
 
 
 def most_telling(marks: list[Mark], count: int) -> list[Mark]:
-    """At most ``count`` marks, in their order: errors before warnings before the rest, the newest of each."""
+    """At most ``count`` marks, in their order: errors before warnings before the rest, the newest
+    of each."""
     if len(marks) <= count:
         return marks
     rank = {"error": 0, "warning": 1}

@@ -1,4 +1,5 @@
-"""A file that comes by multipart/form-data, taken in as it comes: counted, given a safe name, never over another file."""
+"""A file that comes by multipart/form-data, taken in as it comes: counted, given a safe name, never
+over another file."""
 
 from __future__ import annotations
 
@@ -62,8 +63,12 @@ class _Part:
     def callbacks(self) -> dict[str, object]:
         return {
             "on_part_begin": self._begin,
-            "on_header_field": lambda data, start, end: setattr(self, "_field", self._field + data[start:end]),
-            "on_header_value": lambda data, start, end: setattr(self, "_value", self._value + data[start:end]),
+            "on_header_field": lambda data, start, end: setattr(
+                self, "_field", self._field + data[start:end]
+            ),
+            "on_header_value": lambda data, start, end: setattr(
+                self, "_value", self._value + data[start:end]
+            ),
             "on_header_end": self._header,
             "on_headers_finished": self._headers_finished,
             "on_part_data": self._data,
@@ -91,8 +96,11 @@ class _Part:
             self.aside.write(data[start:end])
 
 
-async def take_upload(request: Request, folder: Path, limit_bytes: int = LIMIT_BYTES) -> tuple[Path, int]:
-    """Store the file of a multipart form in ``folder``, under its own name, or with a number where that is taken.
+async def take_upload(
+    request: Request, folder: Path, limit_bytes: int = LIMIT_BYTES
+) -> tuple[Path, int]:
+    """Store the file of a multipart form in ``folder``, under its own name, or with a number where
+    that is taken.
 
     Returns:
         Its path and its size in bytes.
@@ -105,25 +113,35 @@ async def take_upload(request: Request, folder: Path, limit_bytes: int = LIMIT_B
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
-        raise ConfigError("no file came", allowed="multipart/form-data with one file", fix="choose a file and try again")
+        raise ConfigError(
+            "no file came",
+            allowed="multipart/form-data with one file",
+            fix="choose a file and try again",
+        )
     try:
         folder.mkdir(exist_ok=True)
         if os.path.realpath(folder) != str(folder):
-            raise ConfigError(f"{folder} is a link to another place", fix="put a folder in its place")
+            raise ConfigError(
+                f"{folder} is a link to another place", fix="put a folder in its place"
+            )
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".upload-") as aside:
             part = _Part(aside)
             try:
                 parser = MultipartParser(boundary, part.callbacks())  # type: ignore[arg-type]
                 await _take(request, parser, folder, limit_bytes)
             except FormParserError as error:
-                raise ConfigError(f"the upload cannot be read: {error}", fix="choose the file and try again") from None
+                raise ConfigError(
+                    f"the upload cannot be read: {error}", fix="choose the file and try again"
+                ) from None
             if part.name is None:
                 raise ConfigError("no file came", fix="choose a file and try again")
             aside.flush()
             os.fsync(aside.fileno())
             return _claim(folder, part.name, aside.name), part.size_bytes
     except OSError as error:
-        raise RunError(f"the file could not be written: {error.strerror or error}", fix="free some space") from error
+        raise RunError(
+            f"the file could not be written: {error.strerror or error}", fix="free some space"
+        ) from error
 
 
 async def _take(request: Request, parser: MultipartParser, folder: Path, limit_bytes: int) -> None:
@@ -139,13 +157,17 @@ async def _take(request: Request, parser: MultipartParser, folder: Path, limit_b
             looked_at = came >> 26
             disk = os.statvfs(folder)
             if disk.f_bavail * disk.f_frsize < _FREE_BYTES:
-                raise RunError("the disk is nearly full, and what is left is for the runs", fix="free some space")
+                raise RunError(
+                    "the disk is nearly full, and what is left is for the runs",
+                    fix="free some space",
+                )
         await asyncio.to_thread(parser.write, chunk)
     parser.finalize()
 
 
 def _claim(folder: Path, name: str, aside: str) -> Path:
-    """Give what lies at ``aside`` its name, which no other file has: to claim it, an empty file is made there first."""
+    """Give what lies at ``aside`` its name, which no other file has: to claim it, an empty file is
+    made there first."""
     stem, suffix = os.path.splitext(name)
     for number in range(1, 1000):
         path = folder / (name if number == 1 else f"{stem}-{number}{suffix}")

@@ -1,4 +1,5 @@
-"""Chat with a run's model: a worker process that holds it, one at a time, and ends by itself when nobody asks."""
+"""Chat with a run's model: a worker process that holds it, one at a time, and ends by itself when
+nobody asks."""
 
 from __future__ import annotations
 
@@ -29,15 +30,21 @@ class Chat:
         self._timer: asyncio.TimerHandle | None = None
         self._number = 0
 
-    async def answer(self, run: Path, request: dict[str, Any], device: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Events of one answer: ``state`` {state: loading | ready, device, base}, ``token`` {text}, ``end`` {num_tokens,
-        wall_s, stopped}, ``error`` {what, allowed, fix}. To leave the iterator stops the answer.
+    async def answer(
+        self, run: Path, request: dict[str, Any], device: str
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Events of one answer: ``state`` {state: loading | ready, device, base}, ``token`` {text},
+        ``end`` {num_tokens, wall_s, stopped}, ``error`` {what, allowed, fix}. To leave the iterator
+        stops the answer.
 
         Raises:
             ConfigError: another answer is being given.
         """
         if self._turn.locked():
-            raise ConfigError("the model is answering somebody already", fix="wait for the end of that answer, or stop it")
+            raise ConfigError(
+                "the model is answering somebody already",
+                fix="wait for the end of that answer, or stop it",
+            )
         async with self._turn:
             self._rest()
             try:
@@ -71,15 +78,18 @@ class Chat:
 
 
 class _Worker:
-    """``paceline generate RUN --serve``. What it prints beside its answers goes to a file without a name."""
+    """``paceline generate RUN --serve``. What it prints beside its answers goes to a file without a
+    name."""
 
-    def __init__(self, run: Path, device: str, process: asyncio.subprocess.Process, said: Any) -> None:
+    def __init__(
+        self, run: Path, device: str, process: asyncio.subprocess.Process, said: Any
+    ) -> None:
         self.run, self.device, self.process, self._said = run, device, process, said
         self._about: dict[str, Any] | None = None
 
     @staticmethod
     async def start(run: Path, device: str) -> _Worker:
-        said = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the worker)
+        said = tempfile.TemporaryFile()  # noqa: SIM115  (the worker's, until it ends)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "paceline", "generate", str(run), "--serve", "--device", device),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=said, limit=_LINE_BYTES,
@@ -96,7 +106,9 @@ class _Worker:
             self._about = (await self._next()).get("ready")
         return self._about
 
-    async def ask(self, number: int, request: dict[str, Any]) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    async def ask(
+        self, number: int, request: dict[str, Any]
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         ended = False
         try:
             await self._send({**request, "id": number})

@@ -1,4 +1,5 @@
-"""Verbs of the command line as processes of their own: what needs torch is never done by the server itself."""
+"""Verbs of the command line as processes of their own: what needs torch is never done by the server
+itself."""
 
 from __future__ import annotations
 
@@ -34,11 +35,13 @@ class Verbs:
     async def run(
         self, kind: str, words: Sequence[str], yaml: str | None = None, timeout_s: float = 120.0
     ) -> tuple[Any, list[str]]:
-        """The JSON value that ``python -m paceline WORDS… --json`` prints, and the lines it says beside it.
+        """The JSON value that ``python -m paceline WORDS… --json`` prints, and the lines it says
+        beside it.
 
         Args:
             kind: requests of a kind supersede each other.
-            words: the verb and its arguments. ``CONFIG`` in them stands for a file with the text ``yaml``.
+            words: the verb and its arguments. ``CONFIG`` in them stands for a file with the text
+                ``yaml``.
 
         Raises:
             ConfigError: exit code 2, with the verb's own words; :class:`Superseded`.
@@ -62,7 +65,10 @@ class Verbs:
             except TimeoutError:
                 raise RunError(
                     f"`paceline {words[0]}` took longer than {timeout_s:.0f} s, and was ended",
-                    fix=f"run it in a terminal: paceline {' '.join(words).replace('CONFIG', _CONFIG)}",
+                    fix=(
+                        "run it in a terminal: paceline"
+                        f" {' '.join(words).replace('CONFIG', _CONFIG)}"
+                    ),
                 ) from None
             finally:
                 superseded = self._running.get(kind) is not process
@@ -70,8 +76,15 @@ class Verbs:
                     del self._running[kind]
                 end(process)
         if superseded:
-            raise Superseded("a newer request has taken this one's place", fix="wait for the newer one")
-        said = err.decode("utf-8", "replace").replace(f"{path}: ", "").replace(f"{path} ", "").replace(str(path), _CONFIG)
+            raise Superseded(
+                "a newer request has taken this one's place", fix="wait for the newer one"
+            )
+        said = (
+            err.decode("utf-8", "replace")
+            .replace(f"{path}: ", "")
+            .replace(f"{path} ", "")
+            .replace(str(path), _CONFIG)
+        )
         return _result(words[0], process.returncode, out, said)
 
     def cancel(self, kind: str) -> None:
@@ -110,7 +123,16 @@ def error_of(said: str, code: int | None, otherwise: str) -> ConfigError | RunEr
     kind = ConfigError if code == EXIT_USAGE else RunError
     if not found or not told.strip():
         last = "\n".join(said.strip().splitlines()[-3:])
-        return kind(f"{otherwise}: {last}" if last else otherwise, fix="run the same in a terminal, with --debug")
-    what, _, fix = told.strip().partition(" To fix: ") if told.count(" To fix: ") == 1 else (told.strip(), "", "")
-    what, _, allowed = what.partition(" Allowed: ") if what.count(" Allowed: ") == 1 else (what, "", "")
+        return kind(
+            f"{otherwise}: {last}" if last else otherwise,
+            fix="run the same in a terminal, with --debug",
+        )
+    what, _, fix = (
+        told.strip().partition(" To fix: ")
+        if told.count(" To fix: ") == 1
+        else (told.strip(), "", "")
+    )
+    what, _, allowed = (
+        what.partition(" Allowed: ") if what.count(" Allowed: ") == 1 else (what, "", "")
+    )
     return kind(what, allowed=allowed or None, fix=fix or None)

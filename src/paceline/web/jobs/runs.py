@@ -1,4 +1,5 @@
-"""Starting, stopping and resuming runs. A run is a process of its own session: it outlives the server, and owes it nothing."""
+"""Starting, stopping and resuming runs. A run is a process of its own session: it outlives the
+server, and owes it nothing."""
 
 from __future__ import annotations
 
@@ -74,7 +75,10 @@ def check_name(folder: Path, name: str) -> Path:
         )
     run = folder / name
     if os.path.lexists(run):
-        raise ConfigError(f"there is a `{name}` already in {folder}", fix="choose another name, or resume that run")
+        raise ConfigError(
+            f"there is a `{name}` already in {folder}",
+            fix="choose another name, or resume that run",
+        )
     return run
 
 
@@ -102,7 +106,8 @@ class Launches:
         except OSError as error:
             _remove(run)
             raise RunError(
-                f"{run} cannot be written: {error.strerror}", fix="free some space, or serve another folder"
+                f"{run} cannot be written: {error.strerror}",
+                fix="free some space, or serve another folder",
             ) from error
 
     def resume(self, run: Path, yaml: str | None, allow_config_change: bool) -> Launched:
@@ -118,7 +123,12 @@ class Launches:
             config = RunDir(run).config
         if stat_inside(config) is None:
             raise ConfigError(f"{run} has no config to go on with", fix="start a new run")
-        words = [str(config), f"output_dir={run}", "resume=auto", *["--allow-config-change"] * allow_config_change]
+        words = [
+            str(config),
+            f"output_dir={run}",
+            "resume=auto",
+            *["--allow-config-change"] * allow_config_change,
+        ]
         one = self._launch(run, words, cwd, fresh=False)
         one.config_before = before
         return one
@@ -132,8 +142,12 @@ class Launches:
                 cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}, start_new_session=True,
             )  # fmt: skip
-        threading.Thread(target=process.wait, name=f"wait-{run.name}", daemon=True).start()  # no zombie is left behind
-        write_json_atomic(run / START, {"pid": process.pid, "host": host_name(), "cwd": str(cwd), "time": time.time()})
+        # no zombie is left behind
+        threading.Thread(target=process.wait, name=f"wait-{run.name}", daemon=True).start()
+        write_json_atomic(
+            run / START,
+            {"pid": process.pid, "host": host_name(), "cwd": str(cwd), "time": time.time()},
+        )
         one = Launched(run, process, begins, events.stat().st_size if events.exists() else 0, fresh)
         self._by_folder[run] = one
         return one
@@ -142,7 +156,8 @@ class Launches:
         """Until the run shows, or has ended. False where neither has come: it is still preparing.
 
         Raises:
-            ConfigError: it ended with exit code 2, with its own words; a folder that was made for it is gone again.
+            ConfigError: it ended with exit code 2, with its own words; a folder that was made for
+                it is gone again.
             RunError: it failed.
         """
         deadline = time.monotonic() + timeout_s
@@ -177,7 +192,10 @@ def _append(path: Path) -> IO[bytes]:
     Raises:
         OSError: it is one, or it cannot be written.
     """
-    return open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "ab")
+    return open(
+        os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644),
+        "ab",
+    )
 
 
 def _remove(run: Path) -> None:
@@ -188,7 +206,8 @@ def _remove(run: Path) -> None:
         run.rmdir()
 
 
-# -- runs that go on, whoever started them ----------------------------------------------------------------------------------
+# -- runs that go on, whoever started them
+# ----------------------------------------------------------------------------------
 def is_locked(run: Path) -> bool:
     """Return whether a run is starting or running in the folder."""
     if is_launching(RunDir(run)):
@@ -215,22 +234,28 @@ def started_from(run: Path, otherwise: Path) -> Path:
 
 
 def stop(run: Path, launches: Launches, now: bool = False) -> int:
-    """Ask a run to stop: it finishes its step and writes a checkpoint. ``now``: a second time, which ends it at once.
+    """Ask a run to stop: it finishes its step and writes a checkpoint. ``now``: a second time,
+    which ends it at once.
 
     Returns:
         The process that was told.
 
     Raises:
-        ConfigError: it is not going on, or not on this host, or what has its number is another process.
+        ConfigError: it is not going on, or not on this host, or what has its number is another
+            process.
         Conflict: it was asked already.
     """
     launched = launches.find(run)
     pid, before = _launcher(run, launched)
     with _handle(pid) as handle:
         if not (pid_alive(pid, before) and _is_python(pid)):
-            raise ConfigError(f"{run.name} is not going on: its process {pid} is gone", fix="resume it")
+            raise ConfigError(
+                f"{run.name} is not going on: its process {pid} is gone", fix="resume it"
+            )
         if launches.asked.get(run) == pid and not now:  # a second signal would end it at once
-            raise Conflict(f"{run.name} is stopping already", fix="wait for its checkpoint, or end it at once")
+            raise Conflict(
+                f"{run.name} is stopping already", fix="wait for its checkpoint, or end it at once"
+            )
         launches.asked[run] = pid
         if launched is not None:
             launched.stopping = True
@@ -241,7 +266,8 @@ def stop(run: Path, launches: Launches, now: bool = False) -> int:
                 signal.pidfd_send_signal(handle, signal.SIGTERM)
         except OSError as error:
             raise RunError(
-                f"{run.name} cannot be stopped: {error.strerror} (process {pid})", fix="stop it as the user who started it"
+                f"{run.name} cannot be stopped: {error.strerror} (process {pid})",
+                fix="stop it as the user who started it",
             ) from error
     return pid
 
@@ -255,14 +281,22 @@ def _launcher(run: Path, launched: Launched | None) -> tuple[int, float]:
     if began is not None and began >= launched_at:
         pid, host = start.get("launcher") or start.get("pid"), start.get("host")
         if host != host_name():
-            raise ConfigError(f"{run.name} runs on host {host}, not on this one", fix="stop it there, e.g. with Ctrl-C")
+            raise ConfigError(
+                f"{run.name} runs on host {host}, not on this one",
+                fix="stop it there, e.g. with Ctrl-C",
+            )
         if isinstance(pid, int) and pid > 1 and is_locked(run):
             return pid, began
-    elif isinstance(panel.get("pid"), int) and panel["pid"] > 1 and panel.get("host") == host_name():
+    elif (
+        isinstance(panel.get("pid"), int) and panel["pid"] > 1 and panel.get("host") == host_name()
+    ):
         return panel["pid"], launched_at
     raise ConfigError(
         f"{run.name} is not going on, as far as can be seen from here",
-        fix="reload the page; a run that is only starting in a terminal is stopped there, with Ctrl-C",
+        fix=(
+            "reload the page; a run that is only starting in a terminal is stopped there, with"
+            " Ctrl-C"
+        ),
     )
 
 
@@ -277,7 +311,8 @@ def _is_python(pid: int) -> bool:
 
 @contextlib.contextmanager
 def _handle(pid: int) -> Any:
-    """A handle of a process that stays with it when its number goes to another; None where the system has none."""
+    """A handle of a process that stays with it when its number goes to another; None where the
+    system has none."""
     try:
         handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
     except ProcessLookupError:

@@ -23,7 +23,15 @@ SERIES = {
     "comm_wait_s": "s",
     "traffic_bytes": "bytes, of the busiest rank",
 }
-ROW = np.dtype([("offset", "i8"), ("step", "i8"), ("time", "f8"), ("tokens", "f8"), *[(name, "f4") for name in SERIES]])
+ROW = np.dtype(
+    [
+        ("offset", "i8"),
+        ("step", "i8"),
+        ("time", "f8"),
+        ("tokens", "f8"),
+        *[(name, "f4") for name in SERIES],
+    ]
+)
 _CHUNK_ROWS = 1 << 15
 #: 1,048,576 rows of 76 bytes: 76 MiB. Of a longer run every second, fourth … step is kept.
 MAX_ROWS = 1 << 20
@@ -32,7 +40,8 @@ _LARGEST = 10**300
 
 
 class Columns:
-    """Rows of :data:`ROW` in the order of their steps; a chunk never moves, so readers need no lock of their own."""
+    """Rows of :data:`ROW` in the order of their steps; a chunk never moves, so readers need no lock
+    of their own."""
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self.max_rows = max_rows
@@ -50,7 +59,11 @@ class Columns:
 
     def append(self, rows: list[tuple[Any, ...]]) -> None:
         """Add rows, each of a higher step than the one before."""
-        kept = rows if self.every == 1 else [row for at, row in enumerate(rows, self.num_steps) if at % self.every == 0]
+        kept = (
+            rows
+            if self.every == 1
+            else [row for at, row in enumerate(rows, self.num_steps) if at % self.every == 0]
+        )
         self.num_steps += len(rows)
         with np.errstate(over="ignore"):  # a figure too large for the column is as good as infinite
             block = np.array(kept, dtype=ROW)
@@ -76,7 +89,10 @@ class Columns:
     def _halve(self) -> None:
         kept, self.every = self.slice(0, self.rows)[::2], self.every * 2
         self.rows = len(kept)
-        self.chunks = [np.resize(kept[at : at + _CHUNK_ROWS], _CHUNK_ROWS) for at in range(0, len(kept), _CHUNK_ROWS)]
+        self.chunks = [
+            np.resize(kept[at : at + _CHUNK_ROWS], _CHUNK_ROWS)
+            for at in range(0, len(kept), _CHUNK_ROWS)
+        ]
 
     def column(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
         """A column's rows ``[begin, end)``."""
@@ -95,15 +111,24 @@ class Columns:
 
 
 def step_row(event: Event, offset: int, before: tuple[int, float] | None) -> tuple[Any, ...] | None:
-    """A row of a ``step`` event; None where it has no step. ``before``: the step and the tokens of the row before."""
+    """A row of a ``step`` event; None where it has no step. ``before``: the step and the tokens of
+    the row before."""
     step = event.get("step")
     if type(step) is not int or not 0 <= step < _MAX_STEP:
         return None
     get = event.get
-    seconds, tokens, samples = _figure(get("step_time_s")), _figure(get("tokens")), _figure(get("samples"))
+    seconds, tokens, samples = (
+        _figure(get("step_time_s")),
+        _figure(get("tokens")),
+        _figure(get("samples")),
+    )
     last_step, last_tokens = before or (0, 0.0)
     traffic = get("traffic")
-    sent = sum(_figure(one) for one in traffic.values()) if isinstance(traffic, dict) and traffic else np.nan
+    sent = (
+        sum(_figure(one) for one in traffic.values())
+        if isinstance(traffic, dict) and traffic
+        else np.nan
+    )
     memory = _fullest(get("memory_bytes"))
     return (
         offset,
@@ -133,7 +158,8 @@ def _figure(value: Any) -> Any:
 
 def _fullest(values: Any) -> float:
     try:
-        most = max(values) if type(values) is list else None  # as fullest(), which has time for all that may stand there
+        # as fullest(), which has time for all that may stand there
+        most = max(values) if type(values) is list else None
     except (TypeError, ValueError):
         most = None
     if type(most) is int and most < _LARGEST:
@@ -143,12 +169,16 @@ def _fullest(values: Any) -> float:
 
 
 def thin(column: Callable[[str], np.ndarray], names: list[str], points: int) -> dict[str, Any]:
-    """The rows that ``column(name)`` gives of each column, in at most ``points`` buckets of as many rows each: ``{step, time,
-    tokens, series}``. A bucket stands at its last step; figures that are not finite are left out of its mean, least and
-    greatest."""
+    """The rows that ``column(name)`` gives of each column, in at most ``points`` buckets of as many
+    rows each: ``{step, time, tokens, series}``. A bucket stands at its last step; figures that are
+    not finite are left out of its mean, least and greatest."""
     steps = column("step")
     count = len(steps)
-    edges = np.linspace(0, count, min(points, count) + 1).astype(np.int64) if count else np.zeros(1, dtype=np.int64)
+    edges = (
+        np.linspace(0, count, min(points, count) + 1).astype(np.int64)
+        if count
+        else np.zeros(1, dtype=np.int64)
+    )
     ends = edges[1:] - 1
     return {
         "step": steps[ends].tolist(),
@@ -169,11 +199,16 @@ def _buckets(values: np.ndarray, begins: np.ndarray) -> dict[str, list[float | N
     sizes = np.diff(begins, append=len(values))
     wide[unknown] = 0.0
     with np.errstate(all="ignore"):
-        means = np.add.reduceat(wide, begins) / (sizes - np.add.reduceat(unknown, begins, dtype=np.int64))
+        means = np.add.reduceat(wide, begins) / (
+            sizes - np.add.reduceat(unknown, begins, dtype=np.int64)
+        )
     return {"mean": _numbers(means), "min": _numbers(least), "max": _numbers(greatest)}
 
 
 def _numbers(values: np.ndarray, digits: int = 7) -> list[float | None]:
     """For JSON: so many digits; None for what is not finite."""
     finite = np.isfinite(values)
-    return [float(f"{one:.{digits}g}") if known else None for one, known in zip(values.tolist(), finite.tolist(), strict=True)]
+    return [
+        float(f"{one:.{digits}g}") if known else None
+        for one, known in zip(values.tolist(), finite.tolist(), strict=True)
+    ]

@@ -20,7 +20,15 @@ from paceline.web.runs.summary import Digest
 _DEPTH = 8  # folders below the served one
 _FOLDERS = 20_000  # looked into in one search
 _FRESH_S = 0.9  # a search this recent is not made again
-_NEVER = {"checkpoints", "model", "tensorboard", "node_modules", "__pycache__", "venv", "site-packages"}
+_NEVER = {
+    "checkpoints",
+    "model",
+    "tensorboard",
+    "node_modules",
+    "__pycache__",
+    "venv",
+    "site-packages",
+}
 
 
 class Run:
@@ -30,7 +38,11 @@ class Run:
         self.root = root
         self.run_dir = RunDir(root)
         # Looked at again and again:
-        self.events, self.report, self.lock = self.run_dir.events, self.run_dir.report, self.run_dir.lock
+        self.events, self.report, self.lock = (
+            self.run_dir.events,
+            self.run_dir.report,
+            self.run_dir.lock,
+        )
         self.started = root / START
         relative = os.path.relpath(root, folder)
         self.id = run_id(relative)
@@ -48,7 +60,13 @@ class Run:
             found = self.digest.summary()
         if found["restarts"] is None and self.index.num_starts and not self.index.behind_bytes:
             found["restarts"] = self.index.num_starts - 1
-        return {"id": self.id, "name": self.name, "path": self.path, **found, **self._notes.of(self.path)}
+        return {
+            "id": self.id,
+            "name": self.name,
+            "path": self.path,
+            **found,
+            **self._notes.of(self.path),
+        }
 
 
 def run_id(relative: str) -> str:
@@ -78,7 +96,9 @@ class Runs:
     def summaries(self) -> list[dict[str, Any]]:
         """Of every run, as ``GET /api/runs`` gives it; the latest first."""
         found = [run.summary() for run in self.all()]
-        return sorted(found, key=lambda one: one["updated_at"] or one["started_at"] or 0.0, reverse=True)
+        return sorted(
+            found, key=lambda one: one["updated_at"] or one["started_at"] or 0.0, reverse=True
+        )
 
     def get(self, id: str) -> Run:
         """A run that was found, and is still there.
@@ -91,7 +111,9 @@ class Runs:
             self.all(fresh=True)
             run = self._runs.get(id)
         if run is None or not is_run(run.root):
-            raise NotFound(f"there is no run `{id[:40]}`", fix="it was moved or deleted; go back to the list")
+            raise NotFound(
+                f"there is no run `{id[:40]}`", fix="it was moved or deleted; go back to the list"
+            )
         return run
 
     def close(self) -> None:
@@ -120,7 +142,11 @@ class Runs:
                 below += _folders(folder)
             level = below
         too_many = looked_at > _FOLDERS
-        self.problem = f"only the first {_FOLDERS:,} folders were searched for runs; name a smaller one" if too_many else None
+        self.problem = (
+            f"only the first {_FOLDERS:,} folders were searched for runs; name a smaller one"
+            if too_many
+            else None
+        )
         return found
 
 
@@ -131,7 +157,9 @@ def is_run(root: Path) -> bool:
 
 def _has_begun(root: str) -> bool:
     """It has an event log, a lock, or was started from a panel."""
-    return any(stat_inside(f"{root}/{name}") is not None for name in ("events.jsonl", ".lock", START))
+    return any(
+        stat_inside(f"{root}/{name}") is not None for name in ("events.jsonl", ".lock", START)
+    )
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -140,4 +168,6 @@ def _folders(folder: Path) -> list[Path]:
             names = [one.name for one in entries if one.is_dir(follow_symlinks=False)]
     except OSError:
         return []
-    return [folder / name for name in sorted(names) if name not in _NEVER and not name.startswith(".")]
+    return [
+        folder / name for name in sorted(names) if name not in _NEVER and not name.startswith(".")
+    ]

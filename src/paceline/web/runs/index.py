@@ -1,6 +1,8 @@
-"""What a run's event log says, read once from its beginning on: its steps as columns, and every rarer event.
+"""What a run's event log says, read once from its beginning on: its steps as columns, and every
+rarer event.
 
-A log is read a megabyte at a time, at once where little is left, or else by a background thread of low priority.
+A log is read a megabyte at a time, at once where little is left, or else by a background thread of
+low priority.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class Mark:
 
 
 class RunIndex:
-    """One run's log. :meth:`advance` is called by one thread at a time; what it has found may be read at any moment under
-    :attr:`lock`."""
+    """One run's log. :meth:`advance` is called by one thread at a time; what it has found may be
+    read at any moment under :attr:`lock`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,7 +98,8 @@ class RunIndex:
         return True
 
     def overview(self) -> Overview:
-        """What a part of the lines says, while :meth:`catch_up` says no; the same until the log has grown by some megabytes."""
+        """What a part of the lines says, while :meth:`catch_up` says no; the same until the log has
+        grown by some megabytes."""
         found = stat_inside(self.path)
         key = (0, 0) if found is None else (found.st_ino, found.st_size >> 22)
         with self._overview_lock:
@@ -125,7 +128,8 @@ class RunIndex:
             return True
 
     def _pass_over(self, file: int, read: int) -> bool:
-        """A line longer than a chunk: it is taken whole where it is not too long; False where its end is not there yet."""
+        """A line longer than a chunk: it is taken whole where it is not too long; False where its
+        end is not there yet."""
         if read < _CHUNK_BYTES:
             return False
         longer = os.pread(file, _LONGEST_BYTES, self.position)
@@ -158,7 +162,8 @@ class RunIndex:
         if row is None:
             self.unreadable += 1
             return
-        if self._last is not None and row[1] <= self._last[0]:  # said anew, without a `resume`: the later line counts
+        # said anew, without a `resume`: the later line counts
+        if self._last is not None and row[1] <= self._last[0]:
             self._cut(row[1] - 1)
             row = step_row(event or {}, offset, self._last)
             assert row is not None
@@ -220,7 +225,8 @@ def mark_of(event: Event, last_step: int | None) -> Mark:
 
 @dataclass(frozen=True)
 class Overview:
-    """A log too long to be read at once, by lines spread over it. ``rows``: of :data:`~paceline.web.runs.columns.ROW`."""
+    """A log too long to be read at once, by lines spread over it. ``rows``: of
+    :data:`~paceline.web.runs.columns.ROW`."""
 
     rows: np.ndarray
     marks: list[Mark]
@@ -229,7 +235,8 @@ class Overview:
 
 
 def sample_overview(path: Path) -> Overview:
-    """Look at about ``_SAMPLED`` lines. Where a run went back, later lines replace earlier ones of the same steps."""
+    """Look at about ``_SAMPLED`` lines. Where a run went back, later lines replace earlier ones of
+    the same steps."""
     rows: list[tuple[Any, ...]] = []
     rare: list[tuple[Event, int | None]] = []
     handle = open_inside(path)
@@ -248,11 +255,17 @@ def sample_overview(path: Path) -> Overview:
                 while row is not None and rows and rows[-1][1] >= row[1]:
                     rows.pop()
                 if row is not None:
-                    # How many tokens came before is not known without the lines between: as many a step as here.
+                    # How many tokens came before is not known without the lines between: as many a
+                    # step as here.
                     before = (rows[-1][1], rows[-1][3]) if rows else None
                     rows.append(step_row(event, offset, before) or row)
     marks = [mark_of(event, step) for event, step in rare]
-    return Overview(np.array(rows, dtype=ROW), marks, [event for event, _ in rare if event["type"] == "eval"], size)
+    return Overview(
+        np.array(rows, dtype=ROW),
+        marks,
+        [event for event, _ in rare if event["type"] == "eval"],
+        size,
+    )
 
 
 class Indexer:
@@ -267,7 +280,8 @@ class Indexer:
         self._thread: threading.Thread | None = None
 
     def ready(self, index: RunIndex) -> bool:
-        """Whether all of a log has been read; what is missing is read now where it is little, or else in the background."""
+        """Whether all of a log has been read; what is missing is read now where it is little, or
+        else in the background."""
         with self._lock:
             self._used.pop(id(index), None)
             self._used[id(index)] = index
@@ -279,7 +293,9 @@ class Indexer:
                 self._waiting.add(id(index))
                 self._wanted.put(index)
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name="panel-index", daemon=True)
+                    self._thread = threading.Thread(
+                        target=self._work, name="panel-index", daemon=True
+                    )
                     self._thread.start()
         return False
 
@@ -307,10 +323,12 @@ class Indexer:
 
     def _work(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread alone, on Linux
+            # of this thread alone, on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while (index := self._wanted.get()) is not None:
             while not self._closed and index.advance():
-                time.sleep(0.002)  # a request that waits for the lock, or for the interpreter, goes first
+                # a request that waits for the lock, or for the interpreter, goes first
+                time.sleep(0.002)
             with self._lock:
                 self._waiting.discard(id(index))
             self._forget()

@@ -1,4 +1,5 @@
-"""Lines of an event log by their place in the file: what is read of a log too long to be read whole."""
+"""Lines of an event log by their place in the file: what is read of a log too long to be read
+whole."""
 
 from __future__ import annotations
 
@@ -69,9 +70,11 @@ def lines_at(handle: IO[bytes], offsets: Iterable[int]) -> Iterator[bytes]:
         yield line_at(handle, int(offset))
 
 
-def sample_lines(handle: IO[bytes], begin: int, end: int, count: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of about ``count`` whole lines spread evenly over the bytes ``[begin, end)``, in order; ``begin`` is where
-    a line begins."""
+def sample_lines(
+    handle: IO[bytes], begin: int, end: int, count: int
+) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of about ``count`` whole lines spread evenly over the bytes ``[begin, end)``,
+    in order; ``begin`` is where a line begins."""
     last = -1
     for number in range(count):
         place = begin + (end - begin) * number // count

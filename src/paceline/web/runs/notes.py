@@ -1,4 +1,5 @@
-"""Notes and tags on runs. They are the panel's own, in a file of the served folder; a run is never written to."""
+"""Notes and tags on runs. They are the panel's own, in a file of the served folder; a run is never
+written to."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ class Notes:
             one = self._read().get(run)
         one = one if isinstance(one, dict) else {}
         tags = one.get("tags")
-        return {"note": str(one.get("note") or ""), "tags": [str(tag) for tag in tags] if isinstance(tags, list) else []}
+        return {
+            "note": str(one.get("note") or ""),
+            "tags": [str(tag) for tag in tags] if isinstance(tags, list) else [],
+        }
 
     def put(self, run: str, note: str, tags: list[str]) -> None:
         """Keep them.
@@ -39,7 +43,9 @@ class Notes:
         with self._lock:
             runs = dict(self._read())
             if self._key is not None and not self._whole:
-                raise ConfigError(f"`{self.path}` is not what the panel wrote", fix="repair it, or move it away")
+                raise ConfigError(
+                    f"`{self.path}` is not what the panel wrote", fix="repair it, or move it away"
+                )
             runs[run] = {"note": note, "tags": tags}
             if not note and not tags:
                 del runs[run]
@@ -47,7 +53,8 @@ class Notes:
                 write_json_atomic(self.path, {"runs": runs})
             except OSError as error:
                 raise ConfigError(
-                    f"`{self.path}` cannot be written ({error.strerror})", fix="make room, or set the rights"
+                    f"`{self.path}` cannot be written ({error.strerror})",
+                    fix="make room, or set the rights",
                 ) from error
 
     def _read(self) -> dict[str, Any]:

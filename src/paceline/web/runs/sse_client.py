@@ -20,7 +20,8 @@ _LINK = "link"  # of a request's state: the connection it came by
 
 
 class Viewer:
-    """Messages on their way to one browser. Where it is too slow the oldest events are left out, and counted."""
+    """Messages on their way to one browser. Where it is too slow the oldest events are left out,
+    and counted."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[str, bytes, int, int]] = deque()
@@ -32,11 +33,13 @@ class Viewer:
         self.ended = asyncio.Event()
 
     def open(self, link: asyncio.Transport, is_chunked: bool) -> None:
-        """From now on :meth:`flush` writes to ``link``, in chunks as HTTP/1.1 frames them, or plainly."""
+        """From now on :meth:`flush` writes to ``link``, in chunks as HTTP/1.1 frames them, or
+        plainly."""
         self._link, self._is_chunked = link, is_chunked
 
     def put(self, name: str, body: bytes, num_events: int = 0, end: int = 0) -> None:
-        """``body``: JSON; of an ``append`` the list of its events, which end at byte ``end`` of the log."""
+        """``body``: JSON; of an ``append`` the list of its events, which end at byte ``end`` of the
+        log."""
         if name == "status":  # only the newest matters
             for one in [one for one in self._queue if one[0] == name]:
                 self._queue.remove(one)
@@ -73,8 +76,9 @@ class Viewer:
     def flush(self) -> None:
         """Write what waits, unless what was written before has not left yet.
 
-        It goes to the connection at once: a task, its timers and three layers of the server for each message and viewer took a
-        quarter of a core for a hundred of them, which is taken from the run.
+        It goes to the connection at once: a task, its timers and three layers of the server for
+        each message and viewer took a quarter of a core for a hundred of them, which is taken from
+        the run.
         """
         link = self._link
         while link is not None and not link.is_closing() and not link.get_write_buffer_size():
@@ -97,13 +101,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, listen: Callable[[Viewer], AbstractAsyncContextManager[Any]], status_code: int = 200) -> None:
+    def __init__(
+        self, listen: Callable[[Viewer], AbstractAsyncContextManager[Any]], status_code: int = 200
+    ) -> None:
         self.status_code, self.background = status_code, None
         self.init_headers({"x-accel-buffering": "no"})
         self._listen = listen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         await send({"type": "http.response.body", "body": b"retry: 1000\n\n", "more_body": True})
         viewer = Viewer()
         viewer.open(scope["state"][_LINK], scope["http_version"] == "1.1")

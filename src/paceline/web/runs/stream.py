@@ -17,7 +17,8 @@ from paceline.web.runs.discovery import Run, Runs
 from paceline.web.runs.log_lines import parse
 from paceline.web.runs.sse_client import Viewer
 
-_TICK_S, _CROWD_TICK_S = 0.2, 0.7  # at most five times a second; with more than so many viewers less often:
+# at most five times a second; with more than so many viewers less often:
+_TICK_S, _CROWD_TICK_S = 0.2, 0.7
 _CROWD = 10
 _STATUS_S = 1.0  # a summary at most once a second
 _READ_BYTES = 1 << 20  # of new lines in one tick, and of what was before a viewer came
@@ -55,7 +56,8 @@ class _Source:
             await self._tick()
             for viewer in self.viewers:
                 viewer.flush()
-            # Writing to a hundred browsers costs a core some milliseconds, which may be one that trains.
+            # Writing to a hundred browsers costs a core some milliseconds, which may be one that
+            # trains.
             await asyncio.sleep(_TICK_S if len(self.viewers) <= _CROWD else _CROWD_TICK_S)
 
     async def _tick(self) -> None:
@@ -114,8 +116,8 @@ class RunSource(_Source):
 
 
 def read_events(run: Run, begin: int, end: int) -> tuple[list[Event], int, int]:
-    """The events of whole lines between two bytes of a run's log, the place after them, and how many lines before them were
-    left out because there is more than may be sent at once."""
+    """The events of whole lines between two bytes of a run's log, the place after them, and how
+    many lines before them were left out because there is more than may be sent at once."""
     handle = open_inside(run.events) if end > begin else None
     if handle is None:
         return [], begin, 0
@@ -133,7 +135,8 @@ _counting = threading.Lock()  # of a long log one at a time
 
 
 def _count_lines(file: int, begin: int, end: int) -> tuple[int, int]:
-    """How many lines end in ``[begin, end)`` and the one that is cut by ``end``, and where the next begins."""
+    """How many lines end in ``[begin, end)`` and the one that is cut by ``end``, and where the next
+    begins."""
     count = 0
     with _counting:
         for at in range(begin, end, _CHUNK_BYTES):
@@ -147,13 +150,18 @@ def _count_lines(file: int, begin: int, end: int) -> tuple[int, int]:
 
 
 def without_ranks(events: list[Event]) -> list[Event]:
-    """As they are sent: where there are many steps, without what is said of each rank, but of the last."""
+    """As they are sent: where there are many steps, without what is said of each rank, but of the
+    last."""
     steps = [at for at, event in enumerate(events) if event["type"] == "step"]
     if len(steps) <= _MANY:
         return events
     bare = set(steps[:-1])
     return [
-        {key: value for key, value in event.items() if key not in ("ranks", "memory_bytes")} if at in bare else event
+        (
+            {key: value for key, value in event.items() if key not in ("ranks", "memory_bytes")}
+            if at in bare
+            else event
+        )
         for at, event in enumerate(events)
     ]
 
@@ -204,12 +212,15 @@ class Streams:
 
     @asynccontextmanager
     async def of_run(self, run: Run, after: int | None, viewer: Viewer) -> AsyncIterator[None]:
-        """Messages ``append``, ``status`` and ``gone``. ``after``: a byte of the log, from which on events are wanted."""
+        """Messages ``append``, ``status`` and ``gone``. ``after``: a byte of the log, from which on
+        events are wanted."""
         source = await self._source(run, viewer)
         begin = source.position if after is None else after
         try:
             while begin < source.position:  # and what came while the past was read
-                events, end, skipped = await asyncio.to_thread(read_events, run, begin, source.position)
+                events, end, skipped = await asyncio.to_thread(
+                    read_events, run, begin, source.position
+                )
                 viewer.drop(skipped)
                 viewer.put("append", encode(without_ranks(events)), len(events), end)
                 if end <= begin:

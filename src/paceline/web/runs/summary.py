@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 _WHOLE_BYTES = 1 << 20  # of a log longer than this the middle is not read
 _HEAD_BYTES = 1 << 16
-_QUIET_S = 5.0  # a process that is gone is declared so after this long without an event: it may be restarting
+# a process that is gone is declared so after this long without an event: it may be restarting
+_QUIET_S = 5.0
 _SAY_QUIET_S = 120.0  # a log this old is worth a word, where the process cannot be looked at
 _RECENT = 30  # step lines that speed and the time left follow from
 _STEP_KEYS = ("time", "step", "loss", "tokens", "samples", "step_time_s")
 
 
 class Digest:
-    """What the list shows of one run. :meth:`refresh` reads what is new; nothing is read where size and time are as before."""
+    """What the list shows of one run. :meth:`refresh` reads what is new; nothing is read where size
+    and time are as before."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -47,7 +49,8 @@ class Digest:
         self.num_starts = 0
         self.updated_at: float | None = None
         self.resumed_at: int | None = None
-        self.steps: deque[Event] = deque(maxlen=_RECENT)  # the newest of this life, what is wanted of them
+        # the newest of this life, what is wanted of them
+        self.steps: deque[Event] = deque(maxlen=_RECENT)
 
     def refresh(self) -> None:
         self._read_report()
@@ -55,7 +58,12 @@ class Digest:
         key = None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
         if key == self._key:
             return
-        if found is None or self._key is None or found.st_ino != self._key[0] or found.st_size < self.position:
+        if (
+            found is None
+            or self._key is None
+            or found.st_ino != self._key[0]
+            or found.st_size < self.position
+        ):
             self._reset()
         self._key, self._figures = key, None
         handle = open_inside(self.run.events) if found is not None else None
@@ -93,7 +101,9 @@ class Digest:
             event = parse_without_ranks(line)
             if event is not None:
                 self.steps.append({key: event.get(key) for key in _STEP_KEYS})
-        times = [one for one in (self.updated_at, finite(self.newest.get("time"))) if one is not None]
+        times = [
+            one for one in (self.updated_at, finite(self.newest.get("time"))) if one is not None
+        ]
         self.updated_at = max(times, default=None)
         return len(whole)
 
@@ -150,7 +160,11 @@ class Digest:
             "step": _whole(self.resumed_at) if step is None else step,
             "steps": _whole(derived.get("steps")),
             "loss": finite(newest.get("loss")),
-            "eval_loss": finite((self.eval or {}).get("loss")) if self.eval else finite(report.get("final_eval_loss")),
+            "eval_loss": (
+                finite((self.eval or {}).get("loss"))
+                if self.eval
+                else finite(report.get("final_eval_loss"))
+            ),
             "strategy": _text(start.get("strategy")),
             "world_size": _whole(start.get("world_size")),
             "device": _text(start.get("device")),
@@ -167,7 +181,8 @@ class Digest:
         return self.steps[-1] if self.steps else {}
 
     def _measure_pace(self) -> tuple[float | None, float | None]:
-        """(seconds a step, evaluations and checkpoints among them; tokens a second in steps), of the newest step lines."""
+        """(seconds a step, evaluations and checkpoints among them; tokens a second in steps), of
+        the newest step lines."""
         if not self.steps:
             return None, None
         counted = [one for one in list(self.steps)[-10:] if one.get("tokens") is not None]
@@ -194,15 +209,26 @@ class Digest:
             return "waiting", None
         status = self.end.get("status")
         reason = clean(self.end["reason"])[:2000] if self.end.get("reason") else None
-        return (status, None if status == "done" else reason) if status in ("done", "stopped", "failed") else ("failed", reason)
+        return (
+            (status, None if status == "done" else reason)
+            if status in ("done", "stopped", "failed")
+            else ("failed", reason)
+        )
 
     def _not_begun(self) -> tuple[str, str | None]:
         started = self._launcher_alive()
         if started or holder_alive(self.run.run_dir):
             return "waiting", None
         if started is False:
-            said = (tail_inside(self.run.root / OUTPUT, 1 << 13) or b"").decode("utf-8", errors="replace").strip()
-            return "failed", clean(said.rpartition("\n")[2])[:2000] or "it ended before its first event"
+            said = (
+                (tail_inside(self.run.root / OUTPUT, 1 << 13) or b"")
+                .decode("utf-8", errors="replace")
+                .strip()
+            )
+            return (
+                "failed",
+                clean(said.rpartition("\n")[2])[:2000] or "it ended before its first event",
+            )
         return "empty", "it has written no event, and no process works on it"
 
     def _starts_again(self) -> bool:
@@ -215,14 +241,16 @@ class Digest:
         return told is not None and told.st_mtime > ended_at and bool(self._launcher_alive())
 
     def _launcher_alive(self) -> bool | None:
-        """Whether the process is there that a panel started; None where none did, or on another host."""
+        """Whether the process is there that a panel started; None where none did, or on another
+        host."""
         told = json_inside(self.run.started) or {}
         return process_alive(told) if told.get("pid") is not None else None
 
     def _going(self) -> tuple[str, str | None]:
         quiet_s = time.time() - (self.updated_at or time.time())
         alive = process_alive(self.start)
-        if alive is not True and not self.whole:  # the newest `run_start` may be one that was not read
+        # the newest `run_start` may be one that was not read
+        if alive is not True and not self.whole:
             held = holder_alive(self.run.run_dir)
             alive = alive if held is None else held
         if alive is False and quiet_s > _QUIET_S:
@@ -230,7 +258,13 @@ class Digest:
             return "lost", f"its process {pid} is gone and it wrote no end"
         if alive is None and quiet_s > _SAY_QUIET_S:
             host = self.start.get("host") or "unknown"
-            return "live", f"no event for a long time; it is on host {clean(host)}, so it cannot be seen whether it is alive"
+            return (
+                "live",
+                (
+                    f"no event for a long time; it is on host {clean(host)}, so it cannot be seen"
+                    " whether it is alive"
+                ),
+            )
         newest = self.newest
         if newest.get("loss") is not None and finite(newest["loss"]) is None:
             return "live", f"the loss of step {newest.get('step')} is {clean(newest['loss'])[:20]}"
