@@ -4,7 +4,7 @@ import time
 
 import torch.distributed as dist
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic_volume import all_reduce_bytes
 
 
@@ -20,7 +20,7 @@ class Delayed:
         time.sleep(max(0.0, self.due - time.perf_counter()))
 
 
-class Shaped(World):
+class Shaped(Communicator):
     """All-reduces go one after the other, each for ``latency`` seconds a message and bytes /
     ``rate``."""
 

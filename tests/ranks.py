@@ -110,7 +110,7 @@ def _rank(
 ) -> None:
     import torch
 
-    from paceline.distributed.communicator import open_world
+    from paceline.distributed.communicator import init_communicator
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -118,7 +118,7 @@ def _rank(
     try:
         env = RankEnv(rank, world_size, rank, world_size)
         if joins:
-            world = open_world(env, "cpu", 60.0)
+            world = init_communicator(env, "cpu", 60.0)
             value = function(world, *args)
             world.close()
         else:

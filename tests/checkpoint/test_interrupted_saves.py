@@ -21,7 +21,7 @@ from ranks import free_port, run_ranks
 from paceline.checkpoint import store
 from paceline.checkpoint.saver import Saver
 from paceline.core.events import EventLog
-from paceline.distributed.communicator import World, open_world
+from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.parallel.state import Part
 
@@ -35,11 +35,11 @@ def parts_of(step: int, rank: int, size: int) -> list[Part]:
     return [Part("model/weight", values, (ELEMENTS,), (ELEMENTS // size * rank,), flat=True)]
 
 
-def alone() -> World:
-    return World(RankEnv(0, 1, 0, 1), torch.device("cpu"))
+def alone() -> Communicator:
+    return Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
 
 
-def saver_of(world: World, folder: Path, first_step: int, background: bool) -> Saver:
+def saver_of(world: Communicator, folder: Path, first_step: int, background: bool) -> Saver:
     saver = Saver(world, folder, KEEP, EventLog(None), background=background)
     saver.first_step = saver.last_step = first_step
     return saver
@@ -201,7 +201,7 @@ def _life(
         world = alone()
         if size > 1:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            world = open_world(RankEnv(rank, size, rank, size), "cpu", 30.0)
+            world = init_communicator(RankEnv(rank, size, rank, size), "cpu", 30.0)
         saver = saver_of(world, folder, 2, background)
         if cutter is not None:
             cutter.install()
@@ -217,7 +217,7 @@ def digest(path: Path) -> str:
 
 
 def sweep(
-    _world: World, root: Path, start: str, size: int, victim: int, background: bool
+    _world: Communicator, root: Path, start: str, size: int, victim: int, background: bool
 ) -> list[str]:
     """Kill at each place in turn. Returns the places, as a save that was let through has logged
     them."""

@@ -21,7 +21,7 @@ from paceline.checkpoint.remote import CheckpointStore, ClaimLostError, check_ur
 from paceline.checkpoint.saver import Saver
 from paceline.core.errors import ConfigError
 from paceline.core.events import EventLog, read_events
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.parallel.state import Part
 
@@ -82,7 +82,7 @@ def parts_of(step: int) -> list[Part]:
 def saver_of(root: Path, place: str, keep: int | None = None) -> Saver:
     store = CheckpointStore(place)
     store.claim(root)
-    world = World(RankEnv(0, 1, 0, 1), torch.device("cpu"))
+    world = Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
     return Saver(
         world,
         root / "checkpoints",

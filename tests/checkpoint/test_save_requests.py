@@ -18,15 +18,15 @@ from paceline.checkpoint import saver, store
 from paceline.checkpoint.saver import Saver
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog, read_events
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.parallel.state import Part
 
 META = {"strategy": "made up", "world_size": 1, "config": {}}
 
 
-def alone() -> World:
-    return World(RankEnv(0, 1, 0, 1), torch.device("cpu"))
+def alone() -> Communicator:
+    return Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
 
 
 def parts(value: float = 1.0, elements: int = 10) -> list[Part]:
@@ -96,13 +96,13 @@ def limit(size_bytes: int) -> None:
     )
 
 
-def pausing(world: World, root: Path, **more: Any) -> Saver:
+def pausing(world: Communicator, root: Path, **more: Any) -> Saver:
     saver._RETRY_S = 0.05
     events = EventLog(root / "events.jsonl") if world.is_first else EventLog(None)
     return Saver(world, root / "checkpoints", None, events, pause=True, **more)
 
 
-def half(world: World, value: float) -> list[Part]:
+def half(world: Communicator, value: float) -> list[Part]:
     return [
         Part(
             "model/weight",
@@ -114,7 +114,7 @@ def half(world: World, value: float) -> list[Part]:
     ]
 
 
-def stand_still_until_there_is_room(world: World, root: Path) -> None:
+def stand_still_until_there_is_room(world: Communicator, root: Path) -> None:
     with pausing(world, root, background=False) as one:
         one.save(1, lambda: half(world, 1.0), META, must_succeed=False)
         if world.rank == 1:
@@ -139,7 +139,7 @@ def test_training_stands_still_until_it_can_be_saved(tmp_path: Path) -> None:
     assert "goes on after" in on
 
 
-def stop_in_the_middle(world: World, root: Path) -> list[str | None]:
+def stop_in_the_middle(world: Communicator, root: Path) -> list[str | None]:
     asked = threading.Event()
     found: list[str | None] = []
     with pausing(world, root, background=False, stop=asked.is_set) as one:

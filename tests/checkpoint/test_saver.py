@@ -24,7 +24,7 @@ from paceline.checkpoint.saver import Saver
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog, read_events
 from paceline.core.files import sha256_file
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.parallel.state import Part
 
@@ -93,7 +93,7 @@ def parts_of(layout: str, rank: int, size: int, state: dict[str, torch.Tensor]) 
     return found
 
 
-def save_in_all_layouts(world: World, root: Path) -> None:
+def save_in_all_layouts(world: Communicator, root: Path) -> None:
     for layout in LAYOUTS:
         saver = Saver(world, root / layout, None, EventLog(None), background=layout != "rows")
         saver.save(
@@ -172,8 +172,8 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 # -- what a save holds, and when it is said
 # ---------------------------------------------------------------------------------
-def alone() -> World:
-    return World(RankEnv(0, 1, 0, 1), torch.device("cpu"))
+def alone() -> Communicator:
+    return Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
 
 
 def tried(events: Path) -> list[tuple[int, bool]]:
@@ -213,7 +213,7 @@ def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
     """The system pins memory for an accelerator alone: where there is none it refuses, as where
     there is no more to be had."""
     live = torch.ones(1000)
-    world = World(RankEnv(0, 1, 0, 1), torch.device("cuda"))
+    world = Communicator(RankEnv(0, 1, 0, 1), torch.device("cuda"))
     with Saver(
         world, tmp_path / "checkpoints", None, EventLog(tmp_path / "events.jsonl"), background=True
     ) as saver:
@@ -284,7 +284,7 @@ def test_pieces_that_do_not_make_up_the_state(tmp_path: Path, parts: list[Part],
 
 # -- a rank that cannot write
 # -------------------------------------------------------------------------------------------------
-def a_third(world: World, value: float) -> list[Part]:
+def a_third(world: Communicator, value: float) -> list[Part]:
     """300 kB a rank."""
     return [
         Part(
@@ -303,7 +303,7 @@ def limit(size_bytes: int) -> None:
     )
 
 
-def fail_on_a_rank(world: World, root: Path) -> list[Any]:
+def fail_on_a_rank(world: Communicator, root: Path) -> list[Any]:
     events = EventLog(root / "events.jsonl") if world.is_first else EventLog(None)
     said = []
 
@@ -353,7 +353,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
     assert store.find(tmp_path).name == "step-00000003"
 
 
-def save_two(world: World, root: Path) -> list[str | None]:
+def save_two(world: Communicator, root: Path) -> list[str | None]:
     said: list[str | None] = []
     for step in (1, 2):
         saver = Saver(world, root / "checkpoints", None, EventLog(None), background=step == 2)
@@ -395,7 +395,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 # -- killed in the middle
 # -----------------------------------------------------------------------------------------------------
-def die_in_a_save(world: World, root: Path, victim: int) -> None:
+def die_in_a_save(world: Communicator, root: Path, victim: int) -> None:
     events = EventLog(root / "events.jsonl") if world.is_first else EventLog(None)
     saver = Saver(world, root / "checkpoints", None, events, background=True)
     saver.save(1, lambda: a_third(world, 1.0), META, must_succeed=True)

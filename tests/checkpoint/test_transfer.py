@@ -28,7 +28,7 @@ from paceline.core.events import EventLog, read_events
 from paceline.core.stop import StopFlag
 from paceline.data.order import SampleOrder
 from paceline.distributed import side_group
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.side_group import CHUNK_BYTES, SideGroup
 from paceline.distributed.traffic import TRAFFIC
@@ -46,7 +46,7 @@ FEW, ELEMENTS = 20, 3 * CHUNK_BYTES // 4 + 10
 
 # -- the saver alone
 # ----------------------------------------------------------------------------------------------------------
-def a_share(step: int, world: World) -> list[Part]:
+def a_share(step: int, world: Communicator) -> list[Part]:
     """Of rank 0 few elements."""
     start, end = (
         (0, FEW)
@@ -61,7 +61,7 @@ def num_elements(num_ranks: int) -> int:
     return FEW + ELEMENTS * (num_ranks - 1)
 
 
-def saver_of(world: World, root: Path, background: bool = True) -> Saver:
+def saver_of(world: Communicator, root: Path, background: bool = True) -> Saver:
     """Rank 0 sees ``root``, the others do not."""
     folder = (
         root / "checkpoints"
@@ -91,7 +91,7 @@ def outcomes(root: Path) -> dict[int, str | None]:
     }
 
 
-def save_and_read(world: World, root: Path) -> dict[str, Any]:
+def save_and_read(world: Communicator, root: Path) -> dict[str, Any]:
     saver = saver_of(world, root)
     save(saver, 1)
     save(saver, 2, must_succeed=True)
@@ -134,7 +134,7 @@ def test_what_is_sent_is_written_and_read_back(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("other-*"))  # nothing is written on the hosts without the folder
 
 
-def save_with_faults(world: World, root: Path) -> list[str | None]:
+def save_with_faults(world: Communicator, root: Path) -> list[str | None]:
     saver = saver_of(world, root)
     found = [save(saver, 1)]
     # Step 2: a byte changes between the two ends.
@@ -205,7 +205,7 @@ def test_a_fault_of_a_transfer_fails_that_save_only(tmp_path: Path) -> None:
     assert all(store.verify(one) is None for one in store.committed(root / "checkpoints"))
 
 
-def save_and_die(world: World, root: Path) -> None:
+def save_and_die(world: Communicator, root: Path) -> None:
     saver = saver_of(world, root)
     save(saver, 1)
     if world.rank == 1:
@@ -232,7 +232,7 @@ def test_a_rank_that_dies_while_it_sends(tmp_path: Path) -> None:
     assert "the part of rank 1 did not arrive: the connection was closed" in str(outcomes(root)[2])
 
 
-def save_where_files_may_not_grow(world: World, root: Path) -> list[str | None]:
+def save_where_files_may_not_grow(world: Communicator, root: Path) -> list[str | None]:
     saver = saver_of(world, root, background=False)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if world.is_first:

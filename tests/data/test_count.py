@@ -17,7 +17,7 @@ from paceline.data.count.job import Found, Job, MapSeen, combined, count_rank, t
 from paceline.data.count.runs import Spills, encoded, merged, rows
 from paceline.data.count.shards import Reading, Seen, plan_shards, texts, white_space
 from paceline.data.text.tokenizer import load_tokenizer
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.models.builtin import builtin_tokenizer
 
 SPACES = [chr(code) for code in range(0x110000) if chr(code).isspace()]
@@ -219,7 +219,7 @@ def test_tokens_do_not_depend_on_the_shards(tmp_path: Path) -> None:
         assert found == expected
 
 
-def _count(world: World, job: Job) -> tuple[list[Found], list[tuple[bytes, int]]]:
+def _count(world: Communicator, job: Job) -> tuple[list[Found], list[tuple[bytes, int]]]:
     jobs = [
         job,
         replace(job, folder=job.folder / "spilling", memory_bytes=1 << 18, keep_table=False),

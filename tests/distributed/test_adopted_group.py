@@ -10,19 +10,19 @@ pytestmark = pytest.mark.slow
 
 def adopt(world):
     """``world``'s group is the default process group of these two processes: whoever made it was
-    not `open_world`."""
+    not `init_communicator`."""
     import torch
     import torch.distributed as dist
 
     from paceline.core.errors import RunError
-    from paceline.distributed.communicator import open_world
+    from paceline.distributed.communicator import init_communicator
     from paceline.distributed.environment import RankEnv
 
-    adopted = open_world(RankEnv(world.rank, 2, world.rank, 2), "cpu", 30.0)
+    adopted = init_communicator(RankEnv(world.rank, 2, world.rank, 2), "cpu", 30.0)
     total = adopted.sum(world.rank + 1.0)
     adopted.close()
     try:
-        open_world(RankEnv(1 - world.rank, 2, world.rank, 2), "cpu", 30.0)
+        init_communicator(RankEnv(1 - world.rank, 2, world.rank, 2), "cpu", 30.0)
     except RunError as error:
         refused = str(error)
     tensor = torch.ones(1)

@@ -18,7 +18,7 @@ from paceline.distributed.collectives import run as collectives
 from paceline.distributed.collectives.run import all_reduce, broadcast
 from paceline.distributed.collectives.schedules import ALGORITHMS, sent, sent_bytes
 from paceline.distributed.collectives.trace import Trace
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic_volume import all_reduce_bytes
@@ -47,7 +47,7 @@ def _same(one: torch.Tensor, other: torch.Tensor, what: object) -> None:
     assert torch.equal(one, other), f"{what}: {one} instead of {other}"
 
 
-def _check_values(world: World) -> None:
+def _check_values(world: Communicator) -> None:
     collectives.PIECE_BYTES = 256  # many pieces, uneven ones too
     for algorithm in ALGORITHMS["all-reduce"]:
         for numel in SIZES:
@@ -67,7 +67,7 @@ def _check_values(world: World) -> None:
     world.barrier()
 
 
-def _check_against_backend(world: World) -> None:
+def _check_against_backend(world: Communicator) -> None:
     torch.manual_seed(world.rank)
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
         for algorithm in ALGORITHMS["all-reduce"]:
@@ -86,7 +86,7 @@ def test_every_algorithm_dtype_and_size(size: int) -> None:
     run_ranks(_check_values, size)
 
 
-def _check_strides_and_gradients(world: World) -> None:
+def _check_strides_and_gradients(world: Communicator) -> None:
     plain = _values(world.rank, 24, torch.float32).view(4, 6)
     total = _expected(world.size, 24, torch.float32).view(4, 6)
     for algorithm in ALGORITHMS["all-reduce"]:
@@ -130,10 +130,10 @@ class _Counting:
         return dist.group.WORLD.recv(*args)
 
 
-def _check_counts(world: World) -> dict[str, Any]:
+def _check_counts(world: Communicator) -> dict[str, Any]:
     """Count what passes through the process group itself, piece by piece."""
     group = _Counting()
-    line = World(world.env, world.device, group=group)  # type: ignore[arg-type]
+    line = Communicator(world.env, world.device, group=group)  # type: ignore[arg-type]
     before = world.traffic.total
     found = {}
     for algorithm in ALGORITHMS["all-reduce"]:
@@ -157,13 +157,13 @@ def test_bytes_sent_are_those_of_the_formulas(size: int) -> None:
     assert {rank["naive"] for rank in ranks[1:]} == {4000}
 
 
-def _check_trace(world: World) -> list[dict[str, Any]]:
+def _check_trace(world: Communicator) -> list[dict[str, Any]]:
     trace = Trace()
     tensor = torch.full((10,), 2.0**world.rank)
     all_reduce(world, tensor, "ring", trace)
     assert trace.first == [2.0**world.rank] * 10
     assert trace.steps[-1]["held"] == tensor.tolist()
-    alone = World(RankEnv(), world.device)
+    alone = Communicator(RankEnv(), world.device)
     assert all_reduce(alone, tensor, "ring", Trace()).messages == 0
     world.barrier()
     return trace.steps
@@ -180,11 +180,11 @@ def test_a_trace_tells_each_step() -> None:
         assert whole == [2 * chunk, 2 * chunk + 1]
 
 
-def _check_lanes(world: World) -> None:
+def _check_lanes(world: Communicator) -> None:
     """Two threads with a group each reduce at the same time, over persistent buckets of several
     dtypes."""
     collectives.PIECE_BYTES = 4096
-    lanes = [World(world.env, world.device, group=dist.new_group()) for _ in range(2)]
+    lanes = [Communicator(world.env, world.device, group=dist.new_group()) for _ in range(2)]
     buckets = [
         [torch.empty(5000 + 77 * lane, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
         for lane in range(2)
@@ -224,10 +224,10 @@ def test_threads_with_groups_of_their_own() -> None:
     run_ranks(_check_lanes, 3)
 
 
-def _check_line(world: World) -> None:
+def _check_line(world: Communicator) -> None:
     """A line of the mesh: ranks of a group are not those of the world."""
-    meshed = World(world.env, world.device, Axes(data=2, shard=2))
-    line = meshed.line("data")
+    meshed = Communicator(world.env, world.device, Axes(data=2, shard=2))
+    line = meshed.subgroup("data")
     tensor = torch.full((9,), 10.0**world.rank)
     all_reduce(line, tensor, "ring")
     _same(tensor, torch.full((9,), sum(10.0**rank for rank in line.ranks)), line.ranks)
@@ -241,7 +241,7 @@ def test_a_line_of_the_mesh() -> None:
 
 
 def test_unknown_algorithm() -> None:
-    world = World(RankEnv(), torch.device("cpu"))
+    world = Communicator(RankEnv(), torch.device("cpu"))
     with pytest.raises(ConfigError, match="ring, tree, halving, naive"):
         all_reduce(world, torch.zeros(1), "rign")
     with pytest.raises(ConfigError, match="ring, tree, naive"):

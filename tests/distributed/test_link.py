@@ -75,8 +75,8 @@ def test_a_shaped_link_is_seen_and_counts_for_nothing(world_size):
 def of_lines(world):
     lines = type(world)(world.env, world.device, Axes(data=2, shard=2))
     return [
-        measure_link(lines.line("data")),
-        measure_link(lines.line("shard")),
+        measure_link(lines.subgroup("data")),
+        measure_link(lines.subgroup("shard")),
         measure_link(world),
     ]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import AXES, Axes
 
 
@@ -41,17 +41,17 @@ def test_tensor_ranks_are_neighbours_and_replicas_share_their_batch() -> None:
     assert Axes().text() == "one rank"
 
 
-def sums(world: World) -> dict[str, object]:
-    mesh = World(world.env, world.device, Axes(data=2, tensor=2))
+def sums(world: Communicator) -> dict[str, object]:
+    mesh = Communicator(world.env, world.device, Axes(data=2, tensor=2))
     before = world.traffic.total
     found: dict[str, object] = {
-        "tensor": mesh.line("tensor").sum(world.rank)[0],
-        "data": mesh.line("data").sum(world.rank)[0],
+        "tensor": mesh.subgroup("tensor").sum(world.rank)[0],
+        "data": mesh.subgroup("data").sum(world.rank)[0],
     }
-    found["one"] = mesh.line("pipeline").sum(world.rank)[0]
+    found["one"] = mesh.subgroup("pipeline").sum(world.rank)[0]
     found["bytes"] = world.traffic.total - before  # two all-reduces of one float64 among two ranks
-    found["same"] = mesh.line("data", "tensor") is mesh
-    line = mesh.line("data")
+    found["same"] = mesh.subgroup("data", "tensor") is mesh
+    line = mesh.subgroup("data")
     found["object"] = line.broadcast_object(world.rank)
     found["all"] = line.gather_objects(world.rank)
     value = torch.tensor([float(world.rank)])

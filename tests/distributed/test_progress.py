@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from paceline.distributed.collectives.run import all_reduce
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.distributed.progress import PULSE, Pulse, stack_of
 
@@ -125,10 +125,10 @@ def test_the_stack_names_this_place() -> None:
     )
 
 
-def _collectives(world: World) -> dict[str, Any]:
+def _collectives(world: Communicator) -> dict[str, Any]:
     PULSE.start()
-    mesh = World(world.env, world.device, Axes(data=2, shard=2))
-    line = mesh.line("shard")
+    mesh = Communicator(world.env, world.device, Axes(data=2, shard=2))
+    line = mesh.subgroup("shard")
     world.sum(1.0, 2.0)
     line.wait(line.all_reduce(torch.ones(10)))
     dist.broadcast(torch.ones(3, dtype=torch.float64), src=0)
@@ -168,7 +168,7 @@ def test_collectives_are_numbered_in_their_group_and_placed() -> None:
     assert [one["function"] for one in told[1]["calls"] if one["number"] is None] == ["recv"]
 
 
-def _wait_for_the_slow(world: World, how: str) -> float:
+def _wait_for_the_slow(world: Communicator, how: str) -> float:
     PULSE.start()
     world.barrier()
     before = PULSE.waited_s
@@ -190,7 +190,7 @@ def test_the_wait_for_a_slow_rank_is_seen_whoever_waits(how: str) -> None:
     assert first > 0.4 > slow
 
 
-def _inactive(world: World) -> tuple[int, float]:
+def _inactive(world: Communicator) -> tuple[int, float]:
     PULSE.start(active=False)
     world.sum(1.0)
     return len(PULSE.ring), PULSE.waited_s

@@ -9,7 +9,7 @@ import torch
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.devices import with_precision
 from paceline.train.precision import check_same_precision
 
@@ -71,7 +71,7 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch, precision: str) -> N
     assert with_precision(given, "cpu") == (given, f"precision: {precision}")
 
 
-class Ranks(World):
+class Ranks(Communicator):
     """A world whose ranks report these precisions."""
 
     def __init__(self, *precisions: str) -> None:

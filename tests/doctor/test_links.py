@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.link import Link
 from paceline.doctor.links import Network, Pair, measure_network
 from paceline.doctor.run import judge_network
@@ -16,7 +16,7 @@ from paceline.doctor.run import judge_network
 pytestmark = pytest.mark.alone
 
 
-def _measured(world: World) -> tuple[Any, int]:
+def _measured(world: Communicator) -> tuple[Any, int]:
     before = world.traffic.total
     return measure_network(world), world.traffic.total - before
 
@@ -36,7 +36,7 @@ def test_every_pair_is_measured_and_all_ranks_agree() -> None:
     assert [sent for _, sent in found] == [0, 0, 0]  # not counted as the run's traffic
 
 
-def _damaging(world: World) -> Any:
+def _damaging(world: Communicator) -> Any:
     """What peer copies of some machines do: half of the message arrives as zeros."""
     import torch.distributed as dist
 

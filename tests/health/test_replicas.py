@@ -6,7 +6,7 @@ from ranks import run_ranks
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.health.replicas import bit_sum, compare, judge
 from paceline.parallel.registry import make_strategy
@@ -69,7 +69,7 @@ class Net(nn.Module):
 def drift_of(world, mode, axes, flip, settings):
     """(before, after): what is found when replicas are even, and when rank 1 has one bit flipped in
     what ``flip`` names."""
-    world = World(world.env, world.device, axes)
+    world = Communicator(world.env, world.device, axes)
     config = Config(model="m", dataset="d", parallel={"mode": mode}, **settings)
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(world.rank)

@@ -23,7 +23,7 @@ from ranks import run_ranks
 from paceline.config.schema.recovery import Recovery
 from paceline.core.events import EventLog, read_events
 from paceline.core.stop import StopFlag
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PULSE
 from paceline.health.watchdog import Watchdog
 
@@ -47,7 +47,7 @@ class Told:
 
 
 def _steps(
-    world: World, folder: str, fault: str, recovery: dict[str, Any], steps: int = 30
+    world: Communicator, folder: str, fault: str, recovery: dict[str, Any], steps: int = 30
 ) -> Told:
     PULSE.start()
     told, stop = Told(), StopFlag()
@@ -77,7 +77,7 @@ def _steps(
     return told
 
 
-def _step(world: World, step: int, fault: str) -> None:
+def _step(world: Communicator, step: int, fault: str) -> None:
     PULSE.begin_step(step)
     if fault == "sleep" and world.rank == 1:
         _read_slowly()
@@ -131,7 +131,7 @@ def test_switched_off_it_is_silent(tmp_path: Path) -> None:
     assert [(one.error, one.events, one.failed) for one in told] == [("", [], [])] * 2
 
 
-def _differ(world: World) -> tuple[str, str]:
+def _differ(world: Communicator) -> tuple[str, str]:
     """What each rank is about to call is marked, and not called: gloo would end the process."""
     PULSE.start()
     watchdog = Watchdog(Recovery(), 60.0, world, StopFlag())
@@ -153,7 +153,7 @@ def test_a_collective_that_failed_is_explained_by_what_the_others_called() -> No
         assert other == "of something else"
 
 
-def _agree(world: World) -> str:
+def _agree(world: Communicator) -> str:
     PULSE.start()
     watchdog = Watchdog(Recovery(), 60.0, world, StopFlag())
     watchdog.start()

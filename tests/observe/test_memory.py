@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.config.schema import Config
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.models.shape.outline import outline
 from paceline.observe.memory import split_state
 from paceline.observe.metrics import peak_since, restart_peak
@@ -32,11 +32,11 @@ class Plain(nn.Sequential):
 
 
 def _measured(
-    world: World, mode: str, more: dict[str, Any]
+    world: Communicator, mode: str, more: dict[str, Any]
 ) -> tuple[dict[str, int], dict[str, int], int]:
     """(measured, declared, the strategy's own sum) after two steps."""
     config = Config(model="m", dataset="d", **{"parallel": {"mode": mode}, **more})
-    world = World(
+    world = Communicator(
         world.env,
         world.device,
         layout(config.parallel, world.size).axes,

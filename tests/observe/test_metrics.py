@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.progress import PULSE
 from paceline.distributed.traffic import uncounted
@@ -19,7 +19,7 @@ PARTS = ("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", 
 STEPS = 3
 
 
-def _steps(world: World) -> dict[str, Any]:
+def _steps(world: Communicator) -> dict[str, Any]:
     """Rank 1 is slow in its forward, so rank 0 waits in backward; and only rank 0 broadcasts more
     than the others know."""
     PULSE.start()
@@ -73,13 +73,13 @@ def test_traffic_is_that_of_the_rank_that_sends_most() -> None:
     assert "devices" not in figures  # on a CPU there is nothing to be told
 
 
-def _one_rank(**more: Any) -> tuple[World, Meter]:
-    world = World(RankEnv(), torch.device("cpu"))
+def _one_rank(**more: Any) -> tuple[Communicator, Meter]:
+    world = Communicator(RankEnv(), torch.device("cpu"))
     return world, Meter(world, time.time(), has_tokens=False, **more)
 
 
 def _send(
-    world: World, meter: Meter, within: int = 0, after: int = 0, name: str = "all_reduce"
+    world: Communicator, meter: Meter, within: int = 0, after: int = 0, name: str = "all_reduce"
 ) -> None:
     meter.begin()
     if within:

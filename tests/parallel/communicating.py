@@ -8,7 +8,7 @@ from torch.nn import functional
 from training import ROWS, WORDS
 
 from paceline.config.schema import Config
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.registry import make_strategy
@@ -45,7 +45,7 @@ def train(
     Returns losses (of the whole batch), norms, parts, weights, state bytes measured, cost, traffic
     of the last step, figures, notices."""
     if axes is not None:
-        world = World(world.env, world.device, axes)
+        world = Communicator(world.env, world.device, axes)
     config = Config(
         model="m",
         dataset="d",

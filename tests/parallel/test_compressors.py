@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 
 from paceline.config.schema.compression import CHAINS, Compression
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.parallel.compression import make_compressor
 from paceline.parallel.compression.base import BucketShape, Slot
@@ -246,7 +246,7 @@ def test_bits_and_matrices():
 
 
 def test_powersgd_does_not_stay_at_zero_after_a_step_without_gradient():
-    world = World(RankEnv(), torch.device("cpu"))
+    world = Communicator(RankEnv(), torch.device("cpu"))
     compressor = make_compressor(Compression(method="powersgd", rank=2), 0)
     state = compressor.state_of(BUCKET, world.device)
     compressor.reduce(torch.zeros(BUCKET.size), BUCKET, state, world, 0)
@@ -291,7 +291,10 @@ def test_local_directions_are_adams_where_the_ranks_gradients_are_one():
 
 
 def test_topk_weighs_directions_by_the_root_of_the_gradients_size():
-    world, shape = World(RankEnv(), torch.device("cpu")), BucketShape(0, 16, (Slot("w", 0, (4,)),))
+    world, shape = (
+        Communicator(RankEnv(), torch.device("cpu")),
+        BucketShape(0, 16, (Slot("w", 0, (4,)),)),
+    )
     compressor = make_compressor(Compression(method="topk", ratio=0.25), 0)
     state = compressor.state_of(shape, world.device)
     state.flats[SECOND] = torch.zeros(16)

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic_volume import scatter_bytes
@@ -289,7 +289,7 @@ def test_one_that_does_not_load_is_a_rank_s_error_with_its_reason(tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
 def test_running_statistics_in_half_precision_are_refused(precision):
-    world = World(RankEnv(), torch.device("cpu"))
+    world = Communicator(RankEnv(), torch.device("cpu"))
     config = Config(
         model="m", dataset="d", parallel={"mode": "deepspeed"}, train_args={"precision": precision}
     )

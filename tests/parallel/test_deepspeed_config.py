@@ -9,7 +9,7 @@ from paceline.config.compat.deepspeed_json import IGNORED
 from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.models.shape.record import ModelShape, TensorShape
@@ -256,7 +256,7 @@ def test_the_stage_of_a_file_counts_without_a_loaded_config_too(tmp_path):
         parallel={"mode": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 3}}},
     )
     assert engine_config(config, 100)["zero_optimization"]["stage"] == 3
-    assert DeepSpeed(config, World(RankEnv(), torch.device("cpu"))).stage == 3
+    assert DeepSpeed(config, Communicator(RankEnv(), torch.device("cpu"))).stage == 3
 
 
 @pytest.mark.parametrize(

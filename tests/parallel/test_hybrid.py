@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
@@ -55,7 +55,7 @@ def config_of(parallel, train_args):
 
 def train(world, axes, parallel, train_args, lora=False, state=None, first=0, steps=STEPS):
     """Losses, norms, traffic of the last step, state bytes, state."""
-    world = World(world.env, world.device, axes)
+    world = Communicator(world.env, world.device, axes)
     config = config_of(parallel, train_args)
     strategy = (Single if axes.size == 1 else Hybrid)(config, world)
     model = strategy.place(make(lora, **train_args))

@@ -23,7 +23,7 @@ from local_runs import (
 from ranks import run_ranks
 
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.parallel.cost import Workload
@@ -275,7 +275,7 @@ def test_longer_than_the_epochs():
 
 
 def test_one_rank_is_a_worker():
-    world = World(RankEnv(), torch.device("cpu"))
+    world = Communicator(RankEnv(), torch.device("cpu"))
     for mode in ("local_sgd", "diloco"):
         strategy = make(
             world,

@@ -17,7 +17,7 @@ from torch.nn import functional
 from paceline.checkpoint.store import CheckpointReader
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.models.recommend import ClickModel, load_recommender
@@ -63,7 +63,7 @@ def train(
     dense="auto",
 ):
     """Losses of the global batch, and what this rank writes after each step of ``watch``."""
-    world = World(world.env, world.device, Axes(data=workers))
+    world = Communicator(world.env, world.device, Axes(data=workers))
     config = make_config(mode, optimizer, servers, rhythm, dense)
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(0)
@@ -121,7 +121,11 @@ def train(
 
 def alone(optimizer, **more):
     return train(
-        World(RankEnv(0, 1, 0, 1), torch.device("cpu")), "single", optimizer, workers=1, **more
+        Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu")),
+        "single",
+        optimizer,
+        workers=1,
+        **more,
     )
 
 
@@ -213,7 +217,7 @@ def test_one_worker_alone_makes_the_same_steps_without_waiting():
 def drift(world, rhythm, steps, far):
     """Two workers and a server. Worker 1 makes no third step before worker 0 has got ``far`` steps
     ahead."""
-    world = World(world.env, world.device, Axes(data=2))
+    world = Communicator(world.env, world.device, Axes(data=2))
     strategy = make_strategy(
         "parameter_server", make_config("parameter_server", "sgd", 1, rhythm), world
     )

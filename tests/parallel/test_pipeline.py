@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.models.blocks import find_blocks
@@ -90,7 +90,7 @@ def image_step(number: int, model: Any) -> torch.Tensor:
 
 
 def compare(
-    world: World, model: nn.Module, step: Any, config: Config, steps: int = 1
+    world: Communicator, model: nn.Module, step: Any, config: Config, steps: int = 1
 ) -> dict[str, Any]:
     """Train nothing, but take the gradients of the whole model and of the pipeline; what differs."""
     whole, count = copy.deepcopy(model), len(LENGTHS)
@@ -169,7 +169,7 @@ def recomputed_images() -> nn.Module:
     return model
 
 
-def on_two_ranks(world: World) -> dict[str, Any]:
+def on_two_ranks(world: Communicator) -> dict[str, Any]:
     plain = partial(language_step, LENGTHS, False)
     found = {
         schedule: compare(world, language_model(), plain, make_config(schedule), steps=2)
@@ -274,7 +274,7 @@ def simple_step(number: int, model: nn.Module) -> torch.Tensor:
     return model(torch.ones(2, 4) + number).square().sum()
 
 
-def on_four_ranks(world: World) -> dict[str, Any]:
+def on_four_ranks(world: Communicator) -> dict[str, Any]:
     plain = partial(language_step, LENGTHS, False)
     found = {
         schedule: compare(world, language_model(layers=8, tied=True), plain, make_config(schedule))
@@ -282,8 +282,10 @@ def on_four_ranks(world: World) -> dict[str, Any]:
     }
     world.barrier()
     # Two replicas of two stages: each line works on its own.
-    grid = World(RankEnv(world.rank, 4, world.rank, 4), world.device, Axes(data=2, pipeline=2))
-    line = grid.line("pipeline")
+    grid = Communicator(
+        RankEnv(world.rank, 4, world.rank, 4), world.device, Axes(data=2, pipeline=2)
+    )
+    line = grid.subgroup("pipeline")
     found["lines"] = compare(line, language_model(), plain, make_config("interleaved_1f1b"))
     # Three micro-batches do not fill the schedule.
     pipeline = Pipeline(language_model(), world, make_config("1f1b"))
@@ -307,7 +309,9 @@ def test_four_ranks() -> None:
 
 
 def alone(model: nn.Module) -> Pipeline:
-    return Pipeline(model, World(RankEnv(0, 2, 0, 2), torch.device("cpu")), make_config("1f1b"))
+    return Pipeline(
+        model, Communicator(RankEnv(0, 2, 0, 2), torch.device("cpu")), make_config("1f1b")
+    )
 
 
 def test_models_that_are_no_chain_of_blocks_are_refused() -> None:

@@ -8,7 +8,7 @@ from states import assemble, copied
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic_volume import all_reduce_bytes
@@ -129,7 +129,7 @@ def test_state_names():
 
 
 def test_state_bytes_and_traffic_are_what_the_cost_says():
-    strategy, model, optimizer = make(World(RankEnv(), torch.device("cpu")))
+    strategy, model, optimizer = make(Communicator(RankEnv(), torch.device("cpu")))
     shape = outline(model, strategy.config)
     strategy.backward(lambda micro, module: module(batch(0, 0, 0), True).sum(), 1)
     optimizer.step()

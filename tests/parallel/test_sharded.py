@@ -9,7 +9,7 @@ from training import WORDS, Adapted, Net, Plain, largest_difference, train
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.parallel.cost import ModelShape, TensorShape, Workload
 from paceline.parallel.fsdp.sharding import Sharding, shard_dim
@@ -177,7 +177,7 @@ def test_one_rank_shards_nothing_and_trains_the_same(alone):
 def as_a_component(world):
     """As the hybrids use it: a module of plain parameters, blocks given, norms over some of the
     parameters."""
-    world = World(world.env, world.device, Axes(shard=2))
+    world = Communicator(world.env, world.device, Axes(shard=2))
     torch.manual_seed(world.rank)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     sharding = Sharding(model, world, reshard_after_forward=True, blocks=[model[0]])
@@ -242,4 +242,4 @@ def test_parameters_of_several_types_are_refused():
 def run_ranks_alone(model):
     from paceline.distributed.environment import RankEnv
 
-    return Sharding(model, World(RankEnv(), torch.device("cpu")))
+    return Sharding(model, Communicator(RankEnv(), torch.device("cpu")))

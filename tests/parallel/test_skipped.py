@@ -9,7 +9,7 @@ from torch.nn import functional
 from training import ROWS, WORDS, Net, Plain
 
 from paceline.config.schema import Config
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.parallel.registry import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
@@ -25,7 +25,7 @@ class Run:
     def __init__(
         self, world, mode, axes=None, net=Plain, clip=0.5, optim="adamw", precision="32", **settings
     ):
-        self.world = World(world.env, world.device, axes) if axes is not None else world
+        self.world = Communicator(world.env, world.device, axes) if axes is not None else world
         self.config = Config(
             model="m",
             dataset="d",
@@ -218,7 +218,7 @@ def test_an_accelerators_optimizer_can_leave_a_step_out_by_itself(optim):
     model = Plain()
     named = [(name, one) for name, one in model.named_parameters()]
     optimizer = build_optimizer(config.train_args, 1e-2, named, matrices_of(model))
-    precision = Precision(config.train_args, World(RankEnv(), torch.device("cpu")))
+    precision = Precision(config.train_args, Communicator(RankEnv(), torch.device("cpu")))
     assert skips_on_device(optimizer, torch.tensor(1.0))
 
     def state():

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.models.blocks import find_blocks
@@ -96,13 +96,13 @@ def make(name: str) -> Any:
 
 
 def train(
-    world: World, name: str, axes: Axes, state: Any, first: int, steps: int
+    world: Communicator, name: str, axes: Axes, state: Any, first: int, steps: int
 ) -> tuple[Any, float, list[float]]:
     """(whole state, elements of the blocks on this rank, gradient norms)."""
     here = (
-        World(world.env, world.device, axes)
+        Communicator(world.env, world.device, axes)
         if axes.size > 1
-        else World(RankEnv(), world.device, Axes())
+        else Communicator(RankEnv(), world.device, Axes())
     )
     strategy: Any = (Hybrid if axes.size > 1 else Single)(Config(model="m", dataset="d"), here)
     model = strategy.place(make(name))
@@ -145,7 +145,7 @@ def worst(ours: Any, theirs: Any) -> tuple[float, str]:
     )
 
 
-def move(world: World, axes: Axes, names: list[str]) -> dict[str, Any]:
+def move(world: Communicator, axes: Axes, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         unbroken, whole_elements, norms = train(world, name, Axes(), None, 0, 4)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.config.schema import Config
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.registry import make_strategy
@@ -108,7 +108,7 @@ def train(
     starts from weights of its own: rank 0's must win. Returns a dict: losses (of the whole batch),
     parts (what this rank writes), state and cost and traffic (of the last step)."""
     if axes is not None:
-        world = World(world.env, world.device, axes)
+        world = Communicator(world.env, world.device, axes)
     config = Config(
         model="m",
         dataset="d",

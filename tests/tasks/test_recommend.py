@@ -15,7 +15,7 @@ from sklearn.metrics import roc_auc_score
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.loader import LoaderOptions
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.models.recommend import (
     ClickModel,
     Table,
@@ -118,7 +118,7 @@ def test_training_learns_and_the_folder_loads_again(tmp_path: Path) -> None:
         ).build_model()
 
 
-def on_rank(world: World, where: str) -> tuple[EvalResult, list[float], list[float]]:
+def on_rank(world: Communicator, where: str) -> tuple[EvalResult, list[float], list[float]]:
     config = make_config(evaluation={"where": where}, train_args={"per_device_eval_batch_size": 70})
     task = prepared_task(config)
     torch.manual_seed(0)

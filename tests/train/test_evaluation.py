@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from paceline.config.schema import Config
 from paceline.data.loader import LoaderOptions
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.parallel.ddp.strategy import DistributedDataParallel
 from paceline.tasks.base import Task
 from paceline.train.evaluation import EvalResult, evaluate
@@ -60,7 +60,9 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).double()
 
 
-def on_rank(world: World, num_rows: int, ragged: bool, where: str) -> tuple[EvalResult, bool]:
+def on_rank(
+    world: Communicator, num_rows: int, ragged: bool, where: str
+) -> tuple[EvalResult, bool]:
     config = Config(
         model="m",
         dataset="d",

@@ -13,14 +13,18 @@ from ranks import run_ranks
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World, _exchange_device_types, open_world
+from paceline.distributed.communicator import (
+    Communicator,
+    _exchange_device_types,
+    init_communicator,
+)
 from paceline.distributed.environment import RankEnv
 from paceline.parallel.registry import make_strategy
 from paceline.train.mixed_devices import align_replicas, check_mixed_devices, mixed_devices_notices
 
 
-def world_of(*types: str) -> World:
-    world = World(RankEnv(0, 2, 0, 1), torch.device("cpu"))
+def world_of(*types: str) -> Communicator:
+    world = Communicator(RankEnv(0, 2, 0, 1), torch.device("cpu"))
     world.device_types = frozenset(types)
     return world
 
@@ -79,7 +83,7 @@ def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[floa
         dist.rendezvous("env://", env.rank, env.world_size, timeout=timedelta(seconds=60))
     )
     told = _exchange_device_types(dist.PrefixStore("test", store), 2, "cuda" if env.rank else "cpu")
-    world = open_world(host, "cpu", 60.0)
+    world = init_communicator(host, "cpu", 60.0)
     total = world.sum(env.rank + 1.0)[0]
     mixed = world.mixes_devices
 

@@ -11,7 +11,7 @@ from paceline.distributed.collectives.schedules import sent
 from paceline.distributed.link import fit
 
 if TYPE_CHECKING:
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
 
 NATIVE = "native"
 #: a measurement goes on for about this long, within these numbers of repeats
@@ -21,7 +21,7 @@ _WARM_UP = 2
 
 
 def measure_rank(
-    world: World, sizes: Sequence[int], cases: Sequence[tuple[str, str]]
+    world: Communicator, sizes: Sequence[int], cases: Sequence[tuple[str, str]]
 ) -> list[dict[str, Any]]:
     """Time every case at every size, on this rank. The algorithms take turns, so that what else the
     machine does meets all alike.
@@ -55,14 +55,14 @@ def measure_rank(
     return found
 
 
-def _timed(world: World, run: Any) -> float:
+def _timed(world: Communicator, run: Any) -> float:
     world.barrier()
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
-def _runner(world: World, tensor: Any, collective: str, algorithm: str) -> Any:
+def _runner(world: Communicator, tensor: Any, collective: str, algorithm: str) -> Any:
     import torch.distributed as dist
 
     from paceline.distributed.collectives import run as collectives

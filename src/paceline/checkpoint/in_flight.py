@@ -26,7 +26,7 @@ from paceline.checkpoint.remote import CheckpointStore, ClaimLostError
 from paceline.checkpoint.remote import reason_of as store_reason_of
 from paceline.checkpoint.store import prune, step_of
 from paceline.core.errors import RunError, SaveError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.side_group import SideGroup
 from paceline.parallel.state import Part
 
@@ -46,7 +46,7 @@ class Flight:
 
     def __init__(
         self,
-        world: World,
+        world: Communicator,
         folder: Path,
         step: int,
         parts: Sequence[Part],

@@ -17,7 +17,7 @@ from paceline.checkpoint.staging import HostCopy
 from paceline.checkpoint.store import committed, step_of
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PULSE
 from paceline.distributed.side_group import SideGroup
 from paceline.distributed.traffic import uncounted
@@ -53,7 +53,7 @@ class Saver:
 
     def __init__(
         self,
-        world: World,
+        world: Communicator,
         folder: Path,
         keep: int | None,
         events: EventLog,

@@ -12,10 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 
-Work = Callable[[World], object]
+Work = Callable[[Communicator], object]
 
 
 class Pending:
@@ -53,8 +53,8 @@ class Lane:
             makes its lanes in one order.
     """
 
-    def __init__(self, world: World, *axes: str, timeout_s: float = 600.0) -> None:
-        self.world = _own_line(world, axes, timeout_s)
+    def __init__(self, world: Communicator, *axes: str, timeout_s: float = 600.0) -> None:
+        self.world = _make_subgroup(world, axes, timeout_s)
         self._todo: queue.SimpleQueue[tuple[Work, Pending, torch.Event | None] | None] = (
             queue.SimpleQueue()
         )
@@ -75,7 +75,7 @@ class Lane:
         return pending
 
 
-def _own_line(world: World, axes: tuple[str, ...], timeout_s: float) -> World:
+def _make_subgroup(world: Communicator, axes: tuple[str, ...], timeout_s: float) -> Communicator:
     """The line along ``axes`` as a world with a process group of its own, and its own count of
     seconds waited: the thread's waits are not the training's."""
     mine, group = [world.ranks[world.rank]], None
@@ -88,11 +88,11 @@ def _own_line(world: World, axes: tuple[str, ...], timeout_s: float) -> World:
             mine, group = ranks, made
     place = mine.index(world.ranks[world.rank])
     env = RankEnv(place, len(mine), world.env.local_rank, world.env.local_world_size)
-    return World(env, world.device, world.axes, group, mine)
+    return Communicator(env, world.device, world.axes, group, mine)
 
 
 def _run(
-    todo: queue.SimpleQueue[tuple[Work, Pending, torch.Event | None] | None], line: World
+    todo: queue.SimpleQueue[tuple[Work, Pending, torch.Event | None] | None], line: Communicator
 ) -> None:
     stream = None
     failed: BaseException | None = None

@@ -26,7 +26,7 @@ class Waits:
         self.seconds = 0.0
 
 
-class World:
+class Communicator:
     """This rank, its device, and the collectives among the ranks of one group: all of them, or a
     line of the mesh. With one rank each collective is the identity.
 
@@ -54,7 +54,7 @@ class World:
         self.group = group
         self.ranks = ranks if ranks is not None else list(range(env.world_size))
         self.waits = waits or Waits()
-        self._lines: dict[tuple[str, ...], World] = {}
+        self._subgroups: dict[tuple[str, ...], Communicator] = {}
         #: Types of the devices of all ranks; set where the process group was made.
         self.device_types = frozenset({device.type})
 
@@ -102,15 +102,15 @@ class World:
         """This rank's place on each axis of the mesh."""
         return self.axes.coordinates(self.ranks[self.rank])
 
-    def line(self, *axes: str) -> World:
+    def subgroup(self, *axes: str) -> Communicator:
         """The ranks that differ from this one in ``axes`` alone, as a world of their own. A
         collective the first time: every rank asks for the same lines in the same order."""
         key = tuple(sorted(axes))
-        if key not in self._lines:
-            self._lines[key] = self._make_line(key)
-        return self._lines[key]
+        if key not in self._subgroups:
+            self._subgroups[key] = self._make_subgroup(key)
+        return self._subgroups[key]
 
-    def _make_line(self, axes: tuple[str, ...]) -> World:
+    def _make_subgroup(self, axes: tuple[str, ...]) -> Communicator:
         lines = self.axes.lines(axes)
         mine = next(one for one in lines if self.rank in one)
         if len(mine) == self.size:
@@ -123,7 +123,7 @@ class World:
         env = RankEnv(
             mine.index(self.rank), len(mine), self.env.local_rank, self.env.local_world_size
         )
-        return World(env, self.device, self.axes, group, mine, self.waits)
+        return Communicator(env, self.device, self.axes, group, mine, self.waits)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -243,7 +243,9 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | None = None) -> World:
+def init_communicator(
+    env: RankEnv, device_type: str, timeout_s: float, axes: Axes | None = None
+) -> Communicator:
     """Choose this rank's device, set the number of threads, and join the process group (where there
     are several ranks).
 
@@ -266,9 +268,9 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | No
     device_types = frozenset({device_type})
     if env.world_size > 1 and dist.is_initialized():
         _check_adopted(env, device)
-        World.has_adopted_group = True
+        Communicator.has_adopted_group = True
     elif env.world_size > 1:
-        World.has_adopted_group = False
+        Communicator.has_adopted_group = False
         timeout = timedelta(seconds=timeout_s)
         options: dict[str, Any] = {}
         if env.local_world_size < env.world_size:
@@ -286,7 +288,7 @@ def open_world(env: RankEnv, device_type: str, timeout_s: float, axes: Axes | No
             backend, rank=env.rank, world_size=env.world_size, timeout=timeout, **options
         )
     count_collectives()
-    world = World(env, device, axes)
+    world = Communicator(env, device, axes)
     world.device_types = device_types
     return world
 

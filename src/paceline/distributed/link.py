@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.distributed.traffic_volume import all_reduce_bytes
 
 if TYPE_CHECKING:
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
 
 #: Elements (float32) of the small all-reduce, whose time is latency alone, and of the larger ones,
 #: tried one after the other for as long as the budget lasts.
@@ -76,7 +76,7 @@ class Link:
         return max(0.0, end - backward_s)
 
 
-def measure_link(world: World) -> Link | None:
+def measure_link(world: Communicator) -> Link | None:
     """Measure by all-reduces over the ranks of ``world``, a small one and ever larger ones: tens of
     milliseconds on a fast link, about a second on a slow one. None with one rank.
 
@@ -123,7 +123,7 @@ def measure_link(world: World) -> Link | None:
     )
 
 
-def _time(world: World, run: Callable[[], None]) -> tuple[float, int]:
+def _time(world: Communicator, run: Callable[[], None]) -> tuple[float, int]:
     """Seconds of ``run``, and how often it was repeated after a first time: the same on every rank.
     Where the first time used up the budget, it is the measurement; else it only warms up
     (connections, what TCP dares to send at once)."""
@@ -134,7 +134,7 @@ def _time(world: World, run: Callable[[], None]) -> tuple[float, int]:
     return max(world.gather_numbers(median(_once(world, run) for _ in range(repeats)))), repeats
 
 
-def _once(world: World, run: Callable[[], None]) -> float:
+def _once(world: Communicator, run: Callable[[], None]) -> float:
     import torch
 
     start = time.perf_counter()

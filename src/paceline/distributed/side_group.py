@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import RunError
 from paceline.core.processes import host_name
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 
 #: Bytes of a staging buffer. Sender and receiver hold ``_WINDOW`` of them for each transfer.
@@ -56,7 +56,7 @@ class SideGroup:
 
     root = 0
 
-    def __init__(self, world: World, remote_ranks: list[int]) -> None:
+    def __init__(self, world: Communicator, remote_ranks: list[int]) -> None:
         self.world = world
         self.remote_ranks = remote_ranks
         self.members = [self.root, *remote_ranks]
@@ -67,7 +67,7 @@ class SideGroup:
         self.reopen()
 
     @classmethod
-    def open(cls, world: World, sees_run_folder: bool) -> SideGroup | None:
+    def open(cls, world: Communicator, sees_run_folder: bool) -> SideGroup | None:
         """Open the group, or return None if every rank sees the run's folder. A collective."""
         if world.size == 1:
             return None

@@ -1,6 +1,6 @@
 """Bytes that this rank sends, counted at torch.distributed's own functions, whoever calls them.
 
-FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.distributed.communicator.World` all go
+FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.distributed.communicator.Communicator` all go
 through the functions of the ``torch.distributed`` package, so these are wrapped, once a process, to
 add up what passes. What is counted is what an algorithm optimal in bandwidth sends: the figure by
 which strategies are compared, and the same for every backend. The same wrappers tell the process's

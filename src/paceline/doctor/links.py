@@ -15,7 +15,7 @@ from paceline.distributed.link import Link, measure_link
 if TYPE_CHECKING:
     import torch
 
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
 
 _PINGS = 12
 #: A message large enough that latency hardly counts, unless a small one took longer than this: then
@@ -69,7 +69,7 @@ class Network:
         return min(self.pairs, key=lambda one: one.bandwidth_bytes_s)
 
 
-def measure_network(world: World) -> Network:
+def measure_network(world: Communicator) -> Network:
     """Measure; a collective. One pair at a time speaks while the others wait, so that each has the
     wire to itself. Every rank gets the same answer."""
     from paceline.distributed.traffic import uncounted
@@ -85,7 +85,7 @@ def measure_network(world: World) -> Network:
     return Network(hosts, pairs, link, intact)
 
 
-def _measure_pair(world: World, sender: int, receiver: int) -> Pair:
+def _measure_pair(world: Communicator, sender: int, receiver: int) -> Pair:
     import torch
 
     world.barrier()
@@ -98,7 +98,7 @@ def _measure_pair(world: World, sender: int, receiver: int) -> Pair:
     return Pair(sender, receiver, latency_s, bandwidth, damaged == 0, offset_s)
 
 
-def _speak(world: World, sender: int, receiver: int) -> torch.Tensor:
+def _speak(world: Communicator, sender: int, receiver: int) -> torch.Tensor:
     """[latency, bandwidth, number of damaged messages, clock offset]; each figure from one of the
     two, so that the sum over the ranks is that figure."""
     import torch
@@ -131,7 +131,7 @@ def _speak(world: World, sender: int, receiver: int) -> torch.Tensor:
     )
 
 
-def _there_and_back(world: World, tensor: torch.Tensor, peer: int, begins: bool) -> float:
+def _there_and_back(world: Communicator, tensor: torch.Tensor, peer: int, begins: bool) -> float:
     """Seconds until what was sent is back, in ``tensor`` itself; the other side returns what it
     got."""
     start = time.perf_counter()
@@ -141,7 +141,7 @@ def _there_and_back(world: World, tensor: torch.Tensor, peer: int, begins: bool)
     return time.perf_counter() - start
 
 
-def _clock_offset(world: World, clock: torch.Tensor, peer: int, begins: bool) -> float:
+def _clock_offset(world: Communicator, clock: torch.Tensor, peer: int, begins: bool) -> float:
     """As NTP does it: the other's time against the middle of the way there and back (Mills, RFC
     5905, section 8). Counted from this hour on, which a float32 could hold too."""
     base = time.time() // 3600 * 3600
@@ -157,7 +157,7 @@ def _clock_offset(world: World, clock: torch.Tensor, peer: int, begins: bool) ->
     return clock.item() - ((before + after) / 2 - base)
 
 
-def _sum_intact(world: World) -> bool:
+def _sum_intact(world: Communicator) -> bool:
     """Whole numbers small enough that their sum is exact in any order."""
     import torch
 
@@ -178,19 +178,19 @@ def pattern(numel: int, seed: int, device: torch.device) -> torch.Tensor:
     return ((torch.arange(numel, device=device) * 31 + seed) % 997 + 1).float()
 
 
-def _send(world: World, tensor: torch.Tensor, to: int) -> None:
+def _send(world: Communicator, tensor: torch.Tensor, to: int) -> None:
     import torch.distributed as dist
 
     dist.send(tensor, world.ranks[to], group=world.group)
 
 
-def _receive(world: World, tensor: torch.Tensor, source: int) -> None:
+def _receive(world: Communicator, tensor: torch.Tensor, source: int) -> None:
     import torch.distributed as dist
 
     dist.recv(tensor, world.ranks[source], group=world.group)
 
 
-def _synchronise(world: World) -> None:
+def _synchronise(world: Communicator) -> None:
     import torch
 
     if world.device.type != "cpu":

@@ -271,7 +271,7 @@ def _peer_copies(count: int, device_type: str) -> Check:
 # ---------------------------------------------------------------------------------------------------------------------
 def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     """Measure the network with the other ranks; a collective."""
-    from paceline.distributed.communicator import open_world
+    from paceline.distributed.communicator import init_communicator
     from paceline.doctor.links import measure_network
 
     checks: list[Check] = []
@@ -287,7 +287,7 @@ def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, An
         }
         if fatal or env.world_size == 1:
             return {"status": "done", "report": report if env.rank == 0 else None}
-    world = open_world(env, job.device_type, job.timeout_s)
+    world = init_communicator(env, job.device_type, job.timeout_s)
     try:
         network = measure_network(world)
         checks += judge_network(network, gradients)

@@ -27,7 +27,7 @@ from paceline.core.events import EventLog
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PULSE, StepTimes
 from paceline.health.hangs import Hang, Seen, find_hangs
 from paceline.health.heartbeat_file import Heartbeats
@@ -64,7 +64,7 @@ class Watchdog:
         self,
         settings: Recovery,
         timeout_s: float,
-        world: World,
+        world: Communicator,
         stop: StopFlag,
         folder: Path | None = None,
     ) -> None:
@@ -263,7 +263,7 @@ class Watchdog:
 
     def _write_flight_record(self) -> Path | None:
         """What torch's flight recorder holds, where it is on (see
-        :func:`paceline.distributed.communicator.open_world`)."""
+        :func:`paceline.distributed.communicator.init_communicator`)."""
         text = flight_record()
         if text is None or self.folder is None or not self.folder.is_dir():
             return None

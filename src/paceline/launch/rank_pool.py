@@ -150,11 +150,11 @@ def _rank(
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
     )
-    from paceline.distributed.communicator import open_world
+    from paceline.distributed.communicator import init_communicator
     from paceline.distributed.environment import RankEnv
 
     try:
-        world = open_world(RankEnv(rank, num_ranks, rank, num_ranks), "cpu", timeout_s)
+        world = init_communicator(RankEnv(rank, num_ranks, rank, num_ranks), "cpu", timeout_s)
         value = function(world, *args)
         world.barrier()
         world.close()

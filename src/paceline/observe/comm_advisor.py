@@ -18,7 +18,7 @@ from paceline.observe.metrics import Meter
 from paceline.parallel.comm_profile import Exchange, Spent
 
 if TYPE_CHECKING:
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
     from paceline.train.trainer import Session
 
 #: A gain of less is within what measuring and predicting can miss.
@@ -207,7 +207,7 @@ class Judge:
     """
 
     def __init__(
-        self, exchange: Exchange, world: World, meter: Meter, first_step: int, last_step: int
+        self, exchange: Exchange, world: Communicator, meter: Meter, first_step: int, last_step: int
     ) -> None:
         self.exchange = exchange
         self.world = world

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PULSE
 from paceline.distributed.traffic import KINDS, uncounted
 from paceline.observe.device_stats import NOTHING, DeviceReader, as_event
@@ -35,7 +35,7 @@ class Meter:
 
     def __init__(
         self,
-        world: World,
+        world: Communicator,
         started_at: float,
         has_tokens: bool,
         traffic_period: int = 1,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.parallel.comm_profile import Exchange
 from paceline.parallel.cost import Cost, ModelShape, Workload
@@ -75,7 +75,7 @@ class Strategy(ABC):
     #: model's modules matters.
     probe: Callable[[nn.Module], object] | None = None
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: Communicator) -> None:
         self.config = config
         self.settings = config.parallel
         self.world = world
@@ -157,7 +157,7 @@ class Strategy(ABC):
         return at["tensor"] == 0 and at["pipeline"] == self.world.axes.pipeline - 1
 
     @property
-    def count_world(self) -> World:
+    def count_world(self) -> Communicator:
         """The ranks whose count divides the loss of this step, times how often such groups go into
         the world: all of them, but for strategies whose replicas train on their own for a while."""
         return self.world
@@ -317,7 +317,7 @@ class Strategy(ABC):
         return None
 
     @property
-    def replica_line(self) -> World | None:
+    def replica_line(self) -> Communicator | None:
         """The ranks that hold, after this step, the same bits of :meth:`replicated`; None where no
         two do."""
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
     from paceline.parallel.ddp.buckets import GradientBuckets
 
 
@@ -49,8 +49,8 @@ class Exchange:
     method: str | None
     without: str
     buckets: GradientBuckets
-    group: World
-    line: World
+    group: Communicator
+    line: Communicator
     sent_bytes: float
     messages: float
     spent: Callable[[], Spent]

@@ -14,7 +14,7 @@ from paceline.distributed.mesh import Axes
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config, Parallel
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
     from paceline.parallel.base import Strategy
 
 # name → "module:class". Imported when used.
@@ -206,6 +206,6 @@ def check_strategy(name: str, config: Config, axes: Axes) -> None:
     check_balance(config, name, kind.allows_unequal_shares, axes)
 
 
-def make_strategy(name: str, config: Config, world: World) -> Strategy:
+def make_strategy(name: str, config: Config, world: Communicator) -> Strategy:
     """An instance of the strategy ``name`` for this rank."""
     return strategy_class(name).variant(config)(config, world)

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.data.loader import LoaderOptions, eval_batches
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PULSE
 from paceline.parallel.base import Strategy
 from paceline.tasks.base import Task
@@ -34,7 +34,7 @@ def evaluate(
     strategy: Strategy,
     dataset: object,
     config: Config,
-    world: World,
+    world: Communicator,
     precision: Precision,
     options: LoaderOptions,
 ) -> EvalResult:
@@ -94,7 +94,7 @@ def evaluate(
     return EvalResult(loss, means, int(total), time.perf_counter() - start)
 
 
-def _gather(values: list[torch.Tensor], world: World) -> torch.Tensor:
+def _gather(values: list[torch.Tensor], world: Communicator) -> torch.Tensor:
     """Every rank's values, one after the other, on the CPU; each rank may have another number of
     them."""
     mine = (

@@ -1,7 +1,7 @@
 """Runs whose hosts have devices of different types, such as a CPU host and a GPU host: what is
 supported, and equal replicas.
 
-All ranks use Gloo then, see :func:`paceline.distributed.communicator.open_world`. Every replica
+All ranks use Gloo then, see :func:`paceline.distributed.communicator.init_communicator`. Every replica
 makes its own update from the same gradient. Devices of different types round it differently, so
 replicas are not compared by their bits: rank 0's weights and optimizer state are broadcast instead,
 as often as they would be compared.
@@ -20,13 +20,13 @@ from paceline.parallel.registry import strategy_class
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
 
 #: Gloo sends tensors of these.
 _SUPPORTED_TYPES = frozenset({"cpu", "cuda"})
 
 
-def check_mixed_devices(world: World, config: Config, strategy: str) -> None:
+def check_mixed_devices(world: Communicator, config: Config, strategy: str) -> None:
     """Raise ConfigError on every rank if the ranks' devices differ in type and the run does not
     support that."""
     if not world.mixes_devices:
@@ -66,7 +66,7 @@ def check_mixed_devices(world: World, config: Config, strategy: str) -> None:
             )
 
 
-def mixed_devices_notices(world: World) -> list[tuple[str, str]]:
+def mixed_devices_notices(world: Communicator) -> list[tuple[str, str]]:
     """Return (level, text) for a run on devices of different types; empty for others."""
     if not world.mixes_devices:
         return []
@@ -79,7 +79,7 @@ def mixed_devices_notices(world: World) -> list[tuple[str, str]]:
     return [("info", text)]
 
 
-def align_replicas(strategy: Strategy, world: World) -> None:
+def align_replicas(strategy: Strategy, world: Communicator) -> None:
     """Copy rank 0's trained weights and optimizer state to all ranks. A collective. Nothing for
     replicas that train apart."""
     if strategy.trains_apart:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.config.schema import TrainArgs
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.parallel.loss_scale import LossScaler
 
 
@@ -23,7 +23,7 @@ class Precision:
     float32 runs through here unchanged.
     """
 
-    def __init__(self, args: TrainArgs, world: World) -> None:
+    def __init__(self, args: TrainArgs, world: Communicator) -> None:
         assert args.precision != "auto" or world.device.type == "cpu", (
             "`precision: auto` is resolved before ranks start"
         )
@@ -73,7 +73,7 @@ class Precision:
             self.scaler.load(numbers["scaler/scale"], numbers["scaler/growth_tracker"])
 
 
-def check_same_precision(world: World, args: TrainArgs) -> None:
+def check_same_precision(world: Communicator, args: TrainArgs) -> None:
     """Raise ConfigError if ``precision: auto`` became different precisions on the ranks' devices. A
     collective."""
     precisions = world.gather_objects(args.precision)

@@ -26,7 +26,7 @@ from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.core.stop import StopFlag
 from paceline.data.loader import LoaderOptions
 from paceline.data.order import SampleOrder
-from paceline.distributed.communicator import World, open_world
+from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.distributed.progress import PULSE
@@ -81,7 +81,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     report on every rank, or on rank 0 only if a launcher of Paceline collects it."""
     axes = job.layout.axes if job.layout.num_processes > 1 else Axes()
     PULSE.start(active=job.config.recovery.watchdog, on_cpu=job.device_type == "cpu")
-    world = open_world(env, job.device_type, job.config.parallel.timeout_s, axes)
+    world = init_communicator(env, job.device_type, job.config.parallel.timeout_s, axes)
     run_dir = RunDir(Path(job.config.output_dir))
     events = EventLog(None)
     watchdog = Watchdog(
@@ -161,7 +161,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
         world.close()
 
 
-def _open_side_group(job: Job, world: World) -> tuple[SideGroup | None, Job]:
+def _open_side_group(job: Job, world: Communicator) -> tuple[SideGroup | None, Job]:
     """The group over which checkpoints travel if some rank does not see the run's folder; rank 0
     then says which checkpoint the run resumes from."""
     side = SideGroup.open(world, job.sees_run_folder)
@@ -171,7 +171,7 @@ def _open_side_group(job: Job, world: World) -> tuple[SideGroup | None, Job]:
 
 
 def _claim_store(
-    job: Job, world: World, run_dir: RunDir, events: EventLog
+    job: Job, world: Communicator, run_dir: RunDir, events: EventLog
 ) -> CheckpointStore | None:
     """``checkpoint_dir``, on rank 0, which uploads."""
     if job.config.checkpoint_dir is None or not world.is_first:
@@ -210,7 +210,7 @@ def _stop_reason(stop: StopFlag) -> str:
 
 
 @contextmanager
-def _locked(run_dir: RunDir, world: World) -> Any:
+def _locked(run_dir: RunDir, world: Communicator) -> Any:
     """Rank 0 holds the run's folder, so that no second run writes into it. The lock ends with the
     process."""
     handle: IO[str] | None = None
@@ -245,7 +245,9 @@ class Built:
     frozen: str | None  # digest of the weights that are not trained
 
 
-def build(job: Job, world: World, adjust: Callable[[nn.Module], object] | None = None) -> Built:
+def build(
+    job: Job, world: Communicator, adjust: Callable[[nn.Module], object] | None = None
+) -> Built:
     """The task and the model, placed; from torch's random state as the seed sets it. ``adjust`` may
     change the model before that.
 
@@ -309,7 +311,7 @@ def _build_model(task: Task, config: Config) -> nn.Module:
 
 def begin(
     job: Job,
-    world: World,
+    world: Communicator,
     built: Built,
     run_dir: RunDir,
     events: EventLog,

@@ -21,7 +21,7 @@ from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.data.loader import LoaderOptions, MicroBatch
 from paceline.data.order import SampleOrder
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PULSE
 from paceline.distributed.seeds import seed_everything
 from paceline.health.anomalies import Guard
@@ -46,7 +46,7 @@ class Session:
 
     config: Config
     derived: Derived
-    world: World
+    world: Communicator
     task: Task
     model: nn.Module  # what the strategy made of it
     shape: ModelShape  # as the task built it

@@ -28,7 +28,7 @@ from paceline.core.files import write_atomic
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.data.loader import MicroBatch
-from paceline.distributed.communicator import World, open_world
+from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.parallel.base import Strategy
@@ -88,7 +88,7 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
         Exception: a trial failed on this rank; the trials after it were not begun.
     """
     first = certification.trials[0].job
-    world = open_world(env, first.device_type, first.config.parallel.timeout_s)
+    world = init_communicator(env, first.device_type, first.config.parallel.timeout_s)
     try:
         for trial in certification.trials:
             found = _one_trial(certification, trial, world, stop)
@@ -105,7 +105,7 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
 
 
 def _one_trial(
-    certification: Certification, trial: Trial, world: World, stop: StopFlag
+    certification: Certification, trial: Trial, world: Communicator, stop: StopFlag
 ) -> dict[str, Any]:
     layout = trial.job.layout
     if world.rank >= layout.num_processes:
@@ -114,7 +114,10 @@ def _one_trial(
     env = RankEnv() if alone else world.env
     try:
         return _train(
-            certification, trial, World(env, world.device, Axes() if alone else layout.axes), stop
+            certification,
+            trial,
+            Communicator(env, world.device, Axes() if alone else layout.axes),
+            stop,
         )
     except ConfigError as error:
         return {"status": "refused", "reason": error.paragraph()}
@@ -125,7 +128,7 @@ def _one_trial(
 
 
 def _train(
-    certification: Certification, trial: Trial, world: World, stop: StopFlag
+    certification: Certification, trial: Trial, world: Communicator, stop: StopFlag
 ) -> dict[str, Any]:
     heard: list[Event] = []
     built = build(trial.job, world, adjust=turn_off_dropout)

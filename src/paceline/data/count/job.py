@@ -30,7 +30,7 @@ from paceline.data.count.runs import Row, Spills, decoded, lines, merged, rows
 from paceline.data.count.shards import Errors, Reading, Seen, Shard, plan_shards, texts
 
 if TYPE_CHECKING:
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
 
 #: below this a chunk of text does not fit beside the table
 LEAST_MEMORY_BYTES = 1 << 20
@@ -103,7 +103,7 @@ class MapSeen(Seen):
     full: int = 0
 
 
-def count_rank(world: World, job: Job) -> Found:
+def count_rank(world: Communicator, job: Job) -> Found:
     """This rank's part of the work; every rank calls it. The words of a rank are those whose hash
     names it.
 
@@ -126,7 +126,7 @@ def count_rank(world: World, job: Job) -> Found:
         raise
 
 
-def _count(world: World, job: Job) -> Found:
+def _count(world: Communicator, job: Job) -> Found:
     from paceline.data.count.shuffle import shuffle
 
     folder = job.folder / f"rank-{world.rank:03d}"

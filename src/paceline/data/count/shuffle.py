@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.data.count.runs import Run
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 
 _MOST_BYTES = 4 << 20
 
 
-def shuffle(world: World, run: Run, folder: Path, memory_bytes: int) -> tuple[list[Path], int]:
+def shuffle(
+    world: Communicator, run: Run, folder: Path, memory_bytes: int
+) -> tuple[list[Path], int]:
     """Exchange the parts of every rank's ``run``. A collective.
 
     Args:

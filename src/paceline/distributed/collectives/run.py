@@ -28,7 +28,7 @@ from paceline.distributed.collectives.program import (
 )
 from paceline.distributed.collectives.schedules import Sent, Step, check_algorithm, steps
 from paceline.distributed.collectives.trace import Trace
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PULSE
 from paceline.distributed.traffic import uncounted
 
@@ -68,7 +68,7 @@ _COMBINE: dict[Any, Combine] = {
 
 
 def all_reduce(
-    world_line: World,
+    world_line: Communicator,
     tensor: torch.Tensor,
     algorithm: str = "ring",
     trace: Trace | None = None,
@@ -99,7 +99,7 @@ def all_reduce(
 
 
 def broadcast(
-    world_line: World,
+    world_line: Communicator,
     tensor: torch.Tensor,
     algorithm: str = "tree",
     root: int = 0,
@@ -114,7 +114,7 @@ def broadcast(
 
 
 def _run(
-    world: World,
+    world: Communicator,
     tensor: torch.Tensor,
     what: tuple[str, str, int],
     combine: Combine,
@@ -151,11 +151,15 @@ def _steps(collective: str, algorithm: str, root: int, size: int, numel: int) ->
 
 
 # Worlds whose ranks have all met in a collective.
-_MET: weakref.WeakSet[World] = weakref.WeakSet()
+_MET: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def _by_step(
-    world: World, flat: torch.Tensor, todo: Sequence[Step], combine: Combine, trace: Trace | None
+    world: Communicator,
+    flat: torch.Tensor,
+    todo: Sequence[Step],
+    combine: Combine,
+    trace: Trace | None,
 ) -> Sent:
     """Each step's messages as one batch (NCCL runs the calls of a batch together: no order of calls
     can lock up the ranks)."""
@@ -287,7 +291,7 @@ _PLANS = WeakTensorKeyDictionary()
 
 
 def _in_pieces(
-    world: World,
+    world: Communicator,
     owner: torch.Tensor,
     flat: torch.Tensor,
     what: tuple[str, str, int],

@@ -11,7 +11,7 @@ from paceline.core.formatting import counted
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
     from paceline.explain.run import Request
 
 PRELOAD = ("paceline.distributed.collectives.run",)
@@ -117,7 +117,9 @@ def record(collective: str, algorithm: str, ranks: int, elements: int) -> Story:
     }
 
 
-def _record_rank(world: World, collective: str, algorithm: str, elements: int) -> dict[str, Any]:
+def _record_rank(
+    world: Communicator, collective: str, algorithm: str, elements: int
+) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 

@@ -12,7 +12,7 @@ from paceline.explain import timeline
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
     from paceline.explain.run import Request
 
 Story = dict[str, Any]
@@ -64,7 +64,7 @@ def tell(request: Request) -> Story:
     }
 
 
-def _record_rank(world: World) -> dict[str, Any]:
+def _record_rank(world: Communicator) -> dict[str, Any]:
     from paceline.explain import training
     from paceline.parallel.ddp.strategy import DistributedDataParallel
 
@@ -137,11 +137,11 @@ def _record_rank(world: World) -> dict[str, Any]:
     return {"spans": spans, "fills": fills, "buckets": sizes, "ok": ok}
 
 
-def _watched(world: World) -> Any:
+def _watched(world: Communicator) -> Any:
     """The same world, which notes when each all-reduce was started and when it had ended."""
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
 
-    class Watched(World):
+    class Watched(Communicator):
         reduces: list[list[float]] = []  # noqa: RUF012
 
         def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from paceline.explain import timeline
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
     from paceline.explain.run import Request
 
 Story = dict[str, Any]
@@ -56,7 +56,7 @@ def tell(request: Request) -> Story:
     }
 
 
-def _record(world: World, devices: int) -> dict[str, Any]:
+def _record(world: Communicator, devices: int) -> dict[str, Any]:
     from paceline.explain import training
     from paceline.parallel.ddp.threads import DataParallel
 

@@ -10,7 +10,7 @@ from paceline.core.formatting import counted
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
-    from paceline.distributed.communicator import World
+    from paceline.distributed.communicator import Communicator
     from paceline.explain.run import Request
 
 Story = dict[str, Any]
@@ -75,12 +75,12 @@ def _as_declared(stage: dict[str, Any]) -> bool:
     return bool(abs(fullest - declared) <= _TOLERANCE * declared)
 
 
-def _measure_rank(world: World) -> dict[str, Any]:
+def _measure_rank(world: Communicator) -> dict[str, Any]:
     return {mode: _measure(world, mode) for mode in STAGES}
 
 
-def _measure(world: World, mode: str) -> dict[str, Any]:
-    from paceline.distributed.communicator import World
+def _measure(world: Communicator, mode: str) -> dict[str, Any]:
+    from paceline.distributed.communicator import Communicator
     from paceline.explain import training
     from paceline.models.shape.outline import outline
     from paceline.parallel.base import optimizer_tensors
@@ -90,7 +90,7 @@ def _measure(world: World, mode: str) -> dict[str, Any]:
 
     config = training.make_config(mode)
     axes = layout(config.parallel, world.size).axes
-    meshed = World(world.env, world.device, axes, world.group, world.ranks, world.waits)
+    meshed = Communicator(world.env, world.device, axes, world.group, world.ranks, world.waits)
     made = strategy_class(mode)
     model = training.make_model()
     cost = made.cost(

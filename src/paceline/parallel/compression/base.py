@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.config.schema.compression import Compression
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.seeds import derive_seed
 
 #: Elements of a part of :func:`blocks`: 256 KiB of float32.
@@ -117,7 +117,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
     ) -> None:
         """Put the sum over the ranks of ``line`` in the place of this rank's values, in place. A
         collective; the same number of collectives in the same order on every rank, whatever the

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from paceline.config.schema.compression import Compression
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.parallel.compression.base import BucketShape, Compressor, State
 from paceline.parallel.compression.quantize import CODES, coded_sum, coded_sum_sends
 
@@ -23,7 +23,7 @@ class FewerBits(Compressor):
         self.code = CODES[settings.chain[0]]
 
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
     ) -> None:
         total, _ = coded_sum(
             flat,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from paceline.config.schema.compression import Compression
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.seeds import derive_seed
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.compression.base import BucketShape, Compressor, Slot, State
@@ -54,7 +54,7 @@ class PowerSGD(Compressor):
         return [(slot, size) for slot, size in sized if size is not None]
 
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
     ) -> None:
         waiting = state.flats["residual"].add_(flat)
         matrices = self._matrices(bucket)
@@ -100,7 +100,12 @@ class PowerSGD(Compressor):
         return torch.where(empty, fresh, last)
 
     def _sum(
-        self, tensors: list[torch.Tensor], line: World, step: int, bucket: BucketShape, turn: int
+        self,
+        tensors: list[torch.Tensor],
+        line: Communicator,
+        step: int,
+        bucket: BucketShape,
+        turn: int,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(sums over the ranks, this rank's shares of them): all tensors in one message."""
         mine = _flat(tensors, tensors[0])

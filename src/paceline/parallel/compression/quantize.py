@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic_volume import scatter_bytes
 
 #: A source of chance for the message of a round.
@@ -127,7 +127,7 @@ def unpack(code: Code, messages: torch.Tensor) -> torch.Tensor:
 
 
 def coded_sum(
-    values: torch.Tensor, code: Code, line: World, chance: Chance
+    values: torch.Tensor, code: Code, line: Communicator, chance: Chance
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum over the ranks of float32 values [n], every number on the wire in ``code``. A collective.
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed.comm_thread import Pending
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.comm_profile import Exchange, Spent
@@ -39,7 +39,7 @@ class CompressedReduction(Reduction):
     sum would come to (Lin et al., "Deep Gradient Compression", 2018, section 3.2).
     """
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         compressor = compressor_of(config)
         assert compressor is not None
@@ -91,7 +91,7 @@ class CompressedReduction(Reduction):
     def start(self, number: int, flat: torch.Tensor) -> Pending:
         step, age, shape, state = self.step, self.age + 1, self.shapes[number], self.states[number]
 
-        def work(line: World) -> None:
+        def work(line: Communicator) -> None:
             begin = time.thread_time()
             values = flat.float()  # the bucket itself, where it is float32
             if self.scaler is not None and self.unscales:

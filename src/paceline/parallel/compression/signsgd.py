@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic_volume import scatter_bytes
 from paceline.parallel.compression.base import BucketShape, Compressor, State
 
@@ -25,7 +25,7 @@ class SignSGD(Compressor):
     stateful = False
 
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
     ) -> None:
         magnitude = flat.abs().sum() / max(1, bucket.numel)
         votes = flat > 0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from paceline.config.schema.compression import Compression
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.parallel.compression.base import BucketShape, Compressor, State, blocks
 from paceline.parallel.compression.local_adam import SECOND
@@ -90,7 +90,7 @@ class TopK(_Sparse):
     """
 
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
     ) -> None:
         waiting = self._gather(flat, state)
         count = self.count(bucket, step)
@@ -138,7 +138,7 @@ class RandomK(_Sparse):
     any element has the same chance."""
 
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: World, step: int
+        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
     ) -> None:
         waiting = self._gather(flat, state)
         chosen = self.draw(bucket, step).to(flat.device)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.distributed.communicator import World, wide_dtype
+from paceline.distributed.communicator import Communicator, wide_dtype
 from paceline.parallel.ddp.reducer import Reduction
 
 _ALIGN_BYTES = 64
@@ -100,7 +100,7 @@ class GradientBuckets:
         self,
         parameters: Iterable[nn.Parameter],
         cap_bytes: int,
-        world: World,
+        world: Communicator,
         reduction: Reduction | None = None,
     ) -> None:
         self.world = world

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.distributed.collectives import run as collectives
 from paceline.distributed.comm_thread import Lane, Pending
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 
 if TYPE_CHECKING:
     from paceline.parallel.comm_profile import Exchange
@@ -38,7 +38,7 @@ class Reduction:
     #: Of float16 training: the gradients in the buckets are multiplied by its scale.
     scaler: LossScaler | None = None
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: Communicator) -> None:
         self.config = config
         self.world = world
         self.lane = Lane(world, "data", timeout_s=config.parallel.timeout_s)
@@ -98,7 +98,7 @@ class Reduction:
         return {}
 
 
-def make_reduction(config: Config, world: World) -> Reduction | None:
+def make_reduction(config: Config, world: Communicator) -> Reduction | None:
     """What sums gradients over the axis data of ``world`` as the config says; None: the backend's
     own all-reduce. A collective."""
     if world.axes.data == 1:

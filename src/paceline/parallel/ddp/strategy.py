@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.base import BuildOptimizer, MicroStep, optimizer_tensors, persistent_buffers
@@ -30,7 +30,7 @@ class DistributedDataParallel(SummedInBuckets):
     allows_mixed_devices = True
     buckets: GradientBuckets
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.model: nn.Module
 
@@ -61,7 +61,7 @@ class DistributedDataParallel(SummedInBuckets):
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
     @property
-    def replica_line(self) -> World | None:
+    def replica_line(self) -> Communicator | None:
         return self.world
 
     def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.parallel.base import Strategy
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.reducer import Reduction, make_reduction
@@ -24,7 +24,7 @@ class SummedInBuckets(Strategy):
     #: Sums the buckets where the backend's all-reduce is not to.
     reduction: Reduction | None = None
 
-    def sum_in_buckets(self, line: World) -> GradientBuckets:
+    def sum_in_buckets(self, line: Communicator) -> GradientBuckets:
         """Gradients of ``trained`` lie in buckets, summed over ``line``. A collective."""
         self.reduction = make_reduction(self.config, self.world)
         cap_bytes = int(self.settings.bucket_cap_mb * 2**20)

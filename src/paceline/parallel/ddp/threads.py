@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.parallel.base import (
     BuildOptimizer,
@@ -68,7 +68,7 @@ class DataParallel(Strategy):
 
     name = "dp"
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.num_devices = self.settings.num_gpus if isinstance(self.settings.num_gpus, int) else 2
         self.notices: list[tuple[str, str]] = list(_NOTICES)

@@ -27,7 +27,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, persistent_buffers
@@ -65,7 +65,7 @@ class DeepSpeed(Strategy):
     whole_on_first = False
     skips_itself = True
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.stage = stage_of(self.settings)
         self.engine: Any = None
@@ -228,7 +228,7 @@ class DeepSpeed(Strategy):
     # -- state
     # --------------------------------------------------------------------------------------------------------------
     @property
-    def replica_line(self) -> World | None:
+    def replica_line(self) -> Communicator | None:
         return None if self.stage == 3 else self.world
 
     def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -352,7 +352,7 @@ def _no_offload(offload: str) -> ConfigError:
     )
 
 
-def _join(deepspeed: Any, world: World) -> None:
+def _join(deepspeed: Any, world: Communicator) -> None:
     """Let DeepSpeed use this rank's process group: it must neither look for MPI nor compile kernels
     to talk through."""
     os.environ.setdefault("LOCAL_RANK", str(world.env.local_rank))

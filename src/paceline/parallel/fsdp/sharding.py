@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import find_blocks
 from paceline.parallel.base import persistent_buffers
 from paceline.parallel.ddp.buckets import squared_norm_of
@@ -103,7 +103,7 @@ class Sharding:
     def __init__(
         self,
         model: nn.Module,
-        world: World,
+        world: Communicator,
         *,
         low_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
@@ -111,9 +111,9 @@ class Sharding:
         blocks: list[nn.Module] | None = None,
     ) -> None:
         self.model = model
-        self.shards = world.line("shard")
-        self.copies = world.line("data")
-        self.replicas = world.line("data", "shard")
+        self.shards = world.subgroup("shard")
+        self.copies = world.subgroup("data")
+        self.replicas = world.subgroup("data", "shard")
         self.keeps_weights = not reshard_after_forward
         #: Most bytes of gathered weights between a forward and its backward, where they stay that
         #: long.
@@ -299,7 +299,7 @@ def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch
     return found
 
 
-def _group(line: World) -> dist.ProcessGroup:
+def _group(line: Communicator) -> dist.ProcessGroup:
     """The process group of a line; one is made for a rank that is alone on it."""
     if line.size == 1:
         if not dist.is_initialized():
@@ -364,7 +364,7 @@ def _separate(
     return found
 
 
-def _sum_packed(tensors: list[torch.Tensor], line: World) -> None:
+def _sum_packed(tensors: list[torch.Tensor], line: Communicator) -> None:
     """Sum tensors over a line, in place, in few messages."""
     if line.size == 1:
         return

@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.models.shape.record import modules_around
@@ -96,7 +96,7 @@ class ZeRO3(Strategy):
         return found
 
     @property
-    def replica_line(self) -> World | None:
+    def replica_line(self) -> Communicator | None:
         return self.sharding.copies
 
     def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.models.language import config_numbers
 from paceline.models.tensor_plan.plan import check_sizes as check_heads
@@ -46,7 +46,7 @@ class Hybrid(SummedInBuckets):
     name = "hybrid"
     whole_on_first = False
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.model: nn.Module
         self.trained = {}
@@ -70,7 +70,7 @@ class Hybrid(SummedInBuckets):
             ("data", "shard"),
             ("shard", "tensor", "pipeline"),
         ):
-            self.world.line(*line)  # every rank makes its lines in this order
+            self.world.subgroup(*line)  # every rank makes its lines in this order
         self.world.broadcast([*model.parameters(), *model.buffers()])
         plan = None
         if axes.tensor > 1:
@@ -79,11 +79,13 @@ class Hybrid(SummedInBuckets):
         if axes.pipeline > 1:
             from paceline.parallel.pipeline.runner import Pipeline
 
-            self.pipeline = Pipeline(model, self.world.line("pipeline"), self.config, self.probe)
+            self.pipeline = Pipeline(
+                model, self.world.subgroup("pipeline"), self.config, self.probe
+            )
             model = self.pipeline.model
             self.notices += self.pipeline.notices
         if plan is not None:
-            self.tensor = TensorSplit(model, self.world.line("tensor"), self.settings, plan)
+            self.tensor = TensorSplit(model, self.world.subgroup("tensor"), self.settings, plan)
             self.notices += self.tensor.notices
         self.model = model
         # Names of parameters are taken while these are plain: sharding makes new ones, under the
@@ -95,7 +97,7 @@ class Hybrid(SummedInBuckets):
 
             self.sharding = Sharding(model, self.world, low_dtype=self.low_dtype)
             if self.pipeline is not None:
-                self.pipeline.together = self.world.line("shard")
+                self.pipeline.together = self.world.subgroup("shard")
             self.trained = dict(self.sharding.named_pieces())
         else:
             model.to(self.world.device)
@@ -103,7 +105,7 @@ class Hybrid(SummedInBuckets):
                 name: one for name, one in model.named_parameters() if one.requires_grad
             }
             self.changing_buffers = changing_buffers(model) if axes.data > 1 else []
-            self.sum_in_buckets(self.world.line("data"))
+            self.sum_in_buckets(self.world.subgroup("data"))
         return model
 
     def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
@@ -122,7 +124,7 @@ class Hybrid(SummedInBuckets):
             self.buckets.zero()
             self._run_backward(micro_step, num_micro_batches, self.buckets.start_reducing)
             self.buckets.finish()
-            self.world.line("data").broadcast(self.changing_buffers)
+            self.world.subgroup("data").broadcast(self.changing_buffers)
         if self.tensor is not None:
             self.tensor.sum_partial_gradients(
                 [_gradient(self.trained[name]) for name in self.partial_names]
@@ -156,14 +158,14 @@ class Hybrid(SummedInBuckets):
                 [one for one, place in self._shared_gradients() if not place.owned],
                 self.world.device,
             )
-        line = self.world.line("shard", "tensor", "pipeline")
+        line = self.world.subgroup("shard", "tensor", "pipeline")
         line.wait(line.all_reduce(total))
         scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
         return clip_to(max_norm, total.sqrt().float(), scale)
 
     @property
-    def replica_line(self) -> World | None:
-        return self.world.line("data")
+    def replica_line(self) -> Communicator | None:
+        return self.world.subgroup("data")
 
     def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
         yield from super().replicated()

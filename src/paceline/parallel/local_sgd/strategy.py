@@ -16,7 +16,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic import uncounted
@@ -67,7 +67,7 @@ class LocalTraining(Strategy):
     #: What comes of a synchronisation is the same for all workers.
     flights_are_shared = True
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.local = config.local_sgd
         self.rhythm = Rhythm.of(self.local)
@@ -162,11 +162,11 @@ class LocalTraining(Strategy):
                 )
             )
         axes = Axes(data=self.workers, shard=world.size // self.workers)
-        lines = World(world.env, world.device, axes, world.group, world.ranks, world.waits)
-        self.near, self.far = lines.line("shard"), lines.line("data")
+        lines = Communicator(world.env, world.device, axes, world.group, world.ranks, world.waits)
+        self.near, self.far = lines.subgroup("shard"), lines.subgroup("data")
         if self.rhythm.overlap and self.far.size == world.size > 1:
             # What travels beside the steps must not stand in the way of their own collectives.
-            self.far = World(
+            self.far = Communicator(
                 world.env, world.device, axes, dist.new_group(world.ranks), world.ranks, world.waits
             )
 
@@ -196,7 +196,7 @@ class LocalTraining(Strategy):
         return self.workers == 1 or self.rhythm.together(self.done)
 
     @property
-    def count_world(self) -> World:
+    def count_world(self) -> Communicator:
         return self.world if self.is_warming or self.near.size == self.world.size else self.near
 
     @property
@@ -221,7 +221,7 @@ class LocalTraining(Strategy):
         return self.buckets.own()
 
     @property
-    def replica_line(self) -> World | None:
+    def replica_line(self) -> Communicator | None:
         return self.world if self.is_together else self.near
 
     def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 
 #: Elements that share a scale in int8.
 BLOCK = 256
@@ -66,7 +66,7 @@ class Mean:
         dtype: ``float32``, ``bf16`` or ``int8``.
     """
 
-    def __init__(self, message: torch.Tensor, world: World, dtype: str = "float32") -> None:
+    def __init__(self, message: torch.Tensor, world: Communicator, dtype: str = "float32") -> None:
         self.world = world
         self.size, self.dtype = message.numel(), message.dtype
         self.code = None if dtype == "float32" or world.size == 1 or not self.size else Code(dtype)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from paceline.config.schema import Config
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic import TRAFFIC, uncounted
@@ -42,9 +42,9 @@ Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
 class LooseParameterServer(ServedParameterServer):
     """Asynchronous, and with bounded staleness."""
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
-        self.alone = World(
+        self.alone = Communicator(
             RankEnv(0, 1, world.env.local_rank, world.env.local_world_size),
             world.device,
             Axes(),
@@ -55,7 +55,7 @@ class LooseParameterServer(ServedParameterServer):
         self.clock = 0
 
     @property
-    def count_world(self) -> World:
+    def count_world(self) -> Communicator:
         return self.alone
 
     @property

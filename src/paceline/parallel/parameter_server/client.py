@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.parameter_server.server import pull
@@ -18,7 +18,7 @@ from paceline.parallel.parameter_server.server import pull
 _THREADS = 4
 
 
-def connect(world: World, timeout_s: float) -> None:
+def connect(world: Communicator, timeout_s: float) -> None:
     """Open ``torch.distributed.rpc`` among all ranks. A collective."""
     # Plain TCP, which works everywhere; the other transports want shared memory or InfiniBand.
     options = rpc.TensorPipeRpcBackendOptions(
@@ -40,7 +40,12 @@ class RemoteRows:
     gradient is pushed."""
 
     def __init__(
-        self, number: int, ranges: list[tuple[int, int]], first_server: int, dim: int, world: World
+        self,
+        number: int,
+        ranges: list[tuple[int, int]],
+        first_server: int,
+        dim: int,
+        world: Communicator,
     ) -> None:
         self.number = number
         self.dim = dim
@@ -95,11 +100,11 @@ class RemoteRows:
         self.pulled.clear()
 
 
-def among_workers(world: World, num_workers: int) -> World:
+def among_workers(world: Communicator, num_workers: int) -> Communicator:
     """The workers as a world of their own; on a server, one of itself. A collective."""
     group = dist.new_group(list(range(num_workers))) if num_workers > 1 else None
     if world.rank >= num_workers:
-        return World(
+        return Communicator(
             RankEnv(0, 1, world.env.local_rank, world.env.local_world_size),
             world.device,
             None,
@@ -107,7 +112,7 @@ def among_workers(world: World, num_workers: int) -> World:
             [world.rank],
         )
     env = RankEnv(world.rank, num_workers, world.env.local_rank, world.env.local_world_size)
-    return World(env, world.device, world.axes, group, list(range(num_workers)), world.waits)
+    return Communicator(env, world.device, world.axes, group, list(range(num_workers)), world.waits)
 
 
 def rank_name(rank: int) -> str:

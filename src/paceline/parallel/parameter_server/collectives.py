@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.store_keys import LOST_KEY, MEETING_KEY
 from paceline.parallel.parameter_server.client import rank_name
 
@@ -120,12 +120,12 @@ def leave(rank: int) -> None:
     _MEETING.leave(rank)
 
 
-class ServedWorld(World):
+class ServedWorld(Communicator):
     """All ranks, with collectives through the first server. Ranks keep their numbers when others
     are lost: a sum is over the living, and of who is lost this knows what the collectives that it
     has waited for have told."""
 
-    def __init__(self, world: World, host: int) -> None:
+    def __init__(self, world: Communicator, host: int) -> None:
         super().__init__(world.env, world.device, world.axes, world.group, world.ranks, world.waits)
         self.host = host
         self.losses: dict[int, Loss] = {}

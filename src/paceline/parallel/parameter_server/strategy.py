@@ -25,7 +25,7 @@ from torch.distributed import rpc
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic import uncounted
 from paceline.models.recommend import Table, named_tables, tables_elsewhere
@@ -61,7 +61,7 @@ class ParameterServer(Strategy):
     name = "parameter_server"
     whole_on_first = False
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.said = config.parameter_server
         self.num_workers = world.axes.replicas

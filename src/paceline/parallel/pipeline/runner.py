@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.models.blocks import find_blocks
 from paceline.models.shape.trace import Trace
@@ -57,7 +57,7 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module,
-        line: World,
+        line: Communicator,
         config: Config,
         run: Callable[[nn.Module], object] | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class Pipeline:
         self._keeps_shape = True
         #: The same stage's ranks in other replicas, where a forward has collectives among them
         #: (shards).
-        self.together: World | None = None
+        self.together: Communicator | None = None
         self._checked: set[int] = set()
         self._legal(config.train_args.gradient_accumulation_steps)
 

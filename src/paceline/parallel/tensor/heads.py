@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.models.tensor_plan.families import HEAD_ARGUMENTS, HEAD_NUMBERS
 from paceline.models.tensor_plan.plan import refuse_sizes
 from paceline.models.tensor_plan.style import (
@@ -25,7 +25,10 @@ _HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 
 
 def divide_heads(
-    plan: Mapping[str, str], modules: Mapping[str, nn.Module], line: World, keeps_numbers: bool
+    plan: Mapping[str, str],
+    modules: Mapping[str, nn.Module],
+    line: Communicator,
+    keeps_numbers: bool,
 ) -> None:
     """Give each module with column layers its share of the heads.
 
@@ -87,7 +90,7 @@ def _number(module: Any, key: str) -> int | None:
 
 
 def _cut_arguments(
-    heads: int, line: World, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    heads: int, line: Communicator, module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """What the model computes for all heads (ALiBi), as keyword arguments: the part of this rank's
     heads."""
@@ -99,7 +102,7 @@ def _cut_arguments(
     return args, {**kwargs, **cut}
 
 
-def _own_heads(tensor: torch.Tensor, heads: int, line: World) -> torch.Tensor:
+def _own_heads(tensor: torch.Tensor, heads: int, line: Communicator) -> torch.Tensor:
     share = heads // line.size
     if tensor.dim() == 4 and tensor.shape[1] == heads:
         return tensor.narrow(1, line.rank * share, share)

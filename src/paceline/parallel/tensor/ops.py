@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 
 _Op = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _all_reduced(tensor: torch.Tensor, line: World) -> torch.Tensor:
+def _all_reduced(tensor: torch.Tensor, line: Communicator) -> torch.Tensor:
     # A copy: autograd may have handed the same gradient to somebody else.
     found = tensor.contiguous().clone() if tensor.is_contiguous() else tensor.contiguous()
     line.wait(line.all_reduce(found))
     return found
 
 
-def _gathered(tensor: torch.Tensor, dim: int, line: World) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor, dim: int, line: Communicator) -> torch.Tensor:
     """The ranks' tensors of one shape, side by side along ``dim``."""
     tensor = tensor.contiguous()
     stacked = torch.empty((line.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
@@ -35,11 +35,11 @@ def _gathered(tensor: torch.Tensor, dim: int, line: World) -> torch.Tensor:
     return stacked.movedim(0, dim).reshape(shape)
 
 
-def _own_part(tensor: torch.Tensor, dim: int, line: World) -> torch.Tensor:
+def _own_part(tensor: torch.Tensor, dim: int, line: Communicator) -> torch.Tensor:
     return tensor.chunk(line.size, dim)[line.rank].contiguous()
 
 
-def _pad(tensor: torch.Tensor, line: World) -> torch.Tensor:
+def _pad(tensor: torch.Tensor, line: Communicator) -> torch.Tensor:
     """[rows, tokens, …] with zeros after the tokens, so that they divide by the ranks."""
     missing = -tensor.shape[1] % line.size
     if not missing:
@@ -48,15 +48,15 @@ def _pad(tensor: torch.Tensor, line: World) -> torch.Tensor:
     return torch.cat([tensor, zeros], dim=1)
 
 
-def _own_tokens(tensor: torch.Tensor, line: World) -> torch.Tensor:
+def _own_tokens(tensor: torch.Tensor, line: Communicator) -> torch.Tensor:
     return _own_part(_pad(tensor, line), 1, line)
 
 
-def _gather_tokens(tensor: torch.Tensor, tokens: int, line: World) -> torch.Tensor:
+def _gather_tokens(tensor: torch.Tensor, tokens: int, line: Communicator) -> torch.Tensor:
     return _gathered(tensor, 1, line).narrow(1, 0, tokens)
 
 
-def _scatter_tokens(tensor: torch.Tensor, line: World) -> torch.Tensor:
+def _scatter_tokens(tensor: torch.Tensor, line: Communicator) -> torch.Tensor:
     """Sum over the ranks of [rows, tokens, width]; each keeps its part of the tokens."""
     padded = _pad(tensor, line)
     rows, tokens = padded.shape[:2]
@@ -86,17 +86,17 @@ def _paired(x: torch.Tensor, there: _Op, back: _Op) -> torch.Tensor:
     return _Pair.apply(x, there, back)  # type: ignore[no-any-return]
 
 
-def sum_gradient(x: torch.Tensor, line: World) -> torch.Tensor:
+def sum_gradient(x: torch.Tensor, line: Communicator) -> torch.Tensor:
     """Megatron's f: x as it is; its gradient is the sum over the ranks."""
     return _paired(x, lambda one: one.view_as(one), lambda grad: _all_reduced(grad, line))
 
 
-def sum_parts(x: torch.Tensor, line: World) -> torch.Tensor:
+def sum_parts(x: torch.Tensor, line: Communicator) -> torch.Tensor:
     """Megatron's g: the sum over the ranks; the gradient goes back as it is."""
     return _paired(x, lambda one: _all_reduced(one, line), lambda grad: grad)
 
 
-def gather_features(x: torch.Tensor, line: World) -> torch.Tensor:
+def gather_features(x: torch.Tensor, line: Communicator) -> torch.Tensor:
     """Parts of the last dimension put together; what follows is the same on every rank."""
     last = x.dim() - 1
     return _paired(
@@ -104,7 +104,7 @@ def gather_features(x: torch.Tensor, line: World) -> torch.Tensor:
     )
 
 
-def split_features(x: torch.Tensor, line: World) -> torch.Tensor:
+def split_features(x: torch.Tensor, line: Communicator) -> torch.Tensor:
     """This rank's part of the last dimension."""
     last = x.dim() - 1
     return _paired(
@@ -112,7 +112,7 @@ def split_features(x: torch.Tensor, line: World) -> torch.Tensor:
     )
 
 
-def enter_tokens(x: torch.Tensor, line: World) -> torch.Tensor:
+def enter_tokens(x: torch.Tensor, line: Communicator) -> torch.Tensor:
     """This rank's part of the tokens of [rows, tokens, …], padded with zeros so that the parts are
     equal."""
     tokens = x.shape[1]
@@ -121,14 +121,14 @@ def enter_tokens(x: torch.Tensor, line: World) -> torch.Tensor:
     )
 
 
-def leave_tokens(x: torch.Tensor, tokens: int, line: World) -> torch.Tensor:
+def leave_tokens(x: torch.Tensor, tokens: int, line: Communicator) -> torch.Tensor:
     """The parts of the tokens put together; what follows is the same on every rank."""
     return _paired(
         x, lambda one: _gather_tokens(one, tokens, line), lambda grad: _own_tokens(grad, line)
     )
 
 
-def gather_tokens(x: torch.Tensor, tokens: int, line: World) -> torch.Tensor:
+def gather_tokens(x: torch.Tensor, tokens: int, line: Communicator) -> torch.Tensor:
     """The parts of the tokens put together for layers that are cut; the gradient is summed over the
     ranks."""
     return _paired(
@@ -136,7 +136,7 @@ def gather_tokens(x: torch.Tensor, tokens: int, line: World) -> torch.Tensor:
     )
 
 
-def scatter_tokens(x: torch.Tensor, line: World) -> torch.Tensor:
+def scatter_tokens(x: torch.Tensor, line: Communicator) -> torch.Tensor:
     """Sum over the ranks, of which each keeps its part of the tokens."""
     tokens = x.shape[1]
     return _paired(

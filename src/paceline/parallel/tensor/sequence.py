@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import find_blocks
 from paceline.models.tensor_plan.style import COLUMN, ROW, SUMMED, kind_of
 from paceline.parallel.tensor.ops import enter_tokens, gather_tokens, leave_tokens, low_precision
@@ -32,7 +32,7 @@ class TokenSplit:
         ConfigError: the model is not made of blocks of which this can be said to be right.
     """
 
-    def __init__(self, model: nn.Module, line: World, plan: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module, line: Communicator, plan: Mapping[str, str]) -> None:
         self.line = line
         self._tokens = 0  # of the row that the block at work was given
         modules = dict(model.named_modules())

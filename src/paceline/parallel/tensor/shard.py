@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from paceline.config.schema import Parallel
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.models.tensor_plan.families import family_plan
 from paceline.models.tensor_plan.plan import check_sizes, find_tensor_plan, refuse_sizes
 from paceline.models.tensor_plan.style import (
@@ -103,7 +103,7 @@ class TensorSplit:
     def __init__(
         self,
         model: nn.Module,
-        line: World,
+        line: Communicator,
         settings: Parallel,
         plan: Mapping[str, str] | None = None,
     ) -> None:
@@ -389,7 +389,7 @@ class _SharedInput:
     """Column layers that are given the same tensor (query, key, value; gate, up) share one sum of
     its gradient."""
 
-    def __init__(self, line: World) -> None:
+    def __init__(self, line: Communicator) -> None:
         self.line = line
         self.forget()
 
@@ -409,7 +409,7 @@ class _SharedInput:
 class _PartOfDropout(nn.Module):
     """Dropout of this rank's part of the features, with the mask of the whole."""
 
-    def __init__(self, p: float, line: World) -> None:
+    def __init__(self, p: float, line: Communicator) -> None:
         super().__init__()
         self.p = p
         self.line = line

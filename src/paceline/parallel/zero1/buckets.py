@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.parallel.ddp.buckets import GradientBuckets, Layout, _Bucket, squared_norm_of
 
 
@@ -62,7 +62,7 @@ class ShardedBuckets(GradientBuckets):
         self,
         trained: Mapping[str, nn.Parameter],
         cap_bytes: int,
-        world: World,
+        world: Communicator,
         low_dtype: torch.dtype | None = None,
         keep: frozenset[nn.Parameter] = frozenset(),
     ) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.communicator import World
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import Axes
 from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import scatter_bytes
@@ -45,7 +45,7 @@ class ShardedOptimizer(DistributedDataParallel):
     sums_buckets = False
     allows_mixed_devices = False
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.buckets: ShardedBuckets
 
