@@ -20,7 +20,7 @@ from paceline.distributed.collectives.schedules import ALGORITHMS, sent, sent_by
 from paceline.distributed.collectives.trace import Trace
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes
 
 SIZES = (0, 1, 2, 7, 64, 1001)
@@ -226,7 +226,7 @@ def test_threads_with_groups_of_their_own() -> None:
 
 def _check_line(world: Communicator) -> None:
     """A line of the mesh: ranks of a group are not those of the world."""
-    meshed = Communicator(world.env, world.device, Axes(data=2, shard=2))
+    meshed = Communicator(world.env, world.device, ParallelDims(data=2, shard=2))
     line = meshed.subgroup("data")
     tensor = torch.full((9,), 10.0**world.rank)
     all_reduce(line, tensor, "ring")

@@ -10,7 +10,7 @@ from links import Shaped
 from ranks import run_ranks
 
 from paceline.distributed.link import Link, fit, measure_link
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 
 
 def test_the_model_is_found_again() -> None:
@@ -73,7 +73,7 @@ def test_a_shaped_link_is_seen_and_counts_for_nothing(world_size):
 
 
 def of_lines(world):
-    lines = type(world)(world.env, world.device, Axes(data=2, shard=2))
+    lines = type(world)(world.env, world.device, ParallelDims(data=2, shard=2))
     return [
         measure_link(lines.subgroup("data")),
         measure_link(lines.subgroup("shard")),

@@ -10,17 +10,17 @@ import torch
 from ranks import run_ranks
 
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import AXES, Axes
+from paceline.distributed.mesh import AXES, ParallelDims
 
 
 @pytest.mark.parametrize(
     "sizes", [(2, 1, 2, 1), (1, 2, 2, 2), (3, 1, 1, 2), (1, 1, 1, 1), (2, 2, 2, 2)]
 )
 def test_lines_part_the_ranks(sizes: tuple[int, int, int, int]) -> None:
-    axes = Axes(*sizes)
+    axes = ParallelDims(*sizes)
     for count in range(len(AXES) + 1):
         for names in itertools.combinations(AXES, count):
-            lines = axes.lines(names)
+            lines = axes.subgroups(names)
             assert sorted(rank for line in lines for rank in line) == list(range(axes.size))
             for line in lines:
                 places = [axes.coordinates(rank) for rank in line]
@@ -33,16 +33,16 @@ def test_lines_part_the_ranks(sizes: tuple[int, int, int, int]) -> None:
 
 
 def test_tensor_ranks_are_neighbours_and_replicas_share_their_batch() -> None:
-    axes = Axes(data=2, tensor=2)
-    assert axes.lines(["tensor"]) == [[0, 1], [2, 3]]
-    assert axes.lines(["data"]) == [[0, 2], [1, 3]]
+    axes = ParallelDims(data=2, tensor=2)
+    assert axes.subgroups(["tensor"]) == [[0, 1], [2, 3]]
+    assert axes.subgroups(["data"]) == [[0, 2], [1, 3]]
     assert [axes.replica(rank) for rank in range(4)] == [0, 0, 1, 1]
     assert axes.text() == "data 2 × tensor 2"
-    assert Axes().text() == "one rank"
+    assert ParallelDims().text() == "one rank"
 
 
 def sums(world: Communicator) -> dict[str, object]:
-    mesh = Communicator(world.env, world.device, Axes(data=2, tensor=2))
+    mesh = Communicator(world.env, world.device, ParallelDims(data=2, tensor=2))
     before = world.traffic.total
     found: dict[str, object] = {
         "tensor": mesh.subgroup("tensor").sum(world.rank)[0],

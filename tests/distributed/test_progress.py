@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from paceline.distributed.collectives.run import all_reduce
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import PULSE, Pulse, stack_of
 
 FILE = __file__
@@ -127,7 +127,7 @@ def test_the_stack_names_this_place() -> None:
 
 def _collectives(world: Communicator) -> dict[str, Any]:
     PULSE.start()
-    mesh = Communicator(world.env, world.device, Axes(data=2, shard=2))
+    mesh = Communicator(world.env, world.device, ParallelDims(data=2, shard=2))
     line = mesh.subgroup("shard")
     world.sum(1.0, 2.0)
     line.wait(line.all_reduce(torch.ones(10)))

@@ -7,7 +7,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.health.replicas import bit_sum, compare, judge
 from paceline.parallel.registry import make_strategy
 
@@ -99,7 +99,7 @@ LINES = {
     "what the optimizer keeps": (3, "ddp", None, "first.weight/exp_avg", {}),
     "frozen": (3, "ddp", None, "frozen.bias", {}),
     "zero1": (3, "zero1", None, "last.weight", {}),
-    "hybrid sharding": (4, "zero3", Axes(data=2, shard=2), "first.weight", {}),
+    "hybrid sharding": (4, "zero3", ParallelDims(data=2, shard=2), "first.weight", {}),
     "compressed": (3, "ddp", None, "first.bias", {"compression": {"method": "topk", "ratio": 0.2}}),
     "deepspeed": (2, "deepspeed", None, "last.weight", {}),
     "a worker": (4, "local_sgd", None, "last.weight", {"local_sgd": {"steps": 2, "workers": 2}}),

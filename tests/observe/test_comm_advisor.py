@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.distributed.link import Link
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
 from paceline.observe.comm_advisor import Judge, Measured, Method, judge, judge_plain
 from paceline.observe.console import Progress, end_lines
@@ -226,7 +226,7 @@ def test_local_training_is_judged_by_whole_periods():
 
 def part(world):
     """Compression on the data axis of a hybrid; and modes of which there is nothing to judge."""
-    axes = Axes(data=2, tensor=2)
+    axes = ParallelDims(data=2, tensor=2)
     lines = type(world)(world.env, world.device, axes)
     sizes = {
         "mode": "hybrid",

@@ -11,7 +11,7 @@ from paceline.config.derive import derive
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counts_text, weighted_shares
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.balance import (
     equal_notice,
     is_divisible,
@@ -79,17 +79,17 @@ def test_values_that_are_not_weights_are_refused(balance: Any) -> None:
 @pytest.mark.parametrize(
     ("mode", "axes", "reason"),
     [
-        ("zero2", Axes(shard=2), "reduces gradients in every micro-batch"),
-        ("zero3", Axes(shard=2), "gathers weights in every micro-batch"),
-        ("deepspeed", Axes(data=2), "same number of micro-batches"),
-        ("local_sgd", Axes(data=2), "counts equally in the average"),
-        ("diloco", Axes(data=2), "counts equally in the average"),
-        ("hybrid", Axes(data=2, tensor=2), "communicate in every micro-batch"),
-        ("pipeline", Axes(pipeline=2), "communicate in every micro-batch"),
-        ("dp", Axes(data=2), "lockstep"),
+        ("zero2", ParallelDims(shard=2), "reduces gradients in every micro-batch"),
+        ("zero3", ParallelDims(shard=2), "gathers weights in every micro-batch"),
+        ("deepspeed", ParallelDims(data=2), "same number of micro-batches"),
+        ("local_sgd", ParallelDims(data=2), "counts equally in the average"),
+        ("diloco", ParallelDims(data=2), "counts equally in the average"),
+        ("hybrid", ParallelDims(data=2, tensor=2), "communicate in every micro-batch"),
+        ("pipeline", ParallelDims(pipeline=2), "communicate in every micro-batch"),
+        ("dp", ParallelDims(data=2), "lockstep"),
     ],
 )
-def test_other_strategies_are_refused_by_name(mode: str, axes: Axes, reason: str) -> None:
+def test_other_strategies_are_refused_by_name(mode: str, axes: ParallelDims, reason: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_strategy(mode, config(parallel={"mode": mode}), axes)
     text = refused.value.paragraph()
@@ -114,14 +114,14 @@ def test_settings_that_contradict_it_are_refused(
     balance: Any, more: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_strategy("ddp", config(balance, **more), Axes(data=2))
+        check_strategy("ddp", config(balance, **more), ParallelDims(data=2))
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
 @pytest.mark.parametrize("balance", ["speed", [3, 1]])
 def test_data_parallel_strategies_take_it(mode: str, balance: Any) -> None:
-    check_strategy(mode, config(balance), Axes(data=2))
-    check_strategy("ddp", config(balance, compression={"method": "powersgd"}), Axes(data=2))
+    check_strategy(mode, config(balance), ParallelDims(data=2))
+    check_strategy("ddp", config(balance, compression={"method": "powersgd"}), ParallelDims(data=2))
 
 
 def notice(replicas: int, accumulation: int, balance: Any = "speed") -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ from training import Plain
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.compression.cost import (
     break_even_ratio,
@@ -159,7 +159,7 @@ def test_what_other_ranks_kept_is_dropped_with_a_notice():
 
 
 def with_parts(world):
-    axes = Axes(data=2, tensor=2)
+    axes = ParallelDims(data=2, tensor=2)
     sizes = {"data": 2, "tensor": 2, "tensor_plan": {"1": "colwise", "3": "rowwise"}}
     found = []
     for method in ("none", "bf16", "powersgd"):
@@ -202,17 +202,17 @@ def test_the_data_axis_of_a_hybrid_with_what_serves_parts():
 @pytest.mark.parametrize(
     ("mode", "axes", "method", "allowed"),
     [
-        ("zero1", Axes(data=2), "topk", "ddp"),
-        ("zero3", Axes(shard=2), "bf16", "ddp"),
-        ("zero2", Axes(shard=2), "powersgd", "ddp"),
-        ("dp", Axes(data=2), "int8", "ddp"),
-        ("single", Axes(), "bf16", "ddp"),
-        ("tensor", Axes(tensor=2), "powersgd", "parallel.data"),
-        ("pipeline", Axes(pipeline=2), "bf16", "parallel.data"),
-        ("hybrid", Axes(data=2, shard=2), "bf16", "ddp"),
-        ("hybrid", Axes(data=2, pipeline=2), "topk", "powersgd"),
-        ("hybrid", Axes(data=2, tensor=2), ["powersgd", "bf16"], "powersgd"),
-        ("ddp", Axes(data=1), "topk", "two ranks"),
+        ("zero1", ParallelDims(data=2), "topk", "ddp"),
+        ("zero3", ParallelDims(shard=2), "bf16", "ddp"),
+        ("zero2", ParallelDims(shard=2), "powersgd", "ddp"),
+        ("dp", ParallelDims(data=2), "int8", "ddp"),
+        ("single", ParallelDims(), "bf16", "ddp"),
+        ("tensor", ParallelDims(tensor=2), "powersgd", "parallel.data"),
+        ("pipeline", ParallelDims(pipeline=2), "bf16", "parallel.data"),
+        ("hybrid", ParallelDims(data=2, shard=2), "bf16", "ddp"),
+        ("hybrid", ParallelDims(data=2, pipeline=2), "topk", "powersgd"),
+        ("hybrid", ParallelDims(data=2, tensor=2), ["powersgd", "bf16"], "powersgd"),
+        ("ddp", ParallelDims(data=1), "topk", "two ranks"),
     ],
 )
 def test_modes_it_cannot_serve_are_refused_with_those_it_can(mode, axes, method, allowed):
@@ -238,7 +238,7 @@ def test_settings_that_do_not_go_together_are_refused(more, words):
         compression["momentum_correction"] = True
     config = Config(model="m", dataset="d", compression=compression, **more)
     with pytest.raises(ConfigError, match=words):
-        check_strategy("ddp", config, Axes(data=2))
+        check_strategy("ddp", config, ParallelDims(data=2))
 
 
 @pytest.mark.parametrize(

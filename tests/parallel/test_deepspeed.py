@@ -15,7 +15,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import scatter_bytes
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
@@ -158,7 +158,7 @@ def everything(world, stage, middle):
     for bf16 in (False, True):
         run = run if not bf16 else Run(world, stage, bf16=True)
         low = run.train(0, 4) if bf16 else []
-        cost = DeepSpeed.cost(run.shape, Axes(data=world.size), work, run.config)
+        cost = DeepSpeed.cost(run.shape, ParallelDims(data=world.size), work, run.config)
         costs.append((run.strategy.state_bytes(), cost, run.sent(), low))
     dtypes = {str(value.dtype) for value in run.saved().whole.values()}
     world.barrier()
@@ -268,10 +268,10 @@ def test_not_installed_is_said_with_the_command(tmp_path):
         " import DeepSpeed; "
     )
     check += (
-        "from paceline.distributed.mesh import Axes; config = Config(model='m', dataset='d',"
+        "from paceline.distributed.mesh import ParallelDims; config = Config(model='m', dataset='d',"
         " parallel={'deepspeed_stage': 3}); "
     )
-    check += "DeepSpeed.check(config, Axes(data=2))"
+    check += "DeepSpeed.check(config, ParallelDims(data=2))"
     said = said_of(check, str(tmp_path))
     assert "DeepSpeed is not installed" in said
     assert "pip install 'paceline[deepspeed]'" in said
@@ -309,4 +309,4 @@ def test_running_statistics_in_half_precision_are_refused(precision):
 def test_what_cannot_run_is_refused_before_the_start(parallel, rest, says):
     config = Config(model="m", dataset="d", parallel={"mode": "deepspeed", **parallel}, **rest)
     with pytest.raises(ConfigError, match=says):
-        DeepSpeed.check(config, Axes(data=2))
+        DeepSpeed.check(config, ParallelDims(data=2))

@@ -11,7 +11,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Workload
 from paceline.parallel.deepspeed.config import HONOURED_ZERO, REFUSED, check_json, engine_config
@@ -335,7 +335,10 @@ def test_the_stages_of_a_large_model_cost_what_the_paper_says():
     )
     costs = {
         stage: deepspeed_cost(
-            shape, Axes(data=64), Workload(1), configured(None, stage=stage, precision="bf16-mixed")
+            shape,
+            ParallelDims(data=64),
+            Workload(1),
+            configured(None, stage=stage, precision="bf16-mixed"),
         )
         for stage in (1, 2, 3)
     }

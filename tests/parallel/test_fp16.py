@@ -8,7 +8,7 @@ from states import MemorySource, assemble, copied
 from test_skipped import Run, same
 from training import Adapted, Plain
 
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScaler
 from paceline.parallel.state import Part
 
@@ -18,7 +18,7 @@ CASES = {
     "zero1": {"mode": "zero1"},
     "zero2": {"mode": "zero2"},
     "zero3": {"mode": "zero3"},
-    "pipeline": {"mode": "pipeline", "axes": Axes(pipeline=2)},
+    "pipeline": {"mode": "pipeline", "axes": ParallelDims(pipeline=2)},
     "deepspeed 1": {"mode": "deepspeed", "parallel": {"deepspeed_stage": 1}},
     "deepspeed 2": {"mode": "deepspeed", "parallel": {"deepspeed_stage": 2}},
     "deepspeed 3": {"mode": "deepspeed", "parallel": {"deepspeed_stage": 3}},

@@ -12,7 +12,7 @@ from torch.nn import functional
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import Single
@@ -100,25 +100,25 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
 
 
 LAYOUTS = [
-    (Axes(tensor=2), {}, {}, False),
+    (ParallelDims(tensor=2), {}, {}, False),
     pytest.param(
-        Axes(tensor=2),
+        ParallelDims(tensor=2),
         {"sequence_parallel": True},
         {"gradient_checkpointing": True},
         False,
         marks=pytest.mark.soak,
     ),
     pytest.param(
-        Axes(tensor=2), {}, {"gradient_checkpointing": True}, True, marks=pytest.mark.soak
+        ParallelDims(tensor=2), {}, {"gradient_checkpointing": True}, True, marks=pytest.mark.soak
     ),
-    pytest.param(Axes(shard=2, tensor=2), {}, {}, False, marks=pytest.mark.soak),
-    (Axes(data=2, tensor=2), {"sequence_parallel": True}, {}, True),
+    pytest.param(ParallelDims(shard=2, tensor=2), {}, {}, False, marks=pytest.mark.soak),
+    (ParallelDims(data=2, tensor=2), {"sequence_parallel": True}, {}, True),
 ]
 
 
 @pytest.mark.parametrize(("axes", "parallel", "train_args", "lora"), LAYOUTS)
 def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, train_args, lora):
-    alone = run_ranks(train, 1, Axes(), {}, train_args, lora)[0]
+    alone = run_ranks(train, 1, ParallelDims(), {}, train_args, lora)[0]
     found = run_ranks(train, axes.size, axes, parallel, train_args, lora)
     for losses, norms, *_ in found:
         torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=0)
@@ -138,17 +138,19 @@ def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, t
 @pytest.mark.soak
 def test_bf16_stays_near_one_rank():
     train_args = {"precision": "bf16-mixed"}
-    alone = run_ranks(train, 1, Axes(), {}, train_args)[0]
-    found = run_ranks(train, 2, Axes(tensor=2), {}, train_args)
+    alone = run_ranks(train, 1, ParallelDims(), {}, train_args)[0]
+    found = run_ranks(train, 2, ParallelDims(tensor=2), {}, train_args)
     torch.testing.assert_close(found[0][0], alone[0], rtol=1e-2, atol=0)
     assert found[0][0] == found[1][0]
 
 
 def test_state_moves_from_a_hybrid_to_one_rank_and_back():
-    unbroken = run_ranks(train, 1, Axes(), {}, {})[0]
-    hybrid = Axes(shard=2, tensor=2)
+    unbroken = run_ranks(train, 1, ParallelDims(), {}, {})[0]
+    hybrid = ParallelDims(shard=2, tensor=2)
     start = run_ranks(train, 4, hybrid, {}, {}, False, None, 0, 4)
-    middle = run_ranks(train, 1, Axes(), {}, {}, False, assemble([one[4] for one in start]), 4, 4)
+    middle = run_ranks(
+        train, 1, ParallelDims(), {}, {}, False, assemble([one[4] for one in start]), 4, 4
+    )
     end = run_ranks(train, 4, hybrid, {}, {}, False, assemble([middle[0][4]]), 8, 4)
     torch.testing.assert_close(
         [*start[0][0], *middle[0][0], *end[0][0]], unbroken[0][:12], rtol=1e-5, atol=0
@@ -158,11 +160,15 @@ def test_state_moves_from_a_hybrid_to_one_rank_and_back():
 @pytest.mark.parametrize(
     ("axes", "settings", "message"),
     [
-        (Axes(tensor=2), {"train_args": {"optim": "adafactor"}}, "adamw"),
-        (Axes(shard=2), {"evaluation": {"where": "rank0"}}, "where: all"),
-        (Axes(pipeline=2), {"parallel": {"offload": "all"}}, "offload"),
-        (Axes(data=2), {"parallel": {"sequence_parallel": True}}, "without tensor"),
-        (Axes(pipeline=2, tensor=2), {"parallel": {"sequence_parallel": True}}, "whole rows"),
+        (ParallelDims(tensor=2), {"train_args": {"optim": "adafactor"}}, "adamw"),
+        (ParallelDims(shard=2), {"evaluation": {"where": "rank0"}}, "where: all"),
+        (ParallelDims(pipeline=2), {"parallel": {"offload": "all"}}, "offload"),
+        (ParallelDims(data=2), {"parallel": {"sequence_parallel": True}}, "without tensor"),
+        (
+            ParallelDims(pipeline=2, tensor=2),
+            {"parallel": {"sequence_parallel": True}},
+            "whole rows",
+        ),
     ],
 )
 def test_what_cannot_be_combined_is_refused_before_the_start(axes, settings, message):

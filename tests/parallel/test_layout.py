@@ -9,7 +9,7 @@ import pytest
 
 from paceline.config.schema import Parallel
 from paceline.core.errors import ConfigError
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.base import Strategy
 from paceline.parallel.registry import STRATEGIES, layout, mode_of, strategy_class
 
@@ -17,28 +17,33 @@ from paceline.parallel.registry import STRATEGIES, layout, mode_of, strategy_cla
 @pytest.mark.parametrize(
     ("given", "devices", "strategy", "axes"),
     [
-        ({}, 1, "single", Axes()),
-        ({}, 3, "ddp", Axes(data=3)),
-        ({"mode": "ddp"}, 2, "ddp", Axes(data=2)),
-        ({"mode": "single"}, 1, "single", Axes()),
-        ({"mode": "fsdp"}, 4, "zero3", Axes(shard=4)),
-        ({"mode": "zero2", "data": 2}, 4, "zero2", Axes(data=2, shard=2)),
-        ({"mode": "tensor"}, 4, "tensor", Axes(tensor=4)),
-        ({"mode": "tensor", "tensor": 2, "data": 2}, 4, "tensor", Axes(data=2, tensor=2)),
-        ({"mode": "tensor", "tensor": 2}, 4, "tensor", Axes(data=2, tensor=2)),
-        ({"mode": "zero3", "shard": 2}, 4, "zero3", Axes(data=2, shard=2)),
-        ({"mode": "pipeline"}, 4, "pipeline", Axes(pipeline=4)),
-        ({"tensor": 2}, 4, "hybrid", Axes(data=2, tensor=2)),
-        ({"data": 2, "shard": 1, "tensor": 2, "pipeline": 1}, 4, "hybrid", Axes(data=2, tensor=2)),
+        ({}, 1, "single", ParallelDims()),
+        ({}, 3, "ddp", ParallelDims(data=3)),
+        ({"mode": "ddp"}, 2, "ddp", ParallelDims(data=2)),
+        ({"mode": "single"}, 1, "single", ParallelDims()),
+        ({"mode": "fsdp"}, 4, "zero3", ParallelDims(shard=4)),
+        ({"mode": "zero2", "data": 2}, 4, "zero2", ParallelDims(data=2, shard=2)),
+        ({"mode": "tensor"}, 4, "tensor", ParallelDims(tensor=4)),
+        ({"mode": "tensor", "tensor": 2, "data": 2}, 4, "tensor", ParallelDims(data=2, tensor=2)),
+        ({"mode": "tensor", "tensor": 2}, 4, "tensor", ParallelDims(data=2, tensor=2)),
+        ({"mode": "zero3", "shard": 2}, 4, "zero3", ParallelDims(data=2, shard=2)),
+        ({"mode": "pipeline"}, 4, "pipeline", ParallelDims(pipeline=4)),
+        ({"tensor": 2}, 4, "hybrid", ParallelDims(data=2, tensor=2)),
+        (
+            {"data": 2, "shard": 1, "tensor": 2, "pipeline": 1},
+            4,
+            "hybrid",
+            ParallelDims(data=2, tensor=2),
+        ),
         (
             {"shard": 2, "tensor": 2, "pipeline": 2},
             8,
             "hybrid",
-            Axes(shard=2, tensor=2, pipeline=2),
+            ParallelDims(shard=2, tensor=2, pipeline=2),
         ),
     ],
 )
-def test_what_fits(given: dict[str, Any], devices: int, strategy: str, axes: Axes) -> None:
+def test_what_fits(given: dict[str, Any], devices: int, strategy: str, axes: ParallelDims) -> None:
     found = layout(Parallel(**given), devices)
     assert (found.strategy, found.axes, found.num_processes) == (strategy, axes, devices)
 

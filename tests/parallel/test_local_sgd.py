@@ -25,7 +25,7 @@ from ranks import run_ranks
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import Workload
 from paceline.parallel.local_sgd.schedule import Rhythm, num_workers
 from paceline.parallel.registry import check_strategy, strategy_class
@@ -264,7 +264,7 @@ def test_workers_are_machines_or_ranks():
 )
 def test_refused(mode, local, train_args, words):
     with pytest.raises(ConfigError) as caught:
-        check_strategy(mode, config_of(mode, local, **train_args), Axes(data=4))
+        check_strategy(mode, config_of(mode, local, **train_args), ParallelDims(data=4))
     for word in words:
         assert word in caught.value.paragraph()
 
@@ -285,7 +285,10 @@ def test_one_rank_is_a_worker():
         )
         assert one_step(strategy, 0) > one_step(strategy, 0) > 0
         assert (
-            strategy.cost(strategy.shape, Axes(), Workload(), strategy.config).traffic_per_step == 0
+            strategy.cost(
+                strategy.shape, ParallelDims(), Workload(), strategy.config
+            ).traffic_per_step
+            == 0
         )
 
 

@@ -19,7 +19,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.models.recommend import ClickModel, load_recommender
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
@@ -63,7 +63,7 @@ def train(
     dense="auto",
 ):
     """Losses of the global batch, and what this rank writes after each step of ``watch``."""
-    world = Communicator(world.env, world.device, Axes(data=workers))
+    world = Communicator(world.env, world.device, ParallelDims(data=workers))
     config = make_config(mode, optimizer, servers, rhythm, dense)
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(0)
@@ -217,7 +217,7 @@ def test_one_worker_alone_makes_the_same_steps_without_waiting():
 def drift(world, rhythm, steps, far):
     """Two workers and a server. Worker 1 makes no third step before worker 0 has got ``far`` steps
     ahead."""
-    world = Communicator(world.env, world.device, Axes(data=2))
+    world = Communicator(world.env, world.device, ParallelDims(data=2))
     strategy = make_strategy(
         "parameter_server", make_config("parameter_server", "sgd", 1, rhythm), world
     )
@@ -314,7 +314,7 @@ def test_row_state_is_in_the_checkpoint(optimizer):
 def test_what_cannot_be_served_is_refused(keys, words):
     config = Config.model_validate({"model": "m", "dataset": "d", "task": "recommend", **keys})
     with pytest.raises(ConfigError, match=words):
-        ParameterServer.check(config, Axes(data=2))
+        ParameterServer.check(config, ParallelDims(data=2))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from serving import make_config
 from torch.nn import functional
 
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.models.recommend import ClickModel
 from paceline.parallel.registry import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
@@ -26,7 +26,7 @@ def large(world, rows, dim, spare_bytes):
         out_of_reach = False
     except RuntimeError:
         out_of_reach = True
-    world = Communicator(world.env, world.device, Axes(data=1))
+    world = Communicator(world.env, world.device, ParallelDims(data=1))
     config = make_config("parameter_server", "sgd", world.size - 1)
     strategy = make_strategy("parameter_server", config, world)
     torch.manual_seed(0)

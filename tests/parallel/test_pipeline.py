@@ -18,7 +18,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.models.blocks import find_blocks
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
@@ -283,7 +283,7 @@ def on_four_ranks(world: Communicator) -> dict[str, Any]:
     world.barrier()
     # Two replicas of two stages: each line works on its own.
     grid = Communicator(
-        RankEnv(world.rank, 4, world.rank, 4), world.device, Axes(data=2, pipeline=2)
+        RankEnv(world.rank, 4, world.rank, 4), world.device, ParallelDims(data=2, pipeline=2)
     )
     line = grid.subgroup("pipeline")
     found["lines"] = compare(line, language_model(), plain, make_config("interleaved_1f1b"))

@@ -10,7 +10,7 @@ from training import Net, Plain
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.comm_thread import Lane
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import check_strategy
 
 ALGORITHMS = ("native", "ring", "tree", "halving", "naive")
@@ -50,7 +50,7 @@ def test_losses_and_weights_are_those_of_the_backends_all_reduce(world_size):
 
 
 def hybrid_data_axis(world):
-    axes = Axes(data=2, tensor=2)
+    axes = ParallelDims(data=2, tensor=2)
     plan = {"1": "colwise", "3": "rowwise"}
     return [
         train(
@@ -115,10 +115,10 @@ def test_a_lane_runs_in_order_and_hands_errors_on():
 @pytest.mark.parametrize(
     ("mode", "axes"),
     [
-        ("zero1", Axes(data=2)),
-        ("zero3", Axes(shard=2)),
-        ("hybrid", Axes(data=2, shard=2)),
-        ("dp", Axes(data=2)),
+        ("zero1", ParallelDims(data=2)),
+        ("zero3", ParallelDims(shard=2)),
+        ("hybrid", ParallelDims(data=2, shard=2)),
+        ("dp", ParallelDims(data=2)),
     ],
 )
 def test_modes_that_sum_otherwise_refuse(mode, axes):
@@ -131,8 +131,8 @@ def test_modes_that_sum_otherwise_refuse(mode, axes):
 def test_modes_that_can_do_not():
     config = Config(model="m", dataset="d", parallel={"all_reduce": "ring"})
     for mode, axes in (
-        ("ddp", Axes(data=2)),
-        ("single", Axes()),
-        ("hybrid", Axes(data=2, pipeline=2)),
+        ("ddp", ParallelDims(data=2)),
+        ("single", ParallelDims()),
+        ("hybrid", ParallelDims(data=2, pipeline=2)),
     ):
         check_strategy(mode, config, axes)

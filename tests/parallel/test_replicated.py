@@ -10,7 +10,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
@@ -133,12 +133,12 @@ def test_state_bytes_and_traffic_are_what_the_cost_says():
     shape = outline(model, strategy.config)
     strategy.backward(lambda micro, module: module(batch(0, 0, 0), True).sum(), 1)
     optimizer.step()
-    cost = DistributedDataParallel.cost(shape, Axes(data=4), Workload(), strategy.config)
+    cost = DistributedDataParallel.cost(shape, ParallelDims(data=4), Workload(), strategy.config)
     elements = sum(one.numel() for one in model.parameters() if one.requires_grad)
     assert cost.gradients == 4 * elements
     assert cost.optimizer == 8 * elements
     assert cost.traffic_per_step == all_reduce_bytes(4 * elements, 4) == round(1.5 * 4 * elements)
-    assert Single.cost(shape, Axes(), Workload(), strategy.config).traffic_per_step == 0
+    assert Single.cost(shape, ParallelDims(), Workload(), strategy.config).traffic_per_step == 0
     # buckets align each gradient to 64 bytes; Adam keeps a step count a parameter
     padding = 64 * len(shape.trained)
     assert cost.state <= strategy.state_bytes() <= cost.state + padding + 4 * len(shape.trained)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from serving import make_config
 
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.models.recommend import ClickModel
 from paceline.models.shape.outline import outline
 from paceline.models.shape.record import ModelShape
@@ -28,9 +28,11 @@ def test_traffic_without_counts_is_a_bound_and_with_them_is_not(dense: str) -> N
     config = make_config("parameter_server", "adagrad", 2, dense=dense)
     shape = outline(ClickModel(2, TABLES, DIM, [6], [8]), config)
     batch = Workload(micro_batches=3, positions=100.0)
-    bound = ParameterServer.cost(shape, Axes(data=2), batch, config)
+    bound = ParameterServer.cost(shape, ParallelDims(data=2), batch, config)
     counts = ((2.0, 1.0), (1.0, 0.5))
-    counted = ParameterServer.cost(shape, Axes(data=2), Workload(3, 100.0, distinct=counts), config)
+    counted = ParameterServer.cost(
+        shape, ParallelDims(data=2), Workload(3, 100.0, distinct=counts), config
+    )
     assert bound.traffic_is_bound
     assert not counted.traffic_is_bound
     assert counted.traffic_per_step < bound.traffic_per_step

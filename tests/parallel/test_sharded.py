@@ -10,7 +10,7 @@ from training import WORDS, Adapted, Net, Plain, largest_difference, train
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import ModelShape, TensorShape, Workload
 from paceline.parallel.fsdp.sharding import Sharding, shard_dim
 from paceline.parallel.fsdp.strategy import ZeRO2, ZeRO3
@@ -33,7 +33,7 @@ def train_alone(world):
 
 
 def two_ranks(world, source):
-    axes = Axes(shard=2)
+    axes = ParallelDims(shard=2)
     found = {mode: train(world, mode, axes, steps=20) for mode in ("zero2", "zero3")}
     for mode in ("zero2", "zero3"):
         half = assemble(world.gather_objects(train(world, mode, axes, steps=3)["parts"]))
@@ -63,16 +63,18 @@ def two_ranks(world, source):
 
 
 def four_ranks(world):
-    hybrid = Axes(data=2, shard=2)
+    hybrid = ParallelDims(data=2, shard=2)
     found = {
         mode: train(world, mode, hybrid, steps=6, net=SingleUse, micro_batches=1)
         for mode in ("zero2", "zero3")
     }
     found["zero3 wide"] = train(
-        world, "zero3", Axes(shard=4), steps=2, net=Adapted, micro_batches=1
+        world, "zero3", ParallelDims(shard=4), steps=2, net=Adapted, micro_batches=1
     )
     found["ddp"] = train(world, "ddp", steps=2, net=Plain, micro_batches=1)
-    found["zero3 plain"] = train(world, "zero3", Axes(shard=4), steps=2, net=Plain, micro_batches=1)
+    found["zero3 plain"] = train(
+        world, "zero3", ParallelDims(shard=4), steps=2, net=Plain, micro_batches=1
+    )
     return found
 
 
@@ -177,7 +179,7 @@ def test_one_rank_shards_nothing_and_trains_the_same(alone):
 def as_a_component(world):
     """As the hybrids use it: a module of plain parameters, blocks given, norms over some of the
     parameters."""
-    world = Communicator(world.env, world.device, Axes(shard=2))
+    world = Communicator(world.env, world.device, ParallelDims(shard=2))
     torch.manual_seed(world.rank)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     sharding = Sharding(model, world, reshard_after_forward=True, blocks=[model[0]])
@@ -213,7 +215,7 @@ def test_formulas_of_the_paper(strategy, gigabytes, volume):
     section 7)."""
     config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})
     shape = ModelShape((TensorShape("w", (7_500_000, 1000), 4, True),), low_bytes=2)
-    cost = strategy.cost(shape, Axes(shard=64), Workload(), config)
+    cost = strategy.cost(shape, ParallelDims(shard=64), Workload(), config)
     assert cost.state / 1e9 == pytest.approx(gigabytes, rel=0.02)
     assert cost.traffic_per_step == pytest.approx(volume * 7.5e9 * 2 * 63 / 64, rel=1e-3)
 
@@ -230,7 +232,7 @@ def test_formulas_of_the_paper(strategy, gigabytes, volume):
 def test_what_does_not_fit_is_refused(section, word):
     for strategy in (ZeRO2, ZeRO3):
         with pytest.raises(ConfigError, match=word):
-            strategy.check(Config(model="m", dataset="d", **section), Axes(shard=2))
+            strategy.check(Config(model="m", dataset="d", **section), ParallelDims(shard=2))
 
 
 def test_parameters_of_several_types_are_refused():

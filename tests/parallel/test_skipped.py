@@ -10,7 +10,7 @@ from training import ROWS, WORDS, Net, Plain
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.precision import Precision
@@ -125,12 +125,12 @@ CASES = {
     "zero1": (3, {"mode": "zero1", **LINE}),
     "zero2": (2, {"mode": "zero2", **LINE}),
     "zero3": (2, {"mode": "zero3", **LINE}),
-    "hybrid sharding": (4, {"mode": "zero3", "axes": Axes(data=2, shard=2), **LINE}),
+    "hybrid sharding": (4, {"mode": "zero3", "axes": ParallelDims(data=2, shard=2), **LINE}),
     "deepspeed 1": (2, {"mode": "deepspeed", "parallel": {"deepspeed_stage": 1}}),
     "deepspeed 2": (2, {"mode": "deepspeed", "parallel": {"deepspeed_stage": 2}}),
     "deepspeed 3": (2, {"mode": "deepspeed", "parallel": {"deepspeed_stage": 3}}),
-    "pipeline": (2, {"mode": "pipeline", "axes": Axes(pipeline=2)}),
-    "replicas of a pipeline": (4, {"mode": "pipeline", "axes": Axes(data=2, pipeline=2)}),
+    "pipeline": (2, {"mode": "pipeline", "axes": ParallelDims(pipeline=2)}),
+    "replicas of a pipeline": (4, {"mode": "pipeline", "axes": ParallelDims(data=2, pipeline=2)}),
     "topk": (2, {"mode": "ddp", "compression": {"method": "topk", "ratio": 0.1}, **LINE}),
     "topk with sgd": (
         2,

@@ -13,7 +13,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.models.blocks import find_blocks
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import ranges
@@ -96,13 +96,13 @@ def make(name: str) -> Any:
 
 
 def train(
-    world: Communicator, name: str, axes: Axes, state: Any, first: int, steps: int
+    world: Communicator, name: str, axes: ParallelDims, state: Any, first: int, steps: int
 ) -> tuple[Any, float, list[float]]:
     """(whole state, elements of the blocks on this rank, gradient norms)."""
     here = (
         Communicator(world.env, world.device, axes)
         if axes.size > 1
-        else Communicator(RankEnv(), world.device, Axes())
+        else Communicator(RankEnv(), world.device, ParallelDims())
     )
     strategy: Any = (Hybrid if axes.size > 1 else Single)(Config(model="m", dataset="d"), here)
     model = strategy.place(make(name))
@@ -145,13 +145,13 @@ def worst(ours: Any, theirs: Any) -> tuple[float, str]:
     )
 
 
-def move(world: Communicator, axes: Axes, names: list[str]) -> dict[str, Any]:
+def move(world: Communicator, axes: ParallelDims, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
-        unbroken, whole_elements, norms = train(world, name, Axes(), None, 0, 4)
-        half, _, _ = train(world, name, Axes(), None, 0, 2)
+        unbroken, whole_elements, norms = train(world, name, ParallelDims(), None, 0, 4)
+        half, _, _ = train(world, name, ParallelDims(), None, 0, 2)
         cut_half, elements, cut_norms = train(world, name, axes, None, 0, 2)
-        to_one, _, _ = train(world, name, Axes(), cut_half, 2, 2)
+        to_one, _, _ = train(world, name, ParallelDims(), cut_half, 2, 2)
         to_many, _, _ = train(world, name, axes, half, 2, 2)
         differences = [worst(one, unbroken) for one in (to_one, to_many)]
         found[name] = (
@@ -173,15 +173,16 @@ def check(found: dict[str, Any], largest_share: float) -> None:
 
 
 def test_weights_are_cut_in_half_and_states_move_between_one_rank_and_two() -> None:
-    for found in run_ranks(move, 2, Axes(tensor=2), list(MODELS), timeout_s=240):
+    for found in run_ranks(move, 2, ParallelDims(tensor=2), list(MODELS), timeout_s=240):
         check(found, LARGEST_SHARE)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "axes", [Axes(shard=2, tensor=2), Axes(tensor=2, pipeline=2), Axes(tensor=4)]
+    "axes",
+    [ParallelDims(shard=2, tensor=2), ParallelDims(tensor=2, pipeline=2), ParallelDims(tensor=4)],
 )
-def test_states_move_between_one_rank_and_four(axes: Axes) -> None:
+def test_states_move_between_one_rank_and_four(axes: ParallelDims) -> None:
     names = ["gpt2", "falcon multi-query", "gemma, one key head", "mpt", "mixtral"]
     if axes.tensor == 4:
         names.remove("mixtral")  # two key heads: refused

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import Single
@@ -95,7 +95,7 @@ def measured(world):
     train(strategy, 1, 3, eval_norm=False)
     copied = world.traffic.bytes_by_collective["copy"] - before
     cost = strategy.cost(
-        outline(Tied(), strategy.config), Axes(data=3), Workload(3), strategy.config
+        outline(Tied(), strategy.config), ParallelDims(data=3), Workload(3), strategy.config
     )
     model, *replicas = strategy.replicas
     storages = [

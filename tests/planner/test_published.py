@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config.schema import Config
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.meta import language_model_on_meta
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Cost, Workload
@@ -45,7 +45,7 @@ def zero_cost(mode: str, ranks: int, **parallel: object) -> Cost:
         parallel={"mode": mode, **parallel},
         train_args={"precision": "bf16-mixed"},
     )
-    axes = Axes(shard=ranks) if mode in ("zero2", "zero3") else Axes(data=ranks)
+    axes = ParallelDims(shard=ranks) if mode in ("zero2", "zero3") else ParallelDims(data=ranks)
     return strategy_class(mode).cost(shape, axes, Workload(), config)
 
 

@@ -22,7 +22,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.launch_lock import LaunchLock
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.launch.preflight import LeaderPlan, Plan
 from paceline.parallel.registry import Layout
 
@@ -181,7 +181,9 @@ def _plan(
     if word["finished"] is not None:
         return Plan(None, None, word["finished"])
     layout = Layout(
-        word["layout"]["strategy"], Axes(**word["layout"]["axes"]), word["layout"]["num_processes"]
+        word["layout"]["strategy"],
+        ParallelDims(**word["layout"]["axes"]),
+        word["layout"]["num_processes"],
     )
     leader = LeaderPlan(word["resume_from"], word["global_batch_size"])
     mine = together("planned", lambda: planned if round_.is_first else plan(layout, leader))

@@ -79,7 +79,7 @@ def _make_subgroup(world: Communicator, axes: tuple[str, ...], timeout_s: float)
     """The line along ``axes`` as a world with a process group of its own, and its own count of
     seconds waited: the thread's waits are not the training's."""
     mine, group = [world.ranks[world.rank]], None
-    for line in world.axes.lines(axes):
+    for line in world.axes.subgroups(axes):
         ranks = [world.ranks[one] for one in line]
         made = (
             dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) if len(ranks) > 1 else None

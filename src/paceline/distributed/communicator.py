@@ -14,7 +14,7 @@ import torch.distributed as dist
 from paceline.core.errors import RunError
 from paceline.distributed.allocator import settle
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import COLLECTIVE, PULSE
 from paceline.distributed.traffic import Traffic, count_collectives
 
@@ -43,14 +43,14 @@ class Communicator:
         self,
         env: RankEnv,
         device: torch.device,
-        axes: Axes | None = None,
+        axes: ParallelDims | None = None,
         group: dist.ProcessGroup | None = None,
         ranks: list[int] | None = None,
         waits: Waits | None = None,
     ) -> None:
         self.env = env
         self.device = device
-        self.axes = axes or Axes(data=env.world_size)
+        self.axes = axes or ParallelDims(data=env.world_size)
         self.group = group
         self.ranks = ranks if ranks is not None else list(range(env.world_size))
         self.waits = waits or Waits()
@@ -111,7 +111,7 @@ class Communicator:
         return self._subgroups[key]
 
     def _make_subgroup(self, axes: tuple[str, ...]) -> Communicator:
-        lines = self.axes.lines(axes)
+        lines = self.axes.subgroups(axes)
         mine = next(one for one in lines if self.rank in one)
         if len(mine) == self.size:
             return self
@@ -244,7 +244,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def init_communicator(
-    env: RankEnv, device_type: str, timeout_s: float, axes: Axes | None = None
+    env: RankEnv, device_type: str, timeout_s: float, axes: ParallelDims | None = None
 ) -> Communicator:
     """Choose this rank's device, set the number of threads, and join the process group (where there
     are several ranks).

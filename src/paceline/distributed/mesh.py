@@ -13,7 +13,7 @@ AXES = ("pipeline", "data", "shard", "tensor")
 
 
 @dataclass(frozen=True)
-class Axes:
+class ParallelDims:
     """Sizes of the mesh's axes; their product is the number of ranks.
 
     Args:
@@ -56,7 +56,7 @@ class Axes:
         at = self.coordinates(rank)
         return at["data"] * self.shard + at["shard"]
 
-    def lines(self, axes: Iterable[str]) -> list[list[int]]:
+    def subgroups(self, axes: Iterable[str]) -> list[list[int]]:
         """The groups of ranks that differ in ``axes`` alone, each in order; every rank is in
         exactly one."""
         along = [axis for axis in AXES if axis in set(axes)]

@@ -14,7 +14,7 @@ from paceline.config.derive import Derived
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted, weighted_shares
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 
 #: Fewer micro-batches per step cannot express a useful ratio of speeds.
 MIN_MICRO_BATCHES = 4
@@ -50,7 +50,9 @@ def text_of(config: Config) -> str:
     )
 
 
-def check_balance(config: Config, mode: str, allows_unequal_shares: bool, axes: Axes) -> None:
+def check_balance(
+    config: Config, mode: str, allows_unequal_shares: bool, axes: ParallelDims
+) -> None:
     """Raise ConfigError if ``parallel.balance`` is not supported with the strategy ``mode`` or with
     the rest of the config."""
     balance = config.parallel.balance

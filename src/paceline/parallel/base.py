@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.comm_profile import Exchange
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.loss_scale import LossScaler
@@ -85,7 +85,7 @@ class Strategy(ABC):
         self.notices: list[tuple[str, str]] = []
 
     @staticmethod
-    def check(config: Config, axes: Axes) -> None:
+    def check(config: Config, axes: ParallelDims) -> None:
         """Raise :class:`~paceline.core.errors.ConfigError` for a config that this strategy cannot
         run, before anything starts: what was asked for, why not, and the nearest that works."""
 
@@ -100,7 +100,7 @@ class Strategy(ABC):
         return 0
 
     @classmethod
-    def role(cls, config: Config, axes: Axes, rank: int) -> str | None:
+    def role(cls, config: Config, axes: ParallelDims, rank: int) -> str | None:
         """What a rank is, for a person who hears of its end; None where all are alike."""
         return None
 
@@ -122,7 +122,7 @@ class Strategy(ABC):
         return self.world.axes.replicas
 
     @classmethod
-    def expendable(cls, config: Config, axes: Axes) -> frozenset[int]:
+    def expendable(cls, config: Config, axes: ParallelDims) -> frozenset[int]:
         """Ranks whose processes may end without ending the run."""
         return frozenset()
 
@@ -263,7 +263,7 @@ class Strategy(ABC):
 
     @classmethod
     @abstractmethod
-    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
         """Bytes on the fullest rank and bytes that the busiest rank sends in a step, each with its
         formula's source."""
 

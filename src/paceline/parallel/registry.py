@@ -10,7 +10,7 @@ from paceline.config.diff import OTHER_TRAINING as OTHER_TRAINING
 from paceline.config.modes import read_mode
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.formatting import counted
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config, Parallel
@@ -62,7 +62,7 @@ class Layout:
     device, and the servers of a parameter server beside them)."""
 
     strategy: str
-    axes: Axes
+    axes: ParallelDims
     num_processes: int
 
     @property
@@ -140,7 +140,7 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Lay
                 " it takes the ranks that are left"
             ),
         )
-    axes = Axes(**{**given, main: size})
+    axes = ParallelDims(**{**given, main: size})
     return Layout(name, axes, 1 if name == "dp" else num_devices)
 
 
@@ -194,7 +194,7 @@ def strategy_class(name: str) -> type[Strategy]:
     return found
 
 
-def check_strategy(name: str, config: Config, axes: Axes) -> None:
+def check_strategy(name: str, config: Config, axes: ParallelDims) -> None:
     """Raise :class:`~paceline.core.errors.ConfigError` for a config that the strategy cannot run on
     this mesh."""
     from paceline.parallel.balance import check_balance

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import Layout, layout, mode_of
 
 #: Modes of one axis, in the order of preference where two are equally fast: the plainest first.
@@ -25,7 +25,7 @@ def candidates(config: Config, num_devices: int) -> list[Layout]:
     free = config.parallel.model_copy(
         update={"data": None, "shard": None, "tensor": None, "pipeline": None}
     )
-    found = [Layout("single", Axes(), 1)]
+    found = [Layout("single", ParallelDims(), 1)]
     if num_devices > 1:
         found += [layout(free, num_devices, name) for name in PLAIN]
         found += [Layout("hybrid", axes, num_devices) for axes in _hybrids(num_devices)]
@@ -55,12 +55,12 @@ def misfit(config: Config, num_devices: int) -> ConfigError | None:
     return None
 
 
-def _hybrids(num_devices: int) -> Iterator[Axes]:
+def _hybrids(num_devices: int) -> Iterator[ParallelDims]:
     """Products of at least two axes. FSDP within hosts and replicas across (HSDP) is one of them."""
     for data in _divisors(num_devices):
         for shard in _divisors(num_devices // data):
             for tensor in _divisors(num_devices // data // shard):
-                axes = Axes(data, shard, tensor, num_devices // data // shard // tensor)
+                axes = ParallelDims(data, shard, tensor, num_devices // data // shard // tensor)
                 if (
                     tensor <= _MOST_TENSOR
                     and sum(size > 1 for size in (data, shard, tensor, axes.pipeline)) > 1

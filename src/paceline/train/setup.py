@@ -28,7 +28,7 @@ from paceline.data.loader import LoaderOptions
 from paceline.data.order import SampleOrder
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import PULSE
 from paceline.distributed.seeds import seed_everything
 from paceline.distributed.side_group import SideGroup
@@ -79,7 +79,7 @@ class Job:
 def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``: the
     report on every rank, or on rank 0 only if a launcher of Paceline collects it."""
-    axes = job.layout.axes if job.layout.num_processes > 1 else Axes()
+    axes = job.layout.axes if job.layout.num_processes > 1 else ParallelDims()
     PULSE.start(active=job.config.recovery.watchdog, on_cpu=job.device_type == "cpu")
     world = init_communicator(env, job.device_type, job.config.parallel.timeout_s, axes)
     run_dir = RunDir(Path(job.config.output_dir))

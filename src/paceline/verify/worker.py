@@ -30,7 +30,7 @@ from paceline.core.stop import StopFlag
 from paceline.data.loader import MicroBatch
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.state import Part
@@ -116,7 +116,7 @@ def _one_trial(
         return _train(
             certification,
             trial,
-            Communicator(env, world.device, Axes() if alone else layout.axes),
+            Communicator(env, world.device, ParallelDims() if alone else layout.axes),
             stop,
         )
     except ConfigError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.collectives.schedules import steps
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.models.shape.record import TensorShape
 from paceline.parallel.compression.base import BucketShape, Compressor, Slot
@@ -23,7 +23,7 @@ from paceline.parallel.ddp.buckets import lay_out
 FOR_PARTS = ("bf16", "powersgd")
 
 
-def check_communication(config: Config, name: str, sums_buckets: bool, axes: Axes) -> None:
+def check_communication(config: Config, name: str, sums_buckets: bool, axes: ParallelDims) -> None:
     """Raise ConfigError where the strategy ``name`` cannot do what ``compression`` and
     ``parallel.all_reduce`` ask for.
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.base import BuildOptimizer, MicroStep, optimizer_tensors, persistent_buffers
 from paceline.parallel.comm_profile import Exchange, Spent
@@ -113,7 +113,7 @@ class DistributedDataParallel(SummedInBuckets):
         return {} if self.reduction is None else self.reduction.figures(sent_bytes)
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
         """Everything whole on each rank; the gradients' all-reduce: 2(N-1)/N × their bytes
         (Rajbhandari et al., "ZeRO", 2020, section 7.1: 2Ψ)."""
         gradients = total_bytes(shape.trained)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.base import (
     BuildOptimizer,
     MicroStep,
@@ -178,7 +178,7 @@ class DataParallel(Strategy):
         ]
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
         """Device 0 holds what a `ddp` rank holds; the others hold no optimizer state, so the load
         is lopsided.
 

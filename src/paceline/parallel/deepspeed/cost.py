@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from paceline.config.schema import Config
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.deepspeed.config import zero_section
 
 
-def deepspeed_cost(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+def deepspeed_cost(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
     """Formulas: Rajbhandari et al., "ZeRO", 2020, sections 3 and 7, with what DeepSpeed's code does
     differently:
 

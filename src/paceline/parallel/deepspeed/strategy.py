@@ -28,7 +28,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, persistent_buffers
 from paceline.parallel.cost import Cost, ModelShape, Workload
@@ -72,12 +72,12 @@ class DeepSpeed(Strategy):
         self.most_gradient_bytes = 0
 
     @staticmethod
-    def check(config: Config, axes: Axes) -> None:
+    def check(config: Config, axes: ParallelDims) -> None:
         DeepSpeed.check_settings(config, axes)
         check_installed(stage_of(config.parallel))
 
     @staticmethod
-    def check_settings(config: Config, axes: Axes) -> None:
+    def check_settings(config: Config, axes: ParallelDims) -> None:
         """As :meth:`check`, whether DeepSpeed is there or not: a plan may be for another machine."""
         parallel, args = config.parallel, config.train_args
         if args.optim not in _ELEMENTWISE:
@@ -322,7 +322,7 @@ class DeepSpeed(Strategy):
         return storage_bytes(self.held()) - gradients + max(gradients, self.most_gradient_bytes)
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
         return deepspeed_cost(shape, axes, work, config)
 
 

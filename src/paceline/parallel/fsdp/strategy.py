@@ -13,7 +13,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.models.shape.record import modules_around
 from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors
@@ -46,7 +46,7 @@ class ZeRO3(Strategy):
     reshard_after_forward = True
 
     @classmethod
-    def check(cls, config: Config, axes: Axes) -> None:
+    def check(cls, config: Config, axes: ParallelDims) -> None:
         check_elementwise(config, cls.name)
         if config.evaluation.where == "rank0":
             raise ConfigError(
@@ -116,7 +116,7 @@ class ZeRO3(Strategy):
         return super().state_bytes() + self.sharding.gathered_bytes
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
         """Per trained parameter, N shards, Adam: stage 3 16/N bytes (4 weights, 4 gradients, 8
         moments: Rajbhandari et al., 2020, section 5.3, figure 1), the weights gathered for the
         moment counted with the activations; stage 2 besides the gathered weights, 2 bytes in mixed

@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from paceline.config.schema import Config
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.models.shape.record import ModelShape, TensorShape, modules_around
 from paceline.models.tensor_plan.plan import cut_dim, held_ranges, is_summed
@@ -29,7 +29,7 @@ from paceline.parallel.pipeline.cost import PipelineCost, pipeline_cost
 from paceline.parallel.zero1.common import statistics_traffic, step_count_bytes
 
 
-def hybrid_cost(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+def hybrid_cost(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
     """The rank that is the fullest, with the traffic of the one that sends most: perhaps different
     stages of a pipeline.
 
@@ -50,7 +50,7 @@ class _Stage:
     activations: int = 0
 
 
-def _stages(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> list[_Stage]:
+def _stages(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> list[_Stage]:
     if axes.pipeline == 1:
         return [_Stage(shape, activations=work.activation_bytes)]
     settings = config.parallel
@@ -112,7 +112,7 @@ def _tensor_cut(shape: ModelShape, size: int) -> ModelShape:
 
 
 def _stage_cost(
-    stage: _Stage, whole: ModelShape, axes: Axes, work: Workload, config: Config
+    stage: _Stage, whole: ModelShape, axes: ParallelDims, work: Workload, config: Config
 ) -> Cost:
     cut = _tensor_cut(stage.shape, axes.tensor)
     base = _sharded(cut, axes, work, config) if axes.shard > 1 else _replicated(cut, axes, config)
@@ -135,7 +135,7 @@ def _part(one: TensorShape, plan: Mapping[str, str], size: int) -> TensorShape:
     )
 
 
-def _replicated(shape: ModelShape, axes: Axes, config: Config) -> Cost:
+def _replicated(shape: ModelShape, axes: ParallelDims, config: Config) -> Cost:
     """As `ddp` over the axis data: gradients in aligned buckets, all-reduced once a step
     (Rajbhandari et al., "ZeRO", 2020, section 7.1)."""
     trained = shape.trained
@@ -159,11 +159,11 @@ def _replicated(shape: ModelShape, axes: Axes, config: Config) -> Cost:
     )
 
 
-def _sharded(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+def _sharded(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
     """As `zero3` over the axes shard and data, of what the other axes leave."""
     from paceline.parallel.fsdp.strategy import ZeRO3
 
-    return ZeRO3.cost(shape, Axes(data=axes.data, shard=axes.shard), work, config)
+    return ZeRO3.cost(shape, ParallelDims(data=axes.data, shard=axes.shard), work, config)
 
 
 # -- within the cut layers
@@ -172,7 +172,7 @@ def _tensor_traffic(
     stage: ModelShape,
     whole: ModelShape,
     cut: ModelShape,
-    axes: Axes,
+    axes: ParallelDims,
     work: Workload,
     config: Config,
 ) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Axes combined: pipeline stages, cut layers and shards or replicas, composed in one fixed order.
+"""ParallelDims combined: pipeline stages, cut layers and shards or replicas, composed in one fixed order.
 
 The order: the pipeline deals the blocks to stages; tensor parallelism cuts the layers of a stage;
 what is left is sharded (`shard` > 1: FSDP over the axes data and shard) or replicated (gradients in
@@ -18,7 +18,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.models.language import config_numbers
 from paceline.models.tensor_plan.plan import check_sizes as check_heads
 from paceline.models.tensor_plan.plan import find_tensor_plan
@@ -55,7 +55,7 @@ class Hybrid(SummedInBuckets):
         self.sharding: Sharding | None = None
 
     @staticmethod
-    def check(config: Config, axes: Axes) -> None:
+    def check(config: Config, axes: ParallelDims) -> None:
         _check(config, axes)
 
     # -- placing
@@ -263,7 +263,7 @@ class Hybrid(SummedInBuckets):
         )
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
         return hybrid_cost(shape, axes, work, config)
 
 
@@ -311,7 +311,7 @@ def _cut_parts(part: Part, cut: Cut, owned: bool) -> Iterable[Part]:
         )
 
 
-def _check(config: Config, axes: Axes) -> None:
+def _check(config: Config, axes: ParallelDims) -> None:
     cut = " × ".join(
         f"{axis} {getattr(axes, axis)}"
         for axis in ("shard", "tensor", "pipeline")

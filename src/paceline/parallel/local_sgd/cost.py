@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.config.schema import Config
 from paceline.distributed.environment import RankEnv, from_environment
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.local_sgd.schedule import Rhythm, num_workers
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from paceline.parallel.local_sgd.strategy import LocalTraining
 
 
-def local_cost(name: str, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+def local_cost(
+    name: str, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+) -> Cost:
     """All of `ddp`; for `diloco` the outer parameters and their momentum in float32, a share a rank
     of a worker; and what overlapped synchronisations keep while they are under way.
 

@@ -6,7 +6,7 @@ import torch
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.local_sgd.strategy import LocalTraining
 from paceline.parallel.local_sgd.sync import Flight, Mean, Vector, fragment
 
@@ -27,7 +27,7 @@ class LocalSgd(LocalTraining):
     flights_are_shared = False  # each worker's correction
 
     @classmethod
-    def check(cls, config: Config, axes: Axes) -> None:
+    def check(cls, config: Config, axes: ParallelDims) -> None:
         super().check(config, axes)
         if not config.local_sgd.average_moments:
             return

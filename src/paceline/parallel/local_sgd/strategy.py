@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.base import (
@@ -81,7 +81,7 @@ class LocalTraining(Strategy):
         self.buckets: GradientBuckets
 
     @classmethod
-    def check(cls, config: Config, axes: Axes) -> None:
+    def check(cls, config: Config, axes: ParallelDims) -> None:
         settings, args = config.local_sgd, config.train_args
         if settings.workers is not None:
             num_workers(settings, RankEnv(world_size=axes.data, local_world_size=axes.data))
@@ -161,7 +161,7 @@ class LocalTraining(Strategy):
                     "machines with different numbers of ranks: each rank is a worker of its own",
                 )
             )
-        axes = Axes(data=self.workers, shard=world.size // self.workers)
+        axes = ParallelDims(data=self.workers, shard=world.size // self.workers)
         lines = Communicator(world.env, world.device, axes, world.group, world.ranks, world.waits)
         self.near, self.far = lines.subgroup("shard"), lines.subgroup("data")
         if self.rhythm.overlap and self.far.size == world.size > 1:
@@ -398,5 +398,5 @@ class LocalTraining(Strategy):
         return super().state_bytes() + self.most_in_flight
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
         return local_cost(cls.name, shape, axes, work, config)

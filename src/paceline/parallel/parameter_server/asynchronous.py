@@ -23,7 +23,7 @@ from torch.distributed import rpc
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import TRAFFIC, uncounted
 from paceline.parallel.base import BuildOptimizer, MicroStep
 from paceline.parallel.ddp.strategy import clip_factor
@@ -47,7 +47,7 @@ class LooseParameterServer(ServedParameterServer):
         self.alone = Communicator(
             RankEnv(0, 1, world.env.local_rank, world.env.local_world_size),
             world.device,
-            Axes(),
+            ParallelDims(),
             None,
             [world.rank],
         )

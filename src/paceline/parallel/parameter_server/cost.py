@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config.schema import Config
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.models.shape.record import TensorShape
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
@@ -36,7 +36,7 @@ def deal(sizes: Sequence[int], servers: int) -> list[int]:
     return owners
 
 
-def cost_of_ddp(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+def cost_of_ddp(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
     """A worker has the parameters without tables, as under ``ddp``; a server its rows and their
     state; the fuller of both."""
     tables, dense = tables_of(shape)
@@ -63,7 +63,7 @@ def cost_of_ddp(shape: ModelShape, axes: Axes, work: Workload, config: Config) -
     )
 
 
-def cost_of_servers(shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+def cost_of_servers(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
     """A worker has the parameters without tables and their gradients; a server its rows, its share
     of the others, and the state of both; the fuller of the two. A worker sends its gradients, the
     servers every worker's copy of the parameters."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from paceline.config.schema import Config
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import TRAFFIC, uncounted
 from paceline.parallel.base import BuildOptimizer, optimizer_tensors, persistent_buffers
 from paceline.parallel.cost import Cost, ModelShape, Workload
@@ -222,7 +222,7 @@ class ServedParameterServer(ParameterServer):
         return [*self._dense(self.model).values(), *self.model.buffers(), *gradients]
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
         return cost_of_servers(shape, axes, work, config)
 
 

@@ -26,7 +26,7 @@ from torch.distributed import rpc
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.models.recommend import Table, named_tables, tables_elsewhere
 from paceline.parallel.base import (
@@ -76,7 +76,7 @@ class ParameterServer(Strategy):
         self.whole_count: Callable[[], torch.Tensor] | None = None
 
     @staticmethod
-    def check(config: Config, axes: Axes) -> None:
+    def check(config: Config, axes: ParallelDims) -> None:
         check_config(config)
 
     @classmethod
@@ -93,7 +93,7 @@ class ParameterServer(Strategy):
         return config.parameter_server.servers
 
     @classmethod
-    def role(cls, config: Config, axes: Axes, rank: int) -> str | None:
+    def role(cls, config: Config, axes: ParallelDims, rank: int) -> str | None:
         return "a worker" if rank < axes.replicas else "a server of the tables"
 
     @property
@@ -117,7 +117,7 @@ class ParameterServer(Strategy):
         return len(self.members)
 
     @classmethod
-    def expendable(cls, config: Config, axes: Axes) -> frozenset[int]:
+    def expendable(cls, config: Config, axes: ParallelDims) -> frozenset[int]:
         return (
             frozenset(range(axes.replicas))
             if config.parameter_server.on_worker_loss == "go_on"
@@ -401,7 +401,7 @@ class ParameterServer(Strategy):
         ]
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
         """See :mod:`~paceline.parallel.parameter_server.cost`. Traffic is an upper bound, a batch
         without a repeated id, unless the distinct ids of a micro-batch were counted in the data."""
         chosen = cls.variant(config)

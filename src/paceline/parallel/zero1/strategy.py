@@ -12,7 +12,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import Axes
+from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import scatter_bytes
 from paceline.parallel.base import BuildOptimizer, optimizer_tensors, persistent_buffers
@@ -50,7 +50,7 @@ class ShardedOptimizer(DistributedDataParallel):
         self.buckets: ShardedBuckets
 
     @staticmethod
-    def check(config: Config, axes: Axes) -> None:
+    def check(config: Config, axes: ParallelDims) -> None:
         check_elementwise(config, "zero1")
         if config.parallel.offload != "none":
             raise ConfigError(
@@ -112,7 +112,7 @@ class ShardedOptimizer(DistributedDataParallel):
         ]
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: Axes, work: Workload, config: Config) -> Cost:
+    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
         """Per trained parameter, N ranks, Adam: 8 + 8/N bytes in float32 (weights and gradients 4
         each), 4 + 12/N in mixed precision (Rajbhandari et al., 2020, section 5.1, figure 1). A
         reduce-scatter of the gradients and an all-gather of the weights: 2Ψ(N-1)/N (section 7.2.1).
