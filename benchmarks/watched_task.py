@@ -8,7 +8,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.tasks.language import LanguageTask
 
 #: On, off, off, on: what grows or falls over the run falls on both alike.
@@ -26,21 +26,21 @@ class Switched(LanguageTask):
     seen = None
 
     def loss(self, model, batch):
-        if PULSE.step is not None and model.training:
-            self._note(PULSE.step)
+        if PROGRESS.step is not None and model.training:
+            self._note(PROGRESS.step)
         return super().loss(model, batch)
 
     def _note(self, step):
         """Once a step: from its first loss to the first loss of the next is what it took, with all
         that lies between."""
         if self.seen is None:
-            self.seen, self.cores, self.busy_from_s = [], PULSE._cores, busy_s()
+            self.seen, self.cores, self.busy_from_s = [], PROGRESS._cores, busy_s()
         if self.seen and self.seen[-1][0] == step:
             return
         args = self.config.task_args
         on = ORDER[(step - 1) // args["block"] % len(ORDER)]
-        PULSE.active = on
-        PULSE._cores = self.cores if on else None
+        PROGRESS.active = on
+        PROGRESS._cores = self.cores if on else None
         self.seen.append((step, time.perf_counter(), on))
         if step == self.config.train_args.max_steps and os.environ["RANK"] == "0":
             on_s = sum(
@@ -62,8 +62,8 @@ class Killed(LanguageTask):
 
     def loss(self, model, batch):
         args = self.config.task_args
-        if model.training and PULSE.step in args["at"] and os.environ["RANK"] == "1":
-            flag = Path(args["folder"]) / str(PULSE.step)
+        if model.training and PROGRESS.step in args["at"] and os.environ["RANK"] == "1":
+            flag = Path(args["folder"]) / str(PROGRESS.step)
             if not flag.exists():
                 flag.write_text(repr(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)

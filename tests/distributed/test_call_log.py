@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.distributed.call_log import BlackBox, OpenedBox
-from paceline.distributed.progress import Call, where
+from paceline.distributed.call_log import CallLog, CallLogReader
+from paceline.distributed.progress import CollectiveCall, where
 
 CODE = (lambda: None).__code__
 
 
-def call(number: int | None, numel: int = 3) -> Call:
-    return Call(number, "all_reduce", torch.float32, numel, "0", ((CODE, 7),))
+def call(number: int | None, numel: int = 3) -> CollectiveCall:
+    return CollectiveCall(number, "all_reduce", torch.float32, numel, "0", ((CODE, 7),))
 
 
-def make() -> BlackBox:
-    box = BlackBox.make()
+def make() -> CallLog:
+    box = CallLog.make()
     assert box is not None
     return box
 
@@ -31,7 +31,7 @@ def test_the_last_calls_come_back_in_order() -> None:
     for number in range(40):
         box.write(call(number, numel=number % 5))
     box.write(call(None))
-    found = OpenedBox(os.getpid(), box.file).calls()
+    found = CallLogReader(os.getpid(), box.file).calls()
     assert [one["number"] for one in found] == [*range(9, 40), None]
     assert found[0] == {
         "number": 9, "function": "all_reduce", "dtype": "float32", "numel": 4, "group": "0", "site": [where(CODE, 7)],
@@ -39,12 +39,12 @@ def test_the_last_calls_come_back_in_order() -> None:
 
 
 def test_an_empty_one() -> None:
-    assert OpenedBox(os.getpid(), make().file).calls() == []
+    assert CallLogReader(os.getpid(), make().file).calls() == []
 
 
 def test_one_that_is_not_there() -> None:
     with pytest.raises(OSError, match=r"\d"):
-        OpenedBox(os.getpid(), 10_000)
+        CallLogReader(os.getpid(), 10_000)
 
 
 def _write_and_wait(pipe: Any) -> None:
@@ -60,7 +60,7 @@ def test_it_outlives_its_process() -> None:
     process = context.Process(target=_write_and_wait, args=(theirs,))
     process.start()
     assert process.pid is not None
-    opened = OpenedBox(process.pid, mine.recv())
+    opened = CallLogReader(process.pid, mine.recv())
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert [one["number"] for one in opened.calls()] == [5]

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from paceline.distributed.collectives.run import all_reduce
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.progress import PULSE, Pulse, stack_of
+from paceline.distributed.progress import PROGRESS, ProgressTracker, stack_of
 
 FILE = __file__
 
@@ -23,13 +23,13 @@ FILE = __file__
 def issued(only: str | None = None) -> list[dict[str, Any]]:
     return [
         one
-        for one in (call.as_dict() for call in PULSE.ring)
+        for one in (call.as_dict() for call in PROGRESS.ring)
         if only is None or one["function"] == only
     ]
 
 
 def test_time_of_the_data_is_without_the_waits() -> None:
-    pulse = Pulse()
+    pulse = ProgressTracker()
     pulse.start()
     pulse.begin_step(7)
     with pulse.waiting("others"):
@@ -45,7 +45,7 @@ def test_time_of_the_data_is_without_the_waits() -> None:
 
 
 def test_phases_and_waits_add_up_to_the_step() -> None:
-    pulse = Pulse()
+    pulse = ProgressTracker()
     pulse.start()
     pulse.enter("evaluation")  # of no step
     for number in (1, 2):
@@ -67,7 +67,7 @@ def test_phases_and_waits_add_up_to_the_step() -> None:
 
 
 def test_phases_add_up_where_threads_enter_them() -> None:
-    pulse = Pulse()
+    pulse = ProgressTracker()
     pulse.start()
     pulse.begin_step(1)
 
@@ -90,7 +90,7 @@ def test_phases_add_up_where_threads_enter_them() -> None:
 
 
 def test_a_phase_within_a_phase_and_signs_of_progress() -> None:
-    pulse = Pulse()
+    pulse = ProgressTracker()
     pulse.start()
     pulse.enter("logging")
     marks = pulse.marks
@@ -102,7 +102,7 @@ def test_a_phase_within_a_phase_and_signs_of_progress() -> None:
 
 
 def test_waits_of_other_threads_do_not_count() -> None:
-    pulse = Pulse()
+    pulse = ProgressTracker()
     pulse.start()
 
     def wait() -> None:
@@ -126,7 +126,7 @@ def test_the_stack_names_this_place() -> None:
 
 
 def _collectives(world: Communicator) -> dict[str, Any]:
-    PULSE.start()
+    PROGRESS.start()
     mesh = Communicator(world.env, world.device, ParallelDims(data=2, shard=2))
     line = mesh.subgroup("shard")
     world.sum(1.0, 2.0)
@@ -136,7 +136,7 @@ def _collectives(world: Communicator) -> dict[str, Any]:
     all_reduce(world, torch.ones(5), "ring")
     if world.rank < 2:
         dist.send(torch.ones(1), 1) if world.rank == 0 else dist.recv(torch.ones(1), 0)
-    return {"calls": issued(), "issued": PULSE.issued, "groups": PULSE.groups}
+    return {"calls": issued(), "issued": PROGRESS.issued, "groups": PROGRESS.groups}
 
 
 def test_collectives_are_numbered_in_their_group_and_placed() -> None:
@@ -169,9 +169,9 @@ def test_collectives_are_numbered_in_their_group_and_placed() -> None:
 
 
 def _wait_for_the_slow(world: Communicator, how: str) -> float:
-    PULSE.start()
+    PROGRESS.start()
     world.barrier()
-    before = PULSE.waited_s
+    before = PROGRESS.waited_s
     if world.rank == 1:
         time.sleep(0.5)
     tensor = torch.ones(4)
@@ -181,7 +181,7 @@ def _wait_for_the_slow(world: Communicator, how: str) -> float:
         dist.all_reduce(tensor)
     else:
         world.sum(1.0)
-    return PULSE.waited_s - before
+    return PROGRESS.waited_s - before
 
 
 @pytest.mark.parametrize("how", ["async", "sync", "world"])
@@ -191,9 +191,9 @@ def test_the_wait_for_a_slow_rank_is_seen_whoever_waits(how: str) -> None:
 
 
 def _inactive(world: Communicator) -> tuple[int, float]:
-    PULSE.start(active=False)
+    PROGRESS.start(active=False)
     world.sum(1.0)
-    return len(PULSE.ring), PULSE.waited_s
+    return len(PROGRESS.ring), PROGRESS.waited_s
 
 
 def test_where_it_is_off_nothing_is_marked() -> None:

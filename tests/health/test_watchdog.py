@@ -24,7 +24,7 @@ from paceline.config.schema.recovery import Recovery
 from paceline.core.events import EventLog, read_events
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.health.watchdog import Watchdog
 
 pytestmark = pytest.mark.alone
@@ -49,7 +49,7 @@ class Told:
 def _steps(
     world: Communicator, folder: str, fault: str, recovery: dict[str, Any], steps: int = 30
 ) -> Told:
-    PULSE.start()
+    PROGRESS.start()
     told, stop = Told(), StopFlag()
     log = EventLog(Path(folder) / "events.jsonl" if world.rank == 0 else None)
 
@@ -78,14 +78,14 @@ def _steps(
 
 
 def _step(world: Communicator, step: int, fault: str) -> None:
-    PULSE.begin_step(step)
+    PROGRESS.begin_step(step)
     if fault == "sleep" and world.rank == 1:
         _read_slowly()
-    PULSE.enter("forward")
+    PROGRESS.enter("forward")
     time.sleep(0.02)
     if not (fault == "skip" and world.rank == 1):
         world.barrier()
-    PULSE.end_step()
+    PROGRESS.end_step()
 
 
 def _read_slowly() -> None:
@@ -133,10 +133,10 @@ def test_switched_off_it_is_silent(tmp_path: Path) -> None:
 
 def _differ(world: Communicator) -> tuple[str, str]:
     """What each rank is about to call is marked, and not called: gloo would end the process."""
-    PULSE.start()
+    PROGRESS.start()
     watchdog = Watchdog(Recovery(), 60.0, world, StopFlag())
     watchdog.start()
-    PULSE.issue("all_reduce", torch.ones(10 if world.rank == 0 else 20), None)
+    PROGRESS.issue("all_reduce", torch.ones(10 if world.rank == 0 else 20), None)
     world.barrier()
     error = watchdog.explain(RuntimeError("op.preamble.length <= op.nbytes"))
     other = watchdog.explain(ValueError("of something else"))
@@ -154,7 +154,7 @@ def test_a_collective_that_failed_is_explained_by_what_the_others_called() -> No
 
 
 def _agree(world: Communicator) -> str:
-    PULSE.start()
+    PROGRESS.start()
     watchdog = Watchdog(Recovery(), 60.0, world, StopFlag())
     watchdog.start()
     world.barrier()

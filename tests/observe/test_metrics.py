@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import Meter
 
@@ -22,24 +22,24 @@ STEPS = 3
 def _steps(world: Communicator) -> dict[str, Any]:
     """Rank 1 is slow in its forward, so rank 0 waits in backward; and only rank 0 broadcasts more
     than the others know."""
-    PULSE.start()
+    PROGRESS.start()
     meter = Meter(world, time.time(), has_tokens=False)
     lengths = []
     for step in range(1, STEPS + 1):
-        PULSE.begin_step(step)
+        PROGRESS.begin_step(step)
         meter.begin()
         meter.data_ready()
-        PULSE.enter("forward")
+        PROGRESS.enter("forward")
         time.sleep(0.15 if world.rank == 1 else 0.0)
-        PULSE.enter("backward")
+        PROGRESS.enter("backward")
         time.sleep(0.01)
         world.wait(world.all_reduce(torch.ones(1000)))
         with uncounted():
             world.sum(1.0)
-        PULSE.enter("optimizer")
+        PROGRESS.enter("optimizer")
         if world.rank == 0:
             world.traffic.add("push", 123)
-        PULSE.end_step()
+        PROGRESS.end_step()
         meter.end(torch.zeros(()), 1.0)
         lengths.append(meter.last_step_s)
     before = world.traffic.total

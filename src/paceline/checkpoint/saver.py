@@ -18,7 +18,7 @@ from paceline.checkpoint.store import committed, step_of
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.distributed.side_group import SideGroup
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.state import Part
@@ -141,7 +141,7 @@ class Saver:
         background is made once more, and where that fails too (and the run does not stand still for
         it) every rank raises the same RunError.
         """
-        with PULSE.during("saving"):
+        with PROGRESS.during("saving"):
             self._save(step, make_parts, meta, must_succeed)
 
     def _save(
@@ -197,7 +197,7 @@ class Saver:
         """True where some rank is asked to stop."""
         deadline = time.monotonic() + _RETRY_S
         while time.monotonic() < deadline and not self.stop():
-            PULSE.tick()  # nobody hangs here
+            PROGRESS.tick()  # nobody hangs here
             time.sleep(min(_RETRY_S, 0.1))
         with uncounted():
             return self.world.sum(float(self.stop()))[0] > 0
@@ -286,7 +286,7 @@ class Saver:
             flight.blocked_s = time.perf_counter() - start
             return None
         else:
-            flight.run(PULSE.tick if self.side is not None else lambda: None)
+            flight.run(PROGRESS.tick if self.side is not None else lambda: None)
         error = self._agree(flight.error)
         if (
             error is None

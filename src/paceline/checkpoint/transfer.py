@@ -29,7 +29,7 @@ from paceline.checkpoint.store import CheckpointReader, read_meta
 from paceline.checkpoint.writer import StateFile
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import human_bytes
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.distributed.side_group import CHUNK_BYTES, SideGroup, TransferError
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.state import StateSource
@@ -310,7 +310,7 @@ class _Server(threading.Thread):
                 out.finish({"error": _error_to(error)})
 
     def join(self, timeout: float | None = None) -> None:
-        with PULSE.waiting("other ranks to read the checkpoint"):
+        with PROGRESS.waiting("other ranks to read the checkpoint"):
             super().join(timeout)
 
 

@@ -18,7 +18,7 @@ _SLOTS, _SLOT_BYTES = 32, 768
 _MOST_KNOWN = 4096
 
 
-class BlackBox:
+class CallLog:
     """Written by its rank. Make one with :meth:`make`."""
 
     def __init__(self, memory: BinaryIO) -> None:
@@ -29,19 +29,19 @@ class BlackBox:
         self._known: dict[Any, bytes] = {}  # what of a call is the same each time
 
     @staticmethod
-    def make() -> BlackBox | None:
+    def make() -> CallLog | None:
         """None where the system has no such memory."""
         if not hasattr(os, "memfd_create"):
             return None
         try:
             memory = os.fdopen(os.memfd_create("paceline-calls"), "r+b", buffering=0)
             memory.truncate(_SLOTS * _SLOT_BYTES)
-            return BlackBox(memory)
+            return CallLog(memory)
         except OSError:
             return None
 
     def write(self, call: Any) -> None:
-        """Add a :class:`~paceline.distributed.progress.Call`."""
+        """Add a :class:`~paceline.distributed.progress.CollectiveCall`."""
         frame = call.site[0] if call.site else (None, 0)
         key = (call.function, call.dtype, call.numel, call.group, id(frame[0]), frame[1])
         known = self._known.get(key)
@@ -57,7 +57,7 @@ class BlackBox:
         self._memory[begin : begin + len(line) + 1] = line + b"\n"
 
 
-class OpenedBox:
+class CallLogReader:
     """The box of another rank of this host.
 
     Raises:

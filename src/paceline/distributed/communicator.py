@@ -15,7 +15,7 @@ from paceline.core.errors import RunError
 from paceline.distributed.allocator import settle
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.progress import COLLECTIVE, PULSE
+from paceline.distributed.progress import COLLECTIVE, PROGRESS
 from paceline.distributed.traffic import Traffic, count_collectives
 
 
@@ -157,7 +157,7 @@ class Communicator:
         if work is None:
             return
         start = time.perf_counter()
-        with PULSE.waiting(COLLECTIVE):
+        with PROGRESS.waiting(COLLECTIVE):
             work.wait()
         self.waits.seconds += time.perf_counter() - start
 

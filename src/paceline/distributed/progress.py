@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from paceline.distributed.call_log import BlackBox
+from paceline.distributed.call_log import CallLog
 
 #: Collectives that are remembered.
 _KEPT = 32
 #: Steps whose times are remembered: as many as pass between two looks of the watchdog, where steps
 #: are short.
 KEPT_STEPS = 64
-#: Call sites: so many frames of each.
+#: CollectiveCall sites: so many frames of each.
 _FRAMES = 3
 #: Frames that a call site does not lie in.
 _BELOW = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
@@ -66,7 +66,7 @@ ARGUMENTS: dict[str, tuple[int | None, str, int, str]] = {
 _BETWEEN_TWO = frozenset({"send", "recv", "batch_isend_irecv"})
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective that was issued."""
 
     number: int | None  # among those of its group, from 0; None between two ranks
@@ -103,20 +103,20 @@ class _Group:
     issued: int = 0
 
 
-class Pulse:
+class ProgressTracker:
     """The marks of one process. All are made in the main thread but those of collectives."""
 
     def __init__(self) -> None:
-        self._cores: _CoreWaits | None = None
-        self.box: BlackBox | None = None
+        self._cores: SchedulerDelayReader | None = None
+        self.box: CallLog | None = None
         self.start(active=False)
 
     def start(self, active: bool = True, on_cpu: bool = True) -> None:
         """Begin anew, in the thread that trains. Where not ``active`` collectives are not marked.
         ``on_cpu``: it computes by itself, so that it matters whether it has a core."""
         self.active = active
-        self.box = BlackBox.make() if active else None
-        self._cores = _CoreWaits.open() if active and on_cpu else None
+        self.box = CallLog.make() if active else None
+        self._cores = SchedulerDelayReader.open() if active and on_cpu else None
         self.held_s = self._held_from = 0.0
         self.thread = threading.get_ident()
         self.phase = "starting"
@@ -124,8 +124,8 @@ class Pulse:
         self.marks = 0  # grows with each sign of progress
         self.waits_for: str | None = None  # what the main thread stands still for
         self.waited_s = self.step_wait_s = 0.0  # in all, and in the last step
-        self.last: Call | None = None  # issued by the main thread
-        self.ring: deque[Call] = deque(maxlen=_KEPT)
+        self.last: CollectiveCall | None = None  # issued by the main thread
+        self.ring: deque[CollectiveCall] = deque(maxlen=_KEPT)
         self.steps: deque[StepTimes] = deque(maxlen=KEPT_STEPS)
         self._groups: dict[str, _Group] = {}
         #: Seconds of the last step by phase, less the waits for others (``step_wait_s``); with
@@ -208,7 +208,7 @@ class Pulse:
         dtype, numel = (
             (tensor.dtype, tensor.numel()) if isinstance(tensor, torch.Tensor) else (None, None)
         )
-        call = Call(number, function, dtype, numel, name, call_site(sys._getframe(1)))
+        call = CollectiveCall(number, function, dtype, numel, name, call_site(sys._getframe(1)))
         self.ring.append(call)
         if self.box is not None:
             self.box.write(call)
@@ -274,7 +274,7 @@ class Pulse:
             self._held_from = self._cores.read_s()
 
 
-class _CoreWaits:
+class SchedulerDelayReader:
     """How long this thread could have run and got no core: the second number of
     `/proc/thread-self/schedstat`."""
 
@@ -283,10 +283,10 @@ class _CoreWaits:
         self._number = self._file.fileno()
 
     @staticmethod
-    def open() -> _CoreWaits | None:
+    def open() -> SchedulerDelayReader | None:
         """None where this system has no such file."""
         try:
-            found = _CoreWaits()
+            found = SchedulerDelayReader()
             found.read_s()
         except (OSError, IndexError, ValueError):
             return None
@@ -297,7 +297,7 @@ class _CoreWaits:
 
 
 #: of this process
-PULSE = Pulse()
+PROGRESS = ProgressTracker()
 COLLECTIVE = "a collective"
 
 
@@ -310,7 +310,7 @@ def mark_waits() -> None:
 
 
 def _marked(wait: Callable[..., Any], what: str) -> Any:
-    pulse = PULSE
+    pulse = PROGRESS
 
     @wraps(wait)
     def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -326,12 +326,12 @@ def _marked(wait: Callable[..., Any], what: str) -> Any:
 
 
 def issue_from(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """As :meth:`Pulse.issue`, from the arguments of a function of ``torch.distributed``."""
-    if not PULSE.active:
+    """As :meth:`ProgressTracker.issue`, from the arguments of a function of ``torch.distributed``."""
+    if not PROGRESS.active:
         return
     if function == "batch_isend_irecv":
         operations = args[0] if args else kwargs["p2p_op_list"]
-        PULSE.issue(
+        PROGRESS.issue(
             function,
             [one.tensor for one in operations[:1]],
             operations[0].group if operations else None,
@@ -339,7 +339,7 @@ def issue_from(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     place, name, group_place, group_name = ARGUMENTS[function]
     tensor = None if place is None else args[place] if len(args) > place else kwargs.get(name)
-    PULSE.issue(
+    PROGRESS.issue(
         function, tensor, args[group_place] if len(args) > group_place else kwargs.get(group_name)
     )
 

@@ -4,7 +4,7 @@ FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.distributed.commun
 through the functions of the ``torch.distributed`` package, so these are wrapped, once a process, to
 add up what passes. What is counted is what an algorithm optimal in bandwidth sends: the figure by
 which strategies are compared, and the same for every backend. The same wrappers tell the process's
-:data:`~paceline.distributed.progress.PULSE` which collectives were issued.
+:data:`~paceline.distributed.progress.PROGRESS` which collectives were issued.
 
 Objects (``broadcast_object_list`` and its like) are not counted: they go through the functions'
 module, not the package, and are no part of a step.

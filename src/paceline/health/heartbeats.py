@@ -21,8 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.distributed.call_log import OpenedBox
-from paceline.distributed.progress import COLLECTIVE, PULSE, StepTimes, stack_of
+from paceline.distributed.call_log import CallLogReader
+from paceline.distributed.progress import COLLECTIVE, PROGRESS, StepTimes, stack_of
 from paceline.distributed.segments import SegmentCounter, Segments
 from paceline.health.hangs import Seen
 from paceline.health.link_health import Pause
@@ -86,35 +86,35 @@ class Beats:
     def publish(self) -> None:
         """Say where this rank is."""
         self._number += 1
-        still_s = time.perf_counter() - PULSE.marked_at
-        steps = list(PULSE.steps)
+        still_s = time.perf_counter() - PROGRESS.marked_at
+        steps = list(PROGRESS.steps)
         if time.perf_counter() - self._sent_at > _SEGMENTS_S:
             self._sent, self._sent_at = self._segments.read(), time.perf_counter()
         beat = {
             "number": self._number,
-            "marks": PULSE.marks,
+            "marks": PROGRESS.marks,
             "still_s": round(still_s, 3),
-            "phase": "ended" if self.ended else PULSE.phase,
-            "step": PULSE.step,
+            "phase": "ended" if self.ended else PROGRESS.phase,
+            "step": PROGRESS.step,
             "waits_for": _waits_for(),
             "usual_s": (
                 statistics.median(one.wall_s for one in steps[-16:]) if len(steps) > 1 else None
             ),
-            "issued": PULSE.issued,
+            "issued": PROGRESS.issued,
             "host": self.host,
             "pid": self.pid,
             "kind": self.kind,
             "asks": self.asks,
             "told_step": steps[-1].step if steps else None,
-            "box": PULSE.box.file if PULSE.box is not None else None,
+            "box": PROGRESS.box.file if PROGRESS.box is not None else None,
             "pause": (
                 [self.pause.step, round(self.pause.seconds, 3)] if self.pause is not None else None
             ),
             "segments": [self._sent.sent, self._sent.resent],
         }
-        details: dict[str, Any] = {"stack": stack_of(PULSE.thread)}
+        details: dict[str, Any] = {"stack": stack_of(PROGRESS.thread)}
         if still_s > _CALLS_AFTER_S or self.asked or self.asks:
-            details["calls"] = [one.as_dict() for one in list(PULSE.ring)]
+            details["calls"] = [one.as_dict() for one in list(PROGRESS.ring)]
         written: dict[str, Any] = {
             self._key(self.rank): beat,
             self._key(self.rank, "details"): details,
@@ -206,7 +206,7 @@ class Peer:
     moved_at: float = field(default_factory=time.perf_counter)
     beat: dict[str, Any] = field(default_factory=dict)
     state: str | None = None
-    box: OpenedBox | None = None
+    box: CallLogReader | None = None
 
     @property
     def asks(self) -> bool:
@@ -253,7 +253,7 @@ class Peer:
         self.state = state_of(self.beat["pid"]) if now - self.heard_at > _LOOK_S else None
         if self.box is None and self.state is None and self.beat["box"] is not None:
             with contextlib.suppress(OSError):
-                self.box = OpenedBox(self.beat["pid"], self.beat["box"])
+                self.box = CallLogReader(self.beat["pid"], self.beat["box"])
 
     def seen(self, now: float) -> Seen:
         beat = self.beat
@@ -291,11 +291,11 @@ def _connect() -> Any:
 
 
 def _waits_for() -> str | None:
-    what, call = PULSE.waits_for, PULSE.last
+    what, call = PROGRESS.waits_for, PROGRESS.last
     if what != COLLECTIVE or call is None:
         return what
     number = f" number {call.number + 1:,}" if call.number is not None else ""
-    return f"{call.function}{number} of {len(PULSE.groups.get(call.group, ()))} ranks"
+    return f"{call.function}{number} of {len(PROGRESS.groups.get(call.group, ()))} ranks"
 
 
 def _rounded(value: StepTimes) -> list[Any]:

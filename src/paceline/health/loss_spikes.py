@@ -20,7 +20,7 @@ import torch
 from paceline.checkpoint import store
 from paceline.checkpoint.train_state import load_training_state
 from paceline.checkpoint.transfer import open_checkpoint
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 from paceline.train.rank_loss import batches_of, close_batches
 
@@ -103,7 +103,7 @@ class Spikes:
         if path is None:
             session.step += 1
         else:
-            with PULSE.during("loading"):
+            with PROGRESS.during("loading"):
                 self._go_back(str(path), own)
         return True
 

@@ -1,7 +1,7 @@
 """Ranks that issue different collectives, found by comparing what each has issued last. Pure
 functions.
 
-A call is a dict as of :meth:`paceline.distributed.progress.Call.as_dict`: number, function, dtype,
+A call is a dict as of :meth:`paceline.distributed.progress.CollectiveCall.as_dict`: number, function, dtype,
 numel, group, site.
 """
 

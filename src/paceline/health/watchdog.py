@@ -28,7 +28,7 @@ from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PULSE, StepTimes
+from paceline.distributed.progress import PROGRESS, StepTimes
 from paceline.health.hangs import Hang, Seen, find_hangs
 from paceline.health.heartbeat_file import Heartbeats
 from paceline.health.heartbeats import UNKNOWN_KIND, Beats, Peer, period_s, reads
@@ -125,7 +125,7 @@ class Watchdog:
         last = waits_since = time.perf_counter()
         while not self._ended.wait(each_s):
             # for a while: the next look is a late one, which forgives the silence
-            if not PULSE.active:
+            if not PROGRESS.active:
                 waits_since = time.perf_counter()
                 continue
             try:
@@ -144,11 +144,11 @@ class Watchdog:
         """A wait that lasted longer than asked for: for so long, no thread of this process ran."""
         if (
             late_s > _LATE_S
-            and PULSE.step is not None
-            and PULSE.phase in _STEP_PHASES
+            and PROGRESS.step is not None
+            and PROGRESS.phase in _STEP_PHASES
             and self._beats is not None
         ):
-            self._beats.pause = Pause(PULSE.step, late_s)
+            self._beats.pause = Pause(PROGRESS.step, late_s)
 
     def _lose_store(self, error: Exception, said: bool) -> None:
         assert self._beats is not None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import KINDS, uncounted
 from paceline.observe.device_stats import NOTHING, DeviceReader, as_event
 
@@ -86,15 +86,15 @@ class Meter:
         self._counts += counts[:3]
 
     def end(self, loss_sum: torch.Tensor, own_count: float) -> None:
-        """The end of a step, when :data:`~paceline.distributed.progress.PULSE` has ended it;
+        """The end of a step, when :data:`~paceline.distributed.progress.PROGRESS` has ended it;
         ``loss_sum``: this rank's sum, and what it is over."""
         self._loss += loss_sum
         self._own += own_count
         self._steps += 1
         self._steps_done += 1
         self.last_wait_s = self.world.wait_s - self._wait_before
-        parts = {phase: PULSE.spent_s.get(phase, 0.0) for phase in _PHASES} | {
-            "communication": PULSE.step_wait_s
+        parts = {phase: PROGRESS.spent_s.get(phase, 0.0) for phase in _PHASES} | {
+            "communication": PROGRESS.step_wait_s
         }
         for part, seconds in parts.items():
             self._spent_s[part] += seconds
@@ -124,7 +124,7 @@ class Meter:
         labels, tokens, samples = self._counts.tolist()
         if self.world.device.type != "cpu":
             mark = time.perf_counter()
-            with PULSE.waiting("the device"):
+            with PROGRESS.waiting("the device"):
                 torch.accelerator.synchronize()
             self._window_s += time.perf_counter() - mark
         steps = max(1, self._steps)

@@ -24,7 +24,7 @@ import torch
 from paceline.core import formatting
 from paceline.core.formatting import counts_text, weighted_shares
 from paceline.data.loader import MicroBatch
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.balance import is_divisible, rank_weights, shares_by_speed, step_seconds
 from paceline.tasks.base import num_positions
@@ -101,7 +101,7 @@ class ComputeTimer:
 
     def _mark(self) -> Any:
         if self.device.type == "cpu":
-            return time.perf_counter(), PULSE.waited_s
+            return time.perf_counter(), PROGRESS.waited_s
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event

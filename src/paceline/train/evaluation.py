@@ -12,7 +12,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.data.loader import LoaderOptions, eval_batches
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.parallel.base import Strategy
 from paceline.tasks.base import Task
 from paceline.train.precision import Precision
@@ -63,7 +63,7 @@ def evaluate(
             )
             for batch in batches:
                 batch = batch.to(world.device)
-                PULSE.tick()
+                PROGRESS.tick()
 
                 def run(module: nn.Module, data: object = batch.data) -> dict[str, torch.Tensor]:
                     with torch.no_grad(), precision.autocast():

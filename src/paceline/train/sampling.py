@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 from paceline.models import attention
 from paceline.tasks.language import LanguageTask
@@ -233,7 +233,7 @@ class Sampler:
 
         late = False
         while len(answer) < self.settings.max_new_tokens and not late:
-            PULSE.tick()
+            PROGRESS.tick()
             rows = torch.tensor([new], device=session.world.device)
             out = session.model(
                 input_ids=rows, past_key_values=cache, use_cache=True, **self._last_logits

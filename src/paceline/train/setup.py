@@ -29,7 +29,7 @@ from paceline.data.order import SampleOrder
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.distributed.seeds import seed_everything
 from paceline.distributed.side_group import SideGroup
 from paceline.health.watchdog import Watchdog
@@ -80,7 +80,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``: the
     report on every rank, or on rank 0 only if a launcher of Paceline collects it."""
     axes = job.layout.axes if job.layout.num_processes > 1 else ParallelDims()
-    PULSE.start(active=job.config.recovery.watchdog, on_cpu=job.device_type == "cpu")
+    PROGRESS.start(active=job.config.recovery.watchdog, on_cpu=job.device_type == "cpu")
     world = init_communicator(env, job.device_type, job.config.parallel.timeout_s, axes)
     run_dir = RunDir(Path(job.config.output_dir))
     events = EventLog(None)
@@ -116,7 +116,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             # what is being written when the training ends, however it ends, is waited for
             with session.saver:
                 status = _train(session, exits_by_itself=job.launcher is None)
-                PULSE.enter("saving")
+                PROGRESS.enter("saving")
             if status == "done":
                 save_model_folder(session, lambda: _build_model(built.task, job.config))
             report = build_report(session, job, status)
@@ -383,7 +383,7 @@ def begin(
         frozen=built.frozen,
     )
     said = len(strategy.notices)
-    with PULSE.during("loading"):
+    with PROGRESS.during("loading"):
         resumed = _resume(session, job)
     # what the checkpoint did not hold, or held in vain
     notices = built.notices + strategy.notices[said:]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.data.loader import MicroBatch
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Session
@@ -79,6 +79,6 @@ class StepCounts:
         tensor = self.read()
         if self._on_host is not None:
             tensor, event = self._on_host
-            with PULSE.waiting("the device"):
+            with PROGRESS.waiting("the device"):
                 event.synchronize()
         return float(tensor[place])

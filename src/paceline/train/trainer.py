@@ -22,7 +22,7 @@ from paceline.core.stop import StopFlag
 from paceline.data.loader import LoaderOptions, MicroBatch
 from paceline.data.order import SampleOrder
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.distributed.seeds import seed_everything
 from paceline.health.anomalies import Guard
 from paceline.models.shape.record import ModelShape
@@ -134,11 +134,11 @@ def train_step(session: Session) -> bool:
     step = session.step
     if step == session.first_step + STEPS_BEFORE - 1:
         restart_peak(world.device)
-    PULSE.begin_step(step + 1)
+    PROGRESS.begin_step(step + 1)
     meter.begin()
     micro_batches = [one.to(world.device) for one in next(session.batches)]
     meter.data_ready()
-    PULSE.enter("forward")
+    PROGRESS.enter("forward")
 
     # The count divides the loss; it travels while the first forward runs. The wishes to stop and to
     # save travel with it.
@@ -152,7 +152,7 @@ def train_step(session: Session) -> bool:
 
     def micro_step(number: int, model: nn.Module) -> torch.Tensor:
         batch = micro_batches[number]
-        PULSE.enter("forward")
+        PROGRESS.enter("forward")
         seed_everything(config.train_args.seed, "step", step, first_number + number)
         with session.precision.autocast():
             loss = task.loss(model, batch.data)
@@ -160,7 +160,7 @@ def train_step(session: Session) -> bool:
             check_loss(loss)
         loss = loss * batch.weight
         losses[number] = loss.detach()
-        PULSE.enter("backward")
+        PROGRESS.enter("backward")
         with nullcontext() if timer is None else timer.waiting():
             denominator = counts.denominator()
         return session.precision.scale(loss / denominator)
@@ -169,7 +169,7 @@ def train_step(session: Session) -> bool:
     session.strategy.backward(micro_step, len(micro_batches))
     # waited for here where this rank came to no loss (an early pipeline stage)
     counts.denominator()
-    PULSE.enter("optimizer")
+    PROGRESS.enter("optimizer")
     loss_sum = sum_in_order(losses, world.device)
     told_sum = loss_sum if session.strategy.speaks else torch.zeros_like(loss_sum)
     if guard.spikes.jumped(told_sum, counts.own) and guard.spikes.rewind():
@@ -181,7 +181,7 @@ def train_step(session: Session) -> bool:
     learning_rate = session.schedule.set_step(step)
     guard.update(grad_norm, loss_sum)
     session.step += 1
-    PULSE.end_step(disturbed=session.saver.is_writing)
+    PROGRESS.end_step(disturbed=session.saver.is_writing)
     meter.end(told_sum, counts.own)
     logging = session.step % session.derived.log_every_steps == 0
     logging = logging or session.step in (session.first_step + 1, session.derived.steps)
@@ -237,7 +237,7 @@ def check_loss(loss: Any) -> None:
 def log_step(session: Session, grad_norm: torch.Tensor, learning_rate: float) -> None:
     """Gather the figures since the last such line and emit a ``step`` event. A collective: every
     rank calls it."""
-    with PULSE.waiting("the device"):
+    with PROGRESS.waiting("the device"):
         norm = float(grad_norm)
     figures = session.meter.gather(norm, session.guard.own())
     session.guard.hear(session.meter.told)
@@ -264,7 +264,7 @@ def run_evaluation(session: Session) -> None:
     result: EvalResult | None = None
     # over the whole set: once more where a rank was lost meanwhile
     while regroup(session) or result is None:
-        with PULSE.during("evaluation"), session.strategy.consolidated():
+        with PROGRESS.during("evaluation"), session.strategy.consolidated():
             result = evaluate(
                 session.task,
                 session.model,

@@ -29,7 +29,7 @@ from paceline.distributed.collectives.program import (
 from paceline.distributed.collectives.schedules import Sent, Step, check_algorithm, steps
 from paceline.distributed.collectives.trace import Trace
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 
 #: Largest piece on the wire. Each message has its price in system calls and in wake-ups, after
@@ -124,7 +124,7 @@ def _run(
         if trace is not None:
             trace.begin(tensor.reshape(-1))
         return Sent(0, 0)
-    PULSE.issue(f"{what[1]} {what[0]}", tensor, world.group)
+    PROGRESS.issue(f"{what[1]} {what[0]}", tensor, world.group)
     target = tensor.detach()
     # Always in row-major order: ranks may differ in strides.
     flat = (target if target.is_contiguous() else target.contiguous()).view(-1)

@@ -28,7 +28,7 @@ from torch.distributed.pipelining._backward import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from paceline.core.errors import RunError
-from paceline.distributed.progress import PULSE
+from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import TRAFFIC, counted_again
 
 #: Shape and dtype of the hidden states behind a stage.
@@ -197,7 +197,7 @@ class Stage(_PipelineStageBase):
         last_backward: bool = False,
         **others: Any,
     ) -> None:
-        PULSE.enter("backward")
+        PROGRESS.enter("backward")
         output = self._outputs.pop(bwd_chunk_id)
         received = self._inputs.pop(bwd_chunk_id, None)
         inputs = [] if received is None else [received]
@@ -222,7 +222,7 @@ class Stage(_PipelineStageBase):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if bwd_chunk_id not in self._split:
             return
-        PULSE.enter("backward")
+        PROGRESS.enter("backward")
         output, gradients, groups = self._split.pop(bwd_chunk_id)
         with counted_again():
             self._before_backward(self.stage_index, last_backward)
