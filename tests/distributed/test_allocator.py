@@ -10,9 +10,9 @@ import pytest
 
 _PROGRAM = """
 import gc, resource, sys
-from paceline.distributed.allocator import settle
+from paceline.distributed.allocator import tune_allocator
 if sys.argv[1] == "settled":
-    settle("cpu")
+    tune_allocator("cpu")
 def step():
     kept = [bytearray(b"x") * (24 << 20) for _ in range(4)]
 for _ in range(3):

@@ -9,7 +9,7 @@ from training import Net, Plain
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.distributed.comm_thread import Lane
+from paceline.distributed.comm_thread import CommThread
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.registry import check_strategy
 
@@ -73,10 +73,10 @@ def test_the_data_axis_of_a_hybrid_too():
 def in_order(world):
     """Work runs in the order given, beside what the main thread does on the world's own group;
     after an error nothing runs."""
-    lane = Lane(world, "data", timeout_s=30.0)
+    thread = CommThread(world, "data", timeout_s=30.0)
     tensors = [torch.full((1000,), float(number + world.rank)) for number in range(20)]
     pending = [
-        lane.submit(lambda line, one=one: line.wait(line.all_reduce(one))) for one in tensors
+        thread.submit(lambda line, one=one: line.wait(line.all_reduce(one))) for one in tensors
     ]
     summed = [world.sum(1.0)[0] for _ in range(20)]
     for one in pending:
@@ -86,7 +86,7 @@ def in_order(world):
     def fail(line):
         raise ValueError("wrong in the thread")
 
-    bad, after = lane.submit(fail), lane.submit(lambda line: ran.append(1))
+    bad, after = thread.submit(fail), thread.submit(lambda line: ran.append(1))
     said = []
     for one in (bad, after):
         try:
@@ -99,7 +99,7 @@ def in_order(world):
         summed,
         said,
         ran,
-        lane.world.waits is not world.waits,
+        thread.world.waits is not world.waits,
     )
 
 

@@ -14,7 +14,7 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20
 _KEPT_BYTES = 1 << 30
 
 
-def settle(device_type: str) -> None:
+def tune_allocator(device_type: str) -> None:
     """Once a process knows that it is a rank, and has imported what it needs.
 
     The objects of all those modules are put out of the garbage collector's sight

@@ -18,8 +18,8 @@ from paceline.distributed.environment import RankEnv
 Work = Callable[[Communicator], object]
 
 
-class Pending:
-    """What a lane was asked to do. ``wait`` as that of torch's own works."""
+class PendingComm:
+    """Work that a thread was given. ``wait`` as that of torch's own works."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -40,7 +40,7 @@ class Pending:
         self._ended.set()
 
 
-class Lane:
+class CommThread:
     """Runs what it is given in one thread, one after another, in the order given.
 
     Every rank of a line gives the same work in the same order; so the collectives within come in
@@ -50,23 +50,23 @@ class Lane:
     Args:
         world: all ranks.
         axes: the line along which the work communicates. A collective: every rank of ``world``
-            makes its lanes in one order.
+            makes its threads in one order.
     """
 
     def __init__(self, world: Communicator, *axes: str, timeout_s: float = 600.0) -> None:
         self.world = _make_subgroup(world, axes, timeout_s)
-        self._todo: queue.SimpleQueue[tuple[Work, Pending, torch.Event | None] | None] = (
+        self._todo: queue.SimpleQueue[tuple[Work, PendingComm, torch.Event | None] | None] = (
             queue.SimpleQueue()
         )
         thread = threading.Thread(
-            target=_run, args=(self._todo, self.world), name="paceline-lane", daemon=True
+            target=_run, args=(self._todo, self.world), name="paceline-comm", daemon=True
         )
         thread.start()
         weakref.finalize(self, self._todo.put, None)
 
-    def submit(self, work: Work) -> Pending:
+    def submit(self, work: Work) -> PendingComm:
         """Have ``work(line)`` run; on an accelerator after what is in the current stream by now."""
-        pending = Pending()
+        pending = PendingComm()
         ready = None
         if self.world.device.type != "cpu":
             ready = torch.Event(self.world.device)
@@ -92,7 +92,7 @@ def _make_subgroup(world: Communicator, axes: tuple[str, ...], timeout_s: float)
 
 
 def _run(
-    todo: queue.SimpleQueue[tuple[Work, Pending, torch.Event | None] | None], line: Communicator
+    todo: queue.SimpleQueue[tuple[Work, PendingComm, torch.Event | None] | None], line: Communicator
 ) -> None:
     stream = None
     failed: BaseException | None = None

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.errors import RunError
-from paceline.distributed.allocator import settle
+from paceline.distributed.allocator import tune_allocator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import COLLECTIVE, PROGRESS
 from paceline.distributed.traffic import Traffic, count_collectives
 
 
-class Waits:
+class CommWaitTime:
     """Seconds this rank has stood still for communication."""
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class Communicator:
         axes: ParallelDims | None = None,
         group: dist.ProcessGroup | None = None,
         ranks: list[int] | None = None,
-        waits: Waits | None = None,
+        waits: CommWaitTime | None = None,
     ) -> None:
         self.env = env
         self.device = device
         self.axes = axes or ParallelDims(data=env.world_size)
         self.group = group
         self.ranks = ranks if ranks is not None else list(range(env.world_size))
-        self.waits = waits or Waits()
+        self.waits = waits or CommWaitTime()
         self._subgroups: dict[tuple[str, ...], Communicator] = {}
         #: Types of the devices of all ranks; set where the process group was made.
         self.device_types = frozenset({device.type})
@@ -258,10 +258,10 @@ def init_communicator(
         RunError: the process group that exists has other ranks, or a backend that the device cannot
             use.
     """
-    settle(device_type)
+    tune_allocator(device_type)
     if device_type == "cpu":
         device = torch.device("cpu")
-        share_cores(env.local_world_size)
+        set_cpu_threads(env.local_world_size)
     else:
         device = torch.device(device_type, env.local_rank)
         torch.accelerator.set_device_index(env.local_rank)
@@ -345,7 +345,7 @@ def _newest(name: str, older: str) -> Any:
     return getattr(dist, name, None) or getattr(dist, older)
 
 
-def share_cores(local_world_size: int) -> None:
+def set_cpu_threads(local_world_size: int) -> None:
     """Give this CPU rank its share of the cores as threads; OMP_NUM_THREADS, where the user set it,
     is kept."""
     if "OMP_NUM_THREADS" in os.environ:

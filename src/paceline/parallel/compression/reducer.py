@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.distributed.comm_thread import Pending
+from paceline.distributed.comm_thread import PendingComm
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import all_reduce_bytes
@@ -88,7 +88,7 @@ class CompressedReduction(Reduction):
 
     # -- a step
     # -------------------------------------------------------------------------------------------------------------
-    def start(self, number: int, flat: torch.Tensor) -> Pending:
+    def start(self, number: int, flat: torch.Tensor) -> PendingComm:
         step, age, shape, state = self.step, self.age + 1, self.shapes[number], self.states[number]
 
         def work(line: Communicator) -> None:
@@ -110,7 +110,7 @@ class CompressedReduction(Reduction):
             self.moments_s += directed - begin
             self.method_s += time.thread_time() - directed
 
-        return self.lane.submit(work)
+        return self.comm_thread.submit(work)
 
     def end_step(self) -> None:
         self.step += 1

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed.collectives import run as collectives
-from paceline.distributed.comm_thread import Lane, Pending
+from paceline.distributed.comm_thread import CommThread, PendingComm
 from paceline.distributed.communicator import Communicator
 
 if TYPE_CHECKING:
@@ -41,15 +41,15 @@ class Reduction:
     def __init__(self, config: Config, world: Communicator) -> None:
         self.config = config
         self.world = world
-        self.lane = Lane(world, "data", timeout_s=config.parallel.timeout_s)
+        self.comm_thread = CommThread(world, "data", timeout_s=config.parallel.timeout_s)
 
     def bind(self, buckets: GradientBuckets, trained: Mapping[str, nn.Parameter]) -> None:
         """Told once of the buckets, and of the names of what lies in them."""
 
-    def start(self, number: int, flat: torch.Tensor) -> Pending:
+    def start(self, number: int, flat: torch.Tensor) -> PendingComm:
         """Begin to sum bucket ``number``, in place. Buckets come in one order on every rank."""
         algorithm = self.config.parallel.all_reduce
-        return self.lane.submit(lambda line: collectives.all_reduce(line, flat, algorithm))
+        return self.comm_thread.submit(lambda line: collectives.all_reduce(line, flat, algorithm))
 
     def end_step(self) -> None:
         """All buckets of a step are summed."""
