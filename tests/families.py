@@ -374,7 +374,7 @@ def run_trials(
                 }
             found["seconds"] = time.monotonic() - start
             table[name][trial.name] = found
-            if world.is_first:
+            if world.is_rank_zero:
                 with (Path(folder) / "log.jsonl").open("a") as log:
                     log.write(
                         json.dumps({"family": name, "mode": trial.name, **found}, default=str)

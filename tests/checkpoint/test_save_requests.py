@@ -98,7 +98,7 @@ def limit(size_bytes: int) -> None:
 
 def pausing(world: Communicator, root: Path, **more: Any) -> Saver:
     saver._RETRY_S = 0.05
-    events = EventLog(root / "events.jsonl") if world.is_first else EventLog(None)
+    events = EventLog(root / "events.jsonl") if world.is_rank_zero else EventLog(None)
     return Saver(world, root / "checkpoints", None, events, pause=True, **more)
 
 

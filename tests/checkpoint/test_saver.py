@@ -304,7 +304,7 @@ def limit(size_bytes: int) -> None:
 
 
 def fail_on_a_rank(world: Communicator, root: Path) -> list[Any]:
-    events = EventLog(root / "events.jsonl") if world.is_first else EventLog(None)
+    events = EventLog(root / "events.jsonl") if world.is_rank_zero else EventLog(None)
     said = []
 
     def must(saver: Saver, step: int) -> str | None:
@@ -396,7 +396,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 # -- killed in the middle
 # -----------------------------------------------------------------------------------------------------
 def die_in_a_save(world: Communicator, root: Path, victim: int) -> None:
-    events = EventLog(root / "events.jsonl") if world.is_first else EventLog(None)
+    events = EventLog(root / "events.jsonl") if world.is_rank_zero else EventLog(None)
     saver = Saver(world, root / "checkpoints", None, events, background=True)
     saver.save(1, lambda: a_third(world, 1.0), META, must_succeed=True)
     if world.rank == victim:

@@ -50,7 +50,7 @@ def a_share(step: int, world: Communicator) -> list[Part]:
     """Of rank 0 few elements."""
     start, end = (
         (0, FEW)
-        if world.is_first
+        if world.is_rank_zero
         else (FEW + ELEMENTS * (world.rank - 1), FEW + ELEMENTS * world.rank)
     )
     values = torch.arange(start, end, dtype=torch.float32) + step
@@ -65,12 +65,17 @@ def saver_of(world: Communicator, root: Path, background: bool = True) -> Saver:
     """Rank 0 sees ``root``, the others do not."""
     folder = (
         root / "checkpoints"
-        if world.is_first
+        if world.is_rank_zero
         else root.parent / f"other-{world.rank}" / "checkpoints"
     )
-    log = EventLog(root / "events.jsonl" if world.is_first else None)
+    log = EventLog(root / "events.jsonl" if world.is_rank_zero else None)
     return Saver(
-        world, folder, None, log, background=background, side=SideGroup.open(world, world.is_first)
+        world,
+        folder,
+        None,
+        log,
+        background=background,
+        side=SideGroup.open(world, world.is_rank_zero),
     )
 
 
@@ -138,11 +143,11 @@ def save_with_faults(world: Communicator, root: Path) -> list[str | None]:
     saver = saver_of(world, root)
     found = [save(saver, 1)]
     # Step 2: a byte changes between the two ends.
-    if not world.is_first:
+    if not world.is_rank_zero:
         flip_a_byte(saver)
     found.append(save(saver, 2))
     # Step 3: the connection is given up in the middle of a part; nothing moves on it any longer.
-    if world.is_first:
+    if world.is_rank_zero:
         side_group.STALL_TIMEOUT_S = 1.0
     else:
         stall_once(saver)
@@ -151,7 +156,7 @@ def save_with_faults(world: Communicator, root: Path) -> list[str | None]:
     # Step 4: as if nothing had happened, over new connections. Step 5: a state that a checkpoint
     # cannot hold.
     found.append(save(saver, 4))
-    kind = torch.float32 if world.is_first else torch.complex128
+    kind = torch.float32 if world.is_rank_zero else torch.complex128
     bad = [Part.whole(f"model/{world.rank}", torch.ones(3, dtype=kind))]
     saver.save(5, lambda: bad, META, must_succeed=False)
     saver.finish()
@@ -235,10 +240,10 @@ def test_a_rank_that_dies_while_it_sends(tmp_path: Path) -> None:
 def save_where_files_may_not_grow(world: Communicator, root: Path) -> list[str | None]:
     saver = saver_of(world, root, background=False)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if world.is_first:
+    if world.is_rank_zero:
         resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK_BYTES * 3 // 2, before[1]))
     found = [save(saver, 1)]
-    if world.is_first:
+    if world.is_rank_zero:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return [*found, save(saver, 2, must_succeed=True)]
 

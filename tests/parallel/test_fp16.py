@@ -46,7 +46,7 @@ CASES["frozen weights in ddp"] = {"mode": "ddp", "net": HalfFrozen}
 
 def saved(run):
     parts = copied(run.strategy.state())
-    if run.world.is_first:
+    if run.world.is_rank_zero:
         parts += [Part.whole(name, value) for name, value in run.precision.state().items()]
     return run.world.gather_objects(parts)
 

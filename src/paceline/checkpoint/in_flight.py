@@ -68,7 +68,7 @@ class Flight:
         self.started = start
         self.rank = world.rank
         self.leader = world.first
-        self.leads = world.is_first
+        self.leads = world.is_rank_zero
         self.folder = folder
         self.keep = keep
         self.superseded = superseded

@@ -86,7 +86,7 @@ class Saver:
         self._error: Failure | None = None
         self._copy = HostCopy(world.device)
         self._said_unpinned = False
-        if world.is_first:
+        if world.is_rank_zero:
             clear_debris(folder)
         self._found = {step_of(one) for one in committed(folder)}  # by earlier lives
 
@@ -105,7 +105,7 @@ class Saver:
         """What this rank asks of all, to be told to each of them at the same step (:meth:`hear`):
         on the first rank, and once each time, that a save is due by the clock, or that one failed
         for which the run shall stand still. Else 0."""
-        if not self.world.is_first or self._flight is not None:
+        if not self.world.is_rank_zero or self._flight is not None:
             return 0.0
         if self._failed:
             self._failed = False
@@ -178,7 +178,7 @@ class Saver:
         """Try again until it is written, or until a rank is asked to stop. Said once. On all ranks."""
         start = time.monotonic()
         found: Failure | None = error
-        if self.world.is_first and not self.stop():
+        if self.world.is_rank_zero and not self.stop():
             text = (
                 f"training stands still at step {step} (`recovery.on_save_error: pause`), and goes"
                 " on when this is mended"
@@ -186,7 +186,7 @@ class Saver:
             self.events.notice(f"{text}: {error.what}", level="warning")
         while found is not None and not self._wait_for_retry():
             found = self._begin(step, make_parts, meta, background=False, quiet=True)
-        if found is None and self.world.is_first:
+        if found is None and self.world.is_rank_zero:
             self.events.notice(
                 "the checkpoint is written: training goes on after"
                 f" {time.monotonic() - start:.0f} s"
@@ -246,7 +246,7 @@ class Saver:
             for rank, one in enumerate(told)
             if one is not None and one[2] is not None
         ]
-        if self.world.is_first and asides:
+        if self.world.is_rank_zero and asides:
             # A rank that the others do without, or that has nothing to send.
             for rank in (rank for rank, one in enumerate(told) if one is None or one[4]):
                 write_part(asides[0], rank, len(told), ())
@@ -313,7 +313,7 @@ class Saver:
         ]
 
     def _prepare(self, step: int) -> tuple[Path | None, str | None]:
-        if not self.world.is_first:
+        if not self.world.is_rank_zero:
             return None, None
         try:
             return prepare(self.folder, step, self.world.size), None
@@ -334,7 +334,7 @@ class Saver:
         waited_s = time.perf_counter() - start if wait else 0.0
         flight.blocked_s += waited_s
         if (
-            self.world.is_first
+            self.world.is_rank_zero
             and not flight.leads
             and not (self.folder / name_of(flight.step)).is_dir()
         ):
@@ -345,7 +345,7 @@ class Saver:
         )
         if flight.saved is not None or flight.error is not None:
             self._say(flight)
-        if waited_s > _LONG_WAIT_S and self.world.is_first:
+        if waited_s > _LONG_WAIT_S and self.world.is_rank_zero:
             self.events.notice(
                 f"training stood still for {waited_s:.0f} s until the checkpoint of step"
                 f" {flight.step} was written; a higher `save_steps` saves more seldom",
@@ -353,7 +353,7 @@ class Saver:
             )
 
     def _say_unpinned(self, reasons: dict[int, str]) -> None:
-        if not reasons or self._said_unpinned or not self.world.is_first:
+        if not reasons or self._said_unpinned or not self.world.is_rank_zero:
             return
         self._said_unpinned = True
         where = f" of rank {', '.join(map(str, reasons))}" if self.world.size > 1 else ""
@@ -365,7 +365,7 @@ class Saver:
         )
 
     def _say(self, flight: Flight) -> None:
-        if not self.world.is_first:
+        if not self.world.is_rank_zero:
             return
         saved = flight.saved
         failed: dict[str, Any] = {} if flight.error is None else {"error": str(flight.error)}

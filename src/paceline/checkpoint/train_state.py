@@ -25,7 +25,7 @@ def training_state(session: Session) -> list[Part]:
     :mod:`paceline.distributed.seeds`), so nothing else is needed to go on exactly.
     """
     parts = session.strategy.state()
-    if not session.world.is_first:
+    if not session.world.is_rank_zero:
         return parts
     epoch, place = divmod(session.step, session.order.steps_per_epoch)
     numbers = {

@@ -354,7 +354,7 @@ def transfer_notices(session: Session, side: SideGroup | None) -> list[tuple[str
     with uncounted():
         sizes: list[Any] = session.world.gather_objects(size_bytes if side.is_remote else None)
         rate = side.measure_bytes_per_s()
-    if not session.world.is_first:
+    if not session.world.is_rank_zero:
         return []
     return [
         transfer_text(

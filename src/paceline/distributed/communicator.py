@@ -89,7 +89,7 @@ class Communicator:
         return 0
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         return self.env.rank == self.first
 
     @property

@@ -297,7 +297,7 @@ def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, An
             "all_reduce": {**network.all_reduce.as_dict(), "num_hosts": len(set(network.hosts))},
             **between,
         }
-        return {"status": "done", "report": report if world.is_first else None}
+        return {"status": "done", "report": report if world.is_rank_zero else None}
     finally:
         world.close()
 

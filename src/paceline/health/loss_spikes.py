@@ -82,7 +82,7 @@ class Spikes:
         loss, median = self._jump
         session.saver.finish()
         found = session.world.broadcast_object(
-            self._newest(step) if session.world.is_first else None
+            self._newest(step) if session.world.is_rank_zero else None
         )
         path, target, own = found  # type: ignore[misc]
         if sum(one >= target for one in self.left_out) >= self.settings.max_restarts:

@@ -166,13 +166,13 @@ class Watchdog:
         self._beats.publish()
         self._number += 1
         # One rank judges each step; for the others it is enough to listen every other time.
-        if not self.listens or not (late or self.world.is_first or self._number % 2):
+        if not self.listens or not (late or self.world.is_rank_zero or self._number % 2):
             return
         if late:
             self._beats.forgive()
         lost = self.world.lost
         peers = [one for one in self._beats.read() if one.rank not in lost]
-        if self.world.is_first:
+        if self.world.is_rank_zero:
             self._judge_pauses(peers)
         if late:
             return
@@ -183,7 +183,7 @@ class Watchdog:
         if self.heartbeats is not None:
             self.heartbeats.tell(seen)
         self._judge_hangs(seen)
-        if self.world.is_first:
+        if self.world.is_rank_zero:
             self._judge_stragglers(peers)
             self._judge_links(peers)
 

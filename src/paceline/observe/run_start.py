@@ -27,7 +27,7 @@ def announce(
     """Emit ``run_start`` and what follows it; a collective. ``notices``: (level, text) that nobody
     has seen yet; ``resumed``: the checkpoint that the run goes on from."""
     mesh = _mesh(session, job)
-    if not session.world.is_first:
+    if not session.world.is_rank_zero:
         return
     emit = session.events.emit
     emit(

@@ -29,7 +29,7 @@ def save_model_folder(session: Session, build: Callable[[], nn.Module]) -> None:
     while lost != session.world.lost:  # once more where the rank that wrote it was lost
         lost = session.world.lost
         with session.strategy.consolidated():
-            if session.world.is_first:
+            if session.world.is_rank_zero:
                 _write_model(session, build)
         session.world.barrier()
         regroup(session)

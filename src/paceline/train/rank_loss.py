@@ -62,7 +62,7 @@ def regroup(session: Session) -> bool:
     if not gone:
         return False
     session.batches = batches_of(session)
-    if session.world.is_first:
+    if session.world.is_rank_zero:
         if session.events.path is None:
             _take_the_word(session)
         for one in gone:

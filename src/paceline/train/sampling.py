@@ -149,7 +149,9 @@ class Sampler:
         weights, else the first."""
         strategy, world = self.session.strategy, self.session.world
         alike = strategy.trains_apart or strategy.replica_line is world
-        return self._together or (number % world.size == world.rank if alike else world.is_first)
+        return self._together or (
+            number % world.size == world.rank if alike else world.is_rank_zero
+        )
 
     # -- prompts
     # ------------------------------------------------------------------------------------------------------------

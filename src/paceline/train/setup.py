@@ -99,7 +99,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             with open_checkpoint(Path(job.resume_from), side) as opened:
                 check_same_model(opened, job.resume_from, built.shape, built.frozen)
         with _locked(run_dir, world):
-            if world.is_first:
+            if world.is_rank_zero:
                 events = _open_events(job, run_dir)
             watchdog.watch(built.strategy, events)
             session = begin(
@@ -120,7 +120,7 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             if status == "done":
                 save_model_folder(session, lambda: _build_model(built.task, job.config))
             report = build_report(session, job, status)
-            if world.is_first:
+            if world.is_rank_zero:
                 write_reports(run_dir, report)
                 reason = _stop_reason(stop) if status == "stopped" else None
                 network = session.judge.said if session.judge is not None else None
@@ -139,12 +139,12 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             built.strategy.close()
             return {
                 "status": status,
-                "report": report if world.is_first or job.reports_everywhere else None,
+                "report": report if world.is_rank_zero or job.reports_everywhere else None,
             }
     except BaseException as caught:
         error = watchdog.explain(caught)
         # the command line says the same, once, when all ranks have ended
-        if world.is_first and job.launcher is None:
+        if world.is_rank_zero and job.launcher is None:
             events.emit(
                 "run_end", said=True, status="failed", step=None, reason=_failure(error)[:2000]
             )
@@ -174,7 +174,7 @@ def _claim_store(
     job: Job, world: Communicator, run_dir: RunDir, events: EventLog
 ) -> CheckpointStore | None:
     """``checkpoint_dir``, on rank 0, which uploads."""
-    if job.config.checkpoint_dir is None or not world.is_first:
+    if job.config.checkpoint_dir is None or not world.is_rank_zero:
         return None
     store = CheckpointStore(job.config.checkpoint_dir)
     before = store.claim(run_dir.root)
@@ -214,7 +214,7 @@ def _locked(run_dir: RunDir, world: Communicator) -> Any:
     """Rank 0 holds the run's folder, so that no second run writes into it. The lock ends with the
     process."""
     handle: IO[str] | None = None
-    if world.is_first:
+    if world.is_rank_zero:
         run_dir.root.mkdir(parents=True, exist_ok=True)
         handle = lock_run(run_dir, wait_s=20.0)
     try:

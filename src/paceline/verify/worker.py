@@ -97,7 +97,7 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
             )
             if not _all_have_done(certification, trial, env, found, stop):
                 return {"status": "stopped", "report": None}
-            if world.is_first:
+            if world.is_rank_zero:
                 _say(certification, trial, found)
         return {"status": "done", "report": None}
     finally:

@@ -34,7 +34,7 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
     judged = session.judge.report() if session.judge is not None else {}
     if judged:
         judged["communication"] = {**judged["communication"], **figures.pop("communication", {})}
-    events = read_events(session.run_dir.events) if world.is_first else []
+    events = read_events(session.run_dir.events) if world.is_rank_zero else []
     steps = effective_steps(events)
     cost = session.strategy.cost(session.shape, job.layout.axes, workload(session), session.config)
     lost = workers_lost(events, session.step)

@@ -180,7 +180,7 @@ class CompressedReduction(Reduction):
 
     def parts(self) -> list[Part]:
         found = self._mine()
-        if self.world.is_first:
+        if self.world.is_rank_zero:
             numbers = {"step": self.step, "age": self.age, "ranks": self.world.size}
             found += [
                 Part.whole(f"{_PREFIX}{name}", torch.tensor(value))

@@ -70,9 +70,9 @@ class DistributedDataParallel(SummedInBuckets):
 
     def parts(self) -> Iterable[Part]:
         for name, one in self.trained.items():
-            yield Part.whole(name, one, key=one, owned=self.world.is_first)
+            yield Part.whole(name, one, key=one, owned=self.world.is_rank_zero)
         for name, one in persistent_buffers(self.model).items():
-            yield Part.whole(name, one, owned=self.world.is_first)
+            yield Part.whole(name, one, owned=self.world.is_rank_zero)
 
     def held(self) -> list[Any]:
         kept = [] if self.reduction is None else self.reduction.held()

@@ -241,7 +241,7 @@ class DeepSpeed(Strategy):
                 name, one.of(one.flat), self.shapes[name], (one.offset,), key=one.flat, flat=True
             )
         for name, buffer in persistent_buffers(self.model).items():
-            yield Part.whole(name, buffer, owned=self.world.is_first)
+            yield Part.whole(name, buffer, owned=self.world.is_rank_zero)
 
     def _optimizer_state(self, part: Part) -> dict[str, torch.Tensor]:
         """The part's share of what the optimizer keeps for the whole partition."""

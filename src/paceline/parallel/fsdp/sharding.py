@@ -255,7 +255,7 @@ class Sharding:
         gradients = [
             _gradient(piece)
             for piece in self.pieces
-            if (piece.cut or self.shards.is_first) and (among is None or piece.name in among)
+            if (piece.cut or self.shards.is_rank_zero) and (among is None or piece.name in among)
         ]
         return squared_norm_of([one for one in gradients if one.numel()], self.shards.device)
 
@@ -272,13 +272,13 @@ class Sharding:
 
     def parts(self) -> Iterator[Part]:
         for piece in self.pieces:
-            owned = self.copies.is_first if piece.cut else self.replicas.is_first
+            owned = self.copies.is_rank_zero if piece.cut else self.replicas.is_rank_zero
             yield Part(
                 piece.name, piece.values, piece.shape, piece.offset, key=piece.values, owned=owned
             )
         buffers = dict(self.model.named_buffers())
         for name in self._persistent:
-            yield Part.whole(name, buffers[name], owned=self.replicas.is_first)
+            yield Part.whole(name, buffers[name], owned=self.replicas.is_rank_zero)
 
     def held(self) -> list[Any]:
         """Shards (frozen ones too), buffers and gradients; what is gathered for the moment is

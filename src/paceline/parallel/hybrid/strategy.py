@@ -176,7 +176,7 @@ class Hybrid(SummedInBuckets):
         of ``name``."""
         if self.pipeline is not None and not self.pipeline.owns(name):
             return False
-        return self.tensor is None or name in self.tensor.cuts or self.tensor.line.is_first
+        return self.tensor is None or name in self.tensor.cuts or self.tensor.line.is_rank_zero
 
     def evaluate(
         self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module

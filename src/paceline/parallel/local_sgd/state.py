@@ -47,9 +47,9 @@ def local_parts(strategy: LocalTraining) -> list[Part]:
         flight.land()
     found = []
     worker = f"{PREFIX}worker-{strategy.far.rank}"
-    if strategy.near.is_first and not strategy.is_together:
+    if strategy.near.is_rank_zero and not strategy.is_together:
         found += [Part.whole(f"{worker}/{name}", one) for name, one in _apart(strategy).items()]
-    if strategy.near.is_first and not strategy.far.is_first:
+    if strategy.near.is_rank_zero and not strategy.far.is_rank_zero:
         found += [
             Part.whole(f"{worker}/{name}", value) for name, value in _optimizer(strategy).items()
         ]
@@ -67,13 +67,13 @@ def local_parts(strategy: LocalTraining) -> list[Part]:
             flat=True,
         )
         for number, flight in strategy.flights.items()
-        if strategy.far.is_first or not strategy.flights_are_shared
+        if strategy.far.is_rank_zero or not strategy.flights_are_shared
     ]
-    if strategy.far.is_first:
+    if strategy.far.is_rank_zero:
         for name, ranges in strategy.outer_state().items():
             shape = (strategy.vector.size,)
             found += [Part(name, values, shape, (start,), flat=True) for start, values in ranges]
-    if strategy.world.is_first:
+    if strategy.world.is_rank_zero:
         found.append(Part.whole(f"{PREFIX}steps", torch.tensor(strategy.done)))
         found.append(Part.whole(f"{PREFIX}workers", torch.tensor(strategy.workers)))
     return found

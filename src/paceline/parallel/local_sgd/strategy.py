@@ -331,9 +331,9 @@ class LocalTraining(Strategy):
 
     def parts(self) -> Iterable[Part]:
         for name, one in self.trained.items():
-            yield Part.whole(name, one, key=one, owned=self.world.is_first)
+            yield Part.whole(name, one, key=one, owned=self.world.is_rank_zero)
         for name, one in persistent_buffers(self.model).items():
-            yield Part.whole(name, one, owned=self.world.is_first)
+            yield Part.whole(name, one, owned=self.world.is_rank_zero)
 
     def state(self) -> list[Part]:
         return with_mean(self, super().state())

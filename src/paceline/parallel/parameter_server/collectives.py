@@ -188,7 +188,9 @@ class ServedWorld(Communicator):
         return None
 
     def _broadcast_group(self, tensors: list[torch.Tensor]) -> None:
-        words = self._words([one.detach().clone() for one in tensors] if self.is_first else None)
+        words = self._words(
+            [one.detach().clone() for one in tensors] if self.is_rank_zero else None
+        )
         values = next(one for _, one in sorted(words.items()) if one is not None)
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):

@@ -195,7 +195,7 @@ class ServedParameterServer(ParameterServer):
                 yield Part.whole(name, one, key=one)
         else:
             for name, one in persistent_buffers(self.model).items():
-                yield Part.whole(name, one, owned=self.world.is_first)
+                yield Part.whole(name, one, owned=self.world.is_rank_zero)
 
     def _optimizer_state(self, part: Part) -> dict[str, torch.Tensor]:
         if self.dense_optimizer is None or part.key not in self.dense_optimizer.state:

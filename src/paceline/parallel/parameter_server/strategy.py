@@ -313,7 +313,7 @@ class ParameterServer(Strategy):
         """Of the gradients that are counted on this rank, the sum of squares."""
         if not self.is_server:
             # the same on each worker
-            return float(self.buckets.norm()) ** 2 if self.world.is_first else 0.0
+            return float(self.buckets.norm()) ** 2 if self.world.is_rank_zero else 0.0
         return sum(
             (float(one.gradient[1].double().square().sum()) for one in self.shards if one.gradient),
             0.0,
@@ -340,9 +340,9 @@ class ParameterServer(Strategy):
             yield Part(shard.name, shard.values, shape, (shard.start, 0), key=shard.values)
         if not self.is_server:
             for name, one in self.trained.items():
-                yield Part.whole(name, one, key=one, owned=self.world.is_first)
+                yield Part.whole(name, one, key=one, owned=self.world.is_rank_zero)
             for name, one in persistent_buffers(self.model).items():
-                yield Part.whole(name, one, owned=self.world.is_first)
+                yield Part.whole(name, one, owned=self.world.is_rank_zero)
 
     def state(self) -> list[Part]:
         found = super().state()

@@ -100,7 +100,7 @@ class ShardedOptimizer(DistributedDataParallel):
                 piece.name, piece.values, piece.shape, (piece.start,), key=piece.values, flat=True
             )
         for name, one in persistent_buffers(self.model).items():
-            yield Part.whole(name, one, owned=self.world.is_first)
+            yield Part.whole(name, one, owned=self.world.is_rank_zero)
 
     def held(self) -> list[Any]:
         return [
