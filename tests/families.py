@@ -392,7 +392,7 @@ def judged(
 
     out: dict[str, dict[str, Any]] = {}
     for name, own in trials.items():
-        bounds = bounds_for(own[0].job.config, "cpu")
+        bounds = bounds_for(own[0].spec.config, "cpu")
         ranks = {one.name: [rank[name][one.name] for rank in table] for one in own}
         found = {}
         for mode, both in ranks.items():

@@ -284,13 +284,13 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
         host.devices.count * loaded.config.parallel.hosts[1] if outer is None else outer.world_size
     )
     plan = _plan(host, num_devices, options, started_at, say)
-    config, job, layout = host.loaded.config, plan.job, plan.job.layout
+    config, spec, layout = host.loaded.config, plan.spec, plan.spec.layout
     if options.dry_run:
-        for line in job.derived.lines():
+        for line in spec.derived.lines():
             say("info", line)
         resolved = {
             "config": config.model_dump(mode="json"),
-            "derived": job.derived.as_dict(),
+            "derived": spec.derived.as_dict(),
             "strategy": layout.strategy,
         }
         return Result(
@@ -299,9 +299,9 @@ def _run_planned(loaded: Loaded, options: Options, started_at: float, say: Any) 
         )
     if plan.finished is not None:
         return _result({"status": "finished", "report": plan.finished}, options, config, say)
-    recovery = Recovery(config, job.resume_from, say)
+    recovery = Recovery(config, spec.resume_from, say)
     ranks = LocalRun(
-        replace(job, launcher=os.getpid()), layout.num_processes, follow=recovery.follow
+        replace(spec, launcher_pid=os.getpid()), layout.num_processes, follow=recovery.follow
     )
     ranks.signals.on_haste = recovery.cut
     return _result(ranks.run(), options, config, say)

@@ -35,7 +35,8 @@ from paceline.distributed.traffic import TRAFFIC
 from paceline.launch.layout import choose_layout
 from paceline.launch.preflight import plan_run
 from paceline.parallel.state import Part
-from paceline.train.setup import Job, run_rank
+from paceline.train.run_spec import RunSpec
+from paceline.train.setup import run_rank
 
 pytestmark = pytest.mark.slow
 
@@ -290,7 +291,7 @@ MODES: dict[str, tuple[int, tuple[str, ...], bool]] = {
 SHORT = [pytest.param(one, marks=() if one == "zero3" else pytest.mark.soak) for one in MODES]
 
 
-def planned(mode: str, folder: Path, *words: str) -> Job:
+def planned(mode: str, folder: Path, *words: str) -> RunSpec:
     """The job of a run in ``folder``, as rank 0 plans it."""
     num_ranks, overrides, _ = MODES[mode]
     args = (
@@ -313,7 +314,7 @@ def planned(mode: str, folder: Path, *words: str) -> Job:
     )
 
 
-def job_of(values: dict[str, Any], num_ranks: int) -> Job:
+def job_of(values: dict[str, Any], num_ranks: int) -> RunSpec:
     loaded = load_config(None, values)
     layout = choose_layout(
         loaded.config,
@@ -330,10 +331,10 @@ def job_of(values: dict[str, Any], num_ranks: int) -> Job:
         devices=None,
         say=lambda level, text: None,
     )
-    return plan.job
+    return plan.spec
 
 
-def run_job(env: RankEnv, job: Job, other: Path | None, kill_at: int | None = None) -> str:
+def run_job(env: RankEnv, job: RunSpec, other: Path | None, kill_at: int | None = None) -> str:
     """The second half of the ranks have ``other`` as their `output_dir`. With ``kill_at`` the last
     rank kills itself when the log of the run has that step."""
     root = Path(job.config.output_dir)

@@ -24,16 +24,16 @@ def config_values(config: Config) -> dict[str, Any]:
     return found
 
 
-def plan_values(job: Any) -> dict[str, Any]:
+def plan_values(spec: Any) -> dict[str, Any]:
     """What must come out the same on every host when it has read the data and the checkpoints."""
-    step = None if job.resume_from is None else Path(job.resume_from).name
+    step = None if spec.resume_from is None else Path(spec.resume_from).name
     return {
-        "data": job.prepared.fingerprint,
+        "data": spec.data.fingerprint,
         "resumes from": step,
-        "steps": job.derived.steps,
-        "global batch": job.derived.global_batch_size,
-        "strategy": job.layout.strategy,
-        "ranks": job.layout.num_processes,
+        "steps": spec.derived.steps,
+        "global batch": spec.derived.global_batch_size,
+        "strategy": spec.layout.strategy,
+        "ranks": spec.layout.num_processes,
     }
 
 

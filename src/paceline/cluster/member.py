@@ -102,13 +102,13 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
             return {"status": "finished", "exit_code": 0, "report": plan.finished}
         if member.round.env.local_rank == 0:
             member.folder.write_state(
-                global_batch_size=plan.job.derived.global_batch_size,
-                resume_from=plan.job.resume_from,
+                global_batch_size=plan.spec.derived.global_batch_size,
+                resume_from=plan.spec.resume_from,
             )
         launcher = member.agent_pid if member.can_restart else None
         fault = restart.fault or request.options.fault
-        job = replace(plan.job, fault=fault, launcher=launcher, reports_everywhere=True)
-        return run_guarded(job, member.round.env, stop)
+        spec = replace(plan.spec, failure=fault, launcher_pid=launcher, reports_everywhere=True)
+        return run_guarded(spec, member.round.env, stop)
 
 
 def _plan(
@@ -187,21 +187,21 @@ def _plan(
     )
     leader = LeaderPlan(word["resume_from"], word["global_batch_size"])
     mine = together("planned", lambda: planned if round_.is_first else plan(layout, leader))
-    _compare(round_, "plans", plan_values(mine.job))
+    _compare(round_, "plans", plan_values(mine.spec))
     if layout.strategy not in MIXED_DEVICES:
         _compare(round_, "devices", {"device": devices.type})
-    return replace(mine, job=replace(mine.job, sees_run_folder=sees_folder))
+    return replace(mine, spec=replace(mine.spec, sees_run_folder=sees_folder))
 
 
 def _described(plan: Plan) -> dict[str, Any]:
     if plan.finished is not None:
         return {"finished": plan.finished}
-    job = plan.job
+    spec = plan.spec
     return {
         "finished": None,
-        "layout": asdict(job.layout),
-        "resume_from": job.resume_from,
-        "global_batch_size": job.derived.global_batch_size,
+        "layout": asdict(spec.layout),
+        "resume_from": spec.resume_from,
+        "global_batch_size": spec.derived.global_batch_size,
     }
 
 

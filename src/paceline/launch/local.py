@@ -16,24 +16,24 @@ from paceline.core.processes import hidden_main
 from paceline.launch.rank_processes import Place, RankProcesses, open_store
 from paceline.launch.worker import RunRank
 
-#: What follows a life that a fault has ended: the job of the next one; None where there is none,
+#: What follows a life that a fault has ended: the spec of the next one; None where there is none,
 #: with the outcome as it shall be told.
 Follow = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 
 
 class LocalRun:
-    """Runs a job on ``num_ranks`` ranks of this host and says what became of them."""
+    """Runs a spec on ``num_ranks`` ranks of this host and says what became of them."""
 
     def __init__(
         self,
-        job: Any,
+        spec: Any,
         num_ranks: int,
         run_rank: RunRank | None = None,
         follow: Follow | None = None,
     ) -> None:
-        """``run_rank``: what a rank does with the job; default: the training of a
-        :class:`~paceline.train.setup.Job`. ``follow``: default: no life follows."""
-        self.job = job
+        """``run_rank``: what a rank does with the spec; default: the training of a
+        :class:`~paceline.train.run_spec.RunSpec`. ``follow``: default: no life follows."""
+        self.spec = spec
         self.more = () if run_rank is None else (run_rank,)
         self.num_ranks = num_ranks
         self.follow = follow
@@ -52,20 +52,20 @@ class LocalRun:
                     or self.signals.number is not None
                 ):
                     return outcome
-                following, outcome = self.follow(self.job, outcome)
+                following, outcome = self.follow(self.spec, outcome)
                 if following is None or self.signals.number is not None:
                     return outcome
-                self.job, self.num_ranks = following, following.layout.num_processes
+                self.spec, self.num_ranks = following, following.layout.num_processes
 
     def _live(self) -> dict[str, Any]:
         try:
             store = open_store()
             place = Place(0, self.num_ranks, self.num_ranks, "127.0.0.1", store.port)
             ranks = RankProcesses(
-                self.job, place, *self.more, expendable=expendable(self.job), store=store
+                self.spec, place, *self.more, expendable=expendable(self.spec), store=store
             )
             with ranks:
-                return live(ranks, self.job, self.signals)
+                return live(ranks, self.spec, self.signals)
         except (OSError, RuntimeError) as error:
             text = f"the ranks could not be started: {error}"
             return {
@@ -78,7 +78,7 @@ class LocalRun:
 
 
 def live(
-    ranks: RankProcesses, job: Any, signals: Signals, tick: Callable[[], None] = lambda: None
+    ranks: RankProcesses, spec: Any, signals: Signals, tick: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """Start the ranks, wait until the last has ended, and say what became of them. ``tick`` is
     called now and then."""
@@ -89,7 +89,7 @@ def live(
             return _cut_start(signals.number)
         while not ranks.wait(0.1):
             tick()
-    return outcome_of(ranks, job, signals.number)
+    return outcome_of(ranks, spec, signals.number)
 
 
 class Signals:
@@ -147,28 +147,28 @@ class Signals:
             self._ranks.pass_on(number)
 
 
-def expendable(job: Any) -> frozenset[int]:
-    """Ranks of a job that may end without ending the run."""
-    layout = getattr(job, "layout", None)
+def expendable(spec: Any) -> frozenset[int]:
+    """Ranks of a spec that may end without ending the run."""
+    layout = getattr(spec, "layout", None)
     if layout is None:
         return frozenset()
     from paceline.parallel.registry import strategy_class
 
-    return strategy_class(layout.strategy).expendable(job.config, layout.axes)
+    return strategy_class(layout.strategy).expendable(spec.config, layout.axes)
 
 
-def _role(job: Any, rank: int) -> str:
+def _role(spec: Any, rank: int) -> str:
     """What a rank was, where ranks differ: ``, a server of the tables``."""
-    layout = getattr(job, "layout", None)
+    layout = getattr(spec, "layout", None)
     if layout is None:
         return ""
     from paceline.parallel.registry import strategy_class
 
-    role = strategy_class(layout.strategy).role(job.config, layout.axes, rank)
+    role = strategy_class(layout.strategy).role(spec.config, layout.axes, rank)
     return f", {role}" if role else ""
 
 
-def outcome_of(ranks: RankProcesses, job: Any, stopped_by: int | None) -> dict[str, Any]:
+def outcome_of(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> dict[str, Any]:
     """What became of the ranks of this host. For a failure ``fault`` says whether going back to a
     checkpoint may mend it: True, False, or None where it is not known."""
     outcomes = {rank: one for rank, one in ranks.outcomes().items() if rank not in ranks.told}
@@ -179,14 +179,14 @@ def outcome_of(ranks: RankProcesses, job: Any, stopped_by: int | None) -> dict[s
     # what tells of more than the rank that says it
     failures.sort(key=lambda one: not one.get("of_all"))
     if lost and not (failures and failures[0].get("of_all")):
-        return _failed_by(lost, ranks, job)
+        return _failed_by(lost, ranks, spec)
     if failures:
         first = failures[0]
         of_the_run = first["exit_code"] == 2 or first.get("of_all") or first.get("every_rank")
         said = first["text"] if of_the_run else f"rank {first['rank']} failed. {first['text']}"
         return {
             **first,
-            "text": said + _lost_earlier(ranks, job),
+            "text": said + _lost_earlier(ranks, spec),
             "report": None,
             "ranks": first.get("blamed") or [first["rank"]],
         }
@@ -221,24 +221,24 @@ def _cut_start(stopped_by: int | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _failed_by(lost: list[int], ranks: RankProcesses, job: Any) -> dict[str, Any]:
+def _failed_by(lost: list[int], ranks: RankProcesses, spec: Any) -> dict[str, Any]:
     """The outcome of a life that ended because these ranks were gone without a word."""
     names = "; ".join(
-        f"rank {rank}{_role(job, rank)} (process {ranks.processes[rank].pid})"
+        f"rank {rank}{_role(spec, rank)} (process {ranks.processes[rank].pid})"
         f" {ranks.how_it_ended(rank)}"
         for rank in lost
     )
-    text = f"{names}. The other ranks were stopped.{_lost_earlier(ranks, job)}"
+    text = f"{names}. The other ranks were stopped.{_lost_earlier(ranks, spec)}"
     return {
         "status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": "", "report": None,
         "fault": True, "ranks": lost, "reason": names, "gone": True,
     }  # fmt: skip
 
 
-def _lost_earlier(ranks: RankProcesses, job: Any) -> str:
+def _lost_earlier(ranks: RankProcesses, spec: Any) -> str:
     """The ranks that the run had gone on without, for a person."""
     told = [
-        f"rank {rank}{_role(job, rank)} (process {one['pid']}), {one['reason']}"
+        f"rank {rank}{_role(spec, rank)} (process {one['pid']}), {one['reason']}"
         for rank, one in ranks.told.items()
     ]
     return f" Lost earlier: {'; '.join(told)}." if told else ""

@@ -38,10 +38,10 @@ Say = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that can start: the job for its ranks, and how it stands to an earlier run in the same
+    """A run that can start: the spec for its ranks, and how it stands to an earlier run in the same
     folder."""
 
-    job: Any  # a Job, or what else ranks do
+    spec: Any  # a RunSpec, or what else ranks do
     devices: Devices | None
     finished: dict[str, Any] | None = None  # the report of a run that is already done
 
@@ -151,7 +151,7 @@ def plan_run(
             counts.
         dry_run: check the model too, which else the ranks do.
     """
-    from paceline.train.setup import Job
+    from paceline.train.run_spec import RunSpec
 
     config = loaded.config
     run_dir = RunDir(Path(config.output_dir))
@@ -236,7 +236,7 @@ def plan_run(
         )
     resume_from = leader.resume_from if leader is not None else None if path is None else str(path)
     return Plan(
-        Job(config, derived, prepared, layout, device_type, started_at, resume_from, notices),
+        RunSpec(config, derived, prepared, layout, device_type, started_at, resume_from, notices),
         devices,
         finished,
     )

@@ -52,7 +52,7 @@ class RankProcesses:
     no process and no file.
 
     Args:
-        job: sent to each rank; ``more`` may name what a rank does with it (see
+        spec: sent to each rank; ``more`` may name what a rank does with it (see
             :func:`~paceline.launch.worker.worker_main`).
         expendable: global ranks that may end without ending the others.
         store: where the ranks meet; needed where some are expendable.
@@ -60,7 +60,7 @@ class RankProcesses:
 
     def __init__(
         self,
-        job: Any,
+        spec: Any,
         place: Place,
         *more: Any,
         expendable: frozenset[int] = frozenset(),
@@ -79,7 +79,7 @@ class RankProcesses:
         context = multiprocessing.get_context("forkserver")
         self.processes: dict[int, Any] = {
             place.first_rank + number: context.Process(
-                target=_rank, args=(number, place, job, str(self.folder), *more)
+                target=_rank, args=(number, place, spec, str(self.folder), *more)
             )
             for number in range(place.num_ranks)
         }
@@ -239,7 +239,7 @@ def open_store(port: int = 0, address: str = "127.0.0.1") -> Any:
         )
 
 
-def _rank(number: int, place: Place, job: Any, folder: str, *more: Any) -> None:
+def _rank(number: int, place: Place, spec: Any, folder: str, *more: Any) -> None:
     numbers = {
         "RANK": place.first_rank + number,
         "LOCAL_RANK": number,
@@ -251,7 +251,7 @@ def _rank(number: int, place: Place, job: Any, folder: str, *more: Any) -> None:
     # The store is a launcher's: no rank opens one.
     os.environ.update(MASTER_ADDR=place.address, TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ.update(place.environment)
-    worker_main(job, folder, *more)
+    worker_main(spec, folder, *more)
 
 
 def _send(pid: int, number: int) -> None:

@@ -71,13 +71,13 @@ class Recovery:
         """A new life begins without a fault."""
         self._begun = time.time()
 
-    def follow(self, job: Any, outcome: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The job of the next life, or None with the outcome as it shall be told."""
+    def follow(self, spec: Any, outcome: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The spec of the next life, or None with the outcome as it shall be told."""
         fault, outcome = self.judge(outcome)
         if fault is None:
             return None, outcome
         resume, notices = self.resume_from()
-        return replace(job, resume_from=resume, fault=fault, notices=notices), outcome
+        return replace(spec, resume_from=resume, failure=fault, notices=notices), outcome
 
     def judge(self, outcome: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """What is to be told of a fault after which the ranks shall be started again; None where

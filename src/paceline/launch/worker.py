@@ -59,8 +59,8 @@ _OF_THE_PROGRAM = re.compile(
     re.IGNORECASE,
 )
 
-#: What a rank does: (job, who it is, whether it shall stop) → {"status": "done" | "stopped",
-#: "report": …}. ``job.config`` is its config.
+#: What a rank does: (spec, who it is, whether it shall stop) → {"status": "done" | "stopped",
+#: "report": …}. ``spec.config`` is its config.
 RunRank = Callable[[Any, RankEnv, StopFlag], dict[str, Any]]
 
 
@@ -72,9 +72,9 @@ def pid_file(folder: Path, local_rank: int) -> Path:
     return folder / f"pid-{local_rank}"
 
 
-def worker_main(job: Any, folder: str, run: RunRank = run_rank) -> None:
+def worker_main(spec: Any, folder: str, run: RunRank = run_rank) -> None:
     """Entry of a rank that Paceline's own launcher started. ``folder`` is the launcher's, for pids
-    and outcomes; ``run`` is what the rank shall do with the job."""
+    and outcomes; ``run`` is what the rank shall do with the spec."""
     here = Path(folder)
     env = from_environment()
     end_with_launcher()
@@ -86,7 +86,7 @@ def worker_main(job: Any, folder: str, run: RunRank = run_rank) -> None:
     if (here / STOP_FILE).exists():
         write_outcome(here, env, {"status": "stopped", "report": None})
         return
-    outcome = run_guarded(job, env, stop, run)
+    outcome = run_guarded(spec, env, stop, run)
     write_outcome(here, env, outcome)
     if outcome["status"] == "failed":
         sys.stdout.flush()
@@ -95,11 +95,11 @@ def worker_main(job: Any, folder: str, run: RunRank = run_rank) -> None:
         os._exit(int(outcome["exit_code"]))
 
 
-def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank) -> dict[str, Any]:
+def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank) -> dict[str, Any]:
     """Run the rank; what happened as a plain dict: status, report, and for a failure exit_code,
     text and traceback."""
     try:
-        outcome = run(job, env, stop)
+        outcome = run(spec, env, stop)
     except PacelineError as error:
         told = _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
         blamed = getattr(error, "ranks", None)
@@ -111,7 +111,7 @@ def run_guarded(job: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank)
         }
     except BaseException as error:  # the launcher must hear of anything that ends a rank
         fault = _is_fault(error)
-        return {**_failed(env, EXIT_FAILED, describe(error, job), fault), "repeats": fault is False}
+        return {**_failed(env, EXIT_FAILED, describe(error, spec), fault), "repeats": fault is False}
     if outcome["status"] == "stopped":
         outcome["exit_code"] = EXIT_SIGINT if stop.signal == signal.SIGINT else EXIT_SIGTERM
     else:
@@ -172,13 +172,13 @@ def _end_by_fault(folder: Path, env: RankEnv, text: str, blamed: Sequence[int]) 
     os._exit(EXIT_FAILED)
 
 
-def describe(error: BaseException, job: Any = None) -> str:
+def describe(error: BaseException, spec: Any = None) -> str:
     """One paragraph about an exception that is not Paceline's. ``job``: for what to change where
     memory ran out."""
     kind, text = type(error).__name__, str(error).strip().splitlines()
     first = text[0][:400] if text else "no message"
-    if job is not None and (kind == "OutOfMemoryError" or isinstance(error, MemoryError)):
-        args = job.config.train_args
+    if spec is not None and (kind == "OutOfMemoryError" or isinstance(error, MemoryError)):
+        args = spec.config.train_args
         return (
             f"Out of memory: {first} To fix: lower `per_device_train_batch_size` (now"
             f" {args.per_device_train_batch_size}) and raise `gradient_accumulation_steps` by the"

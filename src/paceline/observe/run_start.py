@@ -17,46 +17,46 @@ from paceline.observe.report.build import workload
 from paceline.tasks.language import LanguageTask
 
 if TYPE_CHECKING:
-    from paceline.train.setup import Job
+    from paceline.train.run_spec import RunSpec
     from paceline.train.trainer import Session
 
 
 def announce(
-    session: Session, job: Job, notices: list[tuple[str, str]], resumed: str | None
+    session: Session, spec: RunSpec, notices: list[tuple[str, str]], resumed: str | None
 ) -> None:
     """Emit ``run_start`` and what follows it; a collective. ``notices``: (level, text) that nobody
     has seen yet; ``resumed``: the checkpoint that the run goes on from."""
-    mesh = _mesh(session, job)
+    mesh = _mesh(session, spec)
     if not session.world.is_rank_zero:
         return
     emit = session.events.emit
     emit(
         "run_start",
-        config=job.config.model_dump(mode="json"),
-        derived=job.derived.as_dict(),
+        config=spec.config.model_dump(mode="json"),
+        derived=spec.derived.as_dict(),
         world_size=session.derived.world_size,
-        axes=asdict(job.layout.axes),
+        axes=asdict(spec.layout.axes),
         mesh=mesh,
-        predicted=_predicted(session, job),
+        predicted=_predicted(session, spec),
         device=str(session.world.device.type),
-        precision=job.config.train_args.precision,
+        precision=spec.config.train_args.precision,
         strategy=session.strategy.name,
         model={
-            "name": job.config.model,
+            "name": spec.config.model,
             "parameters": sum(one.numel for one in session.shape.parameters),
             "trainable_parameters": sum(one.numel for one in session.shape.trained),
         },
-        data=job.prepared.counts.as_dict(),
+        data=spec.data.counts.as_dict(),
         versions=_versions(),
         pid=os.getpid(),
-        launcher=job.launcher,
+        launcher=spec.launcher_pid,
         host=host_name(),
         output_dir=str(session.run_dir.root),
         resumed_from_step=session.first_step if resumed else None,
     )
-    if job.fault is not None:
-        emit("fault", said=True, **job.fault)
-    for level, text in job.notices:
+    if spec.failure is not None:
+        emit("fault", said=True, **spec.failure)
+    for level, text in spec.notices:
         # by the launcher, while the ranks were starting
         session.events.notice(text, level, said=True)
     for level, text in notices:
@@ -65,31 +65,31 @@ def announce(
         emit("resume", step=session.first_step, path=resumed)
 
 
-def _mesh(session: Session, job: Job) -> dict[str, Any]:
+def _mesh(session: Session, spec: RunSpec) -> dict[str, Any]:
     """``{axes: {name: size}, ranks: [{rank, host, device, coordinates: {axis: n}}]}``. A rank that
     has no share of the model's mesh has no coordinates, and a ``role``; one process that drives
     several devices names them all."""
-    strategy, axes = session.strategy, job.layout.axes
+    strategy, axes = session.strategy, spec.layout.axes
     devices = getattr(strategy, "devices", [session.world.device])
     told: list[Any] = session.world.gather_objects((host_name(), ", ".join(map(str, devices))))
     ranks = []
     for rank, (host, device) in enumerate(told):
         places = session.world.axes.coordinates(rank) if rank < session.world.axes.size else {}
         at = {axis: places[axis] for axis in asdict(axes) if axis in places}
-        role = strategy.role(job.config, axes, rank)
+        role = strategy.role(spec.config, axes, rank)
         more = {} if role is None else {"role": role}
         ranks.append({"rank": rank, "host": host, "device": device, "coordinates": at, **more})
     return {"axes": asdict(axes), "ranks": ranks}
 
 
-def _predicted(session: Session, job: Job) -> dict[str, Any]:
+def _predicted(session: Session, spec: RunSpec) -> dict[str, Any]:
     """What the strategy declares: bytes on the fullest rank, and bytes that the busiest rank sends
     in a step."""
     work, kept = workload(session), _activations(session)
     if kept is not None:
         blocks = kept.blocks if len(session.shape.blocks) == kept.layers else ()
         work = replace(work, activation_bytes=kept.total, block_activation_bytes=blocks)
-    cost = session.strategy.cost(session.shape, job.layout.axes, work, session.config)
+    cost = session.strategy.cost(session.shape, spec.layout.axes, work, session.config)
     activations = None if kept is None else cost.activations
     memory = {
         "parameters": cost.parameters,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline.data.counts import DataCounts
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -27,28 +29,6 @@ class StateSource(Protocol):
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """A box of a tensor, on the CPU."""
-
-
-@dataclass
-class DataCounts:
-    """What became of the rows: read = kept + everything dropped. ``truncated`` rows are kept.
-    ``excluded_turns``: assistant turns of the kept rows on which the data or the config switches
-    the loss off."""
-
-    read: int = 0
-    kept: int = 0
-    truncated: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    excluded_turns: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        out = {
-            "read": self.read,
-            "kept": self.kept,
-            "truncated": self.truncated,
-            "dropped": dict(self.dropped),
-        }
-        return {**out, "excluded_turns": self.excluded_turns} if self.excluded_turns else out
 
 
 @dataclass

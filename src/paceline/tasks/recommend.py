@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.config.schema import Config, TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
-from paceline.tasks.base import DataCounts, Prepared, StateSource, Task
+from paceline.data.counts import DataCounts
+from paceline.tasks.base import Prepared, StateSource, Task
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,4 +1,4 @@
-"""From a job to a finished run, on one rank: model, strategy, optimizer, resume, training, model
+"""From a spec to a finished run, on one rank: model, strategy, optimizer, resume, training, model
 folder, report."""
 
 from __future__ import annotations
@@ -50,76 +50,55 @@ from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of
 from paceline.train.precision import Precision, check_same_precision, checkpoint_activations
+from paceline.train.run_spec import RunSpec
 from paceline.train.rank_loss import batches_of, close_batches, listeners
 from paceline.train.trainer import Session, train
 
 
-@dataclass
-class Job:
-    """What the launcher worked out before any rank existed; sent to every rank. Small and
-    picklable."""
-
-    config: Config
-    derived: Derived
-    prepared: Prepared
-    layout: Layout
-    device_type: str
-    started_at: float  # seconds since the epoch, when the command began
-    resume_from: str | None = None
-    notices: list[tuple[str, str]] = field(default_factory=list)
-    # process that outlives the ranks, and writes the end of a log that they could not end
-    launcher: int | None = None
-    fault: dict[str, Any] | None = None  # that ended the life before this one
-    # no launcher collects rank 0's report, and each rank's caller wants it
-    reports_everywhere: bool = False
-    # whether this rank's host sees the run's folder of global rank 0's host
-    sees_run_folder: bool = True
-
-
-def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
+def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``: the
     report on every rank, or on rank 0 only if a launcher of Paceline collects it."""
-    axes = job.layout.axes if job.layout.num_processes > 1 else ParallelDims()
-    PROGRESS.start(active=job.config.recovery.watchdog, on_cpu=job.device_type == "cpu")
-    world = init_communicator(env, job.device_type, job.config.parallel.timeout_s, axes)
-    run_dir = RunDir(Path(job.config.output_dir))
+    axes = spec.layout.axes if spec.layout.num_processes > 1 else ParallelDims()
+    PROGRESS.start(active=spec.config.recovery.watchdog, on_cpu=spec.device_type == "cpu")
+    world = init_communicator(env, spec.device_type, spec.config.parallel.timeout_s, axes)
+    run_dir = RunDir(Path(spec.config.output_dir))
     events = EventLog(None)
     watchdog = Watchdog(
-        job.config.recovery, job.config.parallel.timeout_s, world, stop, run_dir.root
+        spec.config.recovery, spec.config.parallel.timeout_s, world, stop, run_dir.root
     )
     watchdog.start()
     try:
-        check_mixed_devices(world, job.config, job.layout.strategy)
-        check_same_precision(world, job.config.train_args)
-        side, job = _open_side_group(job, world)
+        check_mixed_devices(world, spec.config, spec.layout.strategy)
+        check_same_precision(world, spec.config.train_args)
+        side, spec = _open_side_group(spec, world)
         # before anything is written: a model that cannot be had leaves no trace
-        built = build(job, world)
+        built = build(spec, world)
         world = built.strategy.world  # the same ranks, perhaps with other means to talk
-        if job.resume_from is not None:
-            with open_checkpoint(Path(job.resume_from), side) as opened:
-                check_same_model(opened, job.resume_from, built.shape, built.frozen)
+        if spec.resume_from is not None:
+            with open_checkpoint(Path(spec.resume_from), side) as opened:
+                check_same_model(opened, spec.resume_from, built.shape, built.frozen)
         with _locked(run_dir, world):
             if world.is_rank_zero:
-                events = _open_events(job, run_dir)
+                events = _open_events(spec, run_dir)
             watchdog.watch(built.strategy, events)
             session = begin(
-                job,
+                spec,
                 world,
                 built,
                 run_dir,
                 events,
                 stop,
                 side,
-                _claim_store(job, world, run_dir, events),
+                _claim_store(spec, world, run_dir, events),
             )
             session.judge = make_judge(session)
             # what is being written when the training ends, however it ends, is waited for
             with session.saver:
-                status = _train(session, exits_by_itself=job.launcher is None)
+                status = _train(session, exits_by_itself=spec.launcher_pid is None)
                 PROGRESS.enter("saving")
             if status == "done":
-                save_model_folder(session, lambda: _build_model(built.task, job.config))
-            report = build_report(session, job, status)
+                save_model_folder(session, lambda: _build_model(built.task, spec.config))
+            report = build_report(session, spec, status)
             if world.is_rank_zero:
                 write_reports(run_dir, report)
                 reason = _stop_reason(stop) if status == "stopped" else None
@@ -133,18 +112,18 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
                     wall_s=report["wall_s"],
                     **more,
                 )
-            if job.reports_everywhere:
+            if spec.reports_everywhere:
                 report = world.broadcast_object(report)  # type: ignore[assignment]
             world.barrier()
             built.strategy.close()
             return {
                 "status": status,
-                "report": report if world.is_rank_zero or job.reports_everywhere else None,
+                "report": report if world.is_rank_zero or spec.reports_everywhere else None,
             }
     except BaseException as caught:
         error = watchdog.explain(caught)
         # the command line says the same, once, when all ranks have ended
-        if world.is_rank_zero and job.launcher is None:
+        if world.is_rank_zero and spec.launcher_pid is None:
             events.emit(
                 "run_end", said=True, status="failed", step=None, reason=_failure(error)[:2000]
             )
@@ -161,22 +140,22 @@ def run_rank(job: Job, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
         world.close()
 
 
-def _open_side_group(job: Job, world: Communicator) -> tuple[SideGroup | None, Job]:
+def _open_side_group(spec: RunSpec, world: Communicator) -> tuple[SideGroup | None, RunSpec]:
     """The group over which checkpoints travel if some rank does not see the run's folder; rank 0
     then says which checkpoint the run resumes from."""
-    side = SideGroup.open(world, job.sees_run_folder)
+    side = SideGroup.open(world, spec.sees_run_folder)
     if side is None:
-        return None, job
-    return side, replace(job, resume_from=world.broadcast_object(job.resume_from))
+        return None, spec
+    return side, replace(spec, resume_from=world.broadcast_object(spec.resume_from))
 
 
 def _claim_store(
-    job: Job, world: Communicator, run_dir: RunDir, events: EventLog
+    spec: RunSpec, world: Communicator, run_dir: RunDir, events: EventLog
 ) -> CheckpointStore | None:
     """``checkpoint_dir``, on rank 0, which uploads."""
-    if job.config.checkpoint_dir is None or not world.is_rank_zero:
+    if spec.config.checkpoint_dir is None or not world.is_rank_zero:
         return None
-    store = CheckpointStore(job.config.checkpoint_dir)
+    store = CheckpointStore(spec.config.checkpoint_dir)
     before = store.claim(run_dir.root)
     if before is not None:
         text = (
@@ -224,10 +203,10 @@ def _locked(run_dir: RunDir, world: Communicator) -> Any:
             handle.close()
 
 
-def _open_events(job: Job, run_dir: RunDir) -> EventLog:
+def _open_events(spec: RunSpec, run_dir: RunDir) -> EventLog:
     clear_debris(run_dir)
-    write_atomic(run_dir.config, to_yaml(job.config))
-    return EventLog(run_dir.events, listeners(job.config, run_dir))
+    write_atomic(run_dir.config, to_yaml(spec.config))
+    return EventLog(run_dir.events, listeners(spec.config, run_dir))
 
 
 @dataclass
@@ -246,7 +225,7 @@ class Built:
 
 
 def build(
-    job: Job, world: Communicator, adjust: Callable[[nn.Module], object] | None = None
+    spec: RunSpec, world: Communicator, adjust: Callable[[nn.Module], object] | None = None
 ) -> Built:
     """The task and the model, placed; from torch's random state as the seed sets it. ``adjust`` may
     change the model before that.
@@ -255,15 +234,15 @@ def build(
     own forward, so that whatever a strategy hangs on a block runs around it; then the strategy
     places the model.
     """
-    _quiet_libraries(job.config, world.device.type)
-    task = load_task(job.config)
-    task.prepared = job.prepared
-    strategy = make_strategy(job.layout.strategy, job.config, world)
+    _quiet_libraries(spec.config, world.device.type)
+    task = load_task(spec.config)
+    task.prepared = spec.data
+    strategy = make_strategy(spec.layout.strategy, spec.config, world)
     with strategy.building():
-        model = _build_model(task, job.config)
+        model = _build_model(task, spec.config)
     if adjust is not None:
         adjust(model)
-    strategy.num_devices = job.layout.axes.replicas if job.layout.num_processes == 1 else 1
+    strategy.num_devices = spec.layout.axes.replicas if spec.layout.num_processes == 1 else 1
     if not any(one.requires_grad for one in model.parameters()):
         raise RunError(
             "the model has no parameter to train: all are frozen",
@@ -275,11 +254,11 @@ def build(
     notices = task.setup(model)
     datasets = task.build_datasets()
     # on every rank: the loss may call collectives
-    if is_user_task(job.config) and job.resume_from is None:
-        notices += _check_loss(task, model, datasets[0], job.config)
-    probe = _probe(task, datasets[0]) if job.layout.axes.pipeline > 1 else None
+    if is_user_task(spec.config) and spec.resume_from is None:
+        notices += _check_loss(task, model, datasets[0], spec.config)
+    probe = _probe(task, datasets[0]) if spec.layout.axes.pipeline > 1 else None
     strategy.probe = None if probe is None else probe.run
-    shape, matrices = outline(model, job.config, probe), matrices_of(model)
+    shape, matrices = outline(model, spec.config, probe), matrices_of(model)
     frozen = frozen_digest(model)
     placed = strategy.place(model)
     return Built(
@@ -310,7 +289,7 @@ def _build_model(task: Task, config: Config) -> nn.Module:
 
 
 def begin(
-    job: Job,
+    spec: RunSpec,
     world: Communicator,
     built: Built,
     run_dir: RunDir,
@@ -320,11 +299,11 @@ def begin(
     store: CheckpointStore | None = None,
 ) -> Session:
     """Everything that a rank's training needs, at the step it shall go on from."""
-    config, args = job.config, job.config.train_args
+    config, args = spec.config, spec.config.train_args
     task, strategy = built.task, built.strategy
     train_dataset, eval_dataset = built.datasets
     optimizer = strategy.build_optimizer(
-        lambda named: build_optimizer(args, job.derived.learning_rate, named, built.matrices)
+        lambda named: build_optimizer(args, spec.derived.learning_rate, named, built.matrices)
     )
     precision = Precision(args, world)
     strategy.use_scaler(precision.scaler)
@@ -335,21 +314,21 @@ def begin(
     )
     order = SampleOrder(
         len(train_dataset),
-        job.derived.global_batch_size,
+        spec.derived.global_batch_size,
         args.seed,
         _balance_lengths(train_dataset, task),
         args.shuffle,
     )
     session = Session(
         config=config,
-        derived=job.derived,
+        derived=spec.derived,
         world=world,
         task=task,
         model=built.model,
         shape=built.shape,
         strategy=strategy,
         optimizer=optimizer,
-        schedule=Schedule(optimizer, args, job.derived),
+        schedule=Schedule(optimizer, args, spec.derived),
         precision=precision,
         order=order,
         train_dataset=train_dataset,
@@ -361,8 +340,8 @@ def begin(
         stop=stop,
         meter=Meter(
             world,
-            _life_began(job),
-            job.prepared.train_tokens is not None,
+            _life_began(spec),
+            spec.data.train_tokens is not None,
             strategy.traffic_period,
             serves=not strategy.works,
             devices=DeviceReader(world.device),
@@ -379,29 +358,29 @@ def begin(
             side=side,
             store=store,
         ),
-        fingerprint=job.prepared.fingerprint,
+        fingerprint=spec.data.fingerprint,
         frozen=built.frozen,
     )
     said = len(strategy.notices)
     with PROGRESS.during("loading"):
-        resumed = _resume(session, job)
+        resumed = _resume(session, spec)
     # what the checkpoint did not hold, or held in vain
     notices = built.notices + strategy.notices[said:]
     notices += transfer_notices(session, side) + mixed_devices_notices(world)
-    accumulation = job.derived.gradient_accumulation_steps
-    if job.layout.num_processes == 1:  # one process works on the micro-batches of all devices
-        accumulation *= job.layout.axes.replicas
+    accumulation = spec.derived.gradient_accumulation_steps
+    if spec.layout.num_processes == 1:  # one process works on the micro-batches of all devices
+        accumulation *= spec.layout.axes.replicas
     session.accumulation = accumulation if strategy.works else 0
     session.balancer.begin()
     session.batches = batches_of(session)
-    announce(session, job, notices, resumed)
+    announce(session, spec, notices, resumed)
     session.balancer.announce()
     return session
 
 
-def _life_began(job: Job) -> float:
+def _life_began(spec: RunSpec) -> float:
     """When the command was given; in a later life, when the fault was seen that made it necessary."""
-    return job.started_at if job.fault is None else float(job.fault["seen_at"])
+    return spec.started_at if spec.failure is None else float(spec.failure["seen_at"])
 
 
 def _balance_lengths(dataset: Any, task: Task) -> Any:
@@ -409,8 +388,8 @@ def _balance_lengths(dataset: Any, task: Task) -> Any:
     return getattr(dataset, "lengths", None) if getattr(task, "packed", True) else None
 
 
-def _resume(session: Session, job: Job) -> str | None:
-    path = job.resume_from
+def _resume(session: Session, spec: RunSpec) -> str | None:
+    path = spec.resume_from
     own = path is not None and Path(path).resolve().parent == session.run_dir.checkpoints.resolve()
     said, own = session.world.broadcast_object((path, own))  # type: ignore[misc]
     if said is None:

@@ -41,7 +41,7 @@ from paceline.verify.modes import Mode, all_modes, make_mode, split_names, trial
 
 if TYPE_CHECKING:
     from paceline.distributed.devices import Devices
-    from paceline.train.setup import Job
+    from paceline.train.run_spec import RunSpec
     from paceline.verify.worker import Trial
 
 #: Ranks on a CPU where nothing says how many.
@@ -251,8 +251,8 @@ def _check_mode(mode: Mode, config: Config) -> None:
         )
 
 
-def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> Job:
-    """The job of `ddp`: its global batch is that of all the others."""
+def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> RunSpec:
+    """The spec of `ddp`: its global batch is that of all the others."""
     from paceline.launch.preflight import plan_run
 
     config = loaded.config.model_copy(update={"output_dir": str(folder / "run")})
@@ -265,13 +265,13 @@ def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> Job:
         devices=devices,
         say=_say,
     )
-    return plan.job
+    return plan.spec
 
 
 def _trials(
     modes: list[Mode],
     config: Config,
-    base: Job,
+    base: RunSpec,
     names: list[str],
     asked: str | None,
     refused: list[Verdict],
@@ -293,17 +293,17 @@ def _trials(
     return kept, trials
 
 
-def _trial(number: int, mode: Mode, config: Config, base: Job) -> Trial:
+def _trial(number: int, mode: Mode, config: Config, base: RunSpec) -> Trial:
     from paceline.verify.worker import Trial
 
     config = trial_config(mode, config, base.derived.global_batch_size)
     derived = derive(
         config,
         world_size=mode.layout.world_size,
-        num_train=base.prepared.num_train,
+        num_train=base.data.num_train,
         num_eval=0,
         default_learning_rate=base.derived.learning_rate,
-        train_tokens=base.prepared.train_tokens,
+        train_tokens=base.data.train_tokens,
         replicas=mode.layout.axes.replicas,
         global_batch_size=base.derived.global_batch_size,
     )
@@ -351,7 +351,7 @@ def _run(
         failures[failed.name] = {"status": "failed", "reason": text}
         left = left[left.index(failed) + 1 :]
     found = {}
-    floor = bounds_for(trials[0].job.config, trials[0].job.device_type).floor
+    floor = bounds_for(trials[0].spec.config, trials[0].spec.device_type).floor
     for one in trials:
         if one.name not in failures:
             found[one.name] = combine(
@@ -370,7 +370,7 @@ def _run(
 def _certificate(
     names: list[str],
     config: Config,
-    base: Job,
+    base: RunSpec,
     devices: Devices,
     steps: int,
     modes: list[Mode],

@@ -35,7 +35,8 @@ from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.state import Part
 from paceline.tasks.base import num_positions
-from paceline.train.setup import Job, begin, build
+from paceline.train.run_spec import RunSpec
+from paceline.train.setup import begin, build
 from paceline.train.trainer import Session, train_step
 from paceline.verify.negligible import GradientWatch, listing
 
@@ -48,11 +49,11 @@ _EXCLUDED = "excluded/"  # before the names of masks in the file of the referenc
 
 @dataclass(frozen=True)
 class Trial:
-    """A mode to be tried: its number among all, its name, and the job that trains under it."""
+    """A mode to be tried: its number among all, its name, and the spec that trains under it."""
 
     number: int
     name: str
-    job: Job
+    spec: RunSpec
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Certification:
 
     @property
     def config(self) -> Config:
-        return self.trials[0].job.config
+        return self.trials[0].spec.config
 
 
 def result_file(folder: str | Path, number: int, rank: int) -> Path:
@@ -87,7 +88,7 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
     Raises:
         Exception: a trial failed on this rank; the trials after it were not begun.
     """
-    first = certification.trials[0].job
+    first = certification.trials[0].spec
     world = init_communicator(env, first.device_type, first.config.parallel.timeout_s)
     try:
         for trial in certification.trials:
@@ -107,7 +108,7 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
 def _one_trial(
     certification: Certification, trial: Trial, world: Communicator, stop: StopFlag
 ) -> dict[str, Any]:
-    layout = trial.job.layout
+    layout = trial.spec.layout
     if world.rank >= layout.num_processes:
         return {"status": "idle"}
     alone = layout.num_processes == 1
@@ -131,9 +132,9 @@ def _train(
     certification: Certification, trial: Trial, world: Communicator, stop: StopFlag
 ) -> dict[str, Any]:
     heard: list[Event] = []
-    built = build(trial.job, world, adjust=turn_off_dropout)
-    run_dir = RunDir(Path(trial.job.config.output_dir))  # of no run: nothing is written there
-    session = begin(trial.job, world, built, run_dir, EventLog(None, [heard.append]), stop)
+    built = build(trial.spec, world, adjust=turn_off_dropout)
+    run_dir = RunDir(Path(trial.spec.config.output_dir))  # of no run: nothing is written there
+    session = begin(trial.spec, world, built, run_dir, EventLog(None, [heard.append]), stop)
     positions: list[float] = []
     session.batches = _watched(session.batches, positions)
     session.model.train()
@@ -154,7 +155,7 @@ def _train(
         "step_time_s": statistics.median(
             _after_first([float(one["step_time_s"]) for one in steps])
         ),
-        **_costs(session, trial.job, positions),
+        **_costs(session, trial.spec, positions),
         "weights": distances(session.strategy, reference),
         "excluded": listing(left_out),
         "notices": [
@@ -177,13 +178,13 @@ def _watched(
         yield micro_batches
 
 
-def _costs(session: Session, job: Job, positions: list[float]) -> dict[str, float]:
+def _costs(session: Session, spec: RunSpec, positions: list[float]) -> dict[str, float]:
     """Predicted for the batches that this rank's replica really had, and measured: means over the
     steps after the first."""
     work = Workload(
-        job.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
+        spec.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
     )
-    cost = session.strategy.cost(session.shape, job.layout.axes, work, job.config)
+    cost = session.strategy.cost(session.shape, spec.layout.axes, work, spec.config)
     return {
         "state_predicted": cost.state,
         "state_measured": session.strategy.state_bytes(),

@@ -28,7 +28,7 @@ from paceline.data.sources.readers import (
     read_file,
     unknown_kind,
 )
-from paceline.models import modelscope
+from paceline.data.sources import modelscope
 
 _NOT_DATA = {
     "dataset_info.json",

@@ -19,7 +19,7 @@ from paceline.data.sources.resolve import open_source
 from paceline.data.text.templates import asked_template
 from paceline.data.text.tokenizer import find_tokenizer, tokenizer_fingerprint
 from paceline.models.builtin import resolve_model
-from paceline.tasks.base import DataCounts
+from paceline.data.counts import DataCounts
 
 Notice = tuple[str, str]
 TextTask = Literal["sft", "pretrain"]

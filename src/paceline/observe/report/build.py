@@ -15,14 +15,14 @@ from paceline.parallel.parameter_server.cost import distinct_ids
 from paceline.train.rank_loss import workers_lost
 
 if TYPE_CHECKING:
-    from paceline.train.setup import Job
+    from paceline.train.run_spec import RunSpec
     from paceline.train.trainer import Session
 
 
 _COUNTED_STEPS = 8
 
 
-def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
+def build_report(session: Session, spec: RunSpec, status: str) -> dict[str, Any]:
     """A collective: every rank calls it; rank 0's result is the report."""
     world, meter = session.world, session.meter
     # of a rank that is lost: not known
@@ -36,7 +36,7 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
         judged["communication"] = {**judged["communication"], **figures.pop("communication", {})}
     events = read_events(session.run_dir.events) if world.is_rank_zero else []
     steps = effective_steps(events)
-    cost = session.strategy.cost(session.shape, job.layout.axes, workload(session), session.config)
+    cost = session.strategy.cost(session.shape, spec.layout.axes, workload(session), session.config)
     lost = workers_lost(events, session.step)
     left_out = session.guard.spikes.figures()
     seen = samples_seen(session) - sum(one["samples_unseen"] for one in lost)
@@ -58,7 +58,7 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
         "tokens_per_second": meter.tokens_per_second,
         "samples_per_second": meter.samples_per_second,
         "time_to_first_step_s": meter.time_to_first_step_s,
-        "wall_s": time.time() - job.started_at,
+        "wall_s": time.time() - spec.started_at,
         "first_train_loss": steps[0]["loss"] if steps else None,
         "final_train_loss": steps[-1]["loss"] if steps else None,
         "final_eval_loss": evals[-1]["loss"] if evals else None,
@@ -77,8 +77,8 @@ def build_report(session: Session, job: Job, status: str) -> dict[str, Any]:
         },
         "skipped_steps": skipped_steps(events, session.step),
         "restarts": max(0, starts - 1),
-        "resumed_from_step": session.first_step if job.resume_from is not None else None,
-        "data": {**job.prepared.counts.as_dict(), **left_out},
+        "resumed_from_step": session.first_step if spec.resume_from is not None else None,
+        "data": {**spec.data.counts.as_dict(), **left_out},
     }
 
 

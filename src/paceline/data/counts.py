@@ -1,0 +1,28 @@
+"""The accounting of the rows of a dataset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class DataCounts:
+    """What became of the rows: read = kept + everything dropped. ``truncated`` rows are kept.
+    ``excluded_turns``: assistant turns of the kept rows on which the data or the config switches
+    the loss off."""
+
+    read: int = 0
+    kept: int = 0
+    truncated: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    excluded_turns: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        out = {
+            "read": self.read,
+            "kept": self.kept,
+            "truncated": self.truncated,
+            "dropped": dict(self.dropped),
+        }
+        return {**out, "excluded_turns": self.excluded_turns} if self.excluded_turns else out

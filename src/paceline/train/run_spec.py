@@ -1,0 +1,45 @@
+"""What a rank must know to run a training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.derive import Derived
+from paceline.config.schema import Config
+
+if TYPE_CHECKING:
+    from paceline.parallel.registry import Layout
+    from paceline.tasks.base import Prepared
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A training run as the launcher planned it, before any rank exists. It is pickled and sent to
+    every rank.
+
+    Args:
+        data: what the task prepared.
+        started_at: when the command began, in seconds since the epoch.
+        resume_from: the checkpoint to resume from.
+        notices: (level, text) of each message that the launcher already printed.
+        launcher_pid: the process that outlives the ranks and writes the end of a log that they
+            could not end.
+        failure: the fields of the ``fault`` event if a failure ended the attempt before this one.
+        reports_everywhere: no launcher collects rank 0's report, and the caller of each rank needs
+            it.
+        sees_run_folder: whether this rank's host sees the run's folder of global rank 0's host.
+    """
+
+    config: Config
+    derived: Derived
+    data: Prepared
+    layout: Layout
+    device_type: str
+    started_at: float
+    resume_from: str | None = None
+    notices: list[tuple[str, str]] = field(default_factory=list)
+    launcher_pid: int | None = None
+    failure: dict[str, Any] | None = None
+    reports_everywhere: bool = False
+    sees_run_folder: bool = True
