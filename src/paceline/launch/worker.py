@@ -111,7 +111,10 @@ def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank
         }
     except BaseException as error:  # the launcher must hear of anything that ends a rank
         fault = _is_fault(error)
-        return {**_failed(env, EXIT_FAILED, describe(error, spec), fault), "repeats": fault is False}
+        return {
+            **_failed(env, EXIT_FAILED, describe(error, spec), fault),
+            "repeats": fault is False,
+        }
     if outcome["status"] == "stopped":
         outcome["exit_code"] = EXIT_SIGINT if stop.signal == signal.SIGINT else EXIT_SIGTERM
     else:

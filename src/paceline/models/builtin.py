@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
+from paceline.data.sources import modelscope
 from paceline.data.sources.builtin import builtin_dataset, python_version
 from paceline.data.text.tokenizer import QWEN2_WORDS
-from paceline.data.sources import modelscope
 from paceline.models.hub_configs import canonical_id
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config, TrainArgs
 from paceline.core.errors import ConfigError
-from paceline.models import vision
 from paceline.data.counts import DataCounts
+from paceline.models import vision
 from paceline.tasks.base import Prepared, Task
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +16,6 @@ from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.train_state import check_same_model, frozen_digest, load_training_state
 from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
-from paceline.config.derive import Derived
 from paceline.config.load import to_yaml
 from paceline.config.schema import Config
 from paceline.core.errors import PacelineError, RunError
@@ -42,16 +41,16 @@ from paceline.observe.report.build import build_report
 from paceline.observe.report.write import write_reports
 from paceline.observe.run_start import announce
 from paceline.parallel.base import Strategy
-from paceline.parallel.registry import Layout, make_strategy
+from paceline.parallel.registry import make_strategy
 from paceline.tasks import is_user_task, load_task
-from paceline.tasks.base import Prepared, Task
+from paceline.tasks.base import Task
 from paceline.tasks.user import guard_model
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of
 from paceline.train.precision import Precision, check_same_precision, checkpoint_activations
-from paceline.train.run_spec import RunSpec
 from paceline.train.rank_loss import batches_of, close_batches, listeners
+from paceline.train.run_spec import RunSpec
 from paceline.train.trainer import Session, train
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.config.schema import Config, DatasetSource
 from paceline.core.errors import ConfigError, nearest
 from paceline.data.cache import fingerprint
-from paceline.data.sources import hub
+from paceline.data.sources import hub, modelscope
 from paceline.data.sources.builtin import builtin_dataset
 from paceline.data.sources.hub_names import HUB_NAMES, find_hub_name
 from paceline.data.sources.opening import COMPRESSED_SUFFIXES, Position, data_suffix
@@ -28,7 +28,6 @@ from paceline.data.sources.readers import (
     read_file,
     unknown_kind,
 )
-from paceline.data.sources import modelscope
 
 _NOT_DATA = {
     "dataset_info.json",

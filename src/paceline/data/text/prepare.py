@@ -15,11 +15,11 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
 from paceline.data.cache import build_once, key_of
+from paceline.data.counts import DataCounts
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.templates import asked_template
 from paceline.data.text.tokenizer import find_tokenizer, tokenizer_fingerprint
 from paceline.models.builtin import resolve_model
-from paceline.data.counts import DataCounts
 
 Notice = tuple[str, str]
 TextTask = Literal["sft", "pretrain"]
