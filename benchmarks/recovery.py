@@ -28,7 +28,7 @@ import common
 from common import BenchmarkFailed, Work
 from run import _machine, _say, tell
 
-from paceline.config.schema.recovery import Recovery
+from paceline.config.schema.recovery import RecoveryConfig
 
 TASK = Path(__file__).resolve().with_name("watched_task.py")
 AT_MOST = 0.01  # of a step
@@ -143,7 +143,7 @@ def cost(runs: list[dict[str, Any]]) -> dict[str, Any]:
             if pair[True] and pair[False]:  # the last block may be cut
                 ratios.append(median(pair[True]) / median(pair[False]) - 1)
     step_s = median(usual)
-    check = max(0.0, median(checks)) / Recovery().check_replicas_steps / step_s
+    check = max(0.0, median(checks)) / RecoveryConfig().check_replicas_steps / step_s
     low, high = interval(ratios)
     return {
         "step_time_s": step_s,
@@ -227,7 +227,7 @@ def as_markdown(result: dict[str, Any]) -> str:
         "",
         (
             "| mode | a step without | watchdog and heartbeats | its thread, of a core | a"
-            f" comparison of hashes | it, every {Recovery().check_replicas_steps} steps | together"
+            f" comparison of hashes | it, every {RecoveryConfig().check_replicas_steps} steps | together"
             " | under 1 % |"
         ),
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

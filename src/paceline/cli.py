@@ -115,7 +115,8 @@ def _dispatch(tokens: list[str], started_at: float) -> int:
 
 def _train(tokens: list[str], started_at: float) -> int:
     from paceline.api import Options, run
-    from paceline.config.load import load_config, split_cli, to_yaml
+    from paceline.config.load import load_config, to_yaml
+    from paceline.config.overrides import split_cli
 
     names = ("json", "debug", "dry-run", "allow-config-change")
     flags, tokens = _take_flags(tokens, *names)
@@ -139,7 +140,8 @@ def _train(tokens: list[str], started_at: float) -> int:
 
 
 def _plan(tokens: list[str], _: float) -> int:
-    from paceline.config.load import load_config, split_cli
+    from paceline.config.load import load_config
+    from paceline.config.overrides import split_cli
     from paceline.models.positions import fit_length
     from paceline.planner.api import make_plan
 
@@ -173,7 +175,8 @@ def _plan(tokens: list[str], _: float) -> int:
 
 
 def _verify(tokens: list[str], _: float) -> int:
-    from paceline.config.load import load_config, split_cli
+    from paceline.config.load import load_config
+    from paceline.config.overrides import split_cli
     from paceline.models.positions import fit_length
     from paceline.verify.run import Request, verify
 
@@ -298,7 +301,7 @@ def _explain(tokens: list[str], _: float) -> int:
 
 
 def _doctor(tokens: list[str], _: float) -> int:
-    from paceline.config.load import split_cli
+    from paceline.config.overrides import split_cli
     from paceline.doctor.run import doctor, make_request
 
     flags, tokens = _take_flags(tokens, "json", "debug")
@@ -335,7 +338,8 @@ def _data(tokens: list[str], _: float) -> int:
 
 
 def _data_preview(tokens: list[str], as_json: bool) -> int:
-    from paceline.config.load import load_config, split_cli
+    from paceline.config.load import load_config
+    from paceline.config.overrides import split_cli
     from paceline.models.positions import fit_length
     from paceline.tasks.preview import as_text, preview
 
@@ -350,7 +354,7 @@ def _data_preview(tokens: list[str], as_json: bool) -> int:
 
 def _slurm(tokens: list[str], _: float) -> int:
     from paceline.cluster.jobs.slurm import VALUES, check_slurm_options, make_request, slurm
-    from paceline.config.load import split_cli
+    from paceline.config.overrides import split_cli
 
     flags, tokens = _take_flags(tokens, "json", "debug", "submit")
     values, tokens = _take_values(tokens, VALUES)
@@ -367,7 +371,7 @@ def _kubernetes(tokens: list[str], _: float) -> int:
         check_kubernetes_options,
         make_options,
     )
-    from paceline.config.load import split_cli
+    from paceline.config.overrides import split_cli
     from paceline.planner.upper_bound import at_most
 
     flags, tokens = _take_flags(tokens, "json", "debug", *FLAGS)
@@ -381,7 +385,7 @@ def _kubernetes(tokens: list[str], _: float) -> int:
 
 def _ray(tokens: list[str], _: float) -> int:
     from paceline.commands.ray import FLAGS, VALUES, check_ray_options, make_options, train_on_ray
-    from paceline.config.load import split_cli
+    from paceline.config.overrides import split_cli
 
     flags, tokens = _take_flags(tokens, *FLAGS)
     values, tokens = _take_values(tokens, VALUES)

@@ -17,7 +17,8 @@ from commands import events, report, run, start, wait_for_step
 from slow_task import SLOW
 
 from paceline.cli import main
-from paceline.config.load import load_config, split_cli
+from paceline.config.load import load_config
+from paceline.config.overrides import split_cli
 from paceline.distributed.environment import slurm_port
 
 OPTIONS = ("--nodes", "2", "--gpus-per-node", "8", "--time", "4:00:00")

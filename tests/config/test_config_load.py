@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.config.load import Loaded, diff_configs, load_config, split_cli, to_yaml
+from paceline.config.load import Loaded, diff_configs, load_config, to_yaml
+from paceline.config.overrides import split_cli
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 

@@ -12,7 +12,7 @@ from paceline.config.compat.aliases_table import ALIASES, SECTION_ALIASES, SHARE
 from paceline.config.compat.ignored_table import IGNORED
 from paceline.config.fields import KEYS
 from paceline.config.load import Loaded, load_config
-from paceline.config.schema import TrainArgs
+from paceline.config.schema.train_args import TrainArgs
 from paceline.config.yaml_read import parse_yaml
 
 BASE = "model: m\ndataset: d\n"

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.config.load import Loaded, split_cli
+from paceline.config.load import Loaded
+from paceline.config.overrides import split_cli
 from paceline.core.errors import ConfigError
 
 Load = Callable[..., Loaded]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config.load import Loaded, load_config, load_text, to_yaml
-from paceline.config.schema import TrainArgs
+from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 
 BASE = "model: m\ndataset: d\n"

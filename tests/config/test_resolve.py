@@ -1,4 +1,4 @@
-"""Derived values: what the numbers in the config come to."""
+"""Resolved values: what the numbers in the config come to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config.derive import Derived, derive
+from paceline.config.derive import ResolvedValues, derive
 from paceline.config.schema import Config
 
 
@@ -17,7 +17,7 @@ def resolve(
     num_eval: int = 0,
     tokens: int | None = None,
     **args: Any,
-) -> Derived:
+) -> ResolvedValues:
     config = Config(model="m", dataset="d", train_args={"per_device_train_batch_size": 4, **args})
     return derive(
         config,
@@ -121,7 +121,7 @@ def test_for_a_person() -> None:
         assert part in text
     assert "× 1 rank\n" in "\n".join(resolve(world_size=1).lines())
     found = resolve()
-    assert Derived(**found.as_dict()) == found
+    assert ResolvedValues(**found.as_dict()) == found
 
 
 def test_shares_of_all_steps() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.config.schema.recommend import Recommend
+from paceline.config.schema.tasks import Recommend
 from paceline.core.errors import ConfigError
 from paceline.data.clicks.log import builtin_clicks, generate, open_stored, stored_meta
 from paceline.data.clicks.metrics import exact_auc

@@ -13,9 +13,17 @@ import pytest
 from ranks import run_ranks
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.data.count.job import Found, Job, MapSeen, combined, count_rank, tables, write_table
+from paceline.data.count.job import (
+    CountResult,
+    CountSpec,
+    MapSeen,
+    combined,
+    count_rank,
+    tables,
+    write_table,
+)
 from paceline.data.count.runs import Spills, encoded, merged, rows
-from paceline.data.count.shards import Reading, Seen, plan_shards, texts, white_space
+from paceline.data.count.shards import ReadOptions, ScanStats, plan_shards, texts, white_space
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.distributed.communicator import Communicator
 from paceline.models.builtin import builtin_tokenizer
@@ -76,8 +84,8 @@ def test_shards_together_hold_every_word_once(
     tmp_path: Path, num_shards: int, chunk_bytes: int
 ) -> None:
     files, expected = corpus(tmp_path)
-    reading = Reading(chunk_bytes=chunk_bytes)
-    seen = Seen()
+    reading = ReadOptions(chunk_bytes=chunk_bytes)
+    seen = ScanStats()
     found: Counter[str] = Counter()
     for share in plan_shards(files, num_shards):
         for shard in share:
@@ -95,7 +103,7 @@ def test_shards_of_lines_hold_whole_lines(tmp_path: Path) -> None:
         found = [
             text
             for shard in shards
-            for text in texts(shard, Reading(lines=True, chunk_bytes=32), Seen())
+            for text in texts(shard, ReadOptions(lines=True, chunk_bytes=32), ScanStats())
         ]
         assert all(text.endswith("\n") for text in found[:-1])
         assert "".join(found).split("\n") == lines
@@ -113,7 +121,7 @@ def test_compressed_files_and_fields(tmp_path: Path) -> None:
         found = [
             text
             for shard in shards
-            for text in texts(shard, Reading(field="text", chunk_bytes=50), Seen())
+            for text in texts(shard, ReadOptions(field="text", chunk_bytes=50), ScanStats())
         ]
         assert Counter(found) == Counter(given * 3)
 
@@ -121,21 +129,21 @@ def test_compressed_files_and_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "raw", "reading", "said"),
     [
-        ("a.txt", b"ab \xff c", Reading(chunk_bytes=2), "0xff at offset 3"),
-        ("a.txt", b"word " * 9 + b"\xe4\xb8", Reading(chunk_bytes=8), "0xe4 at offset 45"),
-        ("a.txt", b"\xed\xa0\x80", Reading(), "offset 0"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', Reading(field="text"), "offset 14"),
-        ("a.jsonl", b'{"text": "x"}\n{"text":\n', Reading(field="text"), "no valid JSON"),
-        ("a.txt.gz", gzip.compress(b"some words", mtime=0)[:-9], Reading(), "no whole gzip file"),
-        ("a.txt.gz", b"some words", Reading(), "no whole gzip file"),
+        ("a.txt", b"ab \xff c", ReadOptions(chunk_bytes=2), "0xff at offset 3"),
+        ("a.txt", b"word " * 9 + b"\xe4\xb8", ReadOptions(chunk_bytes=8), "0xe4 at offset 45"),
+        ("a.txt", b"\xed\xa0\x80", ReadOptions(), "offset 0"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', ReadOptions(field="text"), "offset 14"),
+        ("a.jsonl", b'{"text": "x"}\n{"text":\n', ReadOptions(field="text"), "no valid JSON"),
+        ("a.txt.gz", gzip.compress(b"some words", mtime=0)[:-9], ReadOptions(), "no whole gzip file"),
+        ("a.txt.gz", b"some words", ReadOptions(), "no whole gzip file"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(
-    tmp_path: Path, name: str, raw: bytes, reading: Reading, said: str
+    tmp_path: Path, name: str, raw: bytes, reading: ReadOptions, said: str
 ) -> None:
     files = [save(tmp_path / name, raw)]
     with pytest.raises(ConfigError, match=name) as caught:
-        [*texts(plan_shards(files, 1)[0][0], reading, Seen())]
+        [*texts(plan_shards(files, 1)[0][0], reading, ScanStats())]
     assert said in str(caught.value)
 
 
@@ -144,12 +152,12 @@ def test_bytes_that_are_no_text_are_replaced_and_counted(tmp_path: Path) -> None
     files = [save(tmp_path / "a.txt", raw)]
     expected = raw.decode("utf-8", "replace")
     for num_shards in (1, 3, 9):
-        seen = Seen()
+        seen = ScanStats()
         shards = [shard for share in plan_shards(files, num_shards) for shard in share]
         found = Counter(
             word
             for shard in shards
-            for text in texts(shard, Reading(errors="replace", chunk_bytes=2), seen)
+            for text in texts(shard, ReadOptions(errors="replace", chunk_bytes=2), seen)
             for word in text.split()
         )
         assert found == Counter(expected.split())
@@ -165,7 +173,9 @@ def test_a_word_too_long_for_the_memory_is_refused(tmp_path: Path) -> None:
                 *(
                     one
                     for shard in shards
-                    for one in texts(shard, Reading(chunk_bytes=64, longest_bytes=1000), Seen())
+                    for one in texts(
+                        shard, ReadOptions(chunk_bytes=64, longest_bytes=1000), ScanStats()
+                    )
                 )
             ]
 
@@ -190,7 +200,7 @@ def test_runs_merge_to_the_sum_in_the_order_of_words(tmp_path: Path) -> None:
 
 def test_memory_bounds_the_tables(tmp_path: Path) -> None:
     files = [save(tmp_path / "a.txt", " ".join(f"word-{number}" for number in range(40_000)))]
-    job = Job(tuple(files), memory_bytes=1 << 20)
+    job = CountSpec(tuple(files), memory_bytes=1 << 20)
     seen = MapSeen()
     found = list(tables(plan_shards(files, 1)[0], job, seen))
     assert seen.full >= 10
@@ -211,7 +221,7 @@ def test_tokens_do_not_depend_on_the_shards(tmp_path: Path) -> None:
         token for one in units for token in backend.encode(one, add_special_tokens=False).tokens
     )
     for num_shards in (1, 3):
-        job = Job(tuple(files), by="tokens", tokenizer=folder)
+        job = CountSpec(tuple(files), by="tokens", tokenizer=folder)
         found: Counter[str] = Counter()
         for share in plan_shards(files, num_shards):
             for table in tables(share, job, MapSeen()):
@@ -219,7 +229,9 @@ def test_tokens_do_not_depend_on_the_shards(tmp_path: Path) -> None:
         assert found == expected
 
 
-def _count(world: Communicator, job: Job) -> tuple[list[Found], list[tuple[bytes, int]]]:
+def _count(
+    world: Communicator, job: CountSpec
+) -> tuple[list[CountResult], list[tuple[bytes, int]]]:
     jobs = [
         job,
         replace(job, folder=job.folder / "spilling", memory_bytes=1 << 18, keep_table=False),
@@ -239,7 +251,7 @@ def test_ranks_count_what_python_counts(tmp_path: Path) -> None:
     many = [f"{number:05d}-{'x' * 30}" for number in range(6000)]
     files.append(save(tmp_path / "many.txt", "\n".join(many)))
     expected.update(many)
-    job = Job(tuple(files), top=25, folder=tmp_path / "work", keep_table=True)
+    job = CountSpec(tuple(files), top=25, folder=tmp_path / "work", keep_table=True)
     results = run_ranks(_count, 3, job)
     best = sorted(expected.items(), key=lambda one: (-one[1], one[0]))[:25]
     for turn in range(2):

@@ -8,11 +8,12 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.data.sources.hub_names import HUB_NAMES, find_hub_name
-from paceline.data.text.formats import Converter, Malformed, Sample
+from paceline.data.sources.rows import MalformedRow
+from paceline.data.text.formats import RowConverter, Sample
 
 
 def convert(row: Any, **settings: Any) -> Sample:
-    return Converter("here", **settings)(row)
+    return RowConverter("here", **settings)(row)
 
 
 def turns(sample: Sample) -> list[tuple[str, str]]:
@@ -113,7 +114,7 @@ def test_column_names_can_be_given() -> None:
     )
     assert turns(named) == [("user", "q"), ("assistant", "a")]
     with pytest.raises(ConfigError, match="write `prompt`"):
-        Converter("here", columns={"promt": "x"})
+        RowConverter("here", columns={"promt": "x"})
 
 
 @pytest.mark.parametrize("named", ["alpaca", "messages", "prompt_completion", "text"])
@@ -123,11 +124,11 @@ def test_a_named_format_must_fit(named: str) -> None:
         "prompt_completion": {"prompt": "q", "completion": "a"}, "text": {"text": "t"},
     }  # fmt: skip
     for kind, row in fitting.items():
-        converter = Converter("here", named=named)
+        converter = RowConverter("here", named=named)
         if kind == named:
             converter(row)
         else:
-            with pytest.raises(Malformed, match=f"columns do not fit `{named}`"):
+            with pytest.raises(MalformedRow, match=f"columns do not fit `{named}`"):
                 converter(row)
 
 
@@ -178,16 +179,16 @@ def test_a_named_format_must_fit(named: str) -> None:
     ],
 )
 def test_malformed_rows_say_why(row: Any, reason: str) -> None:
-    with pytest.raises(Malformed, match=f"^{reason}$"):
+    with pytest.raises(MalformedRow, match=f"^{reason}$"):
         convert(row)
 
 
 def test_what_is_not_used_is_counted() -> None:
-    converter = Converter("here")
+    converter = RowConverter("here")
     converter({"messages": [*CHAT[:1], {**CHAT[1], "id": 7}], "source": "web", "note": None})
     converter({"messages": CHAT, "source": "", "note": None})
     assert converter.unused == {"source": 1, "id (of messages)": 1}
-    converter = Converter("here")
+    converter = RowConverter("here")
     converter(
         {"instruction": "do", "output": "done", "response": "other", "context": "c", "input": ""}
     )
@@ -206,7 +207,7 @@ def test_well_known_names() -> None:
 
 
 def test_a_renamed_column_counts_as_used() -> None:
-    converter = Converter(
+    converter = RowConverter(
         "here", named="alpaca", columns={"instruction": "question", "output": "answer"}
     )
     converter({"question": "q", "answer": "a", "other": "x"})

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from paceline.config.schema import DatasetSource
+from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.data.sources.readers import DOCUMENT
 from paceline.data.sources.resolve import open_source

@@ -14,7 +14,8 @@ import pytest
 from paceline.cli import main
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.text.formats import Converter, Unsupported
+from paceline.data.sources.rows import Unsupported
+from paceline.data.text.formats import RowConverter
 from paceline.data.text.media import find_placeholder
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 
@@ -77,7 +78,7 @@ PAIRS = {
 @pytest.mark.parametrize("task", ["sft", "pretrain"])
 def test_preference_pairs_are_refused(row: dict[str, Any], task: str) -> None:
     with pytest.raises(Unsupported, match="DPO"):
-        Converter("here", pretrain=task == "pretrain")(row)
+        RowConverter("here", pretrain=task == "pretrain")(row)
 
 
 KTO = {
@@ -93,12 +94,12 @@ KTO = {
 @pytest.mark.parametrize("row", KTO.values(), ids=KTO)
 def test_answers_marked_as_good_or_bad_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match="KTO"):
-        Converter("here")(row)
+        RowConverter("here")(row)
 
 
 def test_step_labels_are_refused() -> None:
     with pytest.raises(Unsupported, match="process reward model"):
-        Converter("here")({"prompt": "q", "completions": ["a", "b"], "labels": [True, False]})
+        RowConverter("here")({"prompt": "q", "completions": ["a", "b"], "labels": [True, False]})
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_step_labels_are_refused() -> None:
     ],
 )
 def test_empty_columns_and_class_labels_are_no_preference_data(row: dict[str, Any]) -> None:
-    converter = Converter("here")
+    converter = RowConverter("here")
     converter(row)
     assert sum(converter.seen.values()) == 1
 
@@ -227,7 +228,7 @@ MEDIA = {
 @pytest.mark.parametrize("row", MEDIA.values(), ids=MEDIA)
 def test_images_video_and_audio_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match="trains on text alone"):
-        Converter("here")(row)
+        RowConverter("here")(row)
 
 
 @pytest.mark.parametrize(
@@ -240,13 +241,13 @@ def test_images_video_and_audio_are_refused(row: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_talk_about_markup_is_text(text: str) -> None:
     assert find_placeholder(text) is None
-    Converter("here")({"messages": [{"role": "user", "content": text}, ANSWER]})
+    RowConverter("here")({"messages": [{"role": "user", "content": text}, ANSWER]})
 
 
 def test_placeholders_of_answers_and_of_ignored_images_are_text() -> None:
-    Converter("here")({"messages": [ASK, {"role": "assistant", "content": "<image>"}]})
+    RowConverter("here")({"messages": [ASK, {"role": "assistant", "content": "<image>"}]})
     row = {"messages": [{"role": "user", "content": "<image>\nWho?"}, ANSWER], "images": ["a.png"]}
-    assert Converter("here", ignore_columns=["images"])(row).messages is not None
+    assert RowConverter("here", ignore_columns=["images"])(row).messages is not None
 
 
 # -- columns that must be used
@@ -266,9 +267,9 @@ def test_a_column_that_must_not_be_left_out_is_an_error_unless_ignored(
     row: dict[str, Any], name: str
 ) -> None:
     with pytest.raises(Unsupported, match=f"`{name}`") as caught:
-        Converter("here")(row)
+        RowConverter("here")(row)
     assert f"`ignore_columns: [{name}]`" in str(caught.value.fix)
-    Converter("here", ignore_columns=[name])(row)
+    RowConverter("here", ignore_columns=[name])(row)
 
 
 def test_other_columns_are_named_in_one_notice(tmp_path: Path) -> None:
@@ -298,7 +299,7 @@ def test_ignore_columns_of_the_top_level_and_of_a_source_add_up(tmp_path: Path) 
     other = Config(model="builtin:qwen2-micro", dataset=source, ignore_columns=["rejected"])
     assert prepare_tokens(other, "sft").train_folder != tokens.train_folder
     with pytest.raises(ConfigError, match="in `columns` and in `ignore_columns`"):
-        Converter("here", columns={"text": "x"}, ignore_columns=["x"])
+        RowConverter("here", columns={"text": "x"}, ignore_columns=["x"])
 
 
 def test_nulls_of_arrow_are_no_columns(tmp_path: Path) -> None:

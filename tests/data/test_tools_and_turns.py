@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import data_line
+from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.chat_template import ChatTemplate
-from paceline.data.text.formats import Converter, Malformed, Unsupported
+from paceline.data.text.formats import RowConverter
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
@@ -113,15 +114,15 @@ def test_flags_that_leave_the_loss_on(tmp_path: Path) -> None:
 )
 def test_finer_flags_are_refused(flag: dict[str, Any], words: str) -> None:
     with pytest.raises(Unsupported, match=words):
-        Converter("here")(chat(**flag))
+        RowConverter("here")(chat(**flag))
 
 
 def test_a_loss_on_user_turns_is_refused() -> None:
     row = chat()
     row["messages"][0]["train"] = True
     with pytest.raises(Unsupported, match="role `user`"):
-        Converter("here")(row)
-    Converter("here", ignore_columns=["train"])(row)
+        RowConverter("here")(row)
+    RowConverter("here", ignore_columns=["train"])(row)
 
 
 def test_a_flag_by_another_name(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_marks_that_come_twice_in_a_turn_keep_to_their_turn() -> None:
     ],
 )  # fmt: skip
 def test_history_becomes_turns(names: tuple[str, str], history: Any) -> None:
-    sample = Converter("here")(
+    sample = RowConverter("here")(
         {names[0]: "now", names[1]: "then", "history": history, "system": "be"}
     )
     assert [(one["role"], one["content"]) for one in sample.messages or []] == [
@@ -202,7 +203,7 @@ def test_history_becomes_turns(names: tuple[str, str], history: Any) -> None:
 
 def test_chats_of_questions_with_answers_and_odd_keys() -> None:
     share = {"conversation": [{"human": "q", "assistant": "a"}, {"human": "r", "assistant": "b"}]}
-    assert [one["content"] for one in Converter("here")(share).messages or []] == [
+    assert [one["content"] for one in RowConverter("here")(share).messages or []] == [
         "q",
         "a",
         "r",
@@ -212,14 +213,17 @@ def test_chats_of_questions_with_answers_and_odd_keys() -> None:
         "messages": None,
         "conversations": [{"from": "Human", "content": "q"}, {"role": "GPT", "value": "a"}],
     }
-    assert [one["role"] for one in Converter("here")(mixed).messages or []] == ["user", "assistant"]
-    named = Converter("here", roles={"assistant": ["bot9000"], "user": "visitor"})
+    assert [one["role"] for one in RowConverter("here")(mixed).messages or []] == [
+        "user",
+        "assistant",
+    ]
+    named = RowConverter("here", roles={"assistant": ["bot9000"], "user": "visitor"})
     sample = named(
         {"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot9000", "value": "a"}]}
     )
     assert [one["role"] for one in sample.messages or []] == ["user", "assistant"]
     with pytest.raises(ConfigError, match="unknown role"):
-        Converter("here", roles={"robot": "x"})
+        RowConverter("here", roles={"robot": "x"})
 
 
 # -- tools
@@ -329,7 +333,9 @@ def test_a_call_ends_with_its_end_of_turn_token() -> None:
         {"role": "user", "content": "Ok?"},
         {"role": "assistant", "content": "Yes."},
     ]
-    sample = Converter("here", template=ChatTemplate(source, {}))({**OPENAI, "messages": messages})
+    sample = RowConverter("here", template=ChatTemplate(source, {}))(
+        {**OPENAI, "messages": messages}
+    )
     rendered = ChatTemplate(source, {}).answers(sample.messages or [], sample.tools)
     assert [rendered.text[start:end] for start, end in rendered.spans] == [
         "CALL news</s>",
@@ -343,7 +349,7 @@ def test_parallel_calls_and_an_answer_with_its_call_are_one_turn() -> None:
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Wait."}, call, call,
                         {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"},
                         {"role": "assistant", "content": "a"}]}  # fmt: skip
-    messages = Converter("here")(row).messages or []
+    messages = RowConverter("here")(row).messages or []
     assert [one["role"] for one in messages] == ["user", "assistant", "tool", "tool", "assistant"]
     assert (messages[1]["content"], len(messages[1]["tool_calls"])) == ("Wait.", 2)
     assert [one["id"] for one in messages[1]["tool_calls"]] == [
@@ -359,14 +365,16 @@ def test_calls_in_many_spellings() -> None:
                 {"role": "function_call", "content": value},
             ]
         }
-        return [one["function"] for one in (Converter("here")(row).messages or [])[1]["tool_calls"]]
+        return [
+            one["function"] for one in (RowConverter("here")(row).messages or [])[1]["tool_calls"]
+        ]
 
     one = {"name": "f", "arguments": {"a": 1}}
     assert read(json.dumps([one, one])) == [one, one]
     assert read("{'name': 'f', 'arguments': '{\"a\": 1}'}") == [one]
     assert read(f"{json.dumps(one)}\n{json.dumps(one)}") == [one, one]
     assert read('{"name": "f"}') == [{"name": "f", "arguments": {}}]
-    with pytest.raises(Malformed, match="without a name"):
+    with pytest.raises(MalformedRow, match="without a name"):
         read("{}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.config.schema import Parallel
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed import devices
 from paceline.distributed.devices import choose_devices, cpu_cores

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from paceline.config.schema import Parallel
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed.environment import (
     HostEnv,

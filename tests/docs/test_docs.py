@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import _VERBS
-from paceline.config.load import load_config, split_cli
+from paceline.config.load import load_config
+from paceline.config.overrides import split_cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

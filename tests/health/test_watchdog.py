@@ -20,7 +20,7 @@ import torch.distributed as dist
 from commands import events, forked, start, wait_for_step
 from ranks import run_ranks
 
-from paceline.config.schema.recovery import Recovery
+from paceline.config.schema.recovery import RecoveryConfig
 from paceline.core.events import EventLog, read_events
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator
@@ -58,7 +58,9 @@ def _steps(
         dist.distributed_c10d._get_default_store().set("failed", "yes")
 
     stop.fail = fail
-    watchdog = Watchdog(Recovery(hang_after_s=2.0, **recovery), 60.0, world, stop, Path(folder))
+    watchdog = Watchdog(
+        RecoveryConfig(hang_after_s=2.0, **recovery), 60.0, world, stop, Path(folder)
+    )
     with contextlib.redirect_stderr(io.StringIO()) as said:
         watchdog.start()
         watchdog.watch(SimpleNamespace(world=world, works=True), log)  # type: ignore[arg-type]
@@ -134,7 +136,7 @@ def test_switched_off_it_is_silent(tmp_path: Path) -> None:
 def _differ(world: Communicator) -> tuple[str, str]:
     """What each rank is about to call is marked, and not called: gloo would end the process."""
     PROGRESS.start()
-    watchdog = Watchdog(Recovery(), 60.0, world, StopFlag())
+    watchdog = Watchdog(RecoveryConfig(), 60.0, world, StopFlag())
     watchdog.start()
     PROGRESS.issue("all_reduce", torch.ones(10 if world.rank == 0 else 20), None)
     world.barrier()
@@ -155,7 +157,7 @@ def test_a_collective_that_failed_is_explained_by_what_the_others_called() -> No
 
 def _agree(world: Communicator) -> str:
     PROGRESS.start()
-    watchdog = Watchdog(Recovery(), 60.0, world, StopFlag())
+    watchdog = Watchdog(RecoveryConfig(), 60.0, world, StopFlag())
     watchdog.start()
     world.barrier()
     error = RuntimeError("connection closed")

@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 
 from paceline.config.load import load_config
-from paceline.config.schema import Config, DatasetSource
+from paceline.config.schema import Config
+from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError
 from paceline.core.hub import is_hub_id
 from paceline.data.sources.resolve import open_source

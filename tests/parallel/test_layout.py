@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config.schema import Parallel
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.base import Strategy

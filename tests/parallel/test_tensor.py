@@ -6,7 +6,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
-from paceline.config.schema import Parallel
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.parallel.tensor.shard import TensorSplit, check_plan_sizes

@@ -10,7 +10,8 @@ from torch import nn
 from transformers.optimization import get_scheduler
 
 from paceline.config.derive import derive, optimizer_bytes_per_element
-from paceline.config.schema import Config, TrainArgs
+from paceline.config.schema import Config
+from paceline.config.schema.train_args import TrainArgs
 from paceline.train.optimizer import Schedule, build_optimizer, check_schedule, matrices_of
 
 KINDS = ["adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from commands import run
 
-from paceline.config.schema import Config, Parallel
+from paceline.config.schema import Config
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.core.events import EventLog
 from paceline.core.run_dir import RunDir

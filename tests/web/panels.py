@@ -13,14 +13,14 @@ import httpx
 
 from paceline.web.binding import bind
 from paceline.web.server import PanelServer
-from paceline.web.state import Panel
+from paceline.web.state import AppState
 
 
 @dataclass
 class Served:
     """A running server. ``client`` has its address, and no token."""
 
-    panel: Panel
+    panel: AppState
     client: httpx.Client
 
     def get(self, path: str, **more: object) -> dict:
@@ -44,7 +44,7 @@ def serving(folder: Path, host: str = "127.0.0.1") -> Iterator[Served]:
     """A panel for ``folder``, as long as the block lasts."""
     folder.mkdir(parents=True, exist_ok=True)
     bound = bind(host, 0)
-    panel = Panel(folder, bound.getsockname()[1], host)
+    panel = AppState(folder, bound.getsockname()[1], host)
     server = PanelServer(panel)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

@@ -19,7 +19,7 @@ from panels import Served, until
 
 from paceline.web.runs import sse_client as viewer_module
 from paceline.web.runs import stream as stream_module
-from paceline.web.runs.sse_client import Viewer
+from paceline.web.runs.sse_client import SSEClient
 from paceline.web.runs.stream import without_ranks
 
 
@@ -133,7 +133,7 @@ def test_a_burst_comes_without_the_ranks_of_most_steps():
 
 
 def test_a_slow_viewer_loses_the_oldest_and_is_told_how_many():
-    viewer = Viewer()
+    viewer = SSEClient()
     body = b'[{"type":"notice","text":"%s"}]' % (b"x" * 100_000)
     for number in range(100):
         viewer.put("append", body, 1, number)

@@ -18,7 +18,7 @@ from starts import MICRO, ask, events, until_status, until_step
 
 from paceline.core.processes import host_name
 from paceline.web.jobs import runs
-from paceline.web.jobs.runs import START, Launches, check_name, started_from, stop
+from paceline.web.jobs.runs import START, RunLauncher, check_name, started_from, stop
 
 
 def test_a_run_is_started_and_comes_to_its_end(serve, tmp_path):
@@ -158,7 +158,7 @@ def test_a_process_that_only_has_the_number_of_a_run_is_never_told_to_stop(tmp_p
         for locked in (False, True):
             handle = runs.lock_run(runs.RunDir(run), 0.0) if locked else None
             with pytest.raises(runs.ConfigError, match="not going on"):
-                stop(run, Launches(tmp_path))
+                stop(run, RunLauncher(tmp_path))
             if handle is not None:
                 handle.close()
         (run / "events.jsonl").unlink()
@@ -170,7 +170,7 @@ def test_a_process_that_only_has_the_number_of_a_run_is_never_told_to_stop(tmp_p
         }
         runs.write_json_atomic(run / START, started)
         with pytest.raises(runs.ConfigError, match="is gone"):
-            stop(run, Launches(tmp_path))
+            stop(run, RunLauncher(tmp_path))
         assert other.poll() is None
     finally:
         other.send_signal(signal.SIGKILL)
@@ -183,7 +183,7 @@ def test_a_run_of_another_host_is_left_alone(tmp_path):
     path = tmp_path / "one" / "events.jsonl"
     path.write_text(path.read_text().replace(f'"host": "{host_name()}"', '"host": "elsewhere"'))
     with pytest.raises(runs.ConfigError, match="elsewhere"):
-        stop(tmp_path / "one", Launches(tmp_path))
+        stop(tmp_path / "one", RunLauncher(tmp_path))
 
 
 def test_relative_paths_count_from_where_the_run_was_started(tmp_path):

@@ -7,7 +7,8 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-from paceline.config.schema import Config, Parallel
+from paceline.config.schema import Config
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.doctor.network import interface_of
 

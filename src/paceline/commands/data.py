@@ -19,8 +19,8 @@ from paceline.core.files import Scratch, human_bytes
 from paceline.core.formatting import counted
 from paceline.data.count.job import (
     LEAST_MEMORY_BYTES,
-    Found,
-    Job,
+    CountResult,
+    CountSpec,
     combined,
     count_rank,
     write_table,
@@ -45,7 +45,7 @@ _NO_LIMIT_S = 7 * 24 * 3600.0
 class Request:
     """A count that was asked for. ``output``: where the table goes, or None."""
 
-    job: Job
+    job: CountSpec
     ranks: int
     engine: str
     output: Path | None
@@ -106,13 +106,13 @@ def make_request(files: list[str], values: dict[str, Any]) -> Request:
         from paceline.data.count.ray_engine import check_ray
 
         check_ray()
-    job = Job(
+    job = CountSpec(
         files=found,
         by=by,  # type: ignore[arg-type]
         tokenizer=_tokenizer(by, values.get("tokenizer")),
         field=values.get("field"),
         errors=errors,  # type: ignore[arg-type]
-        memory_bytes=_memory(values["memory"]) if "memory" in values else Job.memory_bytes,
+        memory_bytes=_memory(values["memory"]) if "memory" in values else CountSpec.memory_bytes,
         top=top,
         keep_table=output is not None,
     )
@@ -289,7 +289,7 @@ def _say(result: dict[str, Any]) -> None:
         print(f"written: {result['output']}", file=sys.stderr)
 
 
-def _run(request: Request) -> Found:
+def _run(request: Request) -> CountResult:
     if request.engine == "ray":
         from paceline.data.count.ray_engine import count_on_ray
 
@@ -301,7 +301,7 @@ def _run(request: Request) -> Found:
     with Scratch(_PREFIX) as folder:
         warm_up(["paceline.data.count.shuffle", "paceline.data.count.job"])
         job = replace(request.job, folder=folder)
-        parts: list[Found] = run_on_ranks(
+        parts: list[CountResult] = run_on_ranks(
             count_rank, request.ranks, job, timeout_s=_NO_LIMIT_S, collective_timeout_s=_NO_LIMIT_S
         )
         if request.output is not None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.commands.data import shown
-from paceline.config.load import load_config, split_cli
+from paceline.config.load import load_config
+from paceline.config.overrides import split_cli
 from paceline.core.errors import EXIT_DONE, ConfigError
 from paceline.core.files import write_atomic
 from paceline.core.formatting import counted

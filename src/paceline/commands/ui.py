@@ -72,9 +72,9 @@ def _server(folder: Path, port: int, host: str, token: str) -> PanelServer:
     socket's queue."""
     gc.disable()  # nothing of it is garbage; to look for some takes a tenth of the time
     from paceline.web.server import PanelServer
-    from paceline.web.state import Panel
+    from paceline.web.state import AppState
 
-    found = PanelServer(Panel(folder, port, host, token))
+    found = PanelServer(AppState(folder, port, host, token))
     gc.freeze()
     gc.enable()
     return found

@@ -6,7 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.config.schema import Config, TrainArgs
+from paceline.config.schema import Config
+from paceline.config.schema.train_args import TrainArgs
 from paceline.core.formatting import counted, shares_text
 
 
@@ -23,7 +24,7 @@ def optimizer_bytes_per_element(args: TrainArgs) -> int:
 
 
 @dataclass(frozen=True)
-class Derived:
+class ResolvedValues:
     """What the numbers in the config come to.
 
     ``steps`` are updates of the weights; ``tokens_per_step`` is the mean over the data, None where
@@ -117,7 +118,7 @@ def derive(
     train_tokens: int | None = None,
     replicas: int | None = None,
     global_batch_size: int | None = None,
-) -> Derived:
+) -> ResolvedValues:
     """Work out batch, steps, warm-up and learning rate.
 
     Args:
@@ -155,7 +156,7 @@ def derive(
         if train_tokens is not None
         else None
     )
-    return Derived(
+    return ResolvedValues(
         world_size=world_size,
         micro_batch_size=args.per_device_train_batch_size,
         gradient_accumulation_steps=accumulation,

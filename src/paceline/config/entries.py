@@ -20,7 +20,7 @@ FILE, OVERRIDE = 0, 1
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class ConfigEntry:
     """One key as a person wrote it. ``layer`` is FILE or OVERRIDE; ``token`` the words on the
     command line; ``source`` the other file that the value comes from, such as a DeepSpeed JSON."""
 
@@ -60,20 +60,20 @@ class Problem:
     that could settle it."""
 
     what: str
-    entry: Entry | None = None
+    entry: ConfigEntry | None = None
     allowed: str | None = None
     fix: str | None = None
     target: str | None = None
 
 
 @dataclass
-class Meaning:
+class KeyBinding:
     """What a key is: native (``target``), an alias, ignored, or none of them.
 
     ``methods``: the training methods that Paceline does not have and that the key asks for.
     """
 
-    entry: Entry
+    entry: ConfigEntry
     target: str | None = None
     alias: Alias | None = None
     ignored: Ignored | None = None
@@ -86,12 +86,12 @@ class Meaning:
 
 
 @dataclass
-class Walk:
+class EntryCollector:
     """Flattens a tree of keys into entries."""
 
     layer: int
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[ConfigEntry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def tree(self, tree: Mapping[str, Any]) -> None:
@@ -103,14 +103,14 @@ class Walk:
             self._section(path[0], value, source, token)
             return
         plain = _plain(value)
-        self.entries.append(Entry(path, plain, self.layer, self.lines.get(source), token))
+        self.entries.append(ConfigEntry(path, plain, self.layer, self.lines.get(source), token))
 
     def _section(self, name: str, value: Any, source: KeyPath, token: str) -> None:
         if isinstance(value, Mapping):
             for key, item in value.items():
                 self.add((name, *str(key).split(".")), item, (*source, key), token)
         elif value is not None:
-            entry = Entry((name,), value, self.layer, self.lines.get(source), token)
+            entry = ConfigEntry((name,), value, self.layer, self.lines.get(source), token)
             first = next(iter(SECTIONS[name].model_fields))
             what = f"{entry.shown()}: `{name}` is a section, and this is {kind_of(value)}"
             fix = f"write {name}: {{{first}: ...}}, or {name}.{first}=... on the command line"
@@ -143,31 +143,31 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def meaning_of(entry: Entry) -> Meaning:
+def meaning_of(entry: ConfigEntry) -> KeyBinding:
     """What an entry's key is. Paceline's own keys come first; those of train_args may stand at the
     top level, and those of the top level under train_args."""
     methods = methods_of(entry.name, entry.value) if _may_be_foreign(entry) else ()
     target = _native(entry)
     if target is not None:
-        return Meaning(
+        return KeyBinding(
             entry, target=target, moved=not entry.key.startswith(target), methods=methods
         )
     if len(entry.path) <= (2 if entry.section else 1):
         alias = alias_of(entry.section, entry.name)
         if alias is not None:
-            return Meaning(entry, alias=alias, methods=methods)
-        return Meaning(
+            return KeyBinding(entry, alias=alias, methods=methods)
+        return KeyBinding(
             entry, ignored=ignored_of(entry.name) or method_setting(entry.name), methods=methods
         )
-    return Meaning(entry)
+    return KeyBinding(entry)
 
 
-def _may_be_foreign(entry: Entry) -> bool:
+def _may_be_foreign(entry: ConfigEntry) -> bool:
     """Keys of other tools are taken at the top level and under `train_args`."""
     return len(entry.path) == 1 or (len(entry.path) == 2 and entry.section == "train_args")
 
 
-def _native(entry: Entry) -> str | None:
+def _native(entry: ConfigEntry) -> str | None:
     rest = entry.path[2:] if entry.section else entry.path[1:]
     candidates = (
         [f"{entry.section}.{entry.name}"]
@@ -182,7 +182,7 @@ def _native(entry: Entry) -> str | None:
     return None
 
 
-def unknown(entry: Entry) -> Problem:
+def unknown(entry: ConfigEntry) -> Problem:
     """The error for a key that nobody knows, with the nearest one that is known."""
     close = _close(entry)
     fix = (
@@ -193,7 +193,7 @@ def unknown(entry: Entry) -> Problem:
     return Problem(f"there is no key `{entry.key}`", entry, fix=fix)
 
 
-def _of_section(entry: Entry) -> str:
+def _of_section(entry: ConfigEntry) -> str:
     return (
         f", and `{entry.section}` has {_listed(SECTIONS[entry.section].model_fields)}"
         if entry.section
@@ -201,7 +201,7 @@ def _of_section(entry: Entry) -> str:
     )
 
 
-def _close(entry: Entry) -> str | None:
+def _close(entry: ConfigEntry) -> str | None:
     name = entry.path[-1]
     by_last: dict[str, list[str]] = {}
     for key in KEYS:

@@ -8,8 +8,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from paceline.config.schema import Config, DatasetSource
+from paceline.config.schema import Config
 from paceline.config.schema.base import Section
+from paceline.config.schema.data import DatasetSource
 
 
 def _is_section(annotation: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from paceline.config.compat.conflicts import settle
+from paceline.config.compat.conflicts import resolve_conflicts
 from paceline.config.compat.keys import tool_scores
 from paceline.config.compat.merge import RESET, Merge
 from paceline.config.compat.methods_refusal import hints_of, refusal
@@ -23,30 +23,20 @@ from paceline.config.compat.parallel_keys import notices as json_notices
 from paceline.config.entries import (
     FILE,
     OVERRIDE,
-    Entry,
+    ConfigEntry,
+    EntryCollector,
     Problem,
-    Walk,
     meaning_of,
     short,
     split_key,
 )
 from paceline.config.file_kinds import accelerate_problem, check_kind, is_accelerate
 from paceline.config.messages import explain, strict_problems
-from paceline.config.overrides import parse_tokens, split_cli
-from paceline.config.schema import Config, Parallel
+from paceline.config.overrides import parse_tokens
+from paceline.config.schema import Config
+from paceline.config.schema.parallel import Parallel
 from paceline.config.yaml_read import Document, Dumper, as_config, parse_yaml, read_config_file
 from paceline.core.errors import ConfigError
-
-__all__ = [
-    "ConfigMistakes",
-    "Loaded",
-    "Mistake",
-    "diff_configs",
-    "load_config",
-    "load_text",
-    "split_cli",
-    "to_yaml",
-]
 
 
 @dataclass(frozen=True)
@@ -120,7 +110,7 @@ def _load(
     if document is not None and file is not None:
         check_kind(document.value, file)
     if document is not None:
-        walk = Walk(FILE, document.lines)
+        walk = EntryCollector(FILE, document.lines)
         walk.tree(document.value)
         walks.append(walk)
     walks.append(_overrides(overrides))
@@ -137,7 +127,7 @@ def _load(
     asking = merge.missing_methods()
     if asking:  # nothing else in such a config is worth a mistake of its own
         raise _error([refusal(asking, hints_of((one.entry for one in meanings), file))], file)
-    settled = [*settle(merge), *json_notices(merge)]
+    settled = [*resolve_conflicts(merge), *json_notices(merge)]
     if document is not None and file is not None and is_accelerate(document.value):
         named = {one.target for one in merge.winners.values()} | {
             one.target for one in merge.problems if one.target
@@ -154,8 +144,8 @@ def _load(
     return Loaded(config, list(dict.fromkeys(notices)), file)
 
 
-def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> Walk:
-    walk = Walk(OVERRIDE)
+def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> EntryCollector:
+    walk = EntryCollector(OVERRIDE)
     if isinstance(overrides, Mapping):
         walk.tree(overrides)
         return walk
@@ -169,7 +159,7 @@ def _validate(merge: Merge, file: Path | None) -> Config:
     problems = list(merge.problems)
     refused = {problem.target for problem in problems if problem.target}
 
-    def find(key: str) -> Entry | None:
+    def find(key: str) -> ConfigEntry | None:
         winner = merge.winners.get(key) or next(
             (one for name, one in merge.winners.items() if name.startswith(f"{key}.")), None
         )
@@ -246,7 +236,7 @@ def _summary(merge: Merge) -> list[tuple[str, str]]:
     return out
 
 
-def _names(entries: list[Entry]) -> str:
+def _names(entries: list[ConfigEntry]) -> str:
     return ", ".join(f"`{entry.key}`" for entry in entries)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.config.entries import Entry, Problem, short
+from paceline.config.entries import ConfigEntry, Problem, short
 from paceline.config.fields import KEYS, SECTIONS, SOURCE_KEYS, describe, literals, takes
-from paceline.config.schema import DatasetSource
+from paceline.config.schema.data import DatasetSource
 from paceline.config.yaml_read import kind_of
 from paceline.core.errors import nearest
 
-Find = Callable[[str], Entry | None]
+Find = Callable[[str], ConfigEntry | None]
 _EXAMPLES = {
     "model": "add `model: Qwen/Qwen2.5-0.5B`, a local folder, or `builtin:NAME`",
     "dataset": "add `dataset: ./data.jsonl`, a hub id, or `builtin:NAME`",
@@ -48,7 +48,7 @@ def _one(key: str, errors: list[dict[str, Any]], data: dict[str, Any], find: Fin
     return refuse(key, value, entry, _reason(value, [one["type"] for one in errors]))
 
 
-def refuse(key: str, value: Any, entry: Entry | None, reason: str) -> Problem:
+def refuse(key: str, value: Any, entry: ConfigEntry | None, reason: str) -> Problem:
     """The problem of a value that a native key does not take."""
     info = KEYS[key]
     shown = f"`{key}: {short(value)}`"
@@ -76,7 +76,9 @@ def _reason(value: Any, types: list[str]) -> str:
     )
 
 
-def _source(key: str, value: Any, errors: list[dict[str, Any]], entry: Entry | None) -> Problem:
+def _source(
+    key: str, value: Any, errors: list[dict[str, Any]], entry: ConfigEntry | None
+) -> Problem:
     """Of a union's complaints, those about a mapping say most."""
     inner = [
         one

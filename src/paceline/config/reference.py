@@ -20,7 +20,8 @@ from paceline.config.compat.keys import TOOLS, Alias
 from paceline.config.compat.methods_table import METHOD_KEYS, METHODS
 from paceline.config.entries import short
 from paceline.config.fields import KEYS, SECTIONS, describe
-from paceline.config.schema import Config, DatasetSource
+from paceline.config.schema import Config
+from paceline.config.schema.data import DatasetSource
 
 _INTRO = """# The config
 

@@ -3,7 +3,7 @@ reads it.
 
 Types and their fields (every line also has ``time``, seconds since the epoch, and ``type``):
 
-- ``run_start``: ``config`` (resolved), ``derived`` (see :class:`paceline.config.derive.Derived`),
+- ``run_start``: ``config`` (resolved), ``derived`` (see :class:`paceline.config.derive.ResolvedValues`),
   ``world_size``, ``device``, ``precision``, ``strategy``, ``model`` {name, parameters,
   trainable_parameters}, ``data`` {read, kept, truncated, dropped, and excluded_turns where the loss
   is switched off for turns}, ``versions``; ``mesh`` {axes: {name: size}, ranks: [{rank, host,

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config.schema import Config, Parallel
+from paceline.config.schema import Config
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 

@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 
 if TYPE_CHECKING:
-    from paceline.config.schema import Parallel
+    from paceline.config.schema.parallel import Parallel
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

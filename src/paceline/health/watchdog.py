@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.config.schema.recovery import Recovery
+from paceline.config.schema.recovery import RecoveryConfig
 from paceline.core.errors import FaultError, MismatchError, PacelineError
 from paceline.core.events import EventLog
 from paceline.core.processes import host_name
@@ -62,7 +62,7 @@ class Watchdog:
 
     def __init__(
         self,
-        settings: Recovery,
+        settings: RecoveryConfig,
         timeout_s: float,
         world: Communicator,
         stop: StopFlag,

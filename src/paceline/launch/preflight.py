@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint import store as checkpoint
 from paceline.checkpoint.remote import CheckpointStore, check_url, fetch_checkpoint, is_url
-from paceline.config.derive import Derived, derive
+from paceline.config.derive import ResolvedValues, derive
 from paceline.config.diff import changes_training
 from paceline.config.load import Loaded, diff_configs, load_stored
 from paceline.config.schema import Config
@@ -421,7 +421,7 @@ def _own_checkpoint(
 
 def _check_resume(
     config: Config,
-    derived: Derived,
+    derived: ResolvedValues,
     prepared: Prepared,
     run_dir: RunDir,
     path: Path,
@@ -512,7 +512,7 @@ def _check_same_data(
     )
 
 
-def _finished_report(run_dir: RunDir, derived: Derived) -> dict[str, Any] | None:
+def _finished_report(run_dir: RunDir, derived: ResolvedValues) -> dict[str, Any] | None:
     try:
         report = json.loads(run_dir.report.read_text())
     except (OSError, ValueError):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from paceline.config.derive import Derived
+from paceline.config.derive import ResolvedValues
 from paceline.config.diff import OTHER_TRAINING
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 
 
-def sharing_text(config: Config, derived: Derived) -> str | None:
+def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
     """For a run that goes on on another number of replicas, or with other micro-batches: how its
     global batch is shared now. None where it is as the config says."""
     given, found = (
@@ -30,7 +30,7 @@ def sharing_text(config: Config, derived: Derived) -> str | None:
     return f"{replicas}: {batch} of the global batch as {each}" if each else None
 
 
-def check_sizes(derived: Derived, samples: int, mode: str) -> list[tuple[str, str]]:
+def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[tuple[str, str]]:
     """Check that every replica can get part of the run's global batch.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.config.derive import Derived
+from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted, weighted_shares
@@ -156,7 +156,7 @@ def is_divisible(replicas: int, micro_batches: int) -> bool:
     return replicas > 1 and micro_batches > replicas and micro_batches >= MIN_MICRO_BATCHES
 
 
-def equal_notice(config: Config, derived: Derived) -> tuple[str, str] | None:
+def equal_notice(config: Config, derived: ResolvedValues) -> tuple[str, str] | None:
     """Return (level, text) if the run cannot have unequal shares although ``parallel.balance`` asks
     for them."""
     replicas, accumulation = derived.replicas, derived.gradient_accumulation_steps

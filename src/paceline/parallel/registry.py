@@ -13,7 +13,8 @@ from paceline.core.formatting import counted
 from paceline.distributed.mesh import ParallelDims
 
 if TYPE_CHECKING:
-    from paceline.config.schema import Config, Parallel
+    from paceline.config.schema import Config
+    from paceline.config.schema.parallel import Parallel
     from paceline.distributed.communicator import Communicator
     from paceline.parallel.base import Strategy
 

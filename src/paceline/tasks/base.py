@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.config.schema import Config
 
 
-class StateSource(Protocol):
+class ModelStateReader(Protocol):
     """Where the parts of a trained model are read from: a checkpoint."""
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -182,7 +182,7 @@ class Task:
 
         save_model(model, str(folder / "model.safetensors"))
 
-    def save_from(self, source: StateSource, folder: Path) -> bool:
+    def save_from(self, source: ModelStateReader, folder: Path) -> bool:
         """The same out of a checkpoint's parts, for a model that no single process need hold.
         False: this task cannot, and :meth:`save_model` gets the whole model."""
         return False

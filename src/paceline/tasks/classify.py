@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.schema import Config, TrainArgs
+from paceline.config.schema import Config
+from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.data.counts import DataCounts
 from paceline.models import vision
@@ -24,7 +25,7 @@ _LANGUAGE_ARGS = ("max_length", "overlong", "packing", "train_on_inputs", "train
 
 
 @dataclass(frozen=True)
-class _Handle:
+class ClassifyData:
     """The images found, and the form that the model takes them in."""
 
     train: ImageIndex
@@ -104,7 +105,7 @@ class ClassifyTask(Task):
             fingerprint=key_of(
                 [train.fingerprint(), [form.channels, form.height, form.width, form.mean, form.std]]
             ),
-            handle=_Handle(train, evaluation, form),
+            handle=ClassifyData(train, evaluation, form),
         )
 
     def _validation(
@@ -202,9 +203,9 @@ class ClassifyTask(Task):
         handle = self._handle()
         vision.save_image_model(model, self.config, handle.form, handle.train.classes, folder)
 
-    def _handle(self) -> _Handle:
+    def _handle(self) -> ClassifyData:
         assert self.prepared is not None, "the engine sets `prepared` before the datasets are built"
-        handle: _Handle = self.prepared.handle
+        handle: ClassifyData = self.prepared.handle
         return handle
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.sources.resolve import OpenSource, open_source
+from paceline.data.sources.resolve import ResolvedSource, open_source
+from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.chunks import converter_of, encoder_of, refusal
 from paceline.data.text.encode import Encoded, Encoder
-from paceline.data.text.formats import Malformed, Unsupported
 from paceline.data.text.templates import asked_template
 from paceline.data.text.tokenizer import LoadedTokenizer, find_tokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
@@ -74,7 +74,7 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
 
 
 def _rows(
-    source: OpenSource, rows: int, encoder: Encoder, tokenizer: LoadedTokenizer, config: Config
+    source: ResolvedSource, rows: int, encoder: Encoder, tokenizer: LoadedTokenizer, config: Config
 ) -> list[dict[str, Any]]:
     converter = converter_of(source, encoder, config)
     out = []
@@ -82,7 +82,7 @@ def _rows(
         seen = converter.seen.copy()
         try:
             encoded = encoder([converter(row)])[0]
-        except Malformed as reason:
+        except MalformedRow as reason:
             encoded = str(reason)
         except Unsupported as error:
             raise refusal(error, place) from None

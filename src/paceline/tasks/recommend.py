@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.schema import Config, TrainArgs
+from paceline.config.schema import Config
+from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.data.counts import DataCounts
-from paceline.tasks.base import Prepared, StateSource, Task
+from paceline.tasks.base import ModelStateReader, Prepared, Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +27,7 @@ _LANGUAGE_ARGS = ("max_length", "overlong", "packing", "train_on_inputs", "train
 
 
 @dataclass(frozen=True)
-class _Handle:
+class RecommendData:
     """Where the data lie in the cache, and which rows are held out."""
 
     train: Path
@@ -131,7 +132,7 @@ class RecommendTask(Task):
                 )
             validation = self._read(val_name, train)
         empty: Any = None
-        handle = _Handle(
+        handle = RecommendData(
             train,
             validation,
             config.split_dataset_ratio,
@@ -247,7 +248,7 @@ class RecommendTask(Task):
             named.__getitem__,
         )
 
-    def save_from(self, source: StateSource, folder: Path) -> bool:
+    def save_from(self, source: ModelStateReader, folder: Path) -> bool:
         shapes = {
             name.removeprefix("model/"): one[1]
             for name, one in source.tensors().items()
@@ -296,9 +297,9 @@ class RecommendTask(Task):
             )
         save_click_model(folder, self._model_args(), form, dense, tables)
 
-    def _handle(self) -> _Handle:
+    def _handle(self) -> RecommendData:
         assert self.prepared is not None, "the engine sets `prepared` before the datasets are built"
-        handle: _Handle = self.prepared.handle
+        handle: RecommendData = self.prepared.handle
         return handle
 
 
@@ -306,7 +307,7 @@ def _is_table(name: str) -> bool:
     return name.startswith("tables.")
 
 
-def _split(handle: _Handle) -> tuple[ClickLog, ClickLog | None]:
+def _split(handle: RecommendData) -> tuple[ClickLog, ClickLog | None]:
     """The training and the validation rows."""
     import numpy as np
 

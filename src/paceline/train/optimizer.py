@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config.derive import Derived
-from paceline.config.schema import TrainArgs
+from paceline.config.derive import ResolvedValues
+from paceline.config.schema.train_args import TrainArgs
 
 
 def matrices_of(model: nn.Module) -> frozenset[str]:
@@ -66,7 +66,9 @@ class Schedule:
     Wraps transformers' schedules (all of them multiply the base rate by a function of the step).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, args: TrainArgs, derived: Derived) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, args: TrainArgs, derived: ResolvedValues
+    ) -> None:
         from transformers.optimization import get_scheduler
 
         self.optimizer = optimizer
@@ -90,7 +92,7 @@ class Schedule:
         return rate
 
 
-def _schedule_arguments(args: TrainArgs, derived: Derived) -> dict[str, Any]:
+def _schedule_arguments(args: TrainArgs, derived: ResolvedValues) -> dict[str, Any]:
     given: dict[str, Any] = dict(args.lr_scheduler_kwargs)
     if args.lr_scheduler_type == "cosine_with_min_lr":
         given.setdefault("min_lr_rate", 0.1) if "min_lr" not in given else None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.config.schema import TrainArgs
+from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.loss_scale import LossScaler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.derive import Derived
+from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class RunSpec:
     """
 
     config: Config
-    derived: Derived
+    derived: ResolvedValues
     data: Prepared
     layout: Layout
     device_type: str

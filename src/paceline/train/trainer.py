@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.train_state import training_state
-from paceline.config.derive import Derived
+from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
@@ -45,7 +45,7 @@ class Session:
     """Everything that a rank's training needs, put together by :mod:`paceline.train.setup`."""
 
     config: Config
-    derived: Derived
+    derived: ResolvedValues
     world: Communicator
     task: Task
     model: nn.Module  # what the strategy made of it

@@ -24,7 +24,8 @@ from itertools import combinations
 from math import prod
 from typing import Any, get_args
 
-from paceline.config.schema import Config, Parallel
+from paceline.config.schema import Config
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.formatting import counted
 from paceline.parallel.balance import MIN_MICRO_BATCHES

@@ -13,15 +13,15 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from paceline.web.api import chat, datasets, launch, ranks, runs, series
 from paceline.web.jobs import context
-from paceline.web.responses import Answer, add_handlers
-from paceline.web.security import Guard
-from paceline.web.state import Panel
-from paceline.web.static_files import Shipped
+from paceline.web.responses import StrictJSONResponse, add_handlers
+from paceline.web.security import SecurityMiddleware
+from paceline.web.state import AppState
+from paceline.web.static_files import StaticFiles
 
 STATIC = Path(__file__).parent / "static"
 
 
-def create_app(panel: Panel) -> FastAPI:
+def create_app(panel: AppState) -> FastAPI:
     """The server of one panel."""
 
     @asynccontextmanager
@@ -34,14 +34,14 @@ def create_app(panel: Panel) -> FastAPI:
         panel.close()
 
     app = FastAPI(
-        title="Paceline's panel", version=version("paceline"), lifespan=life, default_response_class=Answer,
+        title="Paceline's panel", version=version("paceline"), lifespan=life, default_response_class=StrictJSONResponse,
         openapi_url="/api/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False,
     )  # fmt: skip
     app.state.panel = panel
     add_handlers(app)
     for routes in (runs, series, ranks, launch, datasets, chat):
         app.include_router(routes.router)
-    app.mount("/", Shipped(STATIC))
+    app.mount("/", StaticFiles(STATIC))
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)
-    app.add_middleware(Guard, host=panel.host, port=panel.port, token=panel.token)
+    app.add_middleware(SecurityMiddleware, host=panel.host, port=panel.port, token=panel.token)
     return app

@@ -25,7 +25,7 @@ class Conflict(ConfigError):
 _STATUS: dict[type, int] = {NotFound: 404, Conflict: 409}
 
 
-class Answer(JSONResponse):
+class StrictJSONResponse(JSONResponse):
     """JSON without NaN and the infinities (they are null), and without a character that UTF-8 has
     not."""
 
@@ -52,7 +52,9 @@ def _plain(value: Any) -> Any:
 
 def problem(status: int, what: str, allowed: str | None = None, fix: str | None = None) -> Response:
     """An error as every route gives it: ``{error: {what, allowed, fix}}``."""
-    return Answer({"error": {"what": what, "allowed": allowed, "fix": fix}}, status_code=status)
+    return StrictJSONResponse(
+        {"error": {"what": what, "allowed": allowed, "fix": fix}}, status_code=status
+    )
 
 
 def add_handlers(app: FastAPI) -> None:

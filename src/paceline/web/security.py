@@ -41,7 +41,7 @@ MAX_BODY_BYTES = 8 << 20
 _UPLOAD = "/api/upload"
 
 
-class Guard:
+class SecurityMiddleware:
     """Refuses what the module says, limits bodies, and puts the security headers on every answer.
 
     Args:
@@ -63,7 +63,7 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         headers = _Headers(scope)
-        answer = _Dressed(send, self._cookie_for(scope), scope["path"])
+        answer = HeaderInjector(send, self._cookie_for(scope), scope["path"])
         refused = self._refusal(scope, headers)
         if refused is not None:
             status, what, fix = refused
@@ -166,7 +166,7 @@ class _Headers:
         return [jar[name].value] if name in jar else []
 
 
-class _Dressed:
+class HeaderInjector:
     """``send`` that adds the headers which an answer has not set itself."""
 
     def __init__(self, send: Send, cookie: str | None, path: str) -> None:

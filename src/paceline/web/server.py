@@ -8,13 +8,13 @@ import uvicorn
 
 from paceline.web.app import create_app
 from paceline.web.runs.sse_client import LinkedProtocol
-from paceline.web.state import Panel
+from paceline.web.state import AppState
 
 
 class PanelServer(uvicorn.Server):
     """Ends its streams first: they would be waited for."""
 
-    def __init__(self, panel: Panel) -> None:
+    def __init__(self, panel: AppState) -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(panel), http=LinkedProtocol, ws="none", log_level="warning", access_log=False, server_header=False,

@@ -14,7 +14,7 @@ from paceline.web.runs.stream import Streams
 
 
 @dataclass
-class Panel:
+class AppState:
     """One served folder.
 
     Args:
@@ -40,7 +40,7 @@ class Panel:
         self.runs.close()
 
 
-def panel_of(request: Request) -> Panel:
+def panel_of(request: Request) -> AppState:
     """Of the server that a request came to."""
-    panel: Panel = request.app.state.panel
+    panel: AppState = request.app.state.panel
     return panel

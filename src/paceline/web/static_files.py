@@ -33,7 +33,7 @@ class _File:
     type: str
 
 
-class Shipped:
+class StaticFiles:
     """An ASGI app for the files below ``folder``, those that are there as it is made; ``/`` is
     ``index.html``. A path is looked up among their names, so none leads elsewhere. A file that has
     changed is read anew."""

@@ -440,7 +440,7 @@ SHARED: dict[str, Alias] = {
         "task",
         "s",
         lambda value: (
-            v.task(value) if str(value).lower() in _PREFERENCE else c.Out({"task": value})
+            v.task(value) if str(value).lower() in _PREFERENCE else c.Conversion({"task": value})
         ),
     ),
     "split_dataset_ratio": Alias("split_dataset_ratio", "s", v.ratio),

@@ -7,20 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import Refused
+from paceline.config.compat.conversion import UnsupportedValue
 from paceline.config.compat.dataset_info import FILE, in_folder
 from paceline.config.compat.datasets import limit, with_fields
 from paceline.config.compat.lora import ALL_LINEAR, split_beside_all
-from paceline.config.compat.merge import RESET, Assigned, Merge
+from paceline.config.compat.merge import RESET, Assignment, Merge
 from paceline.config.compat.precision import settle_precision
 from paceline.config.entries import OVERRIDE, Problem, short
-from paceline.config.schema import TrainArgs
+from paceline.config.schema.train_args import TrainArgs
 
 Notices = list[tuple[str, str]]
 _T = "train_args."
 
 
-def settle(merge: Merge) -> Notices:
+def resolve_conflicts(merge: Merge) -> Notices:
     """Apply the ``_`` targets and the exclusions to ``merge.winners``. Returns notices beyond those
     of single keys."""
     notices: Notices = []
@@ -30,7 +30,7 @@ def settle(merge: Merge) -> Notices:
         if winner is not None and winner.value is not RESET:
             try:
                 level, words = act(merge, winner)
-            except Refused as refused:
+            except UnsupportedValue as refused:
                 merge.problems.append(
                     Problem(f"{winner.entry.shown()}: {refused.why}", winner.entry, fix=refused.fix)
                 )
@@ -45,11 +45,11 @@ def settle(merge: Merge) -> Notices:
     return notices
 
 
-def _set(merge: Merge, target: str, value: Any, by: Assigned) -> None:
-    merge.winners[target] = Assigned(target, value, by.entry)
+def _set(merge: Merge, target: str, value: Any, by: Assignment) -> None:
+    merge.winners[target] = Assignment(target, value, by.entry)
 
 
-def _higher(merge: Merge, target: str, by: Assigned) -> bool:
+def _higher(merge: Merge, target: str, by: Assignment) -> bool:
     layer = merge.layer_of(target)
     return layer is not None and layer > by.entry.layer
 
@@ -58,7 +58,7 @@ def _higher(merge: Merge, target: str, by: Assigned) -> bool:
 # ---------------------------------------------------------------------------------------------
 
 
-def _target_linear(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _target_linear(merge: Merge, by: Assignment) -> tuple[str, str]:
     if _higher(merge, "lora.target_modules", by):
         return "info", "gives way to the command line"
     named = merge.value_of("lora.target_modules")
@@ -68,29 +68,29 @@ def _target_linear(merge: Merge, by: Assigned) -> tuple[str, str]:
     return "info", "; ".join([words, _save_names(merge, ends, by)] if ends else [words])
 
 
-def _target_regex(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _target_regex(merge: Merge, by: Assignment) -> tuple[str, str]:
     if _higher(merge, "lora.target_modules", by):
         return "info", "gives way to the command line"
     _set(merge, "lora.target_modules", by.value, by)
     return "info", f"is read as `lora.target_modules: {by.value}`"
 
 
-def _save_in_full(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _save_in_full(merge: Merge, by: Assignment) -> tuple[str, str]:
     if _higher(merge, "lora.target_modules", by):
         return "info", "gives way to the command line"
     return "info", _save_names(merge, by.value, by)
 
 
-def _jinja(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _jinja(merge: Merge, by: Assignment) -> tuple[str, str]:
     """axolotl's `chat_template: jinja`, whose template another key holds."""
     if merge.value_of("chat_template") is None:
-        raise Refused(
+        raise UnsupportedValue(
             "`chat_template_jinja` is missing", "add it, with the template or the path of its file"
         )
     return "info", "is the template that `chat_template_jinja` holds"
 
 
-def _save_names(merge: Merge, names: list[str], by: Assigned) -> str:
+def _save_names(merge: Merge, names: list[str], by: Assignment) -> str:
     """Add modules to those trained in full: embeddings and heads that are named beside all linear
     layers."""
     before = merge.value_of("lora.modules_to_save") or []
@@ -106,7 +106,7 @@ def _save_names(merge: Merge, names: list[str], by: Assigned) -> str:
     )
 
 
-def _save_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _save_strategy(merge: Merge, by: Assignment) -> tuple[str, str]:
     if by.value == "no":
         if _higher(merge, "train_args.save_steps", by):
             return "info", "gives way to the command line"
@@ -127,13 +127,13 @@ def _save_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
     return "warning", "checkpoints are written every `save_steps` steps, and at the end"
 
 
-def _per_epoch(merge: Merge, by: Assigned, target: str, count: float) -> tuple[str, str]:
+def _per_epoch(merge: Merge, by: Assignment, target: str, count: float) -> tuple[str, str]:
     """A number of times per epoch, as a share of all steps."""
     name = target.rpartition(".")[2]
     if _higher(merge, target, by):
         return "info", "gives way to the command line"
     if merge.value_of(target) is not None:
-        raise Refused(
+        raise UnsupportedValue(
             f"`{name}` is given too, and both tell how often",
             f"keep one of `{by.entry.name}` and `{name}`",
         )
@@ -156,15 +156,15 @@ def _per_epoch(merge: Merge, by: Assigned, target: str, count: float) -> tuple[s
     return "info", f"is read as {share}: {short(count)} in each of {short(epochs)} epochs"
 
 
-def _saves_per_epoch(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _saves_per_epoch(merge: Merge, by: Assignment) -> tuple[str, str]:
     return _per_epoch(merge, by, "train_args.save_steps", by.value)
 
 
-def _evals_per_epoch(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _evals_per_epoch(merge: Merge, by: Assignment) -> tuple[str, str]:
     return _per_epoch(merge, by, "train_args.eval_steps", by.value)
 
 
-def _eval_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _eval_strategy(merge: Merge, by: Assignment) -> tuple[str, str]:
     if by.value == "steps":
         return (
             "info",
@@ -183,7 +183,7 @@ def _eval_strategy(merge: Merge, by: Assigned) -> tuple[str, str]:
 
 def _each_source(
     merge: Merge,
-    by: Assigned,
+    by: Assignment,
     change: Callable[[list[Any]], list[Any]],
     same_layer: bool = True,
     key: str = "dataset",
@@ -200,14 +200,14 @@ def _each_source(
     listed = data.value if isinstance(data.value, list) else [data.value]
     new = change(listed)
     value = new if isinstance(data.value, list) else new[0]
-    merge.winners[key] = Assigned(key, value, data.entry)
+    merge.winners[key] = Assignment(key, value, data.entry)
     return True
 
 
 _OTHER_DATA = "is left out: it belongs to the dataset that an override has replaced"
 
 
-def _dataset_dir(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _dataset_dir(merge: Merge, by: Assignment) -> tuple[str, str]:
     before = merge.value_of("dataset")
     notes: list[str] = []
 
@@ -235,8 +235,8 @@ def _default_dataset_dir(merge: Merge, notices: Notices) -> None:
     if "_dataset_dir" in merge.winners or data is None or not is_theirs or not table.is_file():
         return
     try:
-        level, words = _dataset_dir(merge, Assigned("_dataset_dir", "data", data.entry))
-    except Refused as refused:
+        level, words = _dataset_dir(merge, Assignment("_dataset_dir", "data", data.entry))
+    except UnsupportedValue as refused:
         merge.problems.append(
             Problem(f"{data.entry.shown()}: {refused.why}", data.entry, fix=refused.fix)
         )
@@ -244,10 +244,10 @@ def _default_dataset_dir(merge: Merge, notices: Notices) -> None:
         notices.append((level, f"{table}, LLaMA-Factory's default, {words}"))
 
 
-def _max_samples(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _max_samples(merge: Merge, by: Assignment) -> tuple[str, str]:
     number = by.value
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise Refused(
+        raise UnsupportedValue(
             f"{short(number)} is not a number of samples", "give a whole number of at least 1"
         )
     _each_source(merge, by, lambda listed: limit(listed, number), same_layer=False)
@@ -255,8 +255,8 @@ def _max_samples(merge: Merge, by: Assigned) -> tuple[str, str]:
     return "info", f"is read as `path#{number}` for each source: {short(merge.value_of('dataset'))}"
 
 
-def _field(name: str) -> Callable[[Merge, Assigned], tuple[str, str]]:
-    def act(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _field(name: str) -> Callable[[Merge, Assignment], tuple[str, str]]:
+    def act(merge: Merge, by: Assignment) -> tuple[str, str]:
         if name == "text":
             if by.value == "text":
                 return "info", "is the usual name here too"
@@ -270,7 +270,7 @@ def _field(name: str) -> Callable[[Merge, Assigned], tuple[str, str]]:
     return act
 
 
-def _test_split(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _test_split(merge: Merge, by: Assignment) -> tuple[str, str]:
     data = merge.winners.get("dataset")
     if data is None or data.entry.layer != by.entry.layer:
         return "info", _OTHER_DATA
@@ -284,14 +284,14 @@ def _test_split(merge: Merge, by: Assigned) -> tuple[str, str]:
     return "info", f"is read as `val_dataset: {short(split)}`"
 
 
-def _listed_splits(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _listed_splits(merge: Merge, by: Assignment) -> tuple[str, str]:
     """alignment-handbook's `dataset_splits`: of each source, the splits with `train` in their name
     train, those with `test` evaluate."""
     named = [str(one) for one in (by.value if isinstance(by.value, list) else [by.value])]
     train = [one for one in named if "train" in one]
     test = [one for one in named if "test" in one]
     if not train or len(train) + len(test) < len(named):
-        raise Refused(
+        raise UnsupportedValue(
             f"{short(named)}: a split is for training if its name has `train`, and for evaluation"
             " if it has `test`",
             "name the split of each source: `dataset: [{path: ..., split: ...}]`",
@@ -313,13 +313,15 @@ def _listed_splits(merge: Merge, by: Assigned) -> tuple[str, str]:
     return "info", words
 
 
-def _listed_configs(merge: Merge, by: Assigned) -> tuple[str, str]:
+def _listed_configs(merge: Merge, by: Assignment) -> tuple[str, str]:
     """alignment-handbook's `dataset_configs`: one name for each source, in order."""
     names = by.value if isinstance(by.value, list) else [by.value]
     data = merge.value_of("dataset")
     count = len(data) if isinstance(data, list) else 1
     if len(names) != count:
-        raise Refused(f"{len(names)} names for {count} sources", "give one name for each source")
+        raise UnsupportedValue(
+            f"{len(names)} names for {count} sources", "give one name for each source"
+        )
 
     def change(listed: list[Any]) -> list[Any]:
         return [
@@ -331,7 +333,7 @@ def _listed_configs(merge: Merge, by: Assigned) -> tuple[str, str]:
     return "info", f"is read as the `name` of each source: {short(merge.value_of('dataset'))}"
 
 
-_ACTS: dict[str, Callable[[Merge, Assigned], tuple[str, str]]] = {
+_ACTS: dict[str, Callable[[Merge, Assignment], tuple[str, str]]] = {
     "_target_linear": _target_linear,
     "_target_regex": _target_regex,
     "_save_in_full": _save_in_full,
@@ -386,7 +388,7 @@ def _exclusive(merge: Merge, notices: Notices) -> None:
                     f" {winner.entry.shown()}"
                 )
                 notices.append(("info", words))
-            merge.winners[other] = Assigned(other, RESET, winner.entry)
+            merge.winners[other] = Assignment(other, RESET, winner.entry)
 
 
 def _warmup(merge: Merge, notices: Notices) -> None:
@@ -395,7 +397,7 @@ def _warmup(merge: Merge, notices: Notices) -> None:
         # transformers' rule, under whose names both stand: a number of steps counts where it is
         # more than 0
         notices.append(("info", f"`warmup_steps: 0` gives way to `warmup_ratio: {short(share)}`"))
-        merge.winners[f"{_T}warmup_steps"] = Assigned(f"{_T}warmup_steps", RESET, steps.entry)
+        merge.winners[f"{_T}warmup_steps"] = Assignment(f"{_T}warmup_steps", RESET, steps.entry)
 
 
 def _lora(merge: Merge, notices: Notices) -> None:

@@ -1,5 +1,5 @@
 """Values of other tools' keys, turned into Paceline's. Each function takes one value and gives an
-:class:`Out`."""
+:class:`Conversion`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Out:
+class Conversion:
     """What one foreign value comes to.
 
     ``sets``: values by dotted native key (a name with ``_`` in front is settled later, against the
@@ -24,7 +24,7 @@ class Out:
     says: tuple[tuple[str, str], ...] = ()
 
 
-class Refused(Exception):
+class UnsupportedValue(Exception):
     """A value that has no meaning here and cannot be left out without changing what is trained."""
 
     def __init__(self, why: str, fix: str) -> None:
@@ -32,15 +32,15 @@ class Refused(Exception):
         self.why, self.fix = why, fix
 
 
-Convert = Callable[[Any], Out]
+Convert = Callable[[Any], Conversion]
 
 
-def info(words: str, **sets: Any) -> Out:
-    return Out(sets=_dotted(sets), says=(("info", words),))
+def info(words: str, **sets: Any) -> Conversion:
+    return Conversion(sets=_dotted(sets), says=(("info", words),))
 
 
-def warning(words: str, **sets: Any) -> Out:
-    return Out(sets=_dotted(sets), says=(("warning", words),))
+def warning(words: str, **sets: Any) -> Conversion:
+    return Conversion(sets=_dotted(sets), says=(("warning", words),))
 
 
 def _dotted(sets: dict[str, Any]) -> dict[str, Any]:
@@ -70,31 +70,35 @@ def words(value: Any) -> list[str]:
 
 def to(target: str) -> Convert:
     """Take the value as it is."""
-    return lambda value: Out({target: value})
+    return lambda value: Conversion({target: value})
 
 
 def flag(target: str) -> Convert:
-    return lambda value: Out({target: as_bool(value)})
+    return lambda value: Conversion({target: as_bool(value)})
 
 
 def inverse(target: str, weak_when: bool | None = None) -> Convert:
     """A flag with the opposite sense; ``weak_when``: the value with which it says little and gives
     way."""
 
-    def convert(value: Any) -> Out:
+    def convert(value: Any) -> Conversion:
         given = as_bool(value)
         sets = {target: not given if isinstance(given, bool) else value}
-        return Out(weak=sets) if weak_when is not None and given is weak_when else Out(sets)
+        return (
+            Conversion(weak=sets)
+            if weak_when is not None and given is weak_when
+            else Conversion(sets)
+        )
 
     return convert
 
 
 def weakly(target: str) -> Convert:
-    return lambda value: Out(weak={target: value})
+    return lambda value: Conversion(weak={target: value})
 
 
 def listed(target: str) -> Convert:
-    return lambda value: Out({target: words(value)})
+    return lambda value: Conversion({target: words(value)})
 
 
 def on_here(why: str) -> Convert:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.chat_roles import CALL, ROLES
-from paceline.config.compat.conversion import Refused
+from paceline.config.compat.conversion import UnsupportedValue
 
 FILE = "dataset_info.json"
 _SUFFIXES = ("", ".json", ".jsonl", ".csv", ".parquet", ".txt")
@@ -38,7 +38,7 @@ def in_folder(sources: list[Any], folder: str, pretrain: bool, notes: list[str])
     if folder == "ONLINE":
         return sources
     if folder.startswith("REMOTE:"):
-        raise Refused(
+        raise UnsupportedValue(
             f"`{folder}` is a folder on the hub, which is not read",
             f"download it, and give its path instead of `{folder}`",
         )
@@ -56,11 +56,11 @@ def _table(path: Path) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise Refused(
+        raise UnsupportedValue(
             f"{path} is not valid JSON: {error}", "repair it, or give the files themselves"
         ) from None
     if not isinstance(loaded, dict):
-        raise Refused(
+        raise UnsupportedValue(
             f"{path} is not a mapping of names to datasets",
             "repair it, or give the files themselves",
         )
@@ -92,8 +92,8 @@ class _Entry:
             raise self.refused(f"`{key}` is not a mapping", "write it as {...}")
         return {str(name): str(column) for name, column in value.items() if column is not None}
 
-    def refused(self, why: str, fix: str) -> Refused:
-        return Refused(f"`{self.name}` in {self.file}: {why}", fix)
+    def refused(self, why: str, fix: str) -> UnsupportedValue:
+        return UnsupportedValue(f"`{self.name}` in {self.file}: {why}", fix)
 
     def get(self, key: str) -> Any:
         return self.values.get(key)

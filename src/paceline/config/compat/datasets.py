@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import Out, Refused, words
+from paceline.config.compat.conversion import Conversion, UnsupportedValue, words
 from paceline.config.compat.values import chat_template, ratio, roles_to_train, train_on_eos
-from paceline.config.schema import DatasetSource
+from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import nearest
 
 Source = str | dict[str, Any]
@@ -68,30 +68,30 @@ _FOREIGN = {
 }  # fmt: skip
 
 
-def train_sources(value: Any) -> Out:
+def train_sources(value: Any) -> Conversion:
     """Any tool's way to name the training data."""
     return _all(value, "dataset")
 
 
-def eval_sources(value: Any) -> Out:
+def eval_sources(value: Any) -> Conversion:
     """The same, for validation data; an empty list is none."""
-    return Out() if value in ([], "") else _all(value, "val_dataset")
+    return Conversion() if value in ([], "") else _all(value, "val_dataset")
 
 
-def pretraining_sources(value: Any) -> Out:
+def pretraining_sources(value: Any) -> Conversion:
     out = _all(value, "dataset")
     listed = out.sets["dataset"] if isinstance(out.sets["dataset"], list) else [out.sets["dataset"]]
     texts = [
         {"path": one, "format": "text"} if isinstance(one, str) else {**one, "format": "text"}
         for one in listed
     ]
-    return Out({"dataset": texts, "task": "pretrain"}, says=out.says)
+    return Conversion({"dataset": texts, "task": "pretrain"}, says=out.says)
 
 
-def mixture(value: Any) -> Out:
+def mixture(value: Any) -> Conversion:
     """TRL's `dataset_mixture`: `{datasets: [...], test_split_size: ...}`."""
     if not isinstance(value, dict) or "datasets" not in value:
-        raise Refused(
+        raise UnsupportedValue(
             "`dataset_mixture` has no `datasets`", "give dataset: [{path: ..., split: ...}]"
         )
     out = _all(value["datasets"], "dataset")
@@ -104,10 +104,10 @@ def mixture(value: Any) -> Out:
         if rest
         else ()
     )
-    return Out(sets, says=says)
+    return Conversion(sets, says=says)
 
 
-def mixture_by_share(value: Any) -> Out:
+def mixture_by_share(value: Any) -> Conversion:
     """`{id: share}`: every row of each, for shares of a source cannot be taken."""
     if not isinstance(value, dict):
         return train_sources(value)
@@ -117,10 +117,10 @@ def mixture_by_share(value: Any) -> Out:
         if shares
         else ()
     )
-    return Out({"dataset": list(value)}, says=says)
+    return Conversion({"dataset": list(value)}, says=says)
 
 
-def _all(value: Any, key: str) -> Out:
+def _all(value: Any, key: str) -> Conversion:
     items = (
         words(value)
         if isinstance(value, str) and "," in value and not Path(value).exists()
@@ -135,16 +135,16 @@ def _all(value: Any, key: str) -> Out:
         elif isinstance(item, str):
             sources.append(_text(item))
         else:
-            raise Refused(
+            raise UnsupportedValue(
                 f"`{item}` is not a source of samples",
                 "give a path, a hub id, or a mapping with `path`",
             )
     whole: Any = sources[0] if len(sources) == 1 and not isinstance(value, list) else sources
     template = _one_template(items)
-    return Out({key: whole, **template.sets}, says=(*dict.fromkeys(says), *template.says))
+    return Conversion({key: whole, **template.sets}, says=(*dict.fromkeys(says), *template.says))
 
 
-def _one_template(items: list[Any]) -> Out:
+def _one_template(items: list[Any]) -> Conversion:
     """The chat template that sources name (axolotl); a run has one for all of them."""
     named = [
         item.get(key)
@@ -155,12 +155,12 @@ def _one_template(items: list[Any]) -> Out:
     ]
     named = list(dict.fromkeys(str(one) for one in named if one != "jinja"))
     if len(named) > 1:
-        raise Refused(
+        raise UnsupportedValue(
             "the sources name different chat templates, and a run has one",
             "keep one of them, as `chat_template` of the config, or train on one source after the"
             " other",
         )
-    return chat_template(named[0]) if named else Out()
+    return chat_template(named[0]) if named else Conversion()
 
 
 def _text(item: str) -> Source:
@@ -179,7 +179,9 @@ def _mapping(item: dict[str, Any], says: list[tuple[str, str]]) -> list[Source]:
         if key not in native and key not in _FOREIGN:
             close = nearest(key, native | _FOREIGN)
             fix = f"did you mean `{close}`?" if close else "remove it"
-            raise Refused(f"a source has no key `{key}`; it has {_names(sorted(native))}", fix)
+            raise UnsupportedValue(
+                f"a source has no key `{key}`; it has {_names(sorted(native))}", fix
+            )
     out = {key: value for key, value in item.items() if key in native and value is not None}
     if isinstance(out.get("columns"), list):
         out.pop("columns")

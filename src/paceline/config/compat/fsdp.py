@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config.compat.conversion import Refused, as_bool, is_off
+from paceline.config.compat.conversion import UnsupportedValue, as_bool, is_off
 from paceline.core.errors import nearest
 
 _STRATEGIES = {
@@ -69,7 +69,7 @@ def fsdp_plan(flags: list[str], config: Mapping[str, Any]) -> FsdpPlan:
             _set_strategy(plan, word)
         elif word not in _OTHER_WORDS:
             near = nearest(word, [*_STRATEGIES, *_OTHER_WORDS])
-            raise Refused(
+            raise UnsupportedValue(
                 f"`{word}` is not a setting of FSDP",
                 f"did you mean `{near}`?" if near else f"use {', '.join(_BY_NUMBER)}",
             )
@@ -128,12 +128,12 @@ def _check_names(settings: Mapping[str, Any]) -> None:
     for key, value in settings.items():
         if key not in _WITHOUT_EFFECT and key not in _READ:
             near = nearest(key, [*_READ, *_WITHOUT_EFFECT])
-            raise Refused(
+            raise UnsupportedValue(
                 f"`fsdp_config` has no setting `{key}`",
                 f"did you mean `{near}`?" if near else "remove it",
             )
         if key in ("xla", "xla_fsdp_v2") and _on(value):
-            raise Refused(
+            raise UnsupportedValue(
                 f"`fsdp_config` asks for `{key}`, and TPUs are not supported", "remove it"
             )
 
@@ -160,7 +160,7 @@ def _sharding(plan: FsdpPlan, settings: Mapping[str, Any]) -> None:
         else:
             word = str(value).split(".")[-1].lower()
         if word not in _STRATEGIES:
-            raise Refused(
+            raise UnsupportedValue(
                 f"`fsdp_config` has `{key}: {value}`",
                 f"use {', '.join(name.upper() for name in _BY_NUMBER)}",
             )

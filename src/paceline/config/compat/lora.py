@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from paceline.config.compat.conversion import Out, Refused, as_bool, words
+from paceline.config.compat.conversion import Conversion, UnsupportedValue, as_bool, words
 
 ALL_LINEAR = "all-linear"
 _ALL_SPELLINGS = ("all", "all-linear", "all_linear", "alllinear")
@@ -21,27 +21,27 @@ def is_regex(text: str) -> bool:
     return bool(_REGEX_SIGNS.search(text))
 
 
-def targets(value: Any) -> Out:
+def targets(value: Any) -> Conversion:
     """`all`, names in a list or with commas, or a regular expression, which peft matches with the
     whole name of a module."""
     if isinstance(value, str) and is_regex(value):
         try:
             re.compile(value)
         except re.error as error:
-            raise Refused(
+            raise UnsupportedValue(
                 f"it is not a valid regular expression: {error}",
                 "repair it, or give a list of names",
             ) from None
-        return Out({"lora.target_modules": value})
+        return Conversion({"lora.target_modules": value})
     names = words(value)
     if not names:
-        return Out()
+        return Conversion()
     if not any(name.lower() in _ALL_SPELLINGS for name in names):
         _refuse_groups(names)
-        return Out({"lora.target_modules": names})
+        return Conversion({"lora.target_modules": names})
     ends, covered = split_beside_all(names)
     says = (("info", f"{_listed(covered)}: among all linear layers"),) if covered else ()
-    return Out(
+    return Conversion(
         {"lora.target_modules": ALL_LINEAR}, weak={"_save_in_full": ends} if ends else {}, says=says
     )
 
@@ -58,25 +58,27 @@ def split_beside_all(names: list[str]) -> tuple[list[str], list[str]]:
 def _refuse_groups(names: list[str]) -> None:
     groups = [name for name in names if name.lower() in _GROUPS]
     if groups:
-        raise Refused(
+        raise UnsupportedValue(
             f"`{groups[0]}` is not available; `all-linear` is",
             "name these modules in `lora.modules_to_save` to train them in full, or leave them out",
         )
 
 
-def target_linear(value: Any) -> Out:
-    return Out({"_target_linear": True}) if as_bool(value) is True else Out()
+def target_linear(value: Any) -> Conversion:
+    return Conversion({"_target_linear": True}) if as_bool(value) is True else Conversion()
 
 
-def target_regex(value: Any) -> Out:
+def target_regex(value: Any) -> Conversion:
     """ms-swift's regular expression, which comes before a list of names."""
     if not isinstance(value, str):
-        raise Refused("it is not a regular expression", "write it as text")
+        raise UnsupportedValue("it is not a regular expression", "write it as text")
     try:
         re.compile(value)
     except re.error as error:
-        raise Refused(f"it is not a valid regular expression: {error}", "repair it") from None
-    return Out({"_target_regex": value})
+        raise UnsupportedValue(
+            f"it is not a valid regular expression: {error}", "repair it"
+        ) from None
+    return Conversion({"_target_regex": value})
 
 
 def _listed(names: list[str]) -> str:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config.compat.conversion import Out, Refused, is_off
+from paceline.config.compat.conversion import Conversion, UnsupportedValue, is_off
 from paceline.config.compat.keys import tool_names
 from paceline.config.compat.methods import DATA_KEYS, named_method
-from paceline.config.entries import FILE, OVERRIDE, Entry, Meaning, Problem, short, unknown
+from paceline.config.entries import FILE, OVERRIDE, ConfigEntry, KeyBinding, Problem, short, unknown
 from paceline.config.fields import FREE, KEYS, takes_none
 
 #: the value of a key that an override empties: the default
@@ -19,21 +19,21 @@ _IN_WORDS = ("dataset", "val_dataset", "lora.target_modules", "lora.modules_to_s
 
 
 @dataclass(eq=False)
-class Assigned:
+class Assignment:
     """A value for a native key (dotted; a name with ``_`` in front is settled later)."""
 
     target: str
     value: Any
-    entry: Entry
+    entry: ConfigEntry
     weak: bool = False
 
 
 @dataclass(eq=False)
-class Line:
+class SourceLine:
     """What is said about one foreign key, once all is settled."""
 
-    meaning: Meaning
-    assigned: list[Assigned]
+    meaning: KeyBinding
+    assigned: list[Assignment]
     says: tuple[tuple[str, str], ...]
     settled: list[tuple[str, str]] = field(default_factory=list)
 
@@ -43,20 +43,20 @@ class Merge:
 
     def __init__(self, foreign: bool, scores: dict[str, int]) -> None:
         self.foreign, self.scores = foreign, scores
-        self.assigned: list[Assigned] = []
-        self.lines: list[Line] = []
+        self.assigned: list[Assignment] = []
+        self.lines: list[SourceLine] = []
         self.problems: list[Problem] = []
-        self.moved: list[Entry] = []
-        self.empty: list[Entry] = []
-        self.winners: dict[str, Assigned] = {}
-        self.methods: list[Meaning] = []
+        self.moved: list[ConfigEntry] = []
+        self.empty: list[ConfigEntry] = []
+        self.winners: dict[str, Assignment] = {}
+        self.methods: list[KeyBinding] = []
         self.overridden: list[Problem] = []
         # values of a DeepSpeed JSON, which give way to the config
-        self.below_file: list[Assigned] = []
+        self.below_file: list[Assignment] = []
 
     # -- one entry
     # --------------------------------------------------------------------------------------------------------
-    def take(self, meaning: Meaning) -> None:
+    def take(self, meaning: KeyBinding) -> None:
         entry = meaning.entry
         if meaning.methods:
             self.methods.append(meaning)
@@ -68,21 +68,21 @@ class Merge:
             self.problems.append(unknown(entry))
         elif entry.value is None:
             if meaning.alias and meaning.alias.target and entry.layer == OVERRIDE:
-                self._assign(Assigned(meaning.alias.target, RESET, entry))
+                self._assign(Assignment(meaning.alias.target, RESET, entry))
             else:
                 self.empty.append(entry)
         elif meaning.alias is not None:
             self._convert(meaning, meaning.alias.convert, meaning.alias.target)
         else:
-            self.lines.append(Line(meaning, [], self._ignored_says(meaning)))
+            self.lines.append(SourceLine(meaning, [], self._ignored_says(meaning)))
 
-    def _native(self, meaning: Meaning, target: str) -> None:
+    def _native(self, meaning: KeyBinding, target: str) -> None:
         from paceline.config.compat.aliases_table import SHARED, SHARED_IF_FOREIGN
 
         entry = meaning.entry
         if entry.value is None and target in KEYS and not takes_none(KEYS[target]):
             if entry.layer == OVERRIDE:
-                self._assign(Assigned(target, RESET, entry))
+                self._assign(Assignment(target, RESET, entry))
             else:
                 self.empty.append(entry)
             return
@@ -93,30 +93,30 @@ class Merge:
             meaning.alias = shared
             self._convert(meaning, shared.convert, target)
         else:
-            self._assign(Assigned(target, entry.value, entry))
+            self._assign(Assignment(target, entry.value, entry))
         if meaning.moved:
             self.moved.append(entry)
 
-    def _convert(self, meaning: Meaning, convert: Any, target: str) -> None:
+    def _convert(self, meaning: KeyBinding, convert: Any, target: str) -> None:
         entry = meaning.entry
         try:
-            out: Out = convert(entry.value)
-        except Refused as refused:
+            out: Conversion = convert(entry.value)
+        except UnsupportedValue as refused:
             self.problems.append(
                 Problem(f"{entry.shown()}: {refused.why}", entry, fix=refused.fix, target=target)
             )
             return
-        wanted = [Assigned(key, value, entry) for key, value in out.sets.items()]
-        wanted += [Assigned(key, value, entry, weak=True) for key, value in out.weak.items()]
+        wanted = [Assignment(key, value, entry) for key, value in out.sets.items()]
+        wanted += [Assignment(key, value, entry, weak=True) for key, value in out.weak.items()]
         made = [part for one in wanted for part in self._assign(one)]
         values = {key: short(value) for key, value in (out.sets | out.weak).items()}
         as_written = (
             meaning.target is not None and not out.says and values == {target: short(entry.value)}
         )
         if not as_written:
-            self.lines.append(Line(meaning, made, out.says))
+            self.lines.append(SourceLine(meaning, made, out.says))
 
-    def _assign(self, one: Assigned) -> list[Assigned]:
+    def _assign(self, one: Assignment) -> list[Assignment]:
         """Keep an assignment; a free mapping becomes one for each of its keys, so that overrides
         merge into it."""
         free = next(
@@ -124,14 +124,14 @@ class Merge:
         )
         if free is not None and isinstance(one.value, dict) and one.value:
             parts = [
-                Assigned(f"{one.target}.{key}", value, one.entry, one.weak)
+                Assignment(f"{one.target}.{key}", value, one.entry, one.weak)
                 for key, value in one.value.items()
             ]
             return [leaf for part in parts for leaf in self._assign(part)]
         self.assigned.append(one)
         return [one]
 
-    def _ignored_says(self, meaning: Meaning) -> tuple[tuple[str, str], ...]:
+    def _ignored_says(self, meaning: KeyBinding) -> tuple[tuple[str, str], ...]:
         assert meaning.ignored is not None
         if meaning.ignored.level == "warning" and is_off(meaning.entry.value):
             return ()
@@ -142,7 +142,7 @@ class Merge:
     def settle_precedence(self) -> None:
         """Fill ``winners``: an override before the file, a strong value before a weak one; two that
         disagree are a problem."""
-        by_target: dict[str, list[Assigned]] = {}
+        by_target: dict[str, list[Assignment]] = {}
         for one in self.assigned:
             by_target.setdefault(one.target, []).append(one)
         for target, several in by_target.items():
@@ -163,7 +163,7 @@ class Merge:
         self.overridden += [one for one in self.problems if self._overridden(one)]
         self.problems = [one for one in self.problems if one not in self.overridden]
 
-    def _check_agreement(self, target: str, several: list[Assigned], winning: int) -> None:
+    def _check_agreement(self, target: str, several: list[Assignment], winning: int) -> None:
         if not several or several[0].entry.layer < winning:
             return  # an override settles it
         first = several[0]
@@ -186,7 +186,7 @@ class Merge:
             and winner.entry.layer > problem.entry.layer
         )
 
-    def missing_methods(self) -> list[Meaning]:
+    def missing_methods(self) -> list[KeyBinding]:
         """The keys that ask for a training method that Paceline does not have; to be called once
         precedence is settled.
 
@@ -209,7 +209,7 @@ class Merge:
                     f"it is a setting of another training method ({', '.join(meaning.methods)})"
                     f" than {task.entry.shown()}"
                 )
-                self.lines.append(Line(meaning, [], (("warning", words),)))
+                self.lines.append(SourceLine(meaning, [], (("warning", words),)))
         return asking
 
     def layer_of(self, target: str) -> int | None:
@@ -240,7 +240,7 @@ class Merge:
         ]
         return [one for one in out if one is not None]
 
-    def _words(self, line: Line) -> tuple[str, str] | None:
+    def _words(self, line: SourceLine) -> tuple[str, str] | None:
         entry = line.meaning.entry
         tools = (
             tool_names(line.meaning.tools, self.scores)
@@ -276,7 +276,7 @@ class Merge:
             return level, f"{head} has no effect here: {words}"
         return level, f"{head} is ignored: {words or 'that is how it is here'}"
 
-    def _lost(self, one: Assigned) -> bool:
+    def _lost(self, one: Assignment) -> bool:
         winner = self.winners[one.target]
         return winner.entry is not one.entry and not _agree(winner.value, one.value)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from paceline.config.compat.methods import named_method
 from paceline.config.compat.methods_table import METHODS
-from paceline.config.entries import Entry, Meaning, Problem
+from paceline.config.entries import ConfigEntry, KeyBinding, Problem
 
 _MAX_SHOWN = 4
 
 
-def refusal(meanings: Sequence[Meaning], hints: Iterable[str]) -> Problem:
+def refusal(meanings: Sequence[KeyBinding], hints: Iterable[str]) -> Problem:
     """The error for a config with settings of a method that Paceline does not have.
 
     Args:
@@ -51,11 +51,11 @@ def refusal(meanings: Sequence[Meaning], hints: Iterable[str]) -> Problem:
     )
 
 
-def _shown(entry: Entry) -> str:
+def _shown(entry: ConfigEntry) -> str:
     return entry.shown() + (f" (line {entry.line})" if entry.line and not entry.token else "")
 
 
-def _candidates(meanings: Sequence[Meaning]) -> list[str]:
+def _candidates(meanings: Sequence[KeyBinding]) -> list[str]:
     """The methods that have the most of these keys; a method that a value names comes before all
     others."""
     named = [name for one in meanings if (name := named_method(one.entry.name, one.entry.value))]
@@ -77,7 +77,7 @@ def _hinted(candidates: list[str], hints: Iterable[str]) -> str | None:
     return None
 
 
-def hints_of(entries: Iterable[Entry], file: Path | None) -> list[str]:
+def hints_of(entries: Iterable[ConfigEntry], file: Path | None) -> list[str]:
     """Texts that often hold the method's name: the names of the run, and the file's last folders."""
     names = (
         "output_dir",

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import Refused, as_bool, is_off, words
+from paceline.config.compat.conversion import UnsupportedValue, as_bool, is_off, words
 from paceline.config.compat.deepspeed_json import DeepSpeedJson, Setting, interpret, read_json
 from paceline.config.compat.fsdp import FsdpPlan, fsdp_plan, read_fsdp_name
-from paceline.config.compat.merge import RESET, Assigned, Line, Merge
+from paceline.config.compat.merge import RESET, Assignment, Merge, SourceLine
 from paceline.config.compat.precision import BF16, DTYPE, FP16, MIXED
 from paceline.config.compat.precision import TARGET as PRECISION
-from paceline.config.entries import FILE, Entry, Meaning, Problem, short
+from paceline.config.entries import FILE, ConfigEntry, KeyBinding, Problem, short
 from paceline.config.modes import read_mode, stage_settings
 from paceline.core.errors import ConfigError
 
@@ -46,39 +46,48 @@ class _Keys:
 
     merge: Merge
     base: Path | None
-    by_name: dict[str, Assigned] = field(default_factory=dict)
+    by_name: dict[str, Assignment] = field(default_factory=dict)
     # of `_fsdp_setting`, all of the winning layer
-    settings: list[Assigned] = field(default_factory=list)
+    settings: list[Assignment] = field(default_factory=list)
 
     def value(self, name: str) -> Any:
         assigned = self.by_name.get(name)
         return None if assigned is None else assigned.value
 
-    def line(self, entry: Entry) -> Line | None:
+    def line(self, entry: ConfigEntry) -> SourceLine | None:
         return next((line for line in self.merge.lines if line.meaning.entry is entry), None)
 
     def assign(
-        self, by: Entry, target: str, value: Any, weak: bool = False, entry: Entry | None = None
+        self,
+        by: ConfigEntry,
+        target: str,
+        value: Any,
+        weak: bool = False,
+        entry: ConfigEntry | None = None,
     ) -> None:
         """Let the key ``by`` set ``target``. ``entry``: where the value lies, if not in the key
         itself."""
-        assigned = Assigned(target, value, entry or by, weak)
+        assigned = Assignment(target, value, entry or by, weak)
         self.merge.assigned.append(assigned)
         line = self.line(by)
         if line is not None:
             line.assigned.append(assigned)
 
-    def say(self, by: Entry, text: str, level: str = "info") -> None:
+    def say(self, by: ConfigEntry, text: str, level: str = "info") -> None:
         line = self.line(by)
         if line is not None and text:
             line.says = (*line.says, (level, text))
 
     def refuse(
-        self, by: Entry, why: str, fix: str | None = None, target: str | None = "parallel.mode"
+        self,
+        by: ConfigEntry,
+        why: str,
+        fix: str | None = None,
+        target: str | None = "parallel.mode",
     ) -> None:
         self.merge.problems.append(Problem(f"{by.shown()}: {why}", by, fix=fix, target=target))
 
-    def native(self, target: str) -> Assigned | None:
+    def native(self, target: str) -> Assignment | None:
         """What sets a key of Paceline so far: an override before the file."""
         found = [one for one in self.merge.assigned if one.target == target]
         strong = [one for one in found if not one.weak] or found
@@ -93,7 +102,7 @@ class _Keys:
             else default
         )
 
-    def overridden(self, by: Entry, mode: str) -> bool:
+    def overridden(self, by: ConfigEntry, mode: str) -> bool:
         """Whether an override of `parallel.mode` takes the strategy from the key ``by``."""
         native = self.native("parallel.mode")
         return (
@@ -103,7 +112,7 @@ class _Keys:
             and native.value != mode
         )
 
-    def set_strategy(self, by: Entry, settings: Mapping[str, Any]) -> None:
+    def set_strategy(self, by: ConfigEntry, settings: Mapping[str, Any]) -> None:
         """Let ``by`` set `parallel.mode` and what belongs to it, or the mode alone where an
         override takes its place."""
         for key, value in settings.items():
@@ -294,7 +303,7 @@ def _deepspeed(keys: _Keys, names: list[str]) -> None:
             settings, parsed = _accelerate_deepspeed(keys, by, value)
         elif value is not True:
             settings, parsed = _deepspeed_value(keys, by, value)
-    except Refused as refused:
+    except UnsupportedValue as refused:
         keys.refuse(by, refused.why, refused.fix)
         return
     except ConfigError as error:
@@ -317,7 +326,9 @@ def _deepspeed(keys: _Keys, names: list[str]) -> None:
     )
 
 
-def _deepspeed_value(keys: _Keys, by: Entry, value: Any) -> tuple[dict[str, Any], DeepSpeedJson]:
+def _deepspeed_value(
+    keys: _Keys, by: ConfigEntry, value: Any
+) -> tuple[dict[str, Any], DeepSpeedJson]:
     """The settings of `parallel` and the JSON of a value of `deepspeed`: the name of a stage, a
     file, or a mapping."""
     if (
@@ -330,7 +341,7 @@ def _deepspeed_value(keys: _Keys, by: Entry, value: Any) -> tuple[dict[str, Any]
         if "deepspeed_stage" in named or named["mode"] == "ddp":
             return named, DeepSpeedJson()
         if "/" not in value:
-            raise Refused(
+            raise UnsupportedValue(
                 f"`{value}` is neither a file nor the name of a ZeRO stage",
                 "write zero1, zero2, zero3, zero2_offload or zero3_offload, or the path of a"
                 " DeepSpeed JSON",
@@ -345,7 +356,7 @@ def _deepspeed_value(keys: _Keys, by: Entry, value: Any) -> tuple[dict[str, Any]
     return (settings | {"deepspeed_config": value} if stage else settings), parsed
 
 
-def _find(keys: _Keys, by: Entry, path: str) -> str:
+def _find(keys: _Keys, by: ConfigEntry, path: str) -> str:
     """The path itself, or that of a file of the name beside the config."""
     beside = None if keys.base is None else keys.base / path
     if not Path(path).expanduser().exists() and beside is not None and beside.is_file():
@@ -355,7 +366,7 @@ def _find(keys: _Keys, by: Entry, path: str) -> str:
 
 
 def _accelerate_deepspeed(
-    keys: _Keys, by: Entry, value: Mapping[str, Any]
+    keys: _Keys, by: ConfigEntry, value: Mapping[str, Any]
 ) -> tuple[dict[str, Any], DeepSpeedJson]:
     """Accelerate's own settings of DeepSpeed, or the file that it names."""
     rest = dict(value)
@@ -377,7 +388,7 @@ def _accelerate_deepspeed(
         parsed = interpret({"zero_optimization": zero, **found})
         settings = stage_settings(parsed.stage or 0, deepspeed=True)
     if rest:
-        raise Refused(f"there is no key `{next(iter(rest))}` in it", "remove it")
+        raise UnsupportedValue(f"there is no key `{next(iter(rest))}` in it", "remove it")
     if ignored:
         keys.say(
             by,
@@ -387,7 +398,7 @@ def _accelerate_deepspeed(
     return settings, parsed
 
 
-def _apply_json(keys: _Keys, by: Entry, parsed: DeepSpeedJson, name: str, mode: str) -> None:
+def _apply_json(keys: _Keys, by: ConfigEntry, parsed: DeepSpeedJson, name: str, mode: str) -> None:
     """Let the values of a JSON set what the config leaves out, and report what is ignored and what
     cannot be honored."""
     overridden = keys.overridden(by, mode)
@@ -409,12 +420,12 @@ def _apply_json(keys: _Keys, by: Entry, parsed: DeepSpeedJson, name: str, mode: 
             token="",
         )
         keys.assign(by, setting.target, setting.sets, entry=source)
-        keys.merge.below_file.append(Assigned(setting.target, setting.sets, source))
+        keys.merge.below_file.append(Assignment(setting.target, setting.sets, source))
     if not overridden:
         keys.say(by, parsed.ignored_text())
 
 
-def _precision(keys: _Keys, by: Entry, setting: Setting, name: str) -> None:
+def _precision(keys: _Keys, by: ConfigEntry, setting: Setting, name: str) -> None:
     """`bf16.enabled` and `fp16.enabled`, which decide unless the config names a precision."""
     in_file = [
         one
@@ -441,10 +452,10 @@ def _precision(keys: _Keys, by: Entry, setting: Setting, name: str) -> None:
     source = replace(
         by, path=(setting.name,), value=setting.value, layer=layer, source=name, token=""
     )
-    keys.merge.assigned.append(Assigned(target, value, source))
+    keys.merge.assigned.append(Assignment(target, value, source))
     if setting.sets is True:
         keys.merge.below_file.append(
-            Assigned(PRECISION, f"{setting.target.removeprefix('train_args.')}-mixed", source)
+            Assignment(PRECISION, f"{setting.target.removeprefix('train_args.')}-mixed", source)
         )
 
 
@@ -462,7 +473,9 @@ def _native_deepspeed(keys: _Keys) -> None:
         return  # the schema refuses it
     by, native = given.entry, keys.native("parallel.mode")
     if keys.line(by) is None:
-        keys.merge.lines.append(Line(Meaning(by, target="parallel.deepspeed_config"), [], ()))
+        keys.merge.lines.append(
+            SourceLine(KeyBinding(by, target="parallel.deepspeed_config"), [], ())
+        )
     mode = "deepspeed" if native is None or native.weak else native.value
     if mode != "deepspeed":
         keys.say(by, f"it belongs to `parallel.mode: deepspeed`, and the mode is {mode}", "warning")
@@ -493,7 +506,7 @@ def _native_deepspeed(keys: _Keys) -> None:
             token="",
         )
         keys.assign(by, "parallel.deepspeed_stage", parsed.stage, entry=source)
-        keys.merge.below_file.append(Assigned("parallel.deepspeed_stage", parsed.stage, source))
+        keys.merge.below_file.append(Assignment("parallel.deepspeed_stage", parsed.stage, source))
     _apply_json(keys, by, parsed, _name(given.value), "ddp" if parsed.stage == 0 else "deepspeed")
 
 
@@ -510,7 +523,7 @@ def _fsdp(keys: _Keys, names: list[str]) -> None:
     try:
         flags, config = _fsdp_inputs(keys)
         plan = fsdp_plan(flags, config)
-    except Refused as refused:
+    except UnsupportedValue as refused:
         at = keys.by_name.get(
             "_fsdp_config" if refused.why.startswith("`fsdp_config") else names[0],
             keys.by_name[names[0]],
@@ -545,7 +558,7 @@ def _fsdp(keys: _Keys, names: list[str]) -> None:
             token="",
         )
         keys.merge.assigned.append(
-            Assigned(BF16 if plan.precision == "bf16" else FP16, True, source)
+            Assignment(BF16 if plan.precision == "bf16" else FP16, True, source)
         )
 
 
@@ -582,16 +595,16 @@ def _fsdp_file(path: str, key: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise Refused(
+        raise UnsupportedValue(
             f"{path} cannot be read: {error}",
             f"correct the path, or write the settings into `{key}`",
         ) from None
     if not isinstance(found, dict):
-        raise Refused(f"{path} is not a JSON object", f"write the settings into `{key}`")
+        raise UnsupportedValue(f"{path} is not a JSON object", f"write the settings into `{key}`")
     return found
 
 
-def _fsdp_settings(keys: _Keys, by: Entry, plan: FsdpPlan) -> dict[str, Any] | None:
+def _fsdp_settings(keys: _Keys, by: ConfigEntry, plan: FsdpPlan) -> dict[str, Any] | None:
     """The settings of `parallel` for FSDP with the sizes of axes that the config gives; None where
     they do not suffice."""
     settings: dict[str, Any] = {"mode": plan.mode}

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.config.compat.conversion import Convert, Out, Refused, as_bool, info, is_off
+from paceline.config.compat.conversion import (
+    Conversion,
+    Convert,
+    UnsupportedValue,
+    as_bool,
+    info,
+    is_off,
+)
 from paceline.config.modes import is_hsdp, read_mode
 
 _LONG_SAMPLES = (
@@ -19,63 +26,65 @@ _LONG_SAMPLES = (
 )
 
 
-def mode(value: Any) -> Out:
+def mode(value: Any) -> Conversion:
     """Paceline's own `parallel.mode`, in any usual spelling."""
     if not isinstance(value, str):
-        return Out({"parallel.mode": value})
+        return Conversion({"parallel.mode": value})
     settings = read_mode(value)
     if settings == {"mode": "auto"}:
-        return Out(weak={"parallel.mode": "auto"})
+        return Conversion(weak={"parallel.mode": "auto"})
     sets = {f"parallel.{key}": one for key, one in settings.items()}
-    return Out({**sets, "_hsdp": True} if is_hsdp(value) else sets)
+    return Conversion({**sets, "_hsdp": True} if is_hsdp(value) else sets)
 
 
-def deepspeed(value: Any) -> Out:
+def deepspeed(value: Any) -> Conversion:
     """`deepspeed`: a file, the mapping itself, or ms-swift's name of a stage."""
     value = as_bool(value)
     if is_off(value):
-        return Out()
+        return Conversion()
     if value is True or isinstance(value, str | Mapping):
-        return Out({"_deepspeed": value})
-    raise Refused(
+        return Conversion({"_deepspeed": value})
+    raise UnsupportedValue(
         "expected a DeepSpeed JSON or the name of a stage",
         "write deepspeed: ds_config.json, or deepspeed: zero2",
     )
 
 
-def deepspeed_config(value: Any) -> Out:
+def deepspeed_config(value: Any) -> Conversion:
     """Accelerate's `deepspeed_config`."""
     if is_off(value):
-        return Out()
-    return Out({"_deepspeed_config": value}) if isinstance(value, Mapping) else deepspeed(value)
+        return Conversion()
+    return (
+        Conversion({"_deepspeed_config": value}) if isinstance(value, Mapping) else deepspeed(value)
+    )
 
 
-def zero_stage(value: Any) -> Out:
+def zero_stage(value: Any) -> Conversion:
     """`accelerate launch --zero_stage`."""
     return deepspeed(f"zero{value}")
 
 
-def fsdp(value: Any) -> Out:
+def fsdp(value: Any) -> Conversion:
     """`fsdp` of transformers: words such as ``full_shard auto_wrap offload``, as text or as a list."""
     value = as_bool(value)
-    return Out({"_fsdp": "" if is_off(value) else value})
+    return Conversion({"_fsdp": "" if is_off(value) else value})
 
 
-def fsdp_config(value: Any) -> Out:
+def fsdp_config(value: Any) -> Conversion:
     if is_off(value):
-        return Out()
+        return Conversion()
     if isinstance(value, str | Mapping):
-        return Out({"_fsdp_config": value})
-    raise Refused(
+        return Conversion({"_fsdp_config": value})
+    raise UnsupportedValue(
         "expected a mapping, or the path of a JSON file",
         "write fsdp_config: {reshard_after_forward: true}",
     )
 
 
-def fsdp_version(value: Any) -> Out:
+def fsdp_version(value: Any) -> Conversion:
     if str(value) in ("1", "2"):
-        return Out({"_fsdp_version": int(value)})
-    raise Refused(
+        return Conversion({"_fsdp_version": int(value)})
+    raise UnsupportedValue(
         f"`{value}` is not a version of FSDP",
         "use 2; Paceline shards with torch's `fully_shard` (FSDP2) either way",
     )
@@ -83,7 +92,7 @@ def fsdp_version(value: Any) -> Out:
 
 def fsdp_setting(name: str) -> Convert:
     """A setting of FSDP that is written as a key of its own: as if it were in `fsdp_config`."""
-    return lambda value: Out({"_fsdp_setting": {name: value}})
+    return lambda value: Conversion({"_fsdp_setting": {name: value}})
 
 
 _NO_STRATEGY = {
@@ -96,27 +105,27 @@ _NO_STRATEGY = {
 }
 
 
-def distributed_type(value: Any) -> Out:
+def distributed_type(value: Any) -> Conversion:
     """Accelerate's `distributed_type`."""
     name = (
         str(value).removeprefix("DistributedType.").upper() if not isinstance(value, bool) else "NO"
     )
     if name in _NO_STRATEGY:
-        raise Refused(_NO_STRATEGY[name], "remove it, and set `parallel.mode`")
+        raise UnsupportedValue(_NO_STRATEGY[name], "remove it, and set `parallel.mode`")
     if name in ("DEEPSPEED", "FSDP", "TP", "NO") or name.startswith("MULTI_"):
         sets: dict[str, Any] = {"_distributed_type": name}
-        return Out({**sets, "parallel.device": "cpu"} if name == "MULTI_CPU" else sets)
-    raise Refused(
+        return Conversion({**sets, "parallel.device": "cpu"} if name == "MULTI_CPU" else sets)
+    raise UnsupportedValue(
         f"`{value}` is not a distributed type of Accelerate that Paceline knows",
         "use MULTI_GPU, FSDP, DEEPSPEED or NO",
     )
 
 
-def num_processes(value: Any) -> Out:
+def num_processes(value: Any) -> Conversion:
     """The number of ranks on all hosts together."""
     if value in ("gpu", "auto", -1):
-        return Out({"parallel.num_gpus": "auto"})
-    return Out({"_num_processes": value})
+        return Conversion({"parallel.num_gpus": "auto"})
+    return Conversion({"_num_processes": value})
 
 
 # -- sizes
@@ -126,11 +135,13 @@ def num_processes(value: Any) -> Out:
 def size(target: str) -> Convert:
     """The size of an axis. 1 sets nothing, and neither does -1 (what the other axes leave)."""
 
-    def convert(value: Any) -> Out:
+    def convert(value: Any) -> Conversion:
         if value == 1 and not isinstance(value, bool):
             return info("1 is the default")
         return (
-            info("it follows from the number of ranks") if _no_axis(value) else Out({target: value})
+            info("it follows from the number of ranks")
+            if _no_axis(value)
+            else Conversion({target: value})
         )
 
     return convert
@@ -143,7 +154,7 @@ def _no_axis(value: Any) -> bool:
 def context(what: str = "context parallelism") -> Convert:
     """The size of an axis that Paceline does not have: 1 means nothing, more is refused."""
 
-    def convert(value: Any) -> Out:
+    def convert(value: Any) -> Conversion:
         if is_off(value) or _no_axis(value):
             return info("1 is the default")
         why = (
@@ -156,27 +167,27 @@ def context(what: str = "context parallelism") -> Convert:
             if what == "context parallelism"
             else "remove it; `parallel.mode: zero3` shards the experts too"
         )
-        raise Refused(f"{what} is not supported: {why}", fix)
+        raise UnsupportedValue(f"{what} is not supported: {why}", fix)
 
     return convert
 
 
-def autotp(value: Any) -> Out:
+def autotp(value: Any) -> Conversion:
     """ms-swift's `deepspeed_autotp_size`."""
     if is_off(value) or _no_axis(value):
         return info("1 is the default")
-    raise Refused(
+    raise UnsupportedValue(
         "tensor parallelism inside DeepSpeed is not supported",
         f"remove it and `deepspeed`, and set `parallel: {{mode: hybrid, tensor: {value}, shard:"
         " ...}`",
     )
 
 
-def hpz(value: Any) -> Out:
+def hpz(value: Any) -> Conversion:
     """ms-swift's `zero_hpz_partition_size` (ZeRO++)."""
     if is_off(value) or _no_axis(value):
         return info("1 is the default")
-    raise Refused(
+    raise UnsupportedValue(
         "ZeRO++'s secondary partition is not supported",
         "remove it; for shards within each host set `parallel.mode: zero3` and `parallel.data` to"
         " the number of hosts",
@@ -208,17 +219,17 @@ def _sizes(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         elif one is not None:
             try:
                 sets.update(_SIZES[name](one).sets)
-            except Refused as refused:
-                raise Refused(f"`{key}: {one}`: {refused.why}", refused.fix) from None
+            except UnsupportedValue as refused:
+                raise UnsupportedValue(f"`{key}: {one}`: {refused.why}", refused.fix) from None
     return sets, rest
 
 
-def parallelism_config(value: Any) -> Out:
+def parallelism_config(value: Any) -> Conversion:
     """Accelerate's `parallelism_config`, also as `TrainingArguments` take it."""
     if is_off(value):
-        return Out()
+        return Conversion()
     if not isinstance(value, Mapping):
-        raise Refused(
+        raise UnsupportedValue(
             "expected a mapping", "write parallelism_config: {tp_size: 2}, or parallel.tensor: 2"
         )
     sets, rest = _sizes(value)
@@ -226,26 +237,28 @@ def parallelism_config(value: Any) -> Out:
         key for key in rest if not key.removeprefix("parallelism_config_").startswith(_SIZE_DETAILS)
     ]
     if unknown:
-        raise Refused(f"there is no key `{unknown[0]}` in it", f"use {', '.join(list(_SIZES)[:4])}")
+        raise UnsupportedValue(
+            f"there is no key `{unknown[0]}` in it", f"use {', '.join(list(_SIZES)[:4])}"
+        )
     if sets:
-        return Out(sets)
+        return Conversion(sets)
     return info("all sizes in it are 1")
 
 
-def dist_config(value: Any) -> Out:
+def dist_config(value: Any) -> Conversion:
     """LLaMA-Factory v1's `dist_config`: ``{name: fsdp2 | deepspeed, ...}``."""
     if is_off(value):
-        return Out()
+        return Conversion()
     if not isinstance(value, Mapping) or "name" not in value:
-        raise Refused("expected a mapping with `name`", "write dist_config: {name: fsdp2}")
+        raise UnsupportedValue("expected a mapping with `name`", "write dist_config: {name: fsdp2}")
     name = str(value["name"]).lower()
     sets, rest = _sizes(value)
     if name == "deepspeed":
-        return Out({**sets, "_deepspeed": value.get("config_file") or True})
+        return Conversion({**sets, "_deepspeed": value.get("config_file") or True})
     if name == "ddp":
-        return Out({**sets, "parallel.mode": "ddp"})
+        return Conversion({**sets, "parallel.mode": "ddp"})
     if not name.startswith("fsdp"):
-        raise Refused(
+        raise UnsupportedValue(
             f"`{value['name']}` is not a strategy that Paceline knows",
             "use fsdp2, deepspeed or ddp",
         )
@@ -257,17 +270,17 @@ def dist_config(value: Any) -> Out:
         "activation_checkpointing",
     )
     config = {key: value[key] for key in kept if key in rest and value[key] is not None}
-    return Out({**sets, "_fsdp": "full_shard", "_fsdp_config": config})
+    return Conversion({**sets, "_fsdp": "full_shard", "_fsdp_config": config})
 
 
-def tp_config(value: Any) -> Out:
+def tp_config(value: Any) -> Conversion:
     """Accelerate's `tp_config`."""
     if is_off(value):
-        return Out()
+        return Conversion()
     if not isinstance(value, Mapping):
-        raise Refused("expected a mapping", "write tp_config: {tp_size: 2}")
+        raise UnsupportedValue("expected a mapping", "write tp_config: {tp_size: 2}")
     return size("parallel.tensor")(value.get("tp_size", 1))
 
 
-def ddp(value: Any) -> Out:
-    return Out({"parallel.mode": "ddp"}) if as_bool(value) is True else Out()
+def ddp(value: Any) -> Conversion:
+    return Conversion({"parallel.mode": "ddp"}) if as_bool(value) is True else Conversion()

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.compat.conversion import Out, Refused, as_bool, is_off
-from paceline.config.compat.merge import RESET, Assigned, Merge
-from paceline.config.entries import OVERRIDE, Entry, Problem, short
+from paceline.config.compat.conversion import Conversion, UnsupportedValue, as_bool, is_off
+from paceline.config.compat.merge import RESET, Assignment, Merge
+from paceline.config.entries import OVERRIDE, ConfigEntry, Problem, short
 
 TARGET = "train_args.precision"
 #: Pseudo-targets: keys that take part in the decision, each with its own precedence.
@@ -36,47 +36,51 @@ def _mixed(value: Any) -> str | None:
     return None
 
 
-def precision(value: Any) -> Out:
+def precision(value: Any) -> Conversion:
     """``train_args.precision``, which also takes PyTorch Lightning's spellings."""
     result = None if isinstance(value, bool) else _mixed(value)
     if result is not None:
-        return Out({TARGET: result})
+        return Conversion({TARGET: result})
     name = str(value).lower()
     if name in ("bf16-true", "16-true", "fp16-true"):
-        raise Refused(f"`{name}` (trained weights in half precision) is not supported", _ALLOWED)
+        raise UnsupportedValue(
+            f"`{name}` (trained weights in half precision) is not supported", _ALLOWED
+        )
     if (
         name in ("64", "64-true", "transformer-engine", "transformer-engine-float16")
         or "fp8" in name
     ):
-        raise Refused(f"`{name}` is not a precision that Paceline trains in", _ALLOWED)
-    return Out({TARGET: value})  # the schema lists what it takes
+        raise UnsupportedValue(f"`{name}` is not a precision that Paceline trains in", _ALLOWED)
+    return Conversion({TARGET: value})  # the schema lists what it takes
 
 
-def dtype(value: Any) -> Out:
+def dtype(value: Any) -> Conversion:
     """``torch_dtype`` and its other names: the type that a tool loads the model in."""
     result = _mixed(value)
     if result is None:
-        raise Refused(f"`{value}` is not a precision", "use auto, bfloat16, float16 or float32")
-    return Out({DTYPE: result})
+        raise UnsupportedValue(
+            f"`{value}` is not a precision", "use auto, bfloat16, float16 or float32"
+        )
+    return Conversion({DTYPE: result})
 
 
-def mixed_precision(value: Any) -> Out:
+def mixed_precision(value: Any) -> Conversion:
     """Accelerate's ``mixed_precision``: ``no``, ``fp16``, ``bf16``, ``fp8``."""
     if is_off(value):
-        return Out({MIXED: "32"})
+        return Conversion({MIXED: "32"})
     result = _mixed(value)
     if result is None:
-        raise Refused(
+        raise UnsupportedValue(
             f"`{value}` is not a precision that Paceline trains in", "use no, fp16 or bf16"
         )
-    return Out({MIXED: result})
+    return Conversion({MIXED: result})
 
 
-def bf16(value: Any) -> Out:
-    return Out({BF16: True if value == "full" else _flag(value)})
+def bf16(value: Any) -> Conversion:
+    return Conversion({BF16: True if value == "full" else _flag(value)})
 
 
-def pure_bf16(value: Any) -> Out:
+def pure_bf16(value: Any) -> Conversion:
     """Trained weights in bfloat16, which is not supported yet."""
     flag = _flag(value)
     says = (
@@ -89,11 +93,11 @@ def pure_bf16(value: Any) -> Out:
         if flag is True
         else ()
     )
-    return Out({BF16: flag}, says=says)
+    return Conversion({BF16: flag}, says=says)
 
 
-def fp16(value: Any) -> Out:
-    return Out({FP16: _flag(value)})
+def fp16(value: Any) -> Conversion:
+    return Conversion({FP16: _flag(value)})
 
 
 def _flag(value: Any) -> bool | str:
@@ -102,7 +106,7 @@ def _flag(value: Any) -> bool | str:
     words = {"1": True, "yes": True, "on": True, "0": False, "no": False, "off": False}
     result = words.get(str(value).lower(), as_bool(value))
     if not isinstance(result, bool):
-        raise Refused(
+        raise UnsupportedValue(
             f"expected true, false or auto, got {short(value)}",
             "set `train_args.precision` instead: " + _ALLOWED[4:],
         )
@@ -118,7 +122,7 @@ class _Claim:
     """A key that asks for a precision. ``firm``: it prevails over the other claims of its layer."""
 
     value: Any
-    by: Assigned
+    by: Assignment
     firm: bool
 
     @property
@@ -159,14 +163,14 @@ def settle_precision(merge: Merge) -> None:
     ):
         chosen = _Claim("32", off[BF16], firm=False)
     if chosen is not None:
-        merge.winners[TARGET] = Assigned(TARGET, chosen.value, chosen.by.entry)
+        merge.winners[TARGET] = Assignment(TARGET, chosen.value, chosen.by.entry)
     elif native is not None:
         merge.winners[TARGET] = native
     _report(merge, keys, chosen)
     merge.drop_overridden_problems()
 
 
-def _claim(item: tuple[str, Assigned]) -> _Claim | None:
+def _claim(item: tuple[str, Assignment]) -> _Claim | None:
     name, by = item
     value = by.value
     if name in (BF16, FP16):
@@ -177,7 +181,7 @@ def _claim(item: tuple[str, Assigned]) -> _Claim | None:
     return _Claim(value, by, firm)
 
 
-def _turned_off(claim: _Claim, off: dict[str, Assigned]) -> bool:
+def _turned_off(claim: _Claim, off: dict[str, Assignment]) -> bool:
     """True if a later layer has ``bf16: false`` for a claim of bf16, or ``fp16: false`` for one of
     fp16."""
     flag = off.get({"bf16-mixed": BF16, "fp16-mixed": FP16}.get(str(claim.value), ""))
@@ -195,7 +199,7 @@ def _choose(merge: Merge, claims: list[_Claim]) -> _Claim | None:
     return (firm or [claim for claim in top if claim.value == "auto"] or top)[0]
 
 
-def _contradicted(merge: Merge, chosen: _Claim, off: dict[str, Assigned]) -> bool:
+def _contradicted(merge: Merge, chosen: _Claim, off: dict[str, Assignment]) -> bool:
     flag = off.get({"bf16-mixed": BF16, "fp16-mixed": FP16}.get(str(chosen.value), ""))
     if flag is None or chosen.by.target == DTYPE or flag.entry.layer != chosen.layer:
         return False
@@ -203,14 +207,14 @@ def _contradicted(merge: Merge, chosen: _Claim, off: dict[str, Assigned]) -> boo
     return True
 
 
-def _problem(merge: Merge, first: Assigned, second: Assigned) -> None:
+def _problem(merge: Merge, first: Assignment, second: Assignment) -> None:
     pair = sorted((first.entry, second.entry), key=lambda entry: entry.line or 0)
     shown = " and ".join(f"{entry.shown()} ({entry.place()})" for entry in pair)
     what = f"{shown} disagree: both set `{TARGET}`; choose one"
     merge.problems.append(Problem(what, pair[1], fix="keep one of the two", target=TARGET))
 
 
-def _report(merge: Merge, keys: dict[str, Assigned | None], chosen: _Claim | None) -> None:
+def _report(merge: Merge, keys: dict[str, Assignment | None], chosen: _Claim | None) -> None:
     """Say of each key what it was read as; nothing of a flag that is false and decides nothing."""
     for line in list(merge.lines):
         targets = {one.target for one in line.assigned} & {TARGET, MIXED, DTYPE, BF16, FP16}
@@ -237,7 +241,7 @@ def _report(merge: Merge, keys: dict[str, Assigned | None], chosen: _Claim | Non
             line.settled.append(("info", f"gives way to {chosen.by.entry.shown()}"))
 
 
-def _winner(keys: dict[str, Assigned | None], mine: Assigned) -> Entry:
+def _winner(keys: dict[str, Assignment | None], mine: Assignment) -> ConfigEntry:
     """The entry that decides about the key of ``mine``: another spelling of it, or an override that
     resets the setting."""
     reset, same = keys[TARGET], keys[mine.target]

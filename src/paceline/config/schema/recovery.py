@@ -9,7 +9,7 @@ from pydantic import Field
 from paceline.config.schema.base import Section
 
 
-class Recovery(Section):
+class RecoveryConfig(Section):
     """What a run does when a rank, a host, a link, a disk or a number fails."""
 
     max_restarts: int = Field(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.schema.recommend import Recommend
+from paceline.config.schema.tasks import Recommend
 from paceline.core.errors import ConfigError, nearest
 from paceline.data.cache import fingerprint
 from paceline.data.clicks.log import ClickLog, stored, stored_meta

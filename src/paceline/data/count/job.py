@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import RunError
 from paceline.data.count.runs import Row, Spills, decoded, lines, merged, rows
-from paceline.data.count.shards import Errors, Reading, Seen, Shard, plan_shards, texts
+from paceline.data.count.shards import Errors, ReadOptions, ScanStats, TextShard, plan_shards, texts
 
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
@@ -40,7 +40,7 @@ _PIECE_CHARS = 1 << 18
 
 
 @dataclass(frozen=True)
-class Job:
+class CountSpec:
     """What is counted. Picklable: it is sent to every rank.
 
     Args:
@@ -67,11 +67,13 @@ class Job:
     keep_table: bool = False
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> ReadOptions:
         # The words of a chunk are up to 25 times its bytes as Python objects: the chunk is small
         # beside the table.
         chunk = min(_MOST_CHUNK_BYTES, self.memory_bytes // 64)
-        return Reading(self.by == "tokens", self.field, self.errors, chunk, self.memory_bytes // 8)
+        return ReadOptions(
+            self.by == "tokens", self.field, self.errors, chunk, self.memory_bytes // 8
+        )
 
     @property
     def table_bytes(self) -> int:
@@ -81,7 +83,7 @@ class Job:
 
 
 @dataclass
-class Found:
+class CountResult:
     """What one rank, or one engine, has found. ``top``: (word, count), most frequent first, then by
     word."""
 
@@ -97,13 +99,13 @@ class Found:
 
 
 @dataclass
-class MapSeen(Seen):
-    """As :class:`Seen`, with the tables given out because they were full."""
+class MapSeen(ScanStats):
+    """As :class:`ScanStats`, with the tables given out because they were full."""
 
     full: int = 0
 
 
-def count_rank(world: Communicator, job: Job) -> Found:
+def count_rank(world: Communicator, job: CountSpec) -> CountResult:
     """This rank's part of the work; every rank calls it. The words of a rank are those whose hash
     names it.
 
@@ -126,7 +128,7 @@ def count_rank(world: Communicator, job: Job) -> Found:
         raise
 
 
-def _count(world: Communicator, job: Job) -> Found:
+def _count(world: Communicator, job: CountSpec) -> CountResult:
     from paceline.data.count.shuffle import shuffle
 
     folder = job.folder / f"rank-{world.rank:03d}"
@@ -155,7 +157,7 @@ def _count(world: Communicator, job: Job) -> Found:
     return found
 
 
-def tables(shards: list[Shard], job: Job, seen: MapSeen) -> Iterator[dict[str, int]]:
+def tables(shards: list[TextShard], job: CountSpec, seen: MapSeen) -> Iterator[dict[str, int]]:
     """The map: counts of the shards' words, a new table each time ``job.table_bytes`` are full. A
     word may be in several."""
     split = _Tokens(job.tokenizer) if job.by == "tokens" and job.tokenizer is not None else _Words()
@@ -230,10 +232,10 @@ class _Tokens:
         )
 
 
-def reduce(streams: list[Iterator[Row]], job: Job, path: Path) -> Found:
+def reduce(streams: list[Iterator[Row]], job: CountSpec, path: Path) -> CountResult:
     """Add up sorted streams: the figures, and with ``job.keep_table`` the table itself at ``path``,
     sorted by word."""
-    found = Found()
+    found = CountResult()
     heap: list[tuple[int, int, bytes]] = []
 
     def counted() -> Iterator[Row]:
@@ -260,12 +262,12 @@ def reduce(streams: list[Iterator[Row]], job: Job, path: Path) -> Found:
     return found
 
 
-def combined(parts: list[Found], top: int) -> Found:
+def combined(parts: list[CountResult], top: int) -> CountResult:
     """The figures of all ranks as one: their words are disjoint."""
     best = sorted((one for part in parts for one in part.top), key=lambda one: (-one[1], one[0]))[
         :top
     ]
-    whole = Found(top=best)
+    whole = CountResult(top=best)
     for name in ("total", "distinct", "spills", "spilled_bytes", "shuffled_bytes", "replaced"):
         setattr(whole, name, sum(getattr(part, name) for part in parts))
     whole.seconds = {name: max(part.seconds[name] for part in parts) for name in parts[0].seconds}

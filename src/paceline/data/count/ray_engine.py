@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, PacelineError, RunError
-from paceline.data.count.job import Found, Job, MapSeen, tables, write_table
+from paceline.data.count.job import CountResult, CountSpec, MapSeen, tables, write_table
 from paceline.data.count.runs import Row, decoded, encoded
-from paceline.data.count.shards import Shard, plan_shards
+from paceline.data.count.shards import TextShard, plan_shards
 
 _SHARD_BYTES = 64 << 20
 _STORE_BYTES = 128 << 20
@@ -50,7 +50,7 @@ def check_ray() -> None:
         )
 
 
-def count_on_ray(job: Job, num_cpus: int, output: Path | None) -> Found:
+def count_on_ray(job: CountSpec, num_cpus: int, output: Path | None) -> CountResult:
     """Count on Ray Data: on the cluster that RAY_ADDRESS names, else on ``num_cpus`` processes of
     this machine. The table goes to ``output``, where one is given.
 
@@ -60,7 +60,7 @@ def count_on_ray(job: Job, num_cpus: int, output: Path | None) -> Found:
     # Ray writes to its log as it starts; what a person sees is ours to say.
     with _environment(_QUIET), _cluster(num_cpus) as ray:
         started = time.perf_counter()
-        found, words = Found(), _dataset(ray, job, num_cpus, output is not None)
+        found, words = CountResult(), _dataset(ray, job, num_cpus, output is not None)
         try:
             stream = _figures(words, found, job.top)
             if output is not None:
@@ -77,7 +77,7 @@ def count_on_ray(job: Job, num_cpus: int, output: Path | None) -> Found:
     return found
 
 
-def _dataset(ray: Any, job: Job, num_cpus: int, is_sorted: bool) -> Any:
+def _dataset(ray: Any, job: CountSpec, num_cpus: int, is_sorted: bool) -> Any:
     total = sum(size for _, size in job.files)
     shares = plan_shards(list(job.files), max(num_cpus, -(-total // _SHARD_BYTES)))
     items = [
@@ -94,13 +94,13 @@ def _dataset(ray: Any, job: Job, num_cpus: int, is_sorted: bool) -> Any:
     return words.sort("word") if is_sorted else words
 
 
-def map_shards(batch: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
+def map_shards(batch: dict[str, Any], job: CountSpec) -> Iterator[dict[str, Any]]:
     """The map task: batches of ``word`` and ``count`` of the shards in ``batch``."""
     import numpy as np
 
     seen = MapSeen()
     shards = [
-        Shard(Path(path), int(start), int(stop), bool(whole))
+        TextShard(Path(path), int(start), int(stop), bool(whole))
         for path, start, stop, whole in zip(
             batch["path"], batch["start"], batch["stop"], batch["whole"], strict=True
         )
@@ -125,7 +125,7 @@ def map_shards(batch: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
     }
 
 
-def _figures(words: Any, found: Found, top: int) -> Iterator[Row]:
+def _figures(words: Any, found: CountResult, top: int) -> Iterator[Row]:
     """The rows of the result, in its order; ``found`` is filled on the way."""
     heap: list[tuple[int, _Later]] = []
     for batch in words.iter_batches(batch_size=_BATCH_ROWS, batch_format="pyarrow"):
@@ -156,7 +156,7 @@ class _Later(bytes):
         return bytes.__lt__(self, other)
 
 
-def _take_note(key: bytes, count: int, found: Found) -> None:
+def _take_note(key: bytes, count: int, found: CountResult) -> None:
     if key.startswith(_ERROR):
         is_config, what, allowed, fix = json.loads(key.removeprefix(_ERROR))
         raise (ConfigError if is_config else RunError)(what, allowed=allowed, fix=fix)

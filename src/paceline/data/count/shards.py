@@ -24,7 +24,7 @@ Errors = Literal["strict", "replace"]
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How bytes become texts.
 
     Args:
@@ -48,7 +48,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TextShard:
     """Bytes [start, stop) of a file, as planned: what is read begins and ends at the next edge.
     ``whole``: a compressed file, which can only be read from its beginning."""
 
@@ -59,7 +59,7 @@ class Shard:
 
 
 @dataclass
-class Seen:
+class ScanStats:
     """What a rank met while it read: ``size_bytes`` of text and the ``replaced`` stretches that
     were not UTF-8."""
 
@@ -67,21 +67,21 @@ class Seen:
     replaced: int = 0
 
 
-def plan_shards(files: list[tuple[Path, int]], num_shards: int) -> list[list[Shard]]:
+def plan_shards(files: list[tuple[Path, int]], num_shards: int) -> list[list[TextShard]]:
     """Equal shares of the bytes of ``files`` (path, size), one list of shards a share. A compressed
     file goes to the share in which it begins."""
     total = sum(size for _, size in files)
     edges = [total * number // num_shards for number in range(num_shards + 1)]
-    shares: list[list[Shard]] = [[] for _ in range(num_shards)]
+    shares: list[list[TextShard]] = [[] for _ in range(num_shards)]
     offset = 0
     for path, size in files:
         for number, share in enumerate(shares):
             low, high = edges[number] - offset, edges[number + 1] - offset
             if is_compressed(path):
                 if size and low <= 0 < high:
-                    share.append(Shard(path, 0, size, whole=True))
+                    share.append(TextShard(path, 0, size, whole=True))
             elif max(low, 0) < min(high, size):
-                share.append(Shard(path, max(low, 0), min(high, size)))
+                share.append(TextShard(path, max(low, 0), min(high, size)))
         offset += size
     return shares
 
@@ -98,7 +98,7 @@ def white_space() -> re.Pattern[bytes]:
     return re.compile(b"|".join(re.escape(one) for one in forms))
 
 
-def next_edge(handle: IO[bytes], at: int, size: int, reading: Reading) -> int:
+def next_edge(handle: IO[bytes], at: int, size: int, reading: ReadOptions) -> int:
     """The first place at or after byte ``at`` where the text may be cut. Both neighbours of a shard
     find the same.
 
@@ -127,7 +127,7 @@ def next_edge(handle: IO[bytes], at: int, size: int, reading: Reading) -> int:
     return size
 
 
-def texts(shard: Shard, reading: Reading, seen: Seen) -> Iterator[str]:
+def texts(shard: TextShard, reading: ReadOptions, seen: ScanStats) -> Iterator[str]:
     """The texts of a shard; none of them ends within a word, nor within a line with ``lines``. With
     a field one text a row.
 
@@ -144,7 +144,7 @@ def texts(shard: Shard, reading: Reading, seen: Seen) -> Iterator[str]:
             yield from _rows(chunk, shard.path, offset, reading, seen)
 
 
-def _chunks(shard: Shard, reading: Reading) -> Iterator[tuple[int, bytes]]:
+def _chunks(shard: TextShard, reading: ReadOptions) -> Iterator[tuple[int, bytes]]:
     """(place in the file, bytes), each cut at an edge."""
     if shard.whole:
         try:
@@ -167,7 +167,7 @@ def _chunks(shard: Shard, reading: Reading) -> Iterator[tuple[int, bytes]]:
 
 
 def _cut(
-    stream: IO[bytes], at: int, stop: int | None, path: Path, reading: Reading
+    stream: IO[bytes], at: int, stop: int | None, path: Path, reading: ReadOptions
 ) -> Iterator[tuple[int, bytes]]:
     held: list[bytes] = []
     begin = at  # where what is held begins
@@ -194,7 +194,7 @@ def _cut(
         yield begin, b"".join(held)
 
 
-def _last_edge(block: bytes, reading: Reading) -> int:
+def _last_edge(block: bytes, reading: ReadOptions) -> int:
     if reading.at_line_ends:
         return block.rfind(b"\n") + 1 or -1
     found = max(block.rfind(b" "), block.rfind(b"\n"))
@@ -203,7 +203,7 @@ def _last_edge(block: bytes, reading: Reading) -> int:
     return found
 
 
-def _decoded(raw: bytes, path: Path, offset: int, reading: Reading, seen: Seen) -> str:
+def _decoded(raw: bytes, path: Path, offset: int, reading: ReadOptions, seen: ScanStats) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -222,7 +222,9 @@ def _decoded(raw: bytes, path: Path, offset: int, reading: Reading, seen: Seen) 
         return text
 
 
-def _rows(chunk: bytes, path: Path, offset: int, reading: Reading, seen: Seen) -> Iterator[str]:
+def _rows(
+    chunk: bytes, path: Path, offset: int, reading: ReadOptions, seen: ScanStats
+) -> Iterator[str]:
     for raw in chunk.split(b"\n"):
         line = raw.removeprefix(_BOM) if offset == 0 else raw
         if line.strip():
@@ -255,7 +257,7 @@ def _field_of(line: str, path: Path, offset: int, name: str) -> str:
     return str(row[name])
 
 
-def _too_long(path: str, at: int, reading: Reading) -> RunError:
+def _too_long(path: str, at: int, reading: ReadOptions) -> RunError:
     what = "line" if reading.at_line_ends else "stretch without white space"
     return RunError(
         f"`{path}` has a {what} of more than {human_bytes(reading.longest_bytes)} around offset"

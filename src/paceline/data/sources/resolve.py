@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.schema import Config, DatasetSource
+from paceline.config.schema import Config
+from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import ConfigError, nearest
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub, modelscope
@@ -55,7 +56,7 @@ Notice = tuple[str, str]
 
 
 @dataclass
-class OpenSource:
+class ResolvedSource:
     """One source whose place is known; reading it yields rows.
 
     Args:
@@ -168,7 +169,7 @@ def _share(sizes: list[int], number: int, inside: Position) -> Callable[[], floa
 
 
 def rows_of_block(block: LineBlock) -> Iterator[tuple[Place, Any]]:
-    """(place, row) of the lines in a block, as :meth:`OpenSource.rows` gives them.
+    """(place, row) of the lines in a block, as :meth:`ResolvedSource.rows` gives them.
 
     Raises:
         ConfigError: a broken line.
@@ -178,7 +179,7 @@ def rows_of_block(block: LineBlock) -> Iterator[tuple[Place, Any]]:
         yield f"line {number} of {path}", row
 
 
-def open_source(given: DatasetSource) -> OpenSource:
+def open_source(given: DatasetSource) -> ResolvedSource:
     """Find what ``given`` names. Reads no rows.
 
     Raises:
@@ -197,21 +198,23 @@ def open_source(given: DatasetSource) -> OpenSource:
                 f"`{given.path}` asks for no rows", allowed="`path#N` with N of 1 or more"
             )
     if name.startswith("builtin:"):
-        return OpenSource(given, files=[builtin_dataset(name.removeprefix("builtin:"))], take=take)
+        return ResolvedSource(
+            given, files=[builtin_dataset(name.removeprefix("builtin:"))], take=take
+        )
     if name.startswith(modelscope.PREFIX):
         path = Path(modelscope.download(name, "dataset"))
     if path.is_dir():
         files, notices = _folder_files(path, given.split)
-        return OpenSource(
+        return ResolvedSource(
             given, files=[_readable(one) for one in files], take=take, notices=notices
         )
     if path.exists():
         if not (is_table(path) or is_text(path)):
             raise unknown_kind(path)
-        return OpenSource(given, files=[_readable(path)], take=take)
+        return ResolvedSource(given, files=[_readable(path)], take=take)
     if any(sign in name for sign in "*?["):
         files, notices = _matching_files(name)
-        return OpenSource(
+        return ResolvedSource(
             given, files=[_readable(one) for one in files], take=take, notices=notices
         )
     return _elsewhere(given, name, path, take)
@@ -265,16 +268,16 @@ def _readable(path: Path) -> Path:
     return path
 
 
-def _elsewhere(given: DatasetSource, name: str, path: Path, take: int | None) -> OpenSource:
+def _elsewhere(given: DatasetSource, name: str, path: Path, take: int | None) -> ResolvedSource:
     known = find_hub_name(name)
     if known is not None:
         split = known.split if known.split and given.split == "train" else given.split
         dataset = hub.HubDataset(known.repo, given.name or known.name, split)
         notice = ("info", f"{name} is {known.repo} on the Hugging Face hub (split {split})")
-        source = OpenSource(given, hub=dataset, take=take, notices=[notice])
+        source = ResolvedSource(given, hub=dataset, take=take, notices=[notice])
     elif _HUB_ID.fullmatch(name) and not _looks_like_file(name):
         dataset = hub.HubDataset(name, given.name, given.split)
-        source = OpenSource(given, hub=dataset, take=take)
+        source = ResolvedSource(given, hub=dataset, take=take)
     else:
         raise _no_such(name, path)
     source.notices.extend(dataset.find())

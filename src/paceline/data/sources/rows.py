@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Malformed(Exception):
+class MalformedRow(Exception):
     """A row that cannot be used. It is dropped and counted under this text."""
 
 

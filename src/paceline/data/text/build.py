@@ -12,19 +12,19 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.progress import Progress
 from paceline.data.sources.readers import is_text
-from paceline.data.sources.resolve import OpenSource
+from paceline.data.sources.resolve import ResolvedSource
 from paceline.data.text.chunks import (
     NO_ANSWER,
     TOO_LONG,
-    Account,
     EncodedChunk,
+    RowCounts,
     Setup,
     chunks_of,
     converter_of,
     encoder_of,
 )
 from paceline.data.text.encode import Encoder
-from paceline.data.text.formats import FORMATS, Converter, fits_as
+from paceline.data.text.formats import FORMATS, RowConverter, fits_as
 from paceline.data.text.media import MEDIA
 from paceline.data.text.templates import AskedTemplate
 from paceline.data.text.token_dataset import TokenWriter
@@ -42,7 +42,7 @@ _COLUMNS_FIX = (
 
 def build_entry(
     folder: Path,
-    sources: list[OpenSource],
+    sources: list[ResolvedSource],
     config: Config,
     task: str,
     tokenizer_folder: Path,
@@ -94,9 +94,9 @@ def build_entry(
 class _SourceResult:
     """What became of a source's rows; the converter holds the counters."""
 
-    source: OpenSource
-    converter: Converter
-    account: Account = field(default_factory=Account)
+    source: ResolvedSource
+    converter: RowConverter
+    account: RowCounts = field(default_factory=RowCounts)
 
 
 def _write_all(
@@ -148,7 +148,7 @@ def _described(
     pad_token_id: int,
 ) -> dict[str, Any]:
     """What the entry's meta file says."""
-    total = Account()
+    total = RowCounts()
     formats: Counter[str] = Counter()
     for one in results:
         if len(results) > 1:
@@ -175,12 +175,12 @@ def _described(
     }
 
 
-def _text_bytes(sources: list[OpenSource]) -> int | None:
+def _text_bytes(sources: list[ResolvedSource]) -> int | None:
     sizes = [one.text_bytes() for one in sources]
     return None if None in sizes else sum(one for one in sizes if one is not None)
 
 
-def _workers(sources: list[OpenSource]) -> int:
+def _workers(sources: list[ResolvedSource]) -> int:
     """How many processes encode: one for each core, if there is so much to do that starting them
     pays."""
     size = _text_bytes(sources)
@@ -195,7 +195,7 @@ def _workers(sources: list[OpenSource]) -> int:
 
 # -- words
 # ----------------------------------------------------------------------------------------------------------------
-def _reasons(account: Account) -> str:
+def _reasons(account: RowCounts) -> str:
     each = (
         f"{reason}: {number:,} (first: {account.first[reason]})"
         for reason, number in account.dropped.most_common()
@@ -204,7 +204,11 @@ def _reasons(account: Account) -> str:
 
 
 def _nothing_kept(
-    source: OpenSource, converter: Converter, encoder: Encoder, account: Account, config: Config
+    source: ResolvedSource,
+    converter: RowConverter,
+    encoder: Encoder,
+    account: RowCounts,
+    config: Config,
 ) -> ConfigError:
     dropped = account.dropped
     if converter.misfits and sum(converter.misfits.values()) == sum(dropped.values()):
@@ -237,7 +241,7 @@ def _nothing_kept(
     )
 
 
-def _about_columns(source: OpenSource, converter: Converter) -> list[tuple[str, str]]:
+def _about_columns(source: ResolvedSource, converter: RowConverter) -> list[tuple[str, str]]:
     notices = []
     if len(converter.seen) > 1:
         found = ", ".join(
@@ -284,7 +288,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _about_rows(
-    account: Account, encoder: Encoder, formats: Counter[str], config: Config
+    account: RowCounts, encoder: Encoder, formats: Counter[str], config: Config
 ) -> list[tuple[str, str]]:
     limit, facts = config.train_args.max_length, encoder.facts
     pairs, answers = formats["prompt_completion"], not encoder.pretrain

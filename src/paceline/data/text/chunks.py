@@ -14,10 +14,11 @@ import numpy as np
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.sources.readers import DOCUMENT, LineBlock
-from paceline.data.sources.resolve import OpenSource, Place, rows_of_block
+from paceline.data.sources.resolve import Place, ResolvedSource, rows_of_block
+from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.encode import Encoded, Encoder
-from paceline.data.text.formats import Converter, Malformed, Sample, Unsupported
+from paceline.data.text.formats import RowConverter, Sample
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 
 TOO_LONG, NO_ANSWER = "longer than max_length", "no answer left after truncation"
@@ -25,7 +26,7 @@ _CHUNK_ROWS, _CHUNK_CHARS = 256, 2 << 20
 
 
 @dataclass
-class Account:
+class RowCounts:
     """What became of rows, and where the first of each kind of dropped row is."""
 
     read: int = 0
@@ -38,7 +39,7 @@ class Account:
     dropped: Counter[str] = field(default_factory=Counter)
     first: dict[str, Place] = field(default_factory=dict)
 
-    def add(self, other: Account) -> None:
+    def add(self, other: RowCounts) -> None:
         """Add the account of later rows."""
         for name in ("read", "kept", "truncated", "documents_cut", "lone_tokens", "excluded_turns"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -71,7 +72,7 @@ class Chunk:
         parts: rows with their places, and lines that are parsed where the chunk is encoded.
         num_rows: rows and lines, blank ones included.
         num_chars: about how much text they hold.
-        size_bytes: about what share of :meth:`OpenSource.text_bytes` they are, in bytes.
+        size_bytes: about what share of :meth:`ResolvedSource.text_bytes` they are, in bytes.
     """
 
     source: int
@@ -121,7 +122,7 @@ class EncodedChunk:
         tokens, mask: int32 and bool values as bytes.
         lengths, label_counts: of each sample, as in
             :class:`paceline.data.text.token_dataset.TokenDataset`.
-        converted: the counters of the :class:`Converter`, by name.
+        converted: the counters of the :class:`RowConverter`, by name.
         facts, refusals: those of the :class:`Encoder`.
     """
 
@@ -131,7 +132,7 @@ class EncodedChunk:
     mask: bytes
     lengths: list[int]
     label_counts: list[int]
-    account: Account
+    account: RowCounts
     converted: dict[str, Counter[Any]]
     facts: Counter[str]
     refusals: Counter[str]
@@ -176,10 +177,10 @@ def encoder_of(
     )
 
 
-def converter_of(source: OpenSource, encoder: Encoder, config: Config) -> Converter:
+def converter_of(source: ResolvedSource, encoder: Encoder, config: Config) -> RowConverter:
     """What turns the rows of ``source`` into samples for ``encoder``."""
     given = source.given
-    return Converter(
+    return RowConverter(
         source.label, given.format, given.columns, config.system, encoder.pretrain,
         ignore_columns=given.ignore_columns, roles=given.roles, template=encoder.template,
     )  # fmt: skip
@@ -194,7 +195,7 @@ def refusal(error: Unsupported, place: Place) -> ConfigError:
 COUNTERS = ("seen", "unused", "misfits", "ignored", "binary_labels")
 
 
-def chunks_of(number: int, source: OpenSource, seed: int) -> Iterator[Chunk]:
+def chunks_of(number: int, source: ResolvedSource, seed: int) -> Iterator[Chunk]:
     """Cut the rows of a source into chunks. Lines of JSON stay as they are in the file, to be
     parsed where they are encoded."""
     chunk, total, done = Chunk(number), source.text_bytes() or 0, 0
@@ -223,7 +224,7 @@ class ChunkEncoder:
             )
             encoder = encoder_of(config, setup.task, tokenizer, setup.template, setup.for_tools)
         self.config, self.encoder = config, encoder
-        self.sources = [OpenSource(given) for given in setup.sources]
+        self.sources = [ResolvedSource(given) for given in setup.sources]
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         converter = converter_of(self.sources[chunk.source], self.encoder, self.config)
@@ -236,7 +237,7 @@ class ChunkEncoder:
             try:
                 converted.append(converter(row))
                 places.append(place)
-            except Malformed as reason:
+            except MalformedRow as reason:
                 samples.account.drop(str(reason), place)
             except Unsupported as error:
                 raise refusal(error, place) from None
@@ -264,7 +265,7 @@ class _Samples:
             config.train_args.max_length,
             config.train_args.overlong == "drop",
         )
-        self.account = Account()
+        self.account = RowCounts()
         self.tokens: list[bytes] = []
         self.mask: list[bytes] = []
         self.lengths: list[int] = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config.chat_roles import STANDARD_ROLES
 from paceline.core.errors import ConfigError, nearest
 from paceline.data.sources.readers import DOCUMENT
-from paceline.data.sources.rows import Malformed, Unsupported, holds_nothing, is_missing
+from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing, is_missing
 from paceline.data.text.media import MEDIA, check_column, check_text
 from paceline.data.text.messages import Chat, Message, MessageReader, template_lacks
 from paceline.data.text.preference import (
@@ -26,18 +26,6 @@ from paceline.data.text.tool_calls import read_tools
 
 if TYPE_CHECKING:
     from paceline.data.text.chat_template import ChatTemplate
-
-__all__ = [
-    "FORMATS",
-    "Converter",
-    "Malformed",
-    "Message",
-    "Sample",
-    "Unsupported",
-    "as_chat",
-    "find_format",
-    "fits_as",
-]
 
 
 @dataclass
@@ -138,7 +126,7 @@ class _Watched:
 
 
 @dataclass
-class Converter:
+class RowConverter:
     """Turns rows of one source into samples.
 
     Args:
@@ -208,11 +196,11 @@ class Converter:
         """One row's sample.
 
         Raises:
-            Malformed: the row cannot be used.
+            MalformedRow: the row cannot be used.
             Unsupported: the dataset must be refused: it asks for another kind of training.
         """
         if not isinstance(row, dict):
-            raise Malformed("not an object with columns")
+            raise MalformedRow("not an object with columns")
         if DOCUMENT in row:
             self.seen["text"] += 1
             return Sample(text=row[DOCUMENT], is_document=True)
@@ -225,7 +213,7 @@ class Converter:
             kind = find_format(row, self.pretrain) if self.named == "auto" else None
         if kind is None:
             self.misfits[tuple(map(str, row))] += 1
-            raise Malformed(
+            raise MalformedRow(
                 "columns fit no format"
                 if self.named == "auto"
                 else f"columns do not fit `{self.named}`"
@@ -419,15 +407,15 @@ class Converter:
         if not self._supports("reasoning_content"):
             raise template_lacks("reasoning_content")
         if not isinstance(thoughts, str):
-            raise Malformed("reasoning_content is not text")
+            raise MalformedRow("reasoning_content is not text")
         chat.messages[-1]["reasoning_content"] = chat.messages[-1]["thinking"] = thoughts
 
     def _turns(self, row: dict[str, Any], key: str) -> Chat:
         turns = _unpacked(row[key])
         if is_missing(turns):
-            raise Malformed("no messages")
+            raise MalformedRow("no messages")
         if not isinstance(turns, list):
-            raise Malformed("messages are no list")
+            raise MalformedRow("messages are no list")
         return self._read(turns)
 
     def _chat(self, chat: Chat, row: dict[str, Any]) -> Sample:
@@ -436,13 +424,13 @@ class Converter:
             (index for index, one in enumerate(messages) if one["role"] == "assistant"), default=-1
         )
         if last < 0:
-            raise Malformed("no assistant turn")
+            raise MalformedRow("no assistant turn")
         used = messages[: last + 1]
         for one in used:
             if not one["content"].strip() and (
                 one["role"] == "user" or (one["role"] == "assistant" and "tool_calls" not in one)
             ):
-                raise Malformed("empty answer" if one["role"] == "assistant" else "empty prompt")
+                raise MalformedRow("empty answer" if one["role"] == "assistant" else "empty prompt")
         if chat.off and self.pretrain:
             raise Unsupported(
                 "the messages switch the loss of some turns off, and `task: pretrain` trains on"
@@ -498,7 +486,7 @@ def _alpaca(row: dict[str, Any]) -> list[Message]:
     answer = _text(row, _ANSWER, "answer")
     question = "\n".join(one for one in (instruction, more) if one.strip())
     if not question:
-        raise Malformed("empty prompt")
+        raise MalformedRow("empty prompt")
     return [
         *_history(row),
         {"role": "user", "content": question},
@@ -514,7 +502,7 @@ def _history(row: dict[str, Any]) -> list[Message]:
     if holds_nothing(history):
         return []
     if not isinstance(history, list):
-        raise Malformed("history is no list of (question, answer)")
+        raise MalformedRow("history is no list of (question, answer)")
     messages: list[Message] = []
     for turn in history:
         if isinstance(turn, dict):
@@ -529,7 +517,7 @@ def _history(row: dict[str, Any]) -> list[Message]:
                 {"role": "assistant", "content": turn[1]},
             ]
         else:
-            raise Malformed("history is no list of (question, answer)")
+            raise MalformedRow("history is no list of (question, answer)")
     return messages
 
 
@@ -547,7 +535,7 @@ def _text(row: dict[str, Any], keys: tuple[str, ...], what: str) -> str:
     """The first of the columns that is there, as text; a number counts as its digits."""
     key = next((key for key in keys if key in row and not is_missing(row[key])), None)
     if key is None:
-        raise Malformed(f"empty {what}")
+        raise MalformedRow(f"empty {what}")
     value = row[key]
     if isinstance(value, int | float):
         value = str(value)
@@ -559,9 +547,9 @@ def _text(row: dict[str, Any], keys: tuple[str, ...], what: str) -> str:
             and all(isinstance(one, str) for one in value)
         ):
             raise two_outputs(key)
-        raise Malformed(f"{what} is not text")
+        raise MalformedRow(f"{what} is not text")
     if not value.strip():
-        raise Malformed(f"empty {what}")
+        raise MalformedRow(f"empty {what}")
     return value
 
 
@@ -570,5 +558,5 @@ def _optional(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str | int | float):
-        raise Malformed(f"{keys[0]} is not text")
+        raise MalformedRow(f"{keys[0]} is not text")
     return str(value)

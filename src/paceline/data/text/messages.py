@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.config.chat_roles import CALL, ROLES
-from paceline.data.sources.rows import Malformed, Unsupported, holds_nothing, is_missing
+from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing, is_missing
 from paceline.data.text.media import MEDIA, TEXT_PARTS, check_column, check_text, other_part
 from paceline.data.text.tool_calls import name_calls, read_calls
 
@@ -86,7 +86,7 @@ class MessageReader:
         """Read the turns of a row.
 
         Raises:
-            Malformed: the row cannot be used.
+            MalformedRow: the row cannot be used.
             Unsupported: the dataset must be refused.
         """
         chat = Chat([])
@@ -94,7 +94,7 @@ class MessageReader:
         previous_was_call = False
         for turn in turns:
             if not isinstance(turn, dict):
-                raise Malformed("a message is no object")
+                raise MalformedRow("a message is no object")
             keys = tuple(turn)
             shape = self._shapes.get(keys) or self._shape(keys)
             if shape.role is not None:  # a role and a content alone, as most turns have
@@ -157,7 +157,7 @@ class MessageReader:
         spelled = _first(turn, self._role_keys)
         role = self._roles.get(spelled.lower()) if isinstance(spelled, str) else None
         if role is None:
-            raise Malformed("unknown role")
+            raise MalformedRow("unknown role")
         content = _first(turn, self._content_keys)
         if role == CALL:
             self._need("tool_calls")
@@ -228,7 +228,7 @@ class MessageReader:
         for keys, role in ((_ASKS, "user"), (_ANSWERS, "assistant")):
             text = _first(turn, keys)
             if not isinstance(text, str) and not is_missing(text):
-                raise Malformed("a message that is not text")
+                raise MalformedRow("a message that is not text")
             if role == "user" and self._checks_text and text:
                 check_text(text)
             chat.messages.append({"role": role, "content": "" if is_missing(text) else text})
@@ -255,13 +255,13 @@ def _as_text(content: Any, role: str) -> str:
                 raise other_part(part["type"])
         texts = [part.get("text") for part in content]
         if not all(isinstance(text, str) or text is None for text in texts):
-            raise Malformed("a message that is not text")
+            raise MalformedRow("a message that is not text")
         return "".join(text or "" for text in texts)
     if role == "tool":
         return json.dumps(content, ensure_ascii=False)
     if isinstance(content, list) and all(isinstance(part, str) for part in content):
         return "".join(content)
-    raise Malformed("a message that is not text")
+    raise MalformedRow("a message that is not text")
 
 
 def _switch(role: str, key: str, name: str, value: Any) -> bool | None:

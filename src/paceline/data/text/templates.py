@@ -23,7 +23,7 @@ from paceline.config.template_names import (
 )
 from paceline.core.errors import ConfigError, nearest
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
-from paceline.data.text.formats import Message
+from paceline.data.text.messages import Message
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 
 Notice = tuple[str, str]

@@ -7,7 +7,7 @@ import ast
 import json
 from typing import Any
 
-from paceline.data.sources.rows import Malformed, holds_nothing, without_nulls
+from paceline.data.sources.rows import MalformedRow, holds_nothing, without_nulls
 
 
 class Arguments(dict[str, Any]):
@@ -28,7 +28,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
             are no tools.
 
     Raises:
-        Malformed: it is something else.
+        MalformedRow: it is something else.
     """
     if holds_nothing(value):
         return []
@@ -37,7 +37,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     for item in parsed if isinstance(parsed, list) else [parsed]:
         tool = _json(item, "tools that are not valid JSON") if isinstance(item, str) else item
         if not isinstance(tool, dict):
-            raise Malformed("tools that are not a list of mappings")
+            raise MalformedRow("tools that are not a list of mappings")
         tool = without_nulls(tool)
         tools.append(
             tool
@@ -63,18 +63,18 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
             OpenAI does or not, and its arguments may be a mapping or JSON text.
 
     Raises:
-        Malformed: it is not a call.
+        MalformedRow: it is not a call.
     """
     parsed = _calls_of_text(value) if isinstance(value, str) else value
     calls = []
     for item in parsed if isinstance(parsed, list) else [parsed]:
         call = _json(item, "a tool call that is not valid JSON") if isinstance(item, str) else item
         if not isinstance(call, dict):
-            raise Malformed("a tool call that is not a mapping")
+            raise MalformedRow("a tool call that is not a mapping")
         function = call["function"] if isinstance(call.get("function"), dict) else call
         name = function.get("name")
         if not isinstance(name, str) or not name:
-            raise Malformed("a tool call without a name")
+            raise MalformedRow("a tool call without a name")
         arguments = function.get("arguments", function.get("parameters"))
         read: dict[str, Any] = {
             "type": "function",
@@ -90,7 +90,7 @@ def _calls_of_text(text: str) -> Any:
     """One JSON value, or several, one a line."""
     try:
         return _json(text, "a tool call that is not valid JSON")
-    except Malformed:
+    except MalformedRow:
         lines = [line for line in text.splitlines() if line.strip()]
         if len(lines) < 2:
             raise
@@ -103,7 +103,7 @@ def _arguments(value: Any) -> Any:
     if isinstance(value, str):
         try:
             parsed = _json(value, "") if value.strip() else {}
-        except Malformed:
+        except MalformedRow:
             return value  # a tool that takes plain text
         return Arguments(parsed) if isinstance(parsed, dict) else value
     return Arguments(without_nulls(value)) if isinstance(value, dict) else value
@@ -117,7 +117,7 @@ def _json(text: str, reason: str) -> Any:
     try:  # some published files write the mapping as Python does, with single quotes
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        raise Malformed(reason) from None
+        raise MalformedRow(reason) from None
 
 
 def name_calls(messages: list[dict[str, Any]]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 from paceline.config.compat.deepspeed_json import HONOURED_ZERO as HONOURED_ZERO
 from paceline.config.compat.deepspeed_json import REFUSED as REFUSED
 from paceline.config.compat.deepspeed_json import SHORT_NAMES, interpret, read_json
-from paceline.config.schema import Config, Parallel
+from paceline.config.schema import Config
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 
 

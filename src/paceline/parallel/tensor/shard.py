@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.config.schema import Parallel
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.models.tensor_plan.families import family_plan

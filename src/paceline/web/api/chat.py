@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, Field
 from starlette.responses import StreamingResponse
 
-from paceline.web.jobs.context import Starting, run_folder
+from paceline.web.jobs.context import LaunchContext, run_folder
 from paceline.web.responses import encode
 
 router = APIRouter()
@@ -41,7 +41,9 @@ async def chat(id: Id, body: Question, request: Request) -> StreamingResponse:
     run = run_folder(request, id)
     live = any(one["status"] == "live" for one in request.app.state.panel.runs.summaries())
     # A model loaded beside a run could take the memory of its device.
-    answer = Starting.of(request).chat.answer(run, body.model_dump(), "cpu" if live else "auto")
+    answer = LaunchContext.of(request).chat.answer(
+        run, body.model_dump(), "cpu" if live else "auto"
+    )
     first = await anext(answer)
     return StreamingResponse(
         _events(first, answer, live),

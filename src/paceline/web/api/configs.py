@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from paceline.config.diff import changes_training
-from paceline.config.entries import FILE, Walk, meaning_of
+from paceline.config.entries import FILE, EntryCollector, meaning_of
 from paceline.config.fields import KEYS
 from paceline.config.load import ConfigMistakes, Loaded, diff_configs, load_config, load_text
 from paceline.config.yaml_edit import edit_yaml
@@ -96,7 +96,7 @@ def _written(text: str, loaded: Loaded | None) -> dict[str, dict[str, Any]]:
 
 
 def _entries(document: Document) -> list[tuple[str, Any, int | None]]:
-    walk = Walk(FILE, document.lines)
+    walk = EntryCollector(FILE, document.lines)
     walk.tree(document.value if isinstance(document.value, dict) else {})
     out = []
     for entry in walk.entries:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from paceline.web.api.upload import SUFFIXES, TooLarge, take_upload
 from paceline.web.files import shown, stat_inside
-from paceline.web.jobs.context import Starting
+from paceline.web.jobs.context import LaunchContext
 from paceline.web.responses import problem
 from paceline.web.runs.discovery import is_run
 
@@ -63,7 +63,7 @@ class Preview(BaseModel):
 def datasets(request: Request) -> dict[str, Any]:
     """Data files below the served folder, newest first, without those that are a run's own; and the
     built-in data. ``left_out``: so many more were found."""
-    found = _files(Starting.of(request).folder)
+    found = _files(LaunchContext.of(request).folder)
     found.sort(key=lambda one: one["modified_at"], reverse=True)
     built_in = [{"path": path, "task": task} for path, task in BUILT_IN.items()]
     return {
@@ -116,7 +116,7 @@ def _in_folder(here: Path, folder: Path, below: list[Path]) -> list[dict[str, An
 async def upload(request: Request) -> dict[str, Any] | Response:
     """Take in a data file, of at most 1 GiB. It never takes another file's place: ``path`` is where
     it lies."""
-    folder = Starting.of(request).folder
+    folder = LaunchContext.of(request).folder
     try:
         path, size_bytes = await take_upload(request, folder / _UPLOADS)
     except TooLarge as error:
@@ -128,5 +128,5 @@ async def upload(request: Request) -> dict[str, Any] | Response:
 async def preview(body: Preview, request: Request) -> dict[str, Any]:
     """The first rows as the model will see them: ``paceline data preview --json``."""
     words = ["data", "preview", "CONFIG", "--rows", str(body.rows)]
-    found, said = await Starting.of(request).verbs.run("preview", words, body.yaml)
+    found, said = await LaunchContext.of(request).verbs.run("preview", words, body.yaml)
     return {**found, "said": said}

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from paceline.core.errors import ConfigError
 from paceline.core.run_dir import RunDir
 from paceline.web.files import read_inside
-from paceline.web.jobs.context import Starting, run_folder
+from paceline.web.jobs.context import LaunchContext, run_folder
 from paceline.web.jobs.runs import CONFIG, Launched, check_name, is_locked, stop
 from paceline.web.runs.discovery import Runs
 
@@ -92,7 +92,7 @@ def yaml(body: Edit) -> dict[str, Any]:
 async def plan(body: Text, request: Request) -> dict[str, Any]:
     """What the run would take under every mode: ``paceline plan --json``. A newer request ends an
     older one."""
-    found, notes = await Starting.of(request).verbs.run("plan", ["plan", "CONFIG"], body.yaml)
+    found, notes = await LaunchContext.of(request).verbs.run("plan", ["plan", "CONFIG"], body.yaml)
     args = _configs().load(body.yaml).config.train_args
     return {**found, "max_steps": args.max_steps, "said": notes}
 
@@ -102,7 +102,9 @@ async def steps(body: Text, request: Request) -> dict[str, Any]:
     """Steps, batch and warm-up as they follow from the data, which is read and tokenised for it
     (and kept for the run): ``paceline sft --dry-run --json``."""
     words = ["sft", "CONFIG", "--dry-run"]
-    found, notes = await Starting.of(request).verbs.run("steps", words, body.yaml, timeout_s=900.0)
+    found, notes = await LaunchContext.of(request).verbs.run(
+        "steps", words, body.yaml, timeout_s=900.0
+    )
     return {**found, "said": notes}
 
 
@@ -110,7 +112,7 @@ async def steps(body: Text, request: Request) -> dict[str, Any]:
 async def start(body: Start, request: Request) -> dict[str, Any]:
     """Start a run in ``FOLDER/NAME``. Answers when it shows or has failed, or after a while where
     it is still preparing (``shows: false``); then :func:`launch` says more."""
-    starting = Starting.of(request)
+    starting = LaunchContext.of(request)
     check_name(starting.folder, body.name)
     text, _ = _configs().edit_yaml(body.yaml, {"output_dir": f"./{body.name}"})
     _configs().load(text)
@@ -118,7 +120,7 @@ async def start(body: Start, request: Request) -> dict[str, Any]:
     return await _told(starting, request.app.state.panel.runs, one)
 
 
-async def _told(starting: Starting, runs: Runs, one: Launched) -> dict[str, Any]:
+async def _told(starting: LaunchContext, runs: Runs, one: Launched) -> dict[str, Any]:
     shows = await starting.launches.wait(one)
     await run_in_threadpool(runs.all, fresh=True)  # so that its page is there at once
     return {"id": starting.id_of(one.folder), "name": one.folder.name, "shows": shows}
@@ -127,7 +129,7 @@ async def _told(starting: Starting, runs: Runs, one: Launched) -> dict[str, Any]
 @router.get("/api/launches/{id}")
 def launch(id: Id, request: Request) -> dict[str, Any]:
     """How a start goes on: ``{shows, ended, said}``; where it failed, its error."""
-    starting = Starting.of(request)
+    starting = LaunchContext.of(request)
     one = starting.launched(id)
     if one is None:
         return {"shows": True, "ended": False, "said": ""}
@@ -142,7 +144,7 @@ def launch(id: Id, request: Request) -> dict[str, Any]:
 @router.post("/api/runs/{id}/stop")
 def stop_run(id: Id, body: Stop, request: Request) -> dict[str, Any]:
     """Ask a run to stop, with a checkpoint."""
-    return {"pid": stop(run_folder(request, id), Starting.of(request).launches, body.now)}
+    return {"pid": stop(run_folder(request, id), LaunchContext.of(request).launches, body.now)}
 
 
 @router.get("/api/runs/{id}/resume")
@@ -167,7 +169,7 @@ def diff(id: Id, body: Text, request: Request) -> dict[str, Any]:
 @router.post("/api/runs/{id}/resume")
 async def resume(id: Id, body: Resume, request: Request) -> dict[str, Any]:
     """Go on with a run, as :func:`start`."""
-    starting, run = Starting.of(request), run_folder(request, id)
+    starting, run = LaunchContext.of(request), run_folder(request, id)
     if body.yaml is not None:
         _configs().load(body.yaml)
     return await _told(
@@ -193,5 +195,5 @@ async def export(id: Id, request: Request) -> dict[str, Any]:
     if done.is_dir() and done.stat().st_mtime >= RunDir(run).model.stat().st_mtime:
         return {"path": str(done), "merged": True}
     words = ["export", str(run), "--merge"]
-    found, _ = await Starting.of(request).verbs.run(f"export {id}", words, timeout_s=3600.0)
+    found, _ = await LaunchContext.of(request).verbs.run(f"export {id}", words, timeout_s=3600.0)
     return {"path": found["path"], "merged": True}

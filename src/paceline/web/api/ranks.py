@@ -16,10 +16,10 @@ from fastapi import APIRouter, Query, Request
 from paceline.core.events import Event
 from paceline.core.formatting import clean, finite, short_duration
 from paceline.web.files import json_inside, open_inside
-from paceline.web.responses import Answer
+from paceline.web.responses import StrictJSONResponse
 from paceline.web.runs.discovery import Run
 from paceline.web.runs.log_lines import lines_at, parse
-from paceline.web.state import Panel, panel_of
+from paceline.web.state import AppState, panel_of
 
 router = APIRouter()
 #: Where a rank's step goes, as the event names it; ``other_s`` is the rest.
@@ -43,7 +43,7 @@ def ranks(
     start: Step = None,
     end: Step = None,
     points: Points = 200,
-) -> Answer:
+) -> StrictJSONResponse:
     """The parts of a step, of each rank, in at most ``points`` buckets; ``lines_read`` of ``lines``
     were looked at for it."""
     panel = panel_of(request)
@@ -53,7 +53,7 @@ def ranks(
     numbers = sorted({rank for event in found for rank in _by_rank(event)})[:_MAX_RANKS]
     table = _tables(buckets, numbers)
     places = _places(run)
-    return Answer({
+    return StrictJSONResponse({
         "step": [bucket[-1]["step"] for bucket in buckets],
         "time": [finite(bucket[-1].get("time")) for bucket in buckets],
         "step_time_s": [_mean([finite(one.get("step_time_s")) for one in bucket]) for bucket in buckets],
@@ -69,7 +69,7 @@ def ranks(
 
 
 @router.get("/api/runs/{id}/heartbeats")
-def heartbeats(request: Request, id: str) -> Answer:
+def heartbeats(request: Request, id: str) -> StrictJSONResponse:
     """Where each rank was when the run last told, every two seconds; none where it does not (one
     rank, or no watchdog)."""
     told = json_inside(panel_of(request).runs.get(id).run_dir.heartbeats) or {}
@@ -83,7 +83,7 @@ def heartbeats(request: Request, id: str) -> Answer:
         ("rank", "pid", "step", "heard_at", "moved_at"),
         ("host", "phase", "waits_for", "state"),
     )
-    return Answer({
+    return StrictJSONResponse({
         "time": finite(told.get("time")),
         "ranks": [
             {**{name: finite(one.get(name)) for name in figures}, **{name: _words(one.get(name)) for name in words}}
@@ -99,7 +99,7 @@ def traffic(
     start: Step = None,
     end: Step = None,
     points: Points = 200,
-) -> Answer:
+) -> StrictJSONResponse:
     """Bytes a step of the busiest rank, by collective; what was predicted beside what was measured."""
     panel = panel_of(request)
     run = panel.runs.get(id)
@@ -116,7 +116,7 @@ def traffic(
     sums = [sum(finite(one) or 0.0 for one in event["traffic"].values()) for event in found]
     measured = finite(told.get("measured"))
     foreseen = finite(told.get("predicted"))
-    return Answer({
+    return StrictJSONResponse({
         "step": [bucket[-1]["step"] for bucket in buckets],
         "by_collective": by_collective,
         "predicted_bytes": foreseen if foreseen is not None else finite(predicted.get("traffic_bytes_per_step")),
@@ -167,7 +167,7 @@ def _median(values: dict[int, float | None], but: int) -> float:
 
 
 def _steps(
-    panel: Panel, run: Run, start: int | None, end: int | None, count: int
+    panel: AppState, run: Run, start: int | None, end: int | None, count: int
 ) -> tuple[int, list[Event]]:
     """(lines there are, ``step`` events of some of them, in their order)."""
     run.digest.refresh()

@@ -16,12 +16,12 @@ from paceline.web.api.compare import differences
 from paceline.web.api.machine import machine
 from paceline.web.files import read_inside, tail_inside
 from paceline.web.jobs.runs import OUTPUT
-from paceline.web.responses import Answer, NotFound
+from paceline.web.responses import NotFound, StrictJSONResponse
 from paceline.web.runs.discovery import Run
-from paceline.web.runs.index import Mark, mark_of
+from paceline.web.runs.index import TimelineEvent, mark_of
 from paceline.web.runs.log_lines import parse
 from paceline.web.runs.sse_client import EventStream
-from paceline.web.state import Panel, panel_of
+from paceline.web.state import AppState, panel_of
 
 router = APIRouter()
 #: A report is a page of its own with a script of its own: it gets no part in this one's origin, and
@@ -40,11 +40,11 @@ class Note(BaseModel):
 
 
 @router.get("/api/runs")
-def runs(request: Request) -> Answer:
+def runs(request: Request) -> StrictJSONResponse:
     """Every run below the folder, the latest first."""
     panel = panel_of(request)
     found = panel.runs.summaries()
-    return Answer(
+    return StrictJSONResponse(
         {
             "folder": panel.shown_folder,
             "token_needed": True,
@@ -61,10 +61,10 @@ async def list_stream(request: Request) -> Response:
 
 
 @router.get("/api/runs/{id}")
-def run(request: Request, id: str) -> Answer:
+def run(request: Request, id: str) -> StrictJSONResponse:
     """A run's summary, and all that is said once."""
     panel = panel_of(request)
-    return Answer(detail(panel, panel.runs.get(id)))
+    return StrictJSONResponse(detail(panel, panel.runs.get(id)))
 
 
 @router.get("/api/runs/{id}/stream", response_class=EventStream)
@@ -77,7 +77,7 @@ async def run_stream(
 
 
 @router.get("/api/runs/{id}/log")
-def log(request: Request, id: str, tail: int = Query(500, ge=1, le=20_000)) -> Answer:
+def log(request: Request, id: str, tail: int = Query(500, ge=1, le=20_000)) -> StrictJSONResponse:
     """The newest lines: what happened, but for the steps."""
     panel = panel_of(request)
     one = panel.runs.get(id)
@@ -93,7 +93,7 @@ def log(request: Request, id: str, tail: int = Query(500, ge=1, le=20_000)) -> A
             {"time": None, "level": "info", "text": clean(line)[:4000], "step": None}
             for line in printed
         ]
-    return Answer({"lines": lines[-tail:], "left_out": max(0, len(lines) - tail)})
+    return StrictJSONResponse({"lines": lines[-tail:], "left_out": max(0, len(lines) - tail)})
 
 
 @router.get("/api/runs/{id}/config", response_class=PlainTextResponse)
@@ -121,18 +121,18 @@ def report(request: Request, id: str) -> Response:
 
 
 @router.put("/api/runs/{id}/note")
-def put_note(request: Request, id: str, body: Note) -> Answer:
+def put_note(request: Request, id: str, body: Note) -> StrictJSONResponse:
     """Keep a note and tags."""
     panel = panel_of(request)
     one = panel.runs.get(id)
     panel.runs.notes.put(one.path, body.note, list(dict.fromkeys(body.tags)))
-    return Answer(panel.runs.notes.of(one.path))
+    return StrictJSONResponse(panel.runs.notes.of(one.path))
 
 
 @router.get("/api/compare")
 def compare(
     request: Request, ids: str = Query(..., max_length=2000, description="comma-separated")
-) -> Answer:
+) -> StrictJSONResponse:
     """Several runs side by side: summaries, reports, and the keys of the config in which they
     differ."""
     panel = panel_of(request)
@@ -144,16 +144,16 @@ def compare(
     found = [panel.runs.get(id) for id in wanted]
     rows = [{**one.summary(), "report": one.digest.report} for one in found]
     configs = {one.id: _dict(one.digest.start.get("config")) for one in found}
-    return Answer({"runs": rows, "config_differences": differences(configs)})
+    return StrictJSONResponse({"runs": rows, "config_differences": differences(configs)})
 
 
 @router.get("/api/machine")
-def read_machine() -> Answer:
+def read_machine() -> StrictJSONResponse:
     """This machine: processors, memory, accelerators."""
-    return Answer(machine())
+    return StrictJSONResponse(machine())
 
 
-def detail(panel: Panel, one: Run) -> dict[str, Any]:
+def detail(panel: AppState, one: Run) -> dict[str, Any]:
     """As ``GET /api/runs/{id}`` gives it."""
     summary = one.summary()
     exact = panel.runs.indexer.ready(one.index)
@@ -194,14 +194,14 @@ def detail(panel: Panel, one: Run) -> dict[str, Any]:
     }
 
 
-def _marks(panel: Panel, one: Run) -> list[Mark]:
+def _marks(panel: AppState, one: Run) -> list[TimelineEvent]:
     if panel.runs.indexer.ready(one.index):
         with one.index.lock:
             return list(one.index.marks)
     return one.index.overview().marks + newest_marks(one)
 
 
-def newest_marks(one: Run) -> list[Mark]:
+def newest_marks(one: Run) -> list[TimelineEvent]:
     """Of the last lines of a log that is not read yet."""
     lines = (tail_inside(one.run_dir.events) or b"").split(b"\n")
     events = [

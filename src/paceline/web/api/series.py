@@ -12,10 +12,10 @@ from starlette.responses import StreamingResponse
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.events import Event
 from paceline.core.formatting import finite
-from paceline.web.responses import Answer
+from paceline.web.responses import StrictJSONResponse
 from paceline.web.runs.columns import SERIES, thin
 from paceline.web.runs.discovery import Run
-from paceline.web.runs.index import Mark
+from paceline.web.runs.index import TimelineEvent
 from paceline.web.state import panel_of
 
 router = APIRouter()
@@ -33,7 +33,7 @@ def series(
     start: int | None = Query(None, ge=0, le=1 << 53, description="first step"),
     end: int | None = Query(None, ge=0, le=1 << 53, description="last step"),
     points: int = Query(1200, ge=1, le=20_000),
-) -> Answer:
+) -> StrictJSONResponse:
     """Curves between two steps, in at most ``points`` buckets: mean, least and greatest of each.
     ``exact``: every step that counts was read; otherwise some that are spread over the log, until
     it is. ``every``: one in so many steps is kept."""
@@ -62,7 +62,7 @@ def series(
         )
     marks = [one for one in marks if one.type != "eval" and _within(one.step, start, end)]
     evals = [one for one in evals if _within(one.get("step"), start, end)]
-    return Answer({
+    return StrictJSONResponse({
         **curves,
         "evals": [_eval(one) for one in evals[-_MAX_EVALS:]],
         "marks": [vars(one) for one in most_telling(marks, _MAX_MARKS)],
@@ -143,7 +143,7 @@ def _within(step: Any, start: int | None, end: int | None) -> bool:
     return own is None or ((start is None or own >= start) and (end is None or own <= end))
 
 
-def most_telling(marks: list[Mark], count: int) -> list[Mark]:
+def most_telling(marks: list[TimelineEvent], count: int) -> list[TimelineEvent]:
     """At most ``count`` marks, in their order: errors before warnings before the rest, the newest
     of each."""
     if len(marks) <= count:

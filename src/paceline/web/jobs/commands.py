@@ -25,7 +25,7 @@ class Superseded(ConfigError):
     """A newer request of the same kind has taken this one's place."""
 
 
-class Verbs:
+class CommandRunner:
     """Runs verbs with ``--json``, one of a kind at a time: a newer one ends the older."""
 
     def __init__(self, folder: Path) -> None:

@@ -8,26 +8,26 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 
 from paceline.web.jobs.chat import Chat
-from paceline.web.jobs.commands import Verbs
-from paceline.web.jobs.runs import Launched, Launches
+from paceline.web.jobs.commands import CommandRunner
+from paceline.web.jobs.runs import Launched, RunLauncher
 from paceline.web.runs.discovery import run_id
 
 
-class Starting:
+class LaunchContext:
     """One a server. ``folder``: the served one, without links in its path."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(os.path.realpath(folder))
-        self.verbs = Verbs(self.folder)
-        self.launches = Launches(self.folder)
+        self.verbs = CommandRunner(self.folder)
+        self.launches = RunLauncher(self.folder)
         self.chat = Chat()
 
     @staticmethod
-    def of(request: Request) -> Starting:
+    def of(request: Request) -> LaunchContext:
         state = request.app.state
         if not hasattr(state, "starting"):
-            state.starting = Starting(state.panel.folder)
-        found: Starting = state.starting
+            state.starting = LaunchContext(state.panel.folder)
+        found: LaunchContext = state.starting
         return found
 
     def id_of(self, run: Path) -> str:
@@ -51,7 +51,7 @@ def run_folder(request: Request, id: str) -> Path:
     Raises:
         NotFound: there is none.
     """
-    launched = Starting.of(request).launched(id)
+    launched = LaunchContext.of(request).launched(id)
     if launched is not None and launched.folder.is_dir():
         return launched.folder
     root: Path = request.app.state.panel.runs.get(id).root

@@ -82,7 +82,7 @@ def check_name(folder: Path, name: str) -> Path:
     return run
 
 
-class Launches:
+class RunLauncher:
     """The runs that this server started, by their folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -199,7 +199,7 @@ def _append(path: Path) -> IO[bytes]:
 
 
 def _remove(run: Path) -> None:
-    """Take away what :meth:`Launches.start` made, and nothing else."""
+    """Take away what :meth:`RunLauncher.start` made, and nothing else."""
     for name in (CONFIG, OUTPUT, START):
         (run / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -233,7 +233,7 @@ def started_from(run: Path, otherwise: Path) -> Path:
     return otherwise
 
 
-def stop(run: Path, launches: Launches, now: bool = False) -> int:
+def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
     """Ask a run to stop: it finishes its step and writes a checkpoint. ``now``: a second time,
     which ends it at once.
 

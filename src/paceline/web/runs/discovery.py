@@ -13,9 +13,9 @@ from paceline.core.run_dir import RunDir
 from paceline.web.files import shown, stat_inside
 from paceline.web.jobs.runs import START
 from paceline.web.responses import NotFound
-from paceline.web.runs.index import Indexer, RunIndex
+from paceline.web.runs.index import IndexWorker, RunIndex
 from paceline.web.runs.notes import Notes
-from paceline.web.runs.summary import Digest
+from paceline.web.runs.summary import RunSummary
 
 _DEPTH = 8  # folders below the served one
 _FOLDERS = 20_000  # looked into in one search
@@ -49,7 +49,7 @@ class Run:
         self.path = shown(relative)
         self.name = shown(root.name)
         self.index = RunIndex(self.events)
-        self.digest = Digest(self)
+        self.digest = RunSummary(self)
         self._notes = notes
         self._lock = threading.Lock()
 
@@ -80,7 +80,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(os.path.realpath(folder))
         self.notes = Notes(self.folder)
-        self.indexer = Indexer()
+        self.indexer = IndexWorker()
         self.problem: str | None = None
         self._runs: dict[str, Run] = {}
         self._lock = threading.Lock()

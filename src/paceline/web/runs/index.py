@@ -35,7 +35,7 @@ _SAMPLED = 1200  # lines, for the overview
 
 
 @dataclass(frozen=True)
-class Mark:
+class TimelineEvent:
     """A rarer event, for the log and the time axis. ``step``: its own, or the last one before it."""
 
     time: float | None
@@ -53,7 +53,7 @@ class RunIndex:
         self.path = path
         self.lock = threading.RLock()
         self.columns = Columns()
-        self._overview: tuple[tuple[int, int], Overview] | None = None
+        self._overview: tuple[tuple[int, int], SampledRun] | None = None
         self._overview_lock = threading.Lock()
         self._inode = 0
         self._reset()
@@ -70,7 +70,7 @@ class RunIndex:
         self.columns.clear()
         self.start: Event | None = None
         self.memory: Event | None = None
-        self.marks: deque[Mark] = deque(maxlen=_KEPT)
+        self.marks: deque[TimelineEvent] = deque(maxlen=_KEPT)
         self.marks_left_out = 0
         self.evals: deque[Event] = deque(maxlen=_KEPT)
         self.checkpoints: deque[Event] = deque(maxlen=_KEPT)
@@ -97,7 +97,7 @@ class RunIndex:
                 pass
         return True
 
-    def overview(self) -> Overview:
+    def overview(self) -> SampledRun:
         """What a part of the lines says, while :meth:`catch_up` says no; the same until the log has
         grown by some megabytes."""
         found = stat_inside(self.path)
@@ -215,26 +215,26 @@ def _after(event: Event, step: int) -> bool:
     return own is not None and own > step
 
 
-def mark_of(event: Event, last_step: int | None) -> Mark:
+def mark_of(event: Event, last_step: int | None) -> TimelineEvent:
     """``last_step``: the one logged before it, for an event that has none of its own."""
     own = event.get("step")
     level, text = event_text(event)
     step = own if type(own) is int else last_step
-    return Mark(finite(event.get("time")), step, str(event["type"])[:100], level, text)
+    return TimelineEvent(finite(event.get("time")), step, str(event["type"])[:100], level, text)
 
 
 @dataclass(frozen=True)
-class Overview:
+class SampledRun:
     """A log too long to be read at once, by lines spread over it. ``rows``: of
     :data:`~paceline.web.runs.columns.ROW`."""
 
     rows: np.ndarray
-    marks: list[Mark]
+    marks: list[TimelineEvent]
     evals: list[Event]
     size: int
 
 
-def sample_overview(path: Path) -> Overview:
+def sample_overview(path: Path) -> SampledRun:
     """Look at about ``_SAMPLED`` lines. Where a run went back, later lines replace earlier ones of
     the same steps."""
     rows: list[tuple[Any, ...]] = []
@@ -260,7 +260,7 @@ def sample_overview(path: Path) -> Overview:
                     before = (rows[-1][1], rows[-1][3]) if rows else None
                     rows.append(step_row(event, offset, before) or row)
     marks = [mark_of(event, step) for event, step in rare]
-    return Overview(
+    return SampledRun(
         np.array(rows, dtype=ROW),
         marks,
         [event for event, _ in rare if event["type"] == "eval"],
@@ -268,7 +268,7 @@ def sample_overview(path: Path) -> Overview:
     )
 
 
-class Indexer:
+class IndexWorker:
     """The thread that reads long logs, and the bound on what all indexes hold together."""
 
     def __init__(self) -> None:

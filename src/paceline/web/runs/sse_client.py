@@ -19,7 +19,7 @@ _PIECE_BYTES = 1 << 16
 _LINK = "link"  # of a request's state: the connection it came by
 
 
-class Viewer:
+class SSEClient:
     """Messages on their way to one browser. Where it is too slow the oldest events are left out,
     and counted."""
 
@@ -102,7 +102,9 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, listen: Callable[[Viewer], AbstractAsyncContextManager[Any]], status_code: int = 200
+        self,
+        listen: Callable[[SSEClient], AbstractAsyncContextManager[Any]],
+        status_code: int = 200,
     ) -> None:
         self.status_code, self.background = status_code, None
         self.init_headers({"x-accel-buffering": "no"})
@@ -113,7 +115,7 @@ class EventStream(Response):
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
         await send({"type": "http.response.body", "body": b"retry: 1000\n\n", "more_body": True})
-        viewer = Viewer()
+        viewer = SSEClient()
         viewer.open(scope["state"][_LINK], scope["http_version"] == "1.1")
         async with self._listen(viewer):
             waits = [asyncio.create_task(one) for one in (viewer.ended.wait(), _hung_up(receive))]
@@ -131,7 +133,7 @@ async def _hung_up(receive: Receive) -> None:
 
 
 class LinkedProtocol(H11Protocol):
-    """HTTP whose requests know the connection they came by, which a :class:`Viewer` writes to."""
+    """HTTP whose requests know the connection they came by, which a :class:`SSEClient` writes to."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

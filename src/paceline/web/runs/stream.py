@@ -15,7 +15,7 @@ from paceline.web.files import open_inside, stat_inside
 from paceline.web.responses import encode
 from paceline.web.runs.discovery import Run, Runs
 from paceline.web.runs.log_lines import parse
-from paceline.web.runs.sse_client import Viewer
+from paceline.web.runs.sse_client import SSEClient
 
 # at most five times a second; with more than so many viewers less often:
 _TICK_S, _CROWD_TICK_S = 0.2, 0.7
@@ -30,17 +30,17 @@ class _Source:
     """A task that looks for news while anybody listens."""
 
     def __init__(self) -> None:
-        self.viewers: set[Viewer] = set()
-        self.coming: set[Viewer] = set()  # who are told what was before they came
+        self.viewers: set[SSEClient] = set()
+        self.coming: set[SSEClient] = set()  # who are told what was before they came
         self._task: asyncio.Task[None] | None = None
 
-    def join(self, viewer: Viewer) -> None:
+    def join(self, viewer: SSEClient) -> None:
         self.coming.discard(viewer)
         self.viewers.add(viewer)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
-    def leave(self, viewer: Viewer) -> None:
+    def leave(self, viewer: SSEClient) -> None:
         self.coming.discard(viewer)
         self.viewers.discard(viewer)
 
@@ -48,7 +48,7 @@ class _Source:
         for viewer in self.viewers:
             viewer.put(name, body, num_events, end)
 
-    def hello(self, viewer: Viewer) -> None:
+    def hello(self, viewer: SSEClient) -> None:
         """Tell one who comes later what was told before, of the state."""
 
     async def _run(self) -> None:
@@ -101,7 +101,7 @@ class RunSource(_Source):
             status = encode(self.run.summary()) if os.path.isdir(self.run.root) else None
         return events, end, skipped, status
 
-    def hello(self, viewer: Viewer) -> None:
+    def hello(self, viewer: SSEClient) -> None:
         if self._said is not None:
             viewer.put("status", self._said)
 
@@ -175,7 +175,7 @@ class ListSource(_Source):
         self._told: dict[str, dict[str, Any]] = {}
         self._looked_at = -float("inf")
 
-    def hello(self, viewer: Viewer) -> None:
+    def hello(self, viewer: SSEClient) -> None:
         if self._told:
             viewer.put("runs", encode({"changed": list(self._told.values()), "removed": []}))
 
@@ -198,12 +198,12 @@ class Streams:
         self.runs = runs
         self._of_runs: dict[str, RunSource] = {}
         self._list: ListSource | None = None
-        self._viewers: set[Viewer] = set()
+        self._viewers: set[SSEClient] = set()
         self._finding = asyncio.Lock()
         self._closed = False
 
     @asynccontextmanager
-    async def of_list(self, viewer: Viewer) -> AsyncIterator[None]:
+    async def of_list(self, viewer: SSEClient) -> AsyncIterator[None]:
         """Messages ``runs``."""
         if self._list is None:
             self._list = ListSource(self.runs)
@@ -211,7 +211,7 @@ class Streams:
             yield
 
     @asynccontextmanager
-    async def of_run(self, run: Run, after: int | None, viewer: Viewer) -> AsyncIterator[None]:
+    async def of_run(self, run: Run, after: int | None, viewer: SSEClient) -> AsyncIterator[None]:
         """Messages ``append``, ``status`` and ``gone``. ``after``: a byte of the log, from which on
         events are wanted."""
         source = await self._source(run, viewer)
@@ -231,7 +231,7 @@ class Streams:
         finally:
             source.leave(viewer)
 
-    async def _source(self, run: Run, viewer: Viewer) -> RunSource:
+    async def _source(self, run: Run, viewer: SSEClient) -> RunSource:
         """The one that all who watch a run share, also those who come at once."""
         async with self._finding:
             source = self._of_runs.get(run.id)
@@ -244,7 +244,7 @@ class Streams:
             return source
 
     @asynccontextmanager
-    async def _serve(self, source: _Source, viewer: Viewer) -> AsyncIterator[None]:
+    async def _serve(self, source: _Source, viewer: SSEClient) -> AsyncIterator[None]:
         source.hello(viewer)
         source.join(viewer)
         viewer.flush()

@@ -26,7 +26,7 @@ _RECENT = 30  # step lines that speed and the time left follow from
 _STEP_KEYS = ("time", "step", "loss", "tokens", "samples", "step_time_s")
 
 
-class Digest:
+class RunSummary:
     """What the list shows of one run. :meth:`refresh` reads what is new; nothing is read where size
     and time are as before."""
 

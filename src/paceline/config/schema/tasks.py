@@ -1,4 +1,4 @@
-"""Settings of `task: recommend`."""
+"""The sections of the built-in tasks other than language modeling: ``classify``, ``recommend``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from paceline.config.schema.base import Section, Text
+
+
+class Classify(Section):
+    """Settings of `task: classify`."""
+
+    image_size: int = Field(
+        32, ge=4, description="Images of a folder are resized to this height and width, in pixels."
+    )
+    hidden: int = Field(64, ge=4, description="Width of the built-in image models.")
+    augment: bool = Field(
+        False, description="Random shifts and flips of training images, fixed by the seed."
+    )
+
 
 Size = Annotated[int, Field(ge=1)]
 
