@@ -21,7 +21,7 @@ def test_each_event_is_a_line_of_json(tmp_path: Path) -> None:
     heard: list[dict[str, Any]] = []
     log = EventLog(tmp_path / "events.jsonl", [heard.append])
     log.emit("step", step=1, loss=float("nan"), ranks=[{"wait_s": float("inf")}], text="süß")
-    log.notice("seen already", said=True)
+    log.notice("seen already", file_only=True)
     log.notice("careful", "warning")
     log.close()
     lines = [

@@ -118,15 +118,16 @@ class EventLog:
         _end_cut_line(path)
         self._handle = open(path, "ab", buffering=0)  # noqa: SIM115  (kept open for the life of the run)
 
-    def emit(self, type: str, said: bool = False, **fields: Any) -> Event:
-        """Append one event. ``said``: a person has seen it already, so only the file gets it."""
+    def emit(self, type: str, file_only: bool = False, **fields: Any) -> Event:
+        """Append one event. ``file_only``: the listeners do not get it, because a person has seen
+        it already."""
         event: Event = {"time": time.time(), "type": type, **fields}
         with self._lock:
-            self._tell(event, said)
+            self._tell(event, file_only)
         return event
 
-    def _tell(self, event: Event, said: bool) -> None:
-        for listener in [] if said else self.listeners:
+    def _tell(self, event: Event, file_only: bool) -> None:
+        for listener in [] if file_only else self.listeners:
             listener(event)
         if self._handle is not None:
             try:
@@ -157,8 +158,8 @@ class EventLog:
         if (written or 0) < len(whole):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def notice(self, text: str, level: str = "info", said: bool = False) -> None:
-        self.emit("notice", said=said, level=level, text=text)
+    def notice(self, text: str, level: str = "info", file_only: bool = False) -> None:
+        self.emit("notice", file_only=file_only, level=level, text=text)
 
     def close(self) -> None:
         if self._handle is not None:

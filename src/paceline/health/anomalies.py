@@ -202,7 +202,7 @@ class Guard:
     ) -> None:
         more = {} if hosts is None else {"hosts": hosts}
         self.session.events.emit(
-            "skipped", said=True, step=step, updates=many, ranks=ranks, cause=cause, **more
+            "skipped", file_only=True, step=step, updates=many, ranks=ranks, cause=cause, **more
         )
         self.session.events.notice(f"step {step}: {text}", level="warning")
 

@@ -94,7 +94,7 @@ class Spikes:
         to_step = step if path is None else target
         said = (loss, None if math.isnan(median) else median)
         session.events.emit(
-            "rewind", said=True, step=step + 1, to_step=to_step, loss=said[0], median=said[1]
+            "rewind", file_only=True, step=step + 1, to_step=to_step, loss=said[0], median=said[1]
         )
         session.events.notice(
             f"step {step + 1}: {self._text(loss, median, to_step, path)}", level="warning"

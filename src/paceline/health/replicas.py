@@ -69,7 +69,7 @@ def check_replicas(session: Session) -> None:
     text = f"step {session.step}: " + "; ".join(_text(one, hosts) for one in drifts.values())
     session.events.emit(
         "drift",
-        said=True,
+        file_only=True,
         step=session.step,
         ranks=ranks,
         hosts=[hosts[rank] for rank in ranks],

@@ -28,6 +28,7 @@ from paceline.core.errors import (
     SaveError,
 )
 from paceline.core.files import write_atomic
+from paceline.core.log import configure_logging, mute_console
 from paceline.core.processes import end_with_parent
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import RankEnv, from_environment
@@ -77,6 +78,10 @@ def worker_main(spec: Any, folder: str, run: RunRank = run_rank) -> None:
     and outcomes; ``run`` is what the rank shall do with the spec."""
     here = Path(folder)
     env = from_environment()
+    if env.rank == 0:
+        configure_logging()
+    else:
+        mute_console()
     end_with_launcher()
     os.setpgid(0, 0)  # a Ctrl-C in the terminal reaches the launcher alone, which passes it on once
     stop = StopFlag()

@@ -55,10 +55,10 @@ def announce(
         resumed_from_step=session.first_step if resumed else None,
     )
     if spec.failure is not None:
-        emit("fault", said=True, **spec.failure)
+        emit("fault", file_only=True, **spec.failure)
     for level, text in spec.notices:
         # by the launcher, while the ranks were starting
-        session.events.notice(text, level, said=True)
+        session.events.notice(text, level, file_only=True)
     for level, text in notices:
         session.events.notice(text, level)
     if resumed:

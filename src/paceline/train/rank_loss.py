@@ -11,6 +11,7 @@ from paceline.checkpoint.remote import CheckpointStore
 from paceline.config.schema import Config
 from paceline.core.events import Event, read_events
 from paceline.core.formatting import counted
+from paceline.core.log import shows_progress
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.data.loader import MicroBatch, train_steps
 from paceline.observe.console import Console
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def listeners(config: Config, run_dir: RunDir) -> list[Any]:
     """What is told of each event, on the rank that speaks."""
-    found: list[Any] = [Console()]
+    found: list[Any] = [Console()] if shows_progress() else []
     if "tensorboard" in config.report_to:
         from paceline.observe.tensorboard import TensorBoardListener
 
@@ -106,7 +107,7 @@ def _tell(session: Session, one: Departed) -> None:
         pid=one.pid,
         reason=one.reason,
         samples_unseen=unseen,
-        said=True,
+        file_only=True,
     )
     session.events.notice(text, level="warning")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +21,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.events import EventLog
 from paceline.core.files import write_atomic
+from paceline.core.log import log_to_events, shows_progress
 from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.core.stop import StopFlag
 from paceline.data.loader import LoaderOptions
@@ -61,7 +62,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     PROGRESS.start(active=spec.config.recovery.watchdog, on_cpu=spec.device_type == "cpu")
     world = init_communicator(env, spec.device_type, spec.config.parallel.timeout_s, axes)
     run_dir = RunDir(Path(spec.config.output_dir))
-    events = EventLog(None)
+    events, logged = EventLog(None), ExitStack()
     watchdog = Watchdog(
         spec.config.recovery, spec.config.parallel.timeout_s, world, stop, run_dir.root
     )
@@ -79,6 +80,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
         with _locked(run_dir, world):
             if world.is_rank_zero:
                 events = _open_events(spec, run_dir)
+                logged.enter_context(log_to_events(events, replaces_console=shows_progress()))
             watchdog.watch(built.strategy, events)
             session = begin(
                 spec,
@@ -124,13 +126,14 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
         # the command line says the same, once, when all ranks have ended
         if world.is_rank_zero and spec.launcher_pid is None:
             events.emit(
-                "run_end", said=True, status="failed", step=None, reason=_failure(error)[:2000]
+                "run_end", file_only=True, status="failed", step=None, reason=_failure(error)[:2000]
             )
         if error is not caught:
             raise error from caught
         raise
     finally:
         watchdog.close()
+        logged.close()
         events.close()
         for listener in events.listeners:
             close = getattr(listener, "close", None)

@@ -25,6 +25,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import Event, EventLog
 from paceline.core.files import write_atomic
+from paceline.core.log import log_to_events
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.data.loader import MicroBatch
@@ -132,16 +133,18 @@ def _train(
     certification: Certification, trial: Trial, world: Communicator, stop: StopFlag
 ) -> dict[str, Any]:
     heard: list[Event] = []
-    built = build(trial.spec, world, adjust=turn_off_dropout)
-    run_dir = RunDir(Path(trial.spec.config.output_dir))  # of no run: nothing is written there
-    session = begin(trial.spec, world, built, run_dir, EventLog(None, [heard.append]), stop)
-    positions: list[float] = []
-    session.batches = _watched(session.batches, positions)
-    session.model.train()
-    watch = GradientWatch(session.strategy) if trial.number == 0 else None
-    for _ in range(certification.steps):
-        if train_step(session):
-            return {"status": "stopped"}
+    events = EventLog(None, [heard.append])
+    with log_to_events(events, replaces_console=True):
+        built = build(trial.spec, world, adjust=turn_off_dropout)
+        run_dir = RunDir(Path(trial.spec.config.output_dir))  # of no run: nothing is written there
+        session = begin(trial.spec, world, built, run_dir, events, stop)
+        positions: list[float] = []
+        session.batches = _watched(session.batches, positions)
+        session.model.train()
+        watch = GradientWatch(session.strategy) if trial.number == 0 else None
+        for _ in range(certification.steps):
+            if train_step(session):
+                return {"status": "stopped"}
     steps = [one for one in heard if one["type"] == "step"]
     reference = Path(certification.folder) / "reference.safetensors"
     left_out = {} if watch is None else watch.negligible()

@@ -1,0 +1,208 @@
+"""Logging: the loggers ``paceline.*``, what a person reads on standard error, and the ``notice``
+events of a run.
+
+Every module logs to ``logging.getLogger(__name__)``. A record of level info or above is a notice:
+it is printed, and it becomes a ``notice`` event of the run. A record with ``extra=CONSOLE_ONLY`` is
+printed and is not a notice, because another event holds it or it does not belong to a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from paceline.core.formatting import clean
+
+if TYPE_CHECKING:
+    from paceline.core.events import EventLog
+
+#: Values of ``--log-level``.
+LEVELS = ("debug", "info", "warning", "error")
+#: ``extra`` of a record that is no notice.
+CONSOLE_ONLY = {"is_notice": False}
+
+#: Carries the level to the processes that this one starts.
+_LEVEL_VARIABLE = "PACELINE_LOG_LEVEL"
+_YELLOW, _RED, _RESET = "\x1b[33m", "\x1b[31m", "\x1b[0m"
+_MUTED = logging.CRITICAL + 1
+_PACKAGE_LOGGER = logging.getLogger("paceline")
+
+
+class Notice(NamedTuple):
+    """A message that another process logs. ``level``: info or warning."""
+
+    level: str
+    message: str
+
+
+def configure_logging(level: str | None = None, quiet: bool = False) -> None:
+    """Print records of ``level`` and above on standard error.
+
+    Args:
+        level: one of :data:`LEVELS`; None for that of the process which started this one, or info.
+        quiet: print warnings and errors only.
+    """
+    level = "warning" if quiet and level is None else level
+    if level is not None:
+        os.environ[_LEVEL_VARIABLE] = level
+    number = _number_of(os.environ.get(_LEVEL_VARIABLE, "info"))
+    # A console that shows warnings only must not keep infos from the event log.
+    _PACKAGE_LOGGER.setLevel(min(number, logging.INFO))
+    console = _console_handler()
+    if console is None:
+        console = ConsoleHandler()
+        _PACKAGE_LOGGER.addHandler(console)
+        _PACKAGE_LOGGER.propagate = False  # a program's own root handler would print it again
+    console.setLevel(number)
+    console.hidden = frozenset()
+
+
+def mute_console() -> None:
+    """Print nothing: another rank prints the same."""
+    configure_logging()
+    console = _console_handler()
+    if console is not None:
+        console.setLevel(_MUTED)
+
+
+def hide_on_console(messages: Iterable[str]) -> None:
+    """Do not print these messages: another process of this host has printed them."""
+    console = _console_handler()
+    if console is not None:
+        console.hidden = frozenset(messages)
+
+
+def shows_progress() -> bool:
+    """Return whether the console shows what is below a warning, such as the lines of steps."""
+    return _number_of(os.environ.get(_LEVEL_VARIABLE, "info")) <= logging.INFO
+
+
+def log_notices(logger: logging.Logger, notices: Iterable[tuple[str, str]]) -> None:
+    """Log (level, message) pairs, as a config, a data set or another process hands them over."""
+    for level, message in notices:
+        logger.log(_number_of(level), "%s", message)
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints messages on standard error, warnings with a prefix and, in a terminal, in color.
+
+    Attributes:
+        hidden: messages that are not printed.
+        is_replaced: notices are left to the console of a run, which listens to its event log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: frozenset[str] = frozenset()
+        self.is_replaced = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message in self.hidden or (self.is_replaced and _is_notice(record)):
+            return
+        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        line = clean(f"{prefix}{message}")
+        # standard error may be closed: the run continues
+        with suppress(OSError, ValueError, AttributeError):
+            if prefix and _has_colors():
+                line = f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{line}{_RESET}"
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+
+
+class NoticeRecorder(logging.Handler):
+    """Keeps the notices that are logged, for the process that writes them to the event log.
+
+    Attributes:
+        notices: in the order in which they were logged.
+        messages: of all records, also of those that are no notices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.notices: list[Notice] = []
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if _is_notice(record):
+            self.notices.append(_as_notice(record))
+
+
+class EventLogHandler(logging.Handler):
+    """Writes each notice to an event log as a ``notice`` event."""
+
+    def __init__(self, events: EventLog) -> None:
+        super().__init__(logging.INFO)
+        self.events = events
+
+    def createLock(self) -> None:  # noqa: N802  (overrides logging.Handler)
+        # The event log has its own; a second one could be taken in the opposite order.
+        self.lock = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _is_notice(record):
+            level, message = _as_notice(record)
+            self.events.emit("notice", level=level, text=message)
+
+
+@contextmanager
+def recorded_notices() -> Iterator[NoticeRecorder]:
+    """Within the block, keep the notices that are logged."""
+    with _attached(NoticeRecorder()) as recorder:
+        yield recorder
+
+
+@contextmanager
+def log_to_events(events: EventLog, replaces_console: bool) -> Iterator[None]:
+    """Within the block, write notices to ``events``.
+
+    Args:
+        replaces_console: a listener of ``events`` prints notices, or nobody is to read them.
+    """
+    console = _console_handler()
+    with _attached(EventLogHandler(events)):
+        if console is not None:
+            console.is_replaced = replaces_console
+        try:
+            yield
+        finally:
+            if console is not None:
+                console.is_replaced = False
+
+
+@contextmanager
+def _attached(handler: Any) -> Iterator[Any]:
+    _PACKAGE_LOGGER.addHandler(handler)
+    if _PACKAGE_LOGGER.level == logging.NOTSET:
+        _PACKAGE_LOGGER.setLevel(logging.INFO)
+    try:
+        yield handler
+    finally:
+        _PACKAGE_LOGGER.removeHandler(handler)
+
+
+def _console_handler() -> ConsoleHandler | None:
+    return next((h for h in _PACKAGE_LOGGER.handlers if isinstance(h, ConsoleHandler)), None)
+
+
+def _is_notice(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.INFO and getattr(record, "is_notice", True)
+
+
+def _as_notice(record: logging.LogRecord) -> Notice:
+    level = "warning" if record.levelno >= logging.WARNING else "info"
+    return Notice(level, record.getMessage())
+
+
+def _number_of(level: str) -> int:
+    return logging.getLevelNamesMapping()[level.upper()]
+
+
+def _has_colors() -> bool:
+    is_dumb = os.environ.get("TERM", "") in ("", "dumb", "unknown")
+    return sys.stderr.isatty() and not is_dumb and not os.environ.get("NO_COLOR")

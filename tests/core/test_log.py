@@ -1,0 +1,99 @@
+"""Each notice is printed once and written to the event log once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core import log
+from paceline.core.events import EventLog, read_events
+
+logger = logging.getLogger("paceline.launch.test")
+
+
+@pytest.fixture(autouse=True)
+def fresh_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PACELINE_LOG_LEVEL", "info")
+    yield
+    monkeypatch.undo()
+    log.configure_logging()
+
+
+def test_warnings_are_prefixed_and_the_level_is_respected(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for options, expected in (
+        ({}, "info\nwarning: warning\n"),
+        ({"quiet": True}, "warning: warning\n"),
+        ({"level": "error"}, ""),
+        ({"level": "debug"}, "debug\ninfo\nwarning: warning\n"),
+    ):
+        log.configure_logging(**options)  # type: ignore[arg-type]
+        logger.debug("debug")
+        logger.info("info")
+        logger.warning("warning")
+        assert capsys.readouterr().err == expected
+
+
+def test_a_notice_is_printed_once_and_is_one_event(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.configure_logging()
+    heard: list[dict[str, Any]] = []
+    events = EventLog(tmp_path / "events.jsonl", [heard.append])
+    with log.log_to_events(events, replaces_console=True):
+        logger.warning("a warning")
+        logger.info("only for a person", extra=log.CONSOLE_ONLY)
+        logger.debug("for a developer")
+    logger.info("later")
+    events.close()
+    written = read_events(tmp_path / "events.jsonl")
+    assert [(event["level"], event["text"]) for event in written] == [("warning", "a warning")]
+    assert heard == written
+    assert capsys.readouterr().err == "only for a person\nlater\n"
+
+
+def test_a_quiet_console_keeps_no_notice_from_the_event_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.configure_logging(quiet=True)
+    events = EventLog(tmp_path / "events.jsonl")
+    with log.log_to_events(events, replaces_console=log.shows_progress()):
+        logger.info("info")
+        logger.warning("warning")
+    events.close()
+    assert [event["text"] for event in read_events(tmp_path / "events.jsonl")] == [
+        "info",
+        "warning",
+    ]
+    assert capsys.readouterr().err == "warning: warning\n"
+
+
+def test_notices_are_recorded_for_another_process(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure_logging()
+    with log.recorded_notices() as recorder:
+        log.log_notices(logger, [("info", "50 % of it"), ("warning", "careful")])
+        logger.info("strategy: ddp", extra=log.CONSOLE_ONLY)
+    assert recorder.notices == [("info", "50 % of it"), ("warning", "careful")]
+    assert recorder.messages == ["50 % of it", "careful", "strategy: ddp"]
+    assert capsys.readouterr().err == "50 % of it\nwarning: careful\nstrategy: ddp\n"
+    log.hide_on_console(recorder.messages)
+    logger.warning("careful")
+    logger.warning("new")
+    assert capsys.readouterr().err == "warning: new\n"
+
+
+def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    log.mute_console()
+    logger.error("error")
+    assert capsys.readouterr().err == ""
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure_logging()
+    logger.info("a\x1b[2Jb")
+    assert "\x1b" not in capsys.readouterr().err
