@@ -140,7 +140,7 @@ class EventLogHandler(logging.Handler):
         super().__init__(logging.INFO)
         self.events = events
 
-    def createLock(self) -> None:  # noqa: N802  (overrides logging.Handler)
+    def createLock(self) -> None:
         # The event log has its own; a second one could be taken in the opposite order.
         self.lock = None
 
