@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline.parallel.compression.sparsify import TopK
-from paceline.parallel.ddp.strategy import DistributedDataParallel
+from paceline.parallel.ddp.strategy import DDPStrategy
 
 
 class WithoutResidual(TopK):
@@ -57,13 +57,13 @@ class Magnitudes(TopK):
         super()._keep(state, chosen, None)
 
 
-class _Varied(DistributedDataParallel):
+class _Varied(DDPStrategy):
     compressor: type[TopK]
 
-    def sum_in_buckets(self, line: Any) -> Any:
-        buckets = super().sum_in_buckets(line)
-        original: Any = self.reduction.compressor  # type: ignore[union-attr]
-        self.reduction.compressor = self.compressor(
+    def reduce_in_buckets(self, line: Any) -> Any:
+        buckets = super().reduce_in_buckets(line)
+        original: Any = self.reducer.compressor  # type: ignore[union-attr]
+        self.reducer.compressor = self.compressor(
             original.settings, self.config.train_args.seed, original.momentum
         )  # type: ignore[union-attr]
         return buckets

@@ -23,16 +23,16 @@ from paceline.checkpoint.saver import Saver
 from paceline.core.events import EventLog
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 
 META = {"strategy": "made up", "world_size": 1, "config": {}}
 ELEMENTS = 1_200
 KEEP = 2
 
 
-def parts_of(step: int, rank: int, size: int) -> list[Part]:
+def parts_of(step: int, rank: int, size: int) -> list[TensorShard]:
     values = torch.arange(ELEMENTS // size, dtype=torch.float32) + step + rank * ELEMENTS // size
-    return [Part("model/weight", values, (ELEMENTS,), (ELEMENTS // size * rank,), flat=True)]
+    return [TensorShard("model/weight", values, (ELEMENTS,), (ELEMENTS // size * rank,), flat=True)]
 
 
 def alone() -> Communicator:

@@ -23,7 +23,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.events import EventLog, read_events
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 
 pytestmark = pytest.mark.slow
 
@@ -75,8 +75,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"s3://bucket/{uuid.uuid4().hex}"
 
 
-def parts_of(step: int) -> list[Part]:
-    return [Part.whole("model/weight", torch.arange(5000, dtype=torch.float32) + step)]
+def parts_of(step: int) -> list[TensorShard]:
+    return [TensorShard.whole("model/weight", torch.arange(5000, dtype=torch.float32) + step)]
 
 
 def saver_of(root: Path, place: str, keep: int | None = None) -> Saver:

@@ -20,7 +20,7 @@ from paceline.core.errors import RunError
 from paceline.core.events import EventLog, read_events
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 
 META = {"strategy": "made up", "world_size": 1, "config": {}}
 
@@ -29,8 +29,8 @@ def alone() -> Communicator:
     return Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
 
 
-def parts(value: float = 1.0, elements: int = 10) -> list[Part]:
-    return [Part.whole("model/weight", torch.full((elements,), value))]
+def parts(value: float = 1.0, elements: int = 10) -> list[TensorShard]:
+    return [TensorShard.whole("model/weight", torch.full((elements,), value))]
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -79,7 +79,7 @@ def test_no_save_is_asked_for_beside_one_in_flight(tmp_path: Path) -> None:
 class _Slow:
     """A part that is not on the host before ``go_on``."""
 
-    def __init__(self, part: Part, go_on: threading.Event) -> None:
+    def __init__(self, part: TensorShard, go_on: threading.Event) -> None:
         self._part, self._go_on = part, go_on
 
     def __getattr__(self, name: str) -> Any:
@@ -102,9 +102,9 @@ def pausing(world: Communicator, root: Path, **more: Any) -> Saver:
     return Saver(world, root / "checkpoints", None, events, pause=True, **more)
 
 
-def half(world: Communicator, value: float) -> list[Part]:
+def half(world: Communicator, value: float) -> list[TensorShard]:
     return [
-        Part(
+        TensorShard(
             "model/weight",
             torch.full((75_000,), value),
             (75_000 * world.size,),
@@ -236,7 +236,7 @@ def test_a_save_that_fails_removes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for step in (10, 20, 30):
         store.save(folder, step, {"model/weight": torch.ones(3)}, META)
-    broken = [Part("model/weight", torch.ones(2), (4,), (0,), flat=True)]
+    broken = [TensorShard("model/weight", torch.ones(2), (4,), (0,), flat=True)]
     with Saver(alone(), folder, 1, EventLog(None), background=False) as one:
         one.first_step = one.last_step = 20
         with pytest.raises(RunError):

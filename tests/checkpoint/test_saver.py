@@ -26,7 +26,7 @@ from paceline.core.events import EventLog, read_events
 from paceline.core.files import sha256_file
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 
 META = {"strategy": "made up", "world_size": 3, "config": {}}
 
@@ -49,31 +49,33 @@ def whole_state() -> dict[str, torch.Tensor]:
 
 # -- layouts: what rank `rank` of `size` owns of a tensor
 # --------------------------------------------------------------------
-def along(axis: int) -> Callable[[str, torch.Tensor, int, int], list[Part]]:
-    def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[Part]:
+def along(axis: int) -> Callable[[str, torch.Tensor, int, int], list[TensorShard]]:
+    def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
         length = value.shape[axis]
         start, end = (length * one // size for one in (rank, rank + 1))
         offset = [0] * value.dim()
         offset[axis] = start
         return [
-            Part(name, value.narrow(axis, start, end - start), tuple(value.shape), tuple(offset))
+            TensorShard(
+                name, value.narrow(axis, start, end - start), tuple(value.shape), tuple(offset)
+            )
         ]
 
     return cut
 
 
-def ranges(pieces: int) -> Callable[[str, torch.Tensor, int, int], list[Part]]:
-    def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[Part]:
+def ranges(pieces: int) -> Callable[[str, torch.Tensor, int, int], list[TensorShard]]:
+    def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
         edges = [value.numel() * one // (size * pieces) for one in range(size * pieces + 1)]
         mine = list(itertools.pairwise(edges))[rank::size]
         flat = value.reshape(-1)
-        return [Part(name, flat[a:b], tuple(value.shape), (a,), flat=True) for a, b in mine]
+        return [TensorShard(name, flat[a:b], tuple(value.shape), (a,), flat=True) for a, b in mine]
 
     return cut
 
 
-def on_one(name: str, value: torch.Tensor, rank: int, size: int) -> list[Part]:
-    return [Part.whole(name, value)] if len(name) % size == rank else []
+def on_one(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
+    return [TensorShard.whole(name, value)] if len(name) % size == rank else []
 
 
 LAYOUTS = {
@@ -85,7 +87,9 @@ LAYOUTS = {
 }
 
 
-def parts_of(layout: str, rank: int, size: int, state: dict[str, torch.Tensor]) -> list[Part]:
+def parts_of(
+    layout: str, rank: int, size: int, state: dict[str, torch.Tensor]
+) -> list[TensorShard]:
     found = []
     for name, value in state.items():
         cut = LAYOUTS[layout] if value.dim() and value.numel() else on_one
@@ -190,7 +194,9 @@ def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
     with Saver(alone(), tmp_path / "checkpoints", 2, events, background=True) as saver:
         for step in (1, 2, 3):
             live.fill_(step)
-            saver.save(step, lambda: [Part.whole("model/weight", live)], META, must_succeed=False)
+            saver.save(
+                step, lambda: [TensorShard.whole("model/weight", live)], META, must_succeed=False
+            )
             live.fill_(-1.0)  # training goes on
             saver.poll()
     assert saver.last_step == 3
@@ -218,7 +224,9 @@ def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
         world, tmp_path / "checkpoints", None, EventLog(tmp_path / "events.jsonl"), background=True
     ) as saver:
         for step in (1, 2):
-            saver.save(step, lambda: [Part.whole("model/weight", live)], META, must_succeed=False)
+            saver.save(
+                step, lambda: [TensorShard.whole("model/weight", live)], META, must_succeed=False
+            )
     assert tried(tmp_path / "events.jsonl") == [(1, False), (2, False)]
     notices = [one for one in read_events(tmp_path / "events.jsonl") if one["type"] == "notice"]
     assert len(notices) == (0 if torch.accelerator.is_available() else 1)
@@ -231,9 +239,9 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     events = EventLog(tmp_path / "events.jsonl")
     asked = []
 
-    def parts() -> list[Part]:
+    def parts() -> list[TensorShard]:
         asked.append(1)
-        return [Part.whole("model/weight", torch.ones(3))]
+        return [TensorShard.whole("model/weight", torch.ones(3))]
 
     with Saver(alone(), tmp_path / "checkpoints", None, events, background=True) as saver:
         saver.last_step = 4  # resumed
@@ -249,30 +257,38 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "word"),
     [
-        ([Part("model/weight", torch.ones(2), (4,), (0,), flat=True)], "they hold 2 elements of 4"),
         (
-            [Part("model/weight", torch.ones(3, 2), (4, 2), (one, 0)) for one in (0, 1)],
+            [TensorShard("model/weight", torch.ones(2), (4,), (0,), flat=True)],
+            "they hold 2 elements of 4",
+        ),
+        (
+            [TensorShard("model/weight", torch.ones(3, 2), (4, 2), (one, 0)) for one in (0, 1)],
             "they hold 12 elements of 8",
         ),
         (
             [
-                Part("model/weight", torch.ones(2, 2), (3, 2), (0, 0)),
-                Part("model/weight", torch.ones(1, 2), (3, 2), (1, 0)),
+                TensorShard("model/weight", torch.ones(2, 2), (3, 2), (0, 0)),
+                TensorShard("model/weight", torch.ones(1, 2), (3, 2), (1, 0)),
             ],
             "two hold what lies at",
         ),
         (
-            [Part("model/weight", torch.ones(2), (3, 2), (4,), flat=True)] * 3,
+            [TensorShard("model/weight", torch.ones(2), (3, 2), (4,), flat=True)] * 3,
             "two hold what lies at",
         ),
-        ([Part("model/weight", torch.ones(4), (4,), (1,))], "reaches beyond it"),
+        ([TensorShard("model/weight", torch.ones(4), (4,), (1,))], "reaches beyond it"),
         (
-            [Part.whole("model/weight", torch.ones(2)), Part.whole("model/weight", torch.ones(3))],
+            [
+                TensorShard.whole("model/weight", torch.ones(2)),
+                TensorShard.whole("model/weight", torch.ones(3)),
+            ],
             "another of F32 [3]",
         ),
     ],
 )
-def test_pieces_that_do_not_make_up_the_state(tmp_path: Path, parts: list[Part], word: str) -> None:
+def test_pieces_that_do_not_make_up_the_state(
+    tmp_path: Path, parts: list[TensorShard], word: str
+) -> None:
     saver = Saver(alone(), tmp_path / "checkpoints", None, EventLog(None), background=False)
     with pytest.raises(RunError, match="could not be written") as caught:
         saver.save(1, lambda: parts, META, must_succeed=True)
@@ -284,10 +300,10 @@ def test_pieces_that_do_not_make_up_the_state(tmp_path: Path, parts: list[Part],
 
 # -- a rank that cannot write
 # -------------------------------------------------------------------------------------------------
-def a_third(world: Communicator, value: float) -> list[Part]:
+def a_third(world: Communicator, value: float) -> list[TensorShard]:
     """300 kB a rank."""
     return [
-        Part(
+        TensorShard(
             "model/weight",
             torch.full((75_000,), value),
             (75_000 * world.size,),
@@ -387,10 +403,14 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     events = EventLog(tmp_path / "events.jsonl")
     saver = Saver(alone(), tmp_path / "file" / "checkpoints", None, events, background=True)
-    saver.save(1, lambda: [Part.whole("model/weight", torch.ones(3))], META, must_succeed=False)
+    saver.save(
+        1, lambda: [TensorShard.whole("model/weight", torch.ones(3))], META, must_succeed=False
+    )
     assert tried(tmp_path / "events.jsonl") == [(1, True)]
     with pytest.raises(RunError, match="Not a directory"):
-        saver.save(1, lambda: [Part.whole("model/weight", torch.ones(3))], META, must_succeed=True)
+        saver.save(
+            1, lambda: [TensorShard.whole("model/weight", torch.ones(3))], META, must_succeed=True
+        )
 
 
 # -- killed in the middle

@@ -34,7 +34,7 @@ from paceline.distributed.side_group import CHUNK_BYTES, SideGroup
 from paceline.distributed.traffic import TRAFFIC
 from paceline.launch.layout import choose_layout
 from paceline.launch.preflight import plan_run
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import run_rank
 
@@ -47,7 +47,7 @@ FEW, ELEMENTS = 20, 3 * CHUNK_BYTES // 4 + 10
 
 # -- the saver alone
 # ----------------------------------------------------------------------------------------------------------
-def a_share(step: int, world: Communicator) -> list[Part]:
+def a_share(step: int, world: Communicator) -> list[TensorShard]:
     """Of rank 0 few elements."""
     start, end = (
         (0, FEW)
@@ -55,7 +55,7 @@ def a_share(step: int, world: Communicator) -> list[Part]:
         else (FEW + ELEMENTS * (world.rank - 1), FEW + ELEMENTS * world.rank)
     )
     values = torch.arange(start, end, dtype=torch.float32) + step
-    return [Part("model/weight", values, (num_elements(world.size),), (start,), flat=True)]
+    return [TensorShard("model/weight", values, (num_elements(world.size),), (start,), flat=True)]
 
 
 def num_elements(num_ranks: int) -> int:
@@ -158,7 +158,7 @@ def save_with_faults(world: Communicator, root: Path) -> list[str | None]:
     # cannot hold.
     found.append(save(saver, 4))
     kind = torch.float32 if world.is_rank_zero else torch.complex128
-    bad = [Part.whole(f"model/{world.rank}", torch.ones(3, dtype=kind))]
+    bad = [TensorShard.whole(f"model/{world.rank}", torch.ones(3, dtype=kind))]
     saver.save(5, lambda: bad, META, must_succeed=False)
     saver.finish()
     found.append(None)

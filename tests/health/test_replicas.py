@@ -73,15 +73,15 @@ def drift_of(world, mode, axes, flip, settings):
     config = Config(model="m", dataset="d", parallel={"mode": mode}, **settings)
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(world.rank)
-    model = strategy.place(Net())
-    strategy.build_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
+    model = strategy.setup(Net())
+    strategy.setup_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
     for step in range(3):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + strategy.replica))
-        strategy.backward(lambda number, module, x=x: module(x).square().mean(), 1)
-        strategy.clip(1.0)
-        strategy.update(lambda optimizer: (optimizer.step(), True)[1])
+        strategy.forward_backward(lambda number, module, x=x: module(x).square().mean(), 1)
+        strategy.clip_grad_norm(1.0)
+        strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
     even = compare(strategy)
-    named = dict(strategy.replicated())
+    named = dict(strategy.replicated_tensors())
     if world.rank == 1:
         with torch.no_grad():
             one = named[flip].detach()
@@ -132,8 +132,8 @@ def nothing_to_compare(world, mode, settings):
     config = Config(model="m", dataset="d", parallel={"mode": mode, **settings})
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(world.rank)
-    strategy.place(Net())
-    strategy.build_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
+    strategy.setup(Net())
+    strategy.setup_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
     return compare(strategy)
 
 

@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch import model_check
 from paceline.models.shape.meta import language_model_on_meta
-from paceline.parallel.registry import Layout
+from paceline.parallel.registry import ParallelLayout
 
 
 def words(model: Path, output: Path, *more: str) -> list[str]:
@@ -109,7 +109,7 @@ def test_a_dry_run_divides_the_model_into_stages(tmp_path: Path) -> None:
         )
         model = language_model_on_meta(config)
         model_check.check_stages(model, config, 2)
-        model_check.check_model(config, Layout("pipeline", ParallelDims(pipeline=2), 2))
+        model_check.check_model(config, ParallelLayout("pipeline", ParallelDims(pipeline=2), 2))
     model = language_model_on_meta(Config(model=str(tmp_path / "gpt2"), dataset="d"))
     with pytest.raises(ConfigError, match="pipeline"):
         model_check.check_stages(model, config, 8)

@@ -47,8 +47,8 @@ def _measured(
     strategy = make_strategy(mode, config, world)
     built = Plain()
     shape, matrices = outline(built, config), matrices_of(built)
-    model = strategy.place(built)
-    strategy.build_optimizer(
+    model = strategy.setup(built)
+    strategy.setup_optimizer(
         lambda named: build_optimizer(config.train_args, 1e-3, named, matrices)
     )
     batch = torch.arange(ROWS) % WORDS
@@ -56,15 +56,15 @@ def _measured(
         with torch.autocast(
             "cpu", torch.bfloat16, enabled=config.train_args.precision == "bf16-mixed"
         ):
-            strategy.backward(
+            strategy.forward_backward(
                 lambda _, module: functional.cross_entropy(module(batch).float(), batch), 1
             )
-        strategy.clip(1.0)
-        strategy.update(lambda optimizer: (optimizer.step(), True)[1])
-    cost = strategy.cost(shape, world.axes, Workload(positions=ROWS), config)
+        strategy.clip_grad_norm(1.0)
+        strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
+    cost = strategy.estimate_cost(shape, world.axes, Workload(positions=ROWS), config)
     found = split_state(strategy, model, world.device)
     world.barrier()
-    return found, {kind: getattr(cost, kind) for kind in found}, strategy.state_bytes()
+    return found, {kind: getattr(cost, kind) for kind in found}, strategy.memory_bytes()
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def train(
     torch.manual_seed(world.rank)
     built = net().eval()
     shape, matrices = outline(built, config), matrices_of(built)
-    model = strategy.place(built)
-    strategy.build_optimizer(
+    model = strategy.setup(built)
+    strategy.setup_optimizer(
         lambda named: build_optimizer(config.train_args, rate, named, matrices)
     )
     if source is not None:
@@ -79,23 +79,23 @@ def train(
             return loss
 
         before = dict(world.traffic.bytes_by_collective)
-        strategy.backward(micro_step, 1)
-        norms.append(float(strategy.clip(1.0)))
-        assert strategy.update(lambda optimizer: (optimizer.step(), True)[1])
+        strategy.forward_backward(micro_step, 1)
+        norms.append(float(strategy.clip_grad_norm(1.0)))
+        assert strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
         traffic = {
             name: size - before.get(name, 0)
             for name, size in world.traffic.bytes_by_collective.items()
         }
-        losses.append(world.sum(sum(seen) if strategy.speaks else 0.0)[0])
+        losses.append(world.sum(sum(seen) if strategy.reports_loss else 0.0)[0])
     result = {
         "losses": losses,
         "norms": norms,
-        "parts": copied(strategy.state()),
+        "parts": copied(strategy.state_shards()),
         "weights": {name: one.detach().clone() for name, one in model.named_parameters()},
-        "state": strategy.state_bytes(),
+        "state": strategy.memory_bytes(),
         "cost": type(strategy).cost(shape, world.axes, Workload(), config),
         "traffic": {name: size for name, size in traffic.items() if size},
-        "figures": strategy.figures(float(sum(traffic.values()))),
+        "figures": strategy.report_metrics(float(sum(traffic.values()))),
         "notices": strategy.notices,
     }
     world.barrier()

@@ -57,8 +57,8 @@ def make(world, mode, local=None, optim="adamw", net=Small, clip=0.5, rate=1e-2)
     torch.manual_seed(world.rank)  # rank 0's weights must win
     built = net()
     strategy.shape, matrices = outline(built, config), matrices_of(built)
-    model = strategy.place(built)
-    strategy.build_optimizer(
+    model = strategy.setup(built)
+    strategy.setup_optimizer(
         lambda named: build_optimizer(config.train_args, rate, named, matrices)
     )
     model.train()
@@ -85,9 +85,9 @@ def one_step(strategy, step, micro_batches=2):
         seen.append(float(loss.detach()))
         return loss / ROWS
 
-    strategy.backward(micro_step, micro_batches)
-    strategy.clip(strategy.config.train_args.max_grad_norm)
-    assert strategy.update(lambda optimizer: (optimizer.step(), True)[1])
+    strategy.forward_backward(micro_step, micro_batches)
+    strategy.clip_grad_norm(strategy.config.train_args.max_grad_norm)
+    assert strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
     return strategy.world.sum(sum(seen))[0] / ROWS
 
 
@@ -101,7 +101,7 @@ def everything(strategy):
     found = {
         f"model/{name}": one.detach().clone() for name, one in strategy.model.state_dict().items()
     }
-    for part in strategy.parts():
+    for part in strategy.tensor_shards():
         found |= {
             f"optimizer/{part.name}/{key}": one.clone()
             for key, one in strategy._optimizer_state(part).items()
@@ -114,7 +114,7 @@ def everything(strategy):
 def source_of(strategy):
     """A checkpoint of all ranks, as each of them would read it."""
     world = strategy.world
-    return assemble(world.gather_objects(copied(strategy.state())))
+    return assemble(world.gather_objects(copied(strategy.state_shards())))
 
 
 def goes_on_to_the_bit(world, mode, local, save_at, steps):

@@ -6,11 +6,11 @@ from math import prod
 
 import torch
 
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 
 
 class MemorySource:
-    """A :class:`~paceline.parallel.base.StateSource` over whole tensors."""
+    """A :class:`~paceline.parallel.state.StateReader` over whole tensors."""
 
     def __init__(self, whole: dict[str, torch.Tensor]):
         self.whole = whole
@@ -30,12 +30,12 @@ class MemorySource:
         return self.whole[name].reshape(-1)[start : start + count].clone()
 
 
-def copied(parts: list[Part]) -> list[Part]:
+def copied(parts: list[TensorShard]) -> list[TensorShard]:
     """Parts as they are now, fit to be handed to another process."""
     return [replace(part, tensor=part.tensor.detach().cpu().clone(), key=None) for part in parts]
 
 
-def assemble(parts_by_rank: list[list[Part]]) -> MemorySource:
+def assemble(parts_by_rank: list[list[TensorShard]]) -> MemorySource:
     """The whole tensors from what each rank writes. Each element must be written exactly once."""
     whole: dict[str, torch.Tensor] = {}
     written: dict[str, torch.Tensor] = {}

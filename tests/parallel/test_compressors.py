@@ -11,8 +11,8 @@ from paceline.config.schema.compression import CHAINS, Compression
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.parallel.compression import make_compressor
-from paceline.parallel.compression.base import BucketShape, Slot
-from paceline.parallel.compression.local_adam import SECOND, Apply, LocalAdam
+from paceline.parallel.compression.base import BucketShape, TensorSlot
+from paceline.parallel.compression.local_adam import SECOND, DirectionOptimizer, LocalAdam
 from paceline.parallel.compression.powersgd import matrix_of, orthonormal
 from paceline.parallel.compression.quantize import CODES, pack, unpack
 from paceline.parallel.compression.signsgd import pack_bits, unpack_bits
@@ -20,10 +20,10 @@ from paceline.parallel.compression.sparsify import largest
 
 #: two matrices, a vector and a scalar, with padding between them
 SLOTS = (
-    Slot("a", 0, (12, 10)),
-    Slot("v", 128, (7,)),
-    Slot("b", 144, (9, 2, 4)),
-    Slot("s", 224, ()),
+    TensorSlot("a", 0, (12, 10)),
+    TensorSlot("v", 128, (7,)),
+    TensorSlot("b", 144, (9, 2, 4)),
+    TensorSlot("s", 224, ()),
 )
 BUCKET = BucketShape(0, 240, SLOTS)
 METHODS = ["bf16", "fp16", "int8", "topk", "randomk", "powersgd", "signsgd"]
@@ -259,7 +259,7 @@ def test_powersgd_does_not_stay_at_zero_after_a_step_without_gradient():
 
 def test_warm_up_lowers_the_share_step_by_step():
     compressor = make_compressor(Compression(method="topk", ratio=0.01, warmup_steps=4), 0)
-    bucket = BucketShape(0, 10_000, (Slot("w", 0, (10_000,)),))
+    bucket = BucketShape(0, 10_000, (TensorSlot("w", 0, (10_000,)),))
     counts = [compressor.count(bucket, step) for step in range(6)]
     assert counts[0] == 2500
     assert counts[4:] == [100, 100]
@@ -270,10 +270,10 @@ def test_warm_up_lowers_the_share_step_by_step():
 def test_local_directions_are_adams_where_the_ranks_gradients_are_one():
     """Three ranks with a third of the gradient each: the sum of their directions, applied, is what
     torch's AdamW does."""
-    shape = BucketShape(0, 16, (Slot("w", 0, (10,)),))
+    shape = BucketShape(0, 16, (TensorSlot("w", 0, (10,)),))
     theirs, ours = (torch.nn.Parameter(torch.linspace(-1, 1, 10)) for _ in range(2))
     adam = torch.optim.AdamW([theirs], lr=0.1, betas=(0.0, 0.99), weight_decay=0.1)
-    apply = Apply([{"params": [ours], "lr": 0.1, "weight_decay": 0.1}])
+    apply = DirectionOptimizer([{"params": [ours], "lr": 0.1, "weight_decay": 0.1}])
     local, state = (
         LocalAdam(0.99, 1e-8),
         make_compressor(Compression(method="topk"), 0).state_of(shape, torch.device("cpu")),
@@ -293,7 +293,7 @@ def test_local_directions_are_adams_where_the_ranks_gradients_are_one():
 def test_topk_weighs_directions_by_the_root_of_the_gradients_size():
     world, shape = (
         Communicator(RankEnv(), torch.device("cpu")),
-        BucketShape(0, 16, (Slot("w", 0, (4,)),)),
+        BucketShape(0, 16, (TensorSlot("w", 0, (4,)),)),
     )
     compressor = make_compressor(Compression(method="topk", ratio=0.25), 0)
     state = compressor.state_of(shape, world.device)

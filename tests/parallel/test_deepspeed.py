@@ -19,8 +19,8 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import scatter_bytes
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.ddp.strategy import Single
-from paceline.parallel.deepspeed.strategy import DeepSpeed
+from paceline.parallel.ddp.strategy import SingleDeviceStrategy
+from paceline.parallel.deepspeed.strategy import DeepSpeedStrategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.precision import Precision
 
@@ -68,10 +68,10 @@ class Run:
         model = Net(statistics)
         self.shape, matrices = outline(model, self.config), matrices_of(model)
         args = self.config.train_args
-        self.strategy = (DeepSpeed if stage else Single)(self.config, world)
+        self.strategy = (DeepSpeedStrategy if stage else SingleDeviceStrategy)(self.config, world)
         self.precision = Precision(args, world)
-        self.model = self.strategy.place(model)
-        self.optimizer = self.strategy.build_optimizer(
+        self.model = self.strategy.setup(model)
+        self.optimizer = self.strategy.setup_optimizer(
             lambda named: build_optimizer(args, 1e-2, named, matrices)
         )
 
@@ -96,14 +96,14 @@ class Run:
 
             for group in self.optimizer.param_groups:
                 group["lr"] = 1e-2 * (1 + step % 3)
-            self.strategy.backward(micro_step, count)
-            norm = self.strategy.clip(0.5)
-            assert self.strategy.update(self.precision.step)
+            self.strategy.forward_backward(micro_step, count)
+            norm = self.strategy.clip_grad_norm(0.5)
+            assert self.strategy.optimizer_step(self.precision.step)
             found.append((self.world.sum(float(seen))[0] / (4 * MICRO_BATCHES), float(norm)))
         return found
 
     def saved(self):
-        return assemble(self.world.gather_objects(copied(self.strategy.state())))
+        return assemble(self.world.gather_objects(copied(self.strategy.state_shards())))
 
     def evaluated(self):
         tokens = torch.arange(20).view(4, 5)
@@ -158,8 +158,10 @@ def everything(world, stage, middle):
     for bf16 in (False, True):
         run = run if not bf16 else Run(world, stage, bf16=True)
         low = run.train(0, 4) if bf16 else []
-        cost = DeepSpeed.cost(run.shape, ParallelDims(data=world.size), work, run.config)
-        costs.append((run.strategy.state_bytes(), cost, run.sent(), low))
+        cost = DeepSpeedStrategy.estimate_cost(
+            run.shape, ParallelDims(data=world.size), work, run.config
+        )
+        costs.append((run.strategy.memory_bytes(), cost, run.sent(), low))
     dtypes = {str(value.dtype) for value in run.saved().whole.values()}
     world.barrier()
     return {
@@ -294,7 +296,7 @@ def test_running_statistics_in_half_precision_are_refused(precision):
         model="m", dataset="d", parallel={"mode": "deepspeed"}, train_args={"precision": precision}
     )
     with pytest.raises(ConfigError, match="BatchNorm1d"):
-        DeepSpeed(config, world).place(Net(statistics=True))
+        DeepSpeedStrategy(config, world).setup(Net(statistics=True))
 
 
 @pytest.mark.parametrize(
@@ -309,4 +311,4 @@ def test_running_statistics_in_half_precision_are_refused(precision):
 def test_what_cannot_run_is_refused_before_the_start(parallel, rest, says):
     config = Config(model="m", dataset="d", parallel={"mode": "deepspeed", **parallel}, **rest)
     with pytest.raises(ConfigError, match=says):
-        DeepSpeed.check(config, ParallelDims(data=2))
+        DeepSpeedStrategy.check(config, ParallelDims(data=2))

@@ -16,7 +16,7 @@ from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Workload
 from paceline.parallel.deepspeed.config import HONOURED_ZERO, REFUSED, check_json, engine_config
 from paceline.parallel.deepspeed.cost import deepspeed_cost
-from paceline.parallel.deepspeed.strategy import DeepSpeed
+from paceline.parallel.deepspeed.strategy import DeepSpeedStrategy
 
 
 def configured(given, stage=2, **train_args):
@@ -256,7 +256,7 @@ def test_the_stage_of_a_file_counts_without_a_loaded_config_too(tmp_path):
         parallel={"mode": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 3}}},
     )
     assert engine_config(config, 100)["zero_optimization"]["stage"] == 3
-    assert DeepSpeed(config, Communicator(RankEnv(), torch.device("cpu"))).stage == 3
+    assert DeepSpeedStrategy(config, Communicator(RankEnv(), torch.device("cpu"))).stage == 3
 
 
 @pytest.mark.parametrize(

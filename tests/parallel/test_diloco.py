@@ -19,7 +19,14 @@ from local_runs import (
 from ranks import run_ranks
 from test_local_sgd import costs_of, decayed
 
-from paceline.parallel.local_sgd.sync import BLOCK, Code, Mean, Vector, mean_traffic, share
+from paceline.parallel.local_sgd.sync import (
+    BLOCK,
+    FlatParams,
+    GroupMean,
+    SyncCodec,
+    mean_traffic,
+    share,
+)
 
 BITWISE = [
     ({"steps": 4}, (2, 4)),
@@ -99,9 +106,9 @@ def mean_of(world, dtype):
         for rank in range(world.size)
     ]
     sent = world.traffic.total
-    found = Mean(vectors[world.rank].clone(), world, dtype).value()
+    found = GroupMean(vectors[world.rank].clone(), world, dtype).value()
     sent = world.traffic.total - sent
-    broken = Mean(
+    broken = GroupMean(
         torch.full((300,), float("nan") if world.rank == 1 else 1.0), world, dtype
     ).value()
     exact = torch.stack([one.double() for one in vectors]).mean(0)
@@ -198,14 +205,14 @@ def test_two_workers_of_two_ranks_keep_half_the_outer_state_each():
 
 def test_vectors_and_codes():
     tensors = [torch.arange(6.0).view(2, 3), torch.tensor(6.0), torch.arange(7.0, 12.0)]
-    vector = Vector(tensors)
+    vector = FlatParams(tensors)
     assert vector.read(4, 9).tolist() == [4, 5, 6, 7, 8]
     vector.write(5, torch.tensor([50.0, 60.0, 70.0]))
     assert (tensors[0][1, 2], tensors[1], tensors[2][0]) == (50, 60, 70)
     assert [share(3, 10, 3, rank) for rank in range(3)] == [(3, 6), (6, 9), (9, 10)]
     rows = torch.randn(2, 2 * BLOCK) * torch.tensor([[1.0], [1000.0]])
     rows[0, :BLOCK] = 0
-    code = Code("int8")
+    code = SyncCodec("int8")
     raw = code.encode(rows)
     assert raw.dtype == torch.uint8
     assert raw.shape == (2, code.row_bytes(2 * BLOCK))
@@ -213,4 +220,6 @@ def test_vectors_and_codes():
     errors = (code.decode(raw) - rows).view(2, 2, BLOCK).abs()
     assert bool((errors <= scales * 0.5001).all())
     assert torch.equal(code.decode(code.encode(code.decode(raw))), code.decode(raw))
-    assert torch.equal(Code("bf16").decode(Code("bf16").encode(rows)), rows.bfloat16().float())
+    assert torch.equal(
+        SyncCodec("bf16").decode(SyncCodec("bf16").encode(rows)), rows.bfloat16().float()
+    )

@@ -10,7 +10,7 @@ from training import Adapted, Plain
 
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScaler
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 
 TOPK = {"method": "topk", "ratio": 0.1}
 CASES = {
@@ -45,9 +45,9 @@ CASES["frozen weights in ddp"] = {"mode": "ddp", "net": HalfFrozen}
 
 
 def saved(run):
-    parts = copied(run.strategy.state())
+    parts = copied(run.strategy.state_shards())
     if run.world.is_rank_zero:
-        parts += [Part.whole(name, value) for name, value in run.precision.state().items()]
+        parts += [TensorShard.whole(name, value) for name, value in run.precision.state().items()]
     return run.world.gather_objects(parts)
 
 

@@ -15,8 +15,8 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.ddp.strategy import Single
-from paceline.parallel.hybrid.strategy import Hybrid
+from paceline.parallel.ddp.strategy import SingleDeviceStrategy
+from paceline.parallel.hybrid.strategy import HybridStrategy
 from paceline.train.precision import checkpoint_activations
 
 TOKENS, STEPS, MICRO = 14, 20, 2
@@ -57,9 +57,9 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
     """Losses, norms, traffic of the last step, state bytes, state."""
     world = Communicator(world.env, world.device, axes)
     config = config_of(parallel, train_args)
-    strategy = (Single if axes.size == 1 else Hybrid)(config, world)
-    model = strategy.place(make(lora, **train_args))
-    optimizer = strategy.build_optimizer(
+    strategy = (SingleDeviceStrategy if axes.size == 1 else HybridStrategy)(config, world)
+    model = strategy.setup(make(lora, **train_args))
+    optimizer = strategy.setup_optimizer(
         lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-3)
     )
     if state is not None:
@@ -88,12 +88,12 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
             return loss
 
         before = world.traffic.total
-        strategy.backward(micro_step, each)
-        norms.append(float(strategy.clip(0.5)))
-        strategy.update(lambda one: (one.step(), True)[1])
+        strategy.forward_backward(micro_step, each)
+        norms.append(float(strategy.clip_grad_norm(0.5)))
+        strategy.optimizer_step(lambda one: (one.step(), True)[1])
         sent = world.traffic.total - before
-        losses.append(world.sum(float(sum(seen)) if strategy.speaks else 0.0)[0])
-    found = losses, norms, sent, strategy.state_bytes(), copied(strategy.state())
+        losses.append(world.sum(float(sum(seen)) if strategy.reports_loss else 0.0)[0])
+    found = losses, norms, sent, strategy.memory_bytes(), copied(strategy.state_shards())
     assert optimizer is strategy.optimizer
     world.barrier()
     return found
@@ -128,7 +128,7 @@ def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, t
     for name, value in whole.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=name)
     shape = outline(make(lora, **train_args), config_of(parallel, train_args))
-    cost = Hybrid.cost(
+    cost = HybridStrategy.estimate_cost(
         shape, axes, Workload(MICRO // axes.replicas, TOKENS), config_of(parallel, train_args)
     )
     assert max(one[3] for one in found) == pytest.approx(cost.state, rel=0.02)
@@ -173,4 +173,4 @@ def test_state_moves_from_a_hybrid_to_one_rank_and_back():
 )
 def test_what_cannot_be_combined_is_refused_before_the_start(axes, settings, message):
     with pytest.raises(ConfigError, match=message):
-        Hybrid.check(Config(model="m", dataset="d", **settings), axes)
+        HybridStrategy.check(Config(model="m", dataset="d", **settings), axes)

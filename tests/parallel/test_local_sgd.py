@@ -27,7 +27,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import Workload
-from paceline.parallel.local_sgd.schedule import Rhythm, num_workers
+from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
 from paceline.parallel.registry import check_strategy, strategy_class
 
 BITWISE = [
@@ -142,7 +142,7 @@ def costs_of(world, local, mode="local_sgd"):
     counts = 2 * 8  # the loss of each step, added up by the test
     return (
         cost.state,
-        strategy.state_bytes(),
+        strategy.memory_bytes(),
         cost.traffic_per_step,
         sum(sent[-period:]) / period - counts,
     )
@@ -229,15 +229,23 @@ def test_two_workers_of_two_ranks():
 
 
 def test_rhythm():
-    rhythm = Rhythm(period=6, fragments=3, overlap=4, warmup=5)
+    rhythm = SyncSchedule(period=6, fragments=3, overlap=4, warmup=5)
     begins = {step: rhythm.begins(step) for step in range(1, 24) if rhythm.begins(step)}
     assert begins == {7: [0], 9: [1], 11: [2], 13: [0], 15: [1], 17: [2], 19: [0], 21: [1], 23: [2]}
     assert [step for step in range(20) if rhythm.ends(step)] == [11, 13, 15, 17, 19]
     assert rhythm.in_flight(11) == [(1, 2), (2, 0)]
     assert [step for step in range(12) if rhythm.halfway(step) == [0]] == [9]
-    assert [step for step in range(9) if Rhythm(3, warmup=1).together(step)] == [0, 1, 4, 7]
-    assert not any(Rhythm(3, overlap=1).together(step) for step in range(1, 9))
-    assert [Rhythm(7, 4).begins(step) for step in range(1, 8)] == [[0], [], [1], [], [2], [], [3]]
+    assert [step for step in range(9) if SyncSchedule(3, warmup=1).together(step)] == [0, 1, 4, 7]
+    assert not any(SyncSchedule(3, overlap=1).together(step) for step in range(1, 9))
+    assert [SyncSchedule(7, 4).begins(step) for step in range(1, 8)] == [
+        [0],
+        [],
+        [1],
+        [],
+        [2],
+        [],
+        [3],
+    ]
 
 
 def test_workers_are_machines_or_ranks():
@@ -285,7 +293,7 @@ def test_one_rank_is_a_worker():
         )
         assert one_step(strategy, 0) > one_step(strategy, 0) > 0
         assert (
-            strategy.cost(
+            strategy.estimate_cost(
                 strategy.shape, ParallelDims(), Workload(), strategy.config
             ).traffic_per_step
             == 0

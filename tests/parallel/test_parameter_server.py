@@ -24,7 +24,7 @@ from paceline.models.recommend import ClickModel, load_recommender
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.parameter_server.asynchronous import _STORE
-from paceline.parallel.parameter_server.strategy import ParameterServer
+from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
 from paceline.parallel.registry import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
@@ -67,11 +67,11 @@ def train(
     config = make_config(mode, optimizer, servers, rhythm, dense)
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(0)
-    with strategy.building():
+    with strategy.model_init_context():
         model = ClickModel(2, TABLES, DIM, [6], [8])
     shape, matrices = outline(model, config), matrices_of(model)
-    strategy.place(model)
-    strategy.build_optimizer(
+    strategy.setup(model)
+    strategy.setup_optimizer(
         lambda named: build_optimizer(config.train_args, 0.05, named, matrices)
     )
     if source is not None:
@@ -95,19 +95,19 @@ def train(
             # as the engine does where replicas count alone
             return loss if rhythm == "sync" else loss / world.size
 
-        strategy.backward(micro_step, 2 if strategy.works else 0)
-        norms.append(float(strategy.clip(0.2)))
-        assert strategy.update(lambda one: (one.step(), True)[1])
+        strategy.forward_backward(micro_step, 2 if strategy.has_data else 0)
+        norms.append(float(strategy.clip_grad_norm(0.2)))
+        assert strategy.optimizer_step(lambda one: (one.step(), True)[1])
         losses.append(world.sum(sum(seen))[0])
         if step in watch:
-            parts[step] = copied(strategy.state())
+            parts[step] = copied(strategy.state_shards())
     result = {
         "losses": losses,
         "norms": norms,
         "parts": parts,
-        "state": strategy.state_bytes(),
+        "state": strategy.memory_bytes(),
         "cost": type(strategy).cost(shape, world.axes, Workload(), config).state,
-        "serves": not strategy.works,
+        "serves": not strategy.has_data,
         "table_elements": sum(
             one.numel()
             for name, one in model.named_parameters()
@@ -222,11 +222,11 @@ def drift(world, rhythm, steps, far):
         "parameter_server", make_config("parameter_server", "sgd", 1, rhythm), world
     )
     torch.manual_seed(0)
-    with strategy.building():
+    with strategy.model_init_context():
         model = ClickModel(2, TABLES, DIM, [6], [8])
     matrices = matrices_of(model)
-    strategy.place(model)
-    strategy.build_optimizer(
+    strategy.setup(model)
+    strategy.setup_optimizer(
         lambda named: build_optimizer(strategy.config.train_args, 0.05, named, matrices)
     )
     for step in range(steps):
@@ -242,10 +242,10 @@ def drift(world, rhythm, steps, far):
             loss = functional.binary_cross_entropy_with_logits(module(dense, ids, starts), labels)
             return loss / world.size
 
-        strategy.backward(micro_step, 1)
-        strategy.clip(1.0)
-        strategy.update(lambda one: True)
-    figures = strategy.figures(None)
+        strategy.forward_backward(micro_step, 1)
+        strategy.clip_grad_norm(1.0)
+        strategy.optimizer_step(lambda one: True)
+    figures = strategy.report_metrics(None)
     world.barrier()
     strategy.close()
     return figures["staleness"]
@@ -314,7 +314,7 @@ def test_row_state_is_in_the_checkpoint(optimizer):
 def test_what_cannot_be_served_is_refused(keys, words):
     config = Config.model_validate({"model": "m", "dataset": "d", "task": "recommend", **keys})
     with pytest.raises(ConfigError, match=words):
-        ParameterServer.check(config, ParallelDims(data=2))
+        ParameterServerStrategy.check(config, ParallelDims(data=2))
 
 
 @pytest.mark.slow

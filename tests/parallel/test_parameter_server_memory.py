@@ -30,11 +30,11 @@ def large(world, rows, dim, spare_bytes):
     config = make_config("parameter_server", "sgd", world.size - 1)
     strategy = make_strategy("parameter_server", config, world)
     torch.manual_seed(0)
-    with strategy.building():
+    with strategy.model_init_context():
         model = ClickModel(0, (rows, 3), dim, [], [])
     matrices = matrices_of(model)
-    strategy.place(model)
-    optimizer = strategy.build_optimizer(
+    strategy.setup(model)
+    optimizer = strategy.setup_optimizer(
         lambda named: build_optimizer(config.train_args, 0.5, named, matrices)
     )
     ids = [torch.tensor([0, rows // 2, rows - 1]), torch.tensor([0, 1, 2])]
@@ -47,11 +47,13 @@ def large(world, rows, dim, spare_bytes):
             losses.append(float(loss.detach()))
             return loss
 
-        strategy.backward(micro_step, 1 if strategy.works else 0)
-        strategy.clip(0.0)
-        strategy.update(lambda one: (one.step(), True)[1])
+        strategy.forward_backward(micro_step, 1 if strategy.has_data else 0)
+        strategy.clip_grad_norm(0.0)
+        strategy.optimizer_step(lambda one: (one.step(), True)[1])
     held = sum(
-        part.tensor.numel() * 4 for part in strategy.state() if part.name == "model/tables.0.weight"
+        part.tensor.numel() * 4
+        for part in strategy.state_shards()
+        if part.name == "model/tables.0.weight"
     )
     assert optimizer is strategy.optimizer
     world.barrier()

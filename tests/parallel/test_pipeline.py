@@ -24,8 +24,8 @@ from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.pipeline.check import check_blocks
 from paceline.parallel.pipeline.cost import pipeline_cost
-from paceline.parallel.pipeline.partition import Cut
-from paceline.parallel.pipeline.runner import Pipeline, divide_model
+from paceline.parallel.pipeline.partition import PartitionedModel
+from paceline.parallel.pipeline.runner import PipelineRunner, divide_model
 
 # samples of each micro-batch: ragged, packed into one row
 LENGTHS = ((5, 3), (7,), (2, 2, 9), (4, 4))
@@ -98,7 +98,7 @@ def compare(
     for loss in expected:
         loss.backward()
     truth = dict(whole.named_parameters())
-    pipeline = Pipeline(model, world, config)
+    pipeline = PipelineRunner(model, world, config)
     for _ in range(steps):
         model.zero_grad()
         before = world.traffic.total
@@ -288,7 +288,7 @@ def on_four_ranks(world: Communicator) -> dict[str, Any]:
     line = grid.subgroup("pipeline")
     found["lines"] = compare(line, language_model(), plain, make_config("interleaved_1f1b"))
     # Three micro-batches do not fill the schedule.
-    pipeline = Pipeline(language_model(), world, make_config("1f1b"))
+    pipeline = PipelineRunner(language_model(), world, make_config("1f1b"))
     pipeline.backward(partial(language_step, LENGTHS, False), 3)
     found["notices"] = pipeline.notices
     world.barrier()
@@ -308,8 +308,8 @@ def test_four_ranks() -> None:
     assert sum(kept) == len(ranks[0]["1f1b"]["all"]) + 1  # the tied weight twice
 
 
-def alone(model: nn.Module) -> Pipeline:
-    return Pipeline(
+def alone(model: nn.Module) -> PipelineRunner:
+    return PipelineRunner(
         model, Communicator(RankEnv(0, 2, 0, 2), torch.device("cpu")), make_config("1f1b")
     )
 
@@ -328,9 +328,9 @@ def test_models_that_are_no_chain_of_blocks_are_refused() -> None:
         alone(twice)
 
 
-def cut_in_two(model: nn.Module) -> Cut:
+def cut_in_two(model: nn.Module) -> PartitionedModel:
     blocks = find_blocks(model)
-    return Cut(
+    return PartitionedModel(
         model, blocks, check_blocks(model, blocks)[0], divide_model(model, blocks, 2), [0, 1]
     )
 

@@ -14,7 +14,7 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.ddp.strategy import DistributedDataParallel, Single
+from paceline.parallel.ddp.strategy import DDPStrategy, SingleDeviceStrategy
 
 
 class Net(nn.Module):
@@ -39,9 +39,9 @@ class Net(nn.Module):
 def make(world, cap_mb=25.0, optimizer=torch.optim.AdamW):
     torch.manual_seed(world.rank)  # different weights on purpose: rank 0's must win
     config = Config(model="m", dataset="d", parallel={"bucket_cap_mb": cap_mb})
-    strategy = DistributedDataParallel(config, world)
-    model = strategy.place(Net())
-    made = strategy.build_optimizer(lambda named: optimizer([one for _, one in named], lr=1e-2))
+    strategy = DDPStrategy(config, world)
+    model = strategy.setup(Net())
+    made = strategy.setup_optimizer(lambda named: optimizer([one for _, one in named], lr=1e-2))
     return strategy, model, made
 
 
@@ -53,12 +53,12 @@ def batch(rank, micro, step):
 def gradients(world, cap_mb):
     strategy, model, _ = make(world, cap_mb)
     model.eval()
-    strategy.backward(
+    strategy.forward_backward(
         lambda micro, module: module(batch(world.rank, micro, 0), world.rank == 0).square().sum(), 2
     )
     grads = {name: one.grad.clone() for name, one in strategy.trained.items()}
     weights = {name: one.detach().clone() for name, one in model.named_parameters()}
-    return grads, weights, strategy.clip(0.0), len(strategy.buckets.buckets)
+    return grads, weights, strategy.clip_grad_norm(0.0), len(strategy.buckets.buckets)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -91,17 +91,17 @@ def train_some(world, steps, state=None, first=0):
     if state is not None:
         strategy.load_state(state)
     for step in range(first, first + steps):
-        strategy.backward(
+        strategy.forward_backward(
             lambda micro, module, step=step: (
                 module(batch(world.rank, micro, step), step % 2 == 0).square().mean()
             ),
             2,
         )
-        strategy.clip(0.5)
+        strategy.clip_grad_norm(0.5)
         optimizer.step()
     statistics = model.norm.running_mean.clone()
     world.barrier()
-    return copied(strategy.state()), statistics
+    return copied(strategy.state_shards()), statistics
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -131,23 +131,28 @@ def test_state_names():
 def test_state_bytes_and_traffic_are_what_the_cost_says():
     strategy, model, optimizer = make(Communicator(RankEnv(), torch.device("cpu")))
     shape = outline(model, strategy.config)
-    strategy.backward(lambda micro, module: module(batch(0, 0, 0), True).sum(), 1)
+    strategy.forward_backward(lambda micro, module: module(batch(0, 0, 0), True).sum(), 1)
     optimizer.step()
-    cost = DistributedDataParallel.cost(shape, ParallelDims(data=4), Workload(), strategy.config)
+    cost = DDPStrategy.estimate_cost(shape, ParallelDims(data=4), Workload(), strategy.config)
     elements = sum(one.numel() for one in model.parameters() if one.requires_grad)
     assert cost.gradients == 4 * elements
     assert cost.optimizer == 8 * elements
     assert cost.traffic_per_step == all_reduce_bytes(4 * elements, 4) == round(1.5 * 4 * elements)
-    assert Single.cost(shape, ParallelDims(), Workload(), strategy.config).traffic_per_step == 0
+    assert (
+        SingleDeviceStrategy.estimate_cost(
+            shape, ParallelDims(), Workload(), strategy.config
+        ).traffic_per_step
+        == 0
+    )
     # buckets align each gradient to 64 bytes; Adam keeps a step count a parameter
     padding = 64 * len(shape.trained)
-    assert cost.state <= strategy.state_bytes() <= cost.state + padding + 4 * len(shape.trained)
+    assert cost.state <= strategy.memory_bytes() <= cost.state + padding + 4 * len(shape.trained)
 
 
 def uneven(world):
     strategy, _, _ = make(world, cap_mb=0.0001)
     for step in range(3):
-        strategy.backward(
+        strategy.forward_backward(
             lambda micro, module, step=step: module(
                 batch(world.rank, 0, step), world.rank == 1
             ).sum(),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.parameter_server.server import RowOptimizer, Shard, row_ranges
+from paceline.parallel.parameter_server.server import RowOptimizer, TableShard, row_ranges
 
 ROWS, DIM, STEPS = 12, 3, 5
 
@@ -26,7 +26,7 @@ def batches():
 
 def trained(kind, start=0, end=ROWS, rates=(0.1,) * STEPS, **more):
     values = torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM)[start:end].clone()
-    shard = Shard("table", ROWS, start, nn.Parameter(values))
+    shard = TableShard("table", ROWS, start, nn.Parameter(values))
     optimizer = RowOptimizer([shard], kind, rates[0], **more)
     for (rows, gradient), rate in zip(batches(), rates, strict=True):
         optimizer.param_groups[0]["lr"] = rate
@@ -93,7 +93,7 @@ def test_pushes_are_summed_in_one_order_whatever_order_they_come_in():
     }
     sums = []
     for order in (sorted(pushes), sorted(pushes, reverse=True)):
-        shard = Shard("table", ROWS, 0, nn.Parameter(torch.zeros(ROWS, DIM)))
+        shard = TableShard("table", ROWS, 0, nn.Parameter(torch.zeros(ROWS, DIM)))
         for key in order:
             shard.pushed[key] = pushes[key]
         shard.merge()

@@ -43,9 +43,9 @@ class Run:
         torch.manual_seed(self.world.rank)
         built = net().eval()
         matrices = matrices_of(built)
-        self.model = self.strategy.place(built)
+        self.model = self.strategy.setup(built)
         args = self.config.train_args
-        self.strategy.build_optimizer(lambda named: build_optimizer(args, 3e-3, named, matrices))
+        self.strategy.setup_optimizer(lambda named: build_optimizer(args, 3e-3, named, matrices))
         self.strategy.use_scaler(self.precision.scaler)
         self.losses = []
 
@@ -69,14 +69,16 @@ class Run:
             return self.precision.scale(loss * value if mine_is_bad and bad == "loss" else loss)
 
         seen = []
-        self.strategy.backward(micro_step, 1)
-        self.losses.append(self.world.sum(sum(seen) if self.strategy.speaks else 0.0)[0])
+        self.strategy.forward_backward(micro_step, 1)
+        self.losses.append(self.world.sum(sum(seen) if self.strategy.reports_loss else 0.0)[0])
         self.strategy.unscale()
-        norm = self.strategy.clip(self.config.train_args.max_grad_norm)
-        own = self.strategy.own_gradient()
-        norm_seen = None if self.strategy.skips_itself else norm
-        made = self.strategy.update(lambda optimizer: self.precision.step(optimizer, norm_seen))
-        if self.strategy.skips_itself:
+        norm = self.strategy.clip_grad_norm(self.config.train_args.max_grad_norm)
+        own = self.strategy.local_grad_finite()
+        norm_seen = None if self.strategy.handles_overflow else norm
+        made = self.strategy.optimizer_step(
+            lambda optimizer: self.precision.step(optimizer, norm_seen)
+        )
+        if self.strategy.handles_overflow:
             self.precision.settle(made)
         return made, None if own is None else bool(own.isfinite()), bool(norm.isfinite())
 
@@ -85,11 +87,11 @@ class Run:
         counters = ("compression/step", "local/steps")
         found = {
             one.name: one.tensor
-            for one in copied(self.strategy.state())
+            for one in copied(self.strategy.state_shards())
             if one.name not in counters
         }
         return found | {
-            f"held {name}": one.detach().clone() for name, one in self.strategy.replicated()
+            f"held {name}": one.detach().clone() for name, one in self.strategy.replicated_tensors()
         }
 
 
@@ -177,9 +179,9 @@ def an_element_that_is_not_sent(world):
         )
         return loss
 
-    run.strategy.backward(micro_step, 1)
-    norm = run.strategy.clip(0.5)
-    made = run.strategy.update(lambda optimizer: run.precision.step(optimizer, norm))
+    run.strategy.forward_backward(micro_step, 1)
+    norm = run.strategy.clip_grad_norm(0.5)
+    made = run.strategy.optimizer_step(lambda optimizer: run.precision.step(optimizer, norm))
     return made, same(before, run.state())
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.models.tensor_plan.plan import find_tensor_plan
-from paceline.parallel.tensor.shard import TensorSplit, check_plan_sizes
+from paceline.parallel.tensor.shard import TensorParallelizer, check_plan_sizes
 
 
 class Heads(nn.Module):
@@ -58,7 +58,9 @@ def outputs_and_gradients(world):
     for key, (build, plan) in NETS.items():
         torch.manual_seed(0)
         model = build()
-        split = TensorSplit(model, world, Parallel(tensor_plan=plan)) if world.size > 1 else None
+        split = (
+            TensorParallelizer(model, world, Parallel(tensor_plan=plan)) if world.size > 1 else None
+        )
         x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
         out = model(x)
         before = world.traffic.total
@@ -126,7 +128,7 @@ def refusals(world):
         (Heads(), Parallel(tensor_plan=ATTENTION, sequence_parallel=True)),
     ):
         try:
-            TensorSplit(model, world, settings)
+            TensorParallelizer(model, world, settings)
             found.append("")
         except ConfigError as error:
             found.append(str(error))

@@ -17,8 +17,8 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.models.blocks import find_blocks
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import ranges
-from paceline.parallel.ddp.strategy import Single
-from paceline.parallel.hybrid.strategy import Hybrid
+from paceline.parallel.ddp.strategy import SingleDeviceStrategy
+from paceline.parallel.hybrid.strategy import HybridStrategy
 
 SIZES = {
     "vocab_size": 96,
@@ -104,9 +104,11 @@ def train(
         if axes.size > 1
         else Communicator(RankEnv(), world.device, ParallelDims())
     )
-    strategy: Any = (Hybrid if axes.size > 1 else Single)(Config(model="m", dataset="d"), here)
-    model = strategy.place(make(name))
-    strategy.build_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
+    strategy: Any = (HybridStrategy if axes.size > 1 else SingleDeviceStrategy)(
+        Config(model="m", dataset="d"), here
+    )
+    model = strategy.setup(make(name))
+    strategy.setup_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
     if state is not None:
         strategy.load_state(state)
     norms = []
@@ -121,10 +123,10 @@ def train(
                 / here.axes.replicas
             )
 
-        strategy.backward(micro_step, 1)
-        norms.append(float(strategy.clip(0.1)))
-        strategy.update(lambda one: (one.step(), True)[1])
-    parts = copied(strategy.state())
+        strategy.forward_backward(micro_step, 1)
+        norms.append(float(strategy.clip_grad_norm(0.1)))
+        strategy.optimizer_step(lambda one: (one.step(), True)[1])
+    parts = copied(strategy.state_shards())
     gathered = here.gather_objects(parts) if axes.size > 1 else [parts]
     elements = sum(one.numel() for _, block in find_blocks(model) for one in block.parameters())
     return assemble(gathered), elements, norms

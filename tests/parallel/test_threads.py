@@ -10,8 +10,8 @@ from paceline.config.schema import Config
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.ddp.strategy import Single
-from paceline.parallel.ddp.threads import DataParallel
+from paceline.parallel.ddp.strategy import SingleDeviceStrategy
+from paceline.parallel.ddp.threads import ThreadedDPStrategy
 
 
 class Tied(nn.Module):
@@ -41,11 +41,11 @@ def configured(num_gpus="auto", **train_args):
 
 def train(strategy, steps, micro_batches, eval_norm):
     torch.manual_seed(0)
-    model = strategy.place(Tied())
+    model = strategy.setup(Tied())
     model.norm.train(not eval_norm)
     if eval_norm:
         model.eval()
-    optimizer = strategy.build_optimizer(
+    optimizer = strategy.setup_optimizer(
         lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2)
     )
     losses = []
@@ -60,19 +60,21 @@ def train(strategy, steps, micro_batches, eval_norm):
             seen[number] = loss.item()
             return loss / (4 * micro_batches)
 
-        strategy.backward(micro_step, micro_batches)
-        strategy.clip(1.0)
-        strategy.update(lambda one: bool(one.step()) or True)
+        strategy.forward_backward(micro_step, micro_batches)
+        strategy.clip_grad_norm(1.0)
+        strategy.optimizer_step(lambda one: bool(one.step()) or True)
         losses.append(sum(seen[number] for number in sorted(seen)))
     weights = {name: one.detach().clone() for name, one in model.named_parameters()}
     return losses, weights, optimizer
 
 
 def trained_both_ways(world, num_devices, micro_batches):
-    alone, weights, _ = train(Single(configured(), world), 20, micro_batches, eval_norm=True)
+    alone, weights, _ = train(
+        SingleDeviceStrategy(configured(), world), 20, micro_batches, eval_norm=True
+    )
     results = []
     for _ in range(2):
-        strategy = DataParallel(configured(), world)
+        strategy = ThreadedDPStrategy(configured(), world)
         strategy.num_devices = num_devices
         results.append(train(strategy, 20, micro_batches, eval_norm=True)[:2])
     return alone, weights, results
@@ -90,11 +92,11 @@ def test_losses_are_those_of_single_and_repeat_to_the_bit(num_devices, micro_bat
 
 
 def measured(world):
-    strategy = DataParallel(configured(num_gpus=3), world)
+    strategy = ThreadedDPStrategy(configured(num_gpus=3), world)
     before = world.traffic.bytes_by_collective.get("copy", 0)
     train(strategy, 1, 3, eval_norm=False)
     copied = world.traffic.bytes_by_collective["copy"] - before
-    cost = strategy.cost(
+    cost = strategy.estimate_cost(
         outline(Tied(), strategy.config), ParallelDims(data=3), Workload(3), strategy.config
     )
     model, *replicas = strategy.replicas
@@ -105,11 +107,11 @@ def measured(world):
     shared = storages[0] & storages[1] | storages[1] & storages[2] | storages[0] & storages[2]
     tied = all(each.head.weight is each.embed.weight for each in strategy.replicas)
     statistics = model.norm.num_batches_tracked.item()
-    names = sorted(part.name for part in strategy.state())
+    names = sorted(part.name for part in strategy.state_shards())
     return (
         copied,
         cost,
-        strategy.state_bytes(),
+        strategy.memory_bytes(),
         len(replicas),
         shared,
         tied,
@@ -140,8 +142,8 @@ class Broken(Exception):
 
 
 def failing(world):
-    strategy = DataParallel(configured(num_gpus=2), world)
-    strategy.place(Tied())
+    strategy = ThreadedDPStrategy(configured(num_gpus=2), world)
+    strategy.setup(Tied())
     ended = []
 
     def micro_step(number, module):
@@ -152,7 +154,7 @@ def failing(world):
         return loss
 
     try:
-        strategy.backward(micro_step, 2)
+        strategy.forward_backward(micro_step, 2)
     except Broken as error:
         return str(error), ended
     return None, ended

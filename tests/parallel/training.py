@@ -123,8 +123,8 @@ def train(
     torch.manual_seed(world.rank)
     built = net().train(train_mode)
     shape, matrices = outline(built, config), matrices_of(built)
-    model = strategy.place(built)
-    strategy.build_optimizer(
+    model = strategy.setup(built)
+    strategy.setup_optimizer(
         lambda named: build_optimizer(config.train_args, rate, named, matrices)
     )
     if source is not None:
@@ -148,9 +148,9 @@ def train(
             return loss
 
         before = dict(world.traffic.bytes_by_collective)
-        strategy.backward(micro_step, micro_batches)
-        norms.append(float(strategy.clip(0.5)))
-        assert strategy.update(lambda optimizer: (optimizer.step(), True)[1])
+        strategy.forward_backward(micro_step, micro_batches)
+        norms.append(float(strategy.clip_grad_norm(0.5)))
+        assert strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
         traffic = {
             name: size - before.get(name, 0)
             for name, size in world.traffic.bytes_by_collective.items()
@@ -162,14 +162,14 @@ def train(
             return {"logits": module(torch.arange(WORDS))}
 
     model.eval()
-    parts, state_bytes = copied(strategy.state()), strategy.state_bytes()
+    parts, state_bytes = copied(strategy.state_shards()), strategy.memory_bytes()
     looked = strategy.evaluate(look, model)["logits"]
     result = {
         "losses": losses,
         "norms": norms,
         "parts": parts,
         "state": state_bytes,
-        "state_after_evaluation": strategy.state_bytes(),
+        "state_after_evaluation": strategy.memory_bytes(),
         "logits": looked,
         "cost": (
             type(strategy).cost(shape, world.axes, Workload(micro_batches=micro_batches), config)

@@ -46,7 +46,7 @@ def zero_cost(mode: str, ranks: int, **parallel: object) -> Cost:
         train_args={"precision": "bf16-mixed"},
     )
     axes = ParallelDims(shard=ranks) if mode in ("zero2", "zero3") else ParallelDims(data=ranks)
-    return strategy_class(mode).cost(shape, axes, Workload(), config)
+    return strategy_class(mode).estimate_cost(shape, axes, Workload(), config)
 
 
 def test_the_memory_of_the_zero_paper() -> None:

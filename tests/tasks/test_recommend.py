@@ -23,7 +23,7 @@ from paceline.models.recommend import (
     load_recommender,
     tables_elsewhere,
 )
-from paceline.parallel.ddp.strategy import DistributedDataParallel
+from paceline.parallel.ddp.strategy import DDPStrategy
 from paceline.tasks import load_task
 from paceline.tasks.base import Task
 from paceline.train.evaluation import EvalResult, evaluate
@@ -123,8 +123,8 @@ def on_rank(world: Communicator, where: str) -> tuple[EvalResult, list[float], l
     task = prepared_task(config)
     torch.manual_seed(0)
     model = task.build_model()
-    strategy = DistributedDataParallel(config, world)
-    strategy.place(model)
+    strategy = DDPStrategy(config, world)
+    strategy.setup(model)
     rows = task.build_datasets()[1]
     precision = Precision(config.train_args, world)
     found = evaluate(task, model, strategy, rows, config, world, precision, LoaderOptions())

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from paceline.config.schema import Config
 from paceline.data.loader import LoaderOptions
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.ddp.strategy import DistributedDataParallel
+from paceline.parallel.ddp.strategy import DDPStrategy
 from paceline.tasks.base import Task
 from paceline.train.evaluation import EvalResult, evaluate
 from paceline.train.precision import Precision
@@ -72,8 +72,8 @@ def on_rank(
     model = make_model().train()
     precision = Precision(config.train_args, world)
     options = LoaderOptions()
-    strategy = DistributedDataParallel(config, world)
-    strategy.place(model)
+    strategy = DDPStrategy(config, world)
+    strategy.setup(model)
     found = evaluate(
         Words(config), model, strategy, Rows(num_rows, ragged), config, world, precision, options
     )

@@ -88,11 +88,11 @@ def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[floa
     mixed = world.mixes_devices
 
     strategy = make_strategy("ddp", Config(model="m", dataset="d"), world)
-    model = strategy.place(torch.nn.Linear(4, 3))
-    optimizer = strategy.build_optimizer(
+    model = strategy.setup(torch.nn.Linear(4, 3))
+    optimizer = strategy.setup_optimizer(
         lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2)
     )
-    strategy.backward(lambda _, module: module(torch.ones(2, 4)).sum(), 1)
+    strategy.forward_backward(lambda _, module: module(torch.ones(2, 4)).sum(), 1)
     optimizer.step()
     with torch.no_grad():
         model.weight.mul_(1 + 1e-6 * env.rank)  # as a device that rounds otherwise

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from paceline.core.errors import RunError
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 from paceline.tasks.base import num_positions
 from paceline.verify.certificate import excluded_text, weight_difference
 from paceline.verify.negligible import GradientWatch, listing
@@ -60,7 +60,7 @@ def test_positions_are_tokens_with_padding_or_rows() -> None:
     assert num_positions((torch.zeros(3, 1, 8, 8), torch.zeros(3))) == 3
 
 
-def strategy(*parts: Part) -> Any:
+def strategy(*parts: TensorShard) -> Any:
     return SimpleNamespace(state=lambda: list(parts))
 
 
@@ -68,10 +68,10 @@ def test_boxes_and_flat_ranges_are_held_against_the_reference(tmp_path: Path) ->
     path = tmp_path / "reference.safetensors"
     whole = torch.arange(12.0).reshape(3, 4)
     save_file({"model/w": whole, "model/b": torch.ones(2), "model/s": torch.tensor(3.0)}, str(path))
-    box = Part("model/w", whole[1:, 2:] + 0.5, (3, 4), (1, 2))
-    flat = Part("model/w", whole.reshape(-1)[:5] - 1, (3, 4), (0,), flat=True)
-    scalar = Part.whole("model/s", torch.tensor(5.0))
-    buffer = Part.whole("buffer/mean", torch.ones(2))
+    box = TensorShard("model/w", whole[1:, 2:] + 0.5, (3, 4), (1, 2))
+    flat = TensorShard("model/w", whole.reshape(-1)[:5] - 1, (3, 4), (0,), flat=True)
+    scalar = TensorShard.whole("model/s", torch.tensor(5.0))
+    buffer = TensorShard.whole("buffer/mean", torch.ones(2))
     found = distances(strategy(box, flat, scalar, buffer), path)
     assert found["model/w"] == pytest.approx(
         [4 * 0.25 + 5 * 1.0, 9, float(whole.square().sum()), 12, 12]
@@ -79,27 +79,27 @@ def test_boxes_and_flat_ranges_are_held_against_the_reference(tmp_path: Path) ->
     assert found["model/s"] == [4.0, 1, 9.0, 1, 1]
     assert found["model/b"] == [0.0, 0, 2.0, 2, 2]  # this rank owns nothing of it
     with pytest.raises(RunError, match="model/new"):
-        distances(strategy(Part.whole("model/new", torch.ones(1))), path)
+        distances(strategy(TensorShard.whole("model/new", torch.ones(1))), path)
     with pytest.raises(RunError, match="has the shape"):
-        distances(strategy(Part.whole("model/b", torch.ones(3))), path)
+        distances(strategy(TensorShard.whole("model/b", torch.ones(3))), path)
 
 
 def test_what_is_left_out_counts_neither_as_a_difference_nor_as_missing(tmp_path: Path) -> None:
     path = tmp_path / "reference.safetensors"
     bias, other = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(3)
-    here = strategy(Part.whole("model/bias", bias), Part.whole("model/other", other))
+    here = strategy(TensorShard.whole("model/bias", bias), TensorShard.whole("model/other", other))
     save_reference(here, path, {"bias": torch.tensor([False, True, True, False])})
     moved = [
-        Part("model/bias", bias[:2] + torch.tensor([0.0, 9.0]), (4,), (0,)),
-        Part("model/bias", bias[2:], (4,), (2,)),
+        TensorShard("model/bias", bias[:2] + torch.tensor([0.0, 9.0]), (4,), (0,)),
+        TensorShard("model/bias", bias[2:], (4,), (2,)),
     ]
-    found = distances(strategy(*moved, Part.whole("model/other", other + 1e-3)), path)
+    found = distances(strategy(*moved, TensorShard.whole("model/other", other + 1e-3)), path)
     assert found["model/bias"] == [0.0, 4, 17.0, 4, 2]
     assert weight_difference([found]) == (pytest.approx(1e-3, rel=1e-3), "model/other", [])
 
 
 def watched(model: nn.Module, steps: int, loss: Any) -> dict[str, tuple[float, torch.Tensor]]:
-    parts = [Part.whole(name, one, key=one) for name, one in model.named_parameters()]
+    parts = [TensorShard.whole(name, one, key=one) for name, one in model.named_parameters()]
     here = SimpleNamespace(parts=lambda: parts, clip=lambda norm: torch.ones(()))
     watch = GradientWatch(here)  # type: ignore[arg-type]
     for step in range(steps):

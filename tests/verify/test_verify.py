@@ -31,31 +31,31 @@ MICRO = (
 )
 WRONG = '''
 import torch
-from paceline.parallel.ddp.strategy import DistributedDataParallel
+from paceline.parallel.ddp.strategy import DDPStrategy
 
 
-class Forgetful(DistributedDataParallel):
+class Forgetful(DDPStrategy):
     """Each rank trains on its own share: the gradients are never summed."""
 
     name = "forgetful"
 
-    def backward(self, micro_step, num_micro_batches):
+    def forward_backward(self, micro_step, num_micro_batches):
         self.buckets.zero()
         for number in range(num_micro_batches):
             micro_step(number, self.model).backward()
 
 
-class Crashing(DistributedDataParallel):
+class Crashing(DDPStrategy):
     """One rank raises in its third step, where the others wait for it."""
 
     name = "crashing"
     steps = 0
 
-    def backward(self, micro_step, num_micro_batches):
+    def forward_backward(self, micro_step, num_micro_batches):
         self.steps += 1
         if self.steps == 3 and self.world.rank == 1:
             raise RuntimeError("rank 1 has had enough")
-        super().backward(micro_step, num_micro_batches)
+        super().forward_backward(micro_step, num_micro_batches)
 '''
 
 

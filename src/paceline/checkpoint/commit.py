@@ -39,7 +39,7 @@ from paceline.core.errors import SaveError
 from paceline.core.files import fsync_dir, human_bytes
 
 if TYPE_CHECKING:
-    from paceline.parallel.state import Part
+    from paceline.parallel.state import TensorShard
 
 #: A rank whose files do not grow for so long is taken for dead (a sync of a large file on a slow
 #: disk shows no growth).
@@ -63,7 +63,7 @@ class Writer:
     size_bytes: int
 
     @classmethod
-    def here(cls, parts: Sequence[Part]) -> Writer:
+    def here(cls, parts: Sequence[TensorShard]) -> Writer:
         return cls(_process_space(), os.getpid(), size_of(parts))
 
     @property
@@ -135,7 +135,7 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def write_part(aside: Path, rank: int, num_ranks: int, parts: Sequence[Part]) -> None:
+def write_part(aside: Path, rank: int, num_ranks: int, parts: Sequence[TensorShard]) -> None:
     """Write what this rank owns and say so to rank 0, or why it could not. Raises nothing."""
 
     def write(path: Path) -> dict[str, Any]:

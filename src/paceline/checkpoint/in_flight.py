@@ -28,7 +28,7 @@ from paceline.checkpoint.store import prune, step_of
 from paceline.core.errors import RunError, SaveError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.side_group import SideGroup
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 
 #: How long a run that failed waits for its ranks to end what they are writing.
 HURRY_S = 20.0
@@ -49,7 +49,7 @@ class Flight:
         world: Communicator,
         folder: Path,
         step: int,
-        parts: Sequence[Part],
+        parts: Sequence[TensorShard],
         meta: dict[str, Any],
         aside: Path | None,
         writers: Sequence[Writer],

@@ -41,7 +41,7 @@ _RUN_BYTES = 64 << 10
 
 
 class CheckpointReader:
-    """The state in a checkpoint's folder, as a :class:`~paceline.parallel.base.StateSource`. Use it
+    """The state in a checkpoint's folder, as a :class:`~paceline.parallel.state.StateReader`. Use it
     in a ``with``.
 
     Raises:
@@ -72,7 +72,7 @@ class CheckpointReader:
             handle.close()
         self._files.clear()
 
-    # -- a StateSource
+    # -- a StateReader
     # --------------------------------------------------------------------------------------------------
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each whole tensor, by name."""

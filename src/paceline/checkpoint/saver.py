@@ -21,10 +21,10 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.side_group import SideGroup
 from paceline.distributed.traffic import uncounted
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 
 Failure = RunError | ClaimLostError
-MakeParts = Callable[[], list[Part]]
+MakeParts = Callable[[], list[TensorShard]]
 
 #: A wait for an earlier save is worth a word from so many seconds on.
 _LONG_WAIT_S = 10.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 
 _BLOCK_BYTES = 64 << 20
 
@@ -31,7 +31,7 @@ class HostCopy:
         self.unpinned: str | None = None
         self._blocks: list[_Block] = []
 
-    def take(self, parts: Sequence[Part]) -> list[Part]:
+    def take(self, parts: Sequence[TensorShard]) -> list[TensorShard]:
         """The parts with copies of their tensors, good until the next call."""
         for block in self._blocks:
             block.used = 0

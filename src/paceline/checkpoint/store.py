@@ -69,9 +69,9 @@ def save(folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str
         RunError: it could not be written (full disk, no permission); every earlier checkpoint is
             untouched and what was begun is removed.
     """
-    from paceline.parallel.state import Part
+    from paceline.parallel.state import TensorShard
 
-    parts = [Part.whole(name, one) for name, one in state.items()]
+    parts = [TensorShard.whole(name, one) for name, one in state.items()]
     writer, aside = Writer.here(parts), None
     try:
         aside = prepare(folder, step, num_ranks=1)

@@ -11,20 +11,20 @@ from torch import nn
 from paceline.checkpoint.transfer import OpenCheckpoint
 from paceline.core.errors import ConfigError
 from paceline.models.shape.record import ModelShape
-from paceline.parallel.state import Part, StateSource
+from paceline.parallel.state import StateReader, TensorShard
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Session
 
 
-def training_state(session: Session) -> list[Part]:
+def training_state(session: Session) -> list[TensorShard]:
     """What this rank writes into a checkpoint: parameters, buffers and optimizer by the strategy;
     schedule, random state and data position as numbers, by rank 0.
 
     Random state is (seed, step): every draw is a function of them (see
     :mod:`paceline.distributed.seeds`), so nothing else is needed to go on exactly.
     """
-    parts = session.strategy.state()
+    parts = session.strategy.state_shards()
     if not session.world.is_rank_zero:
         return parts
     epoch, place = divmod(session.step, session.order.steps_per_epoch)
@@ -37,7 +37,7 @@ def training_state(session: Session) -> list[Part]:
     tensors = {
         name: torch.tensor(value) for name, value in numbers.items()
     } | session.precision.state()
-    return parts + [Part.whole(name, value) for name, value in tensors.items()]
+    return parts + [TensorShard.whole(name, value) for name, value in tensors.items()]
 
 
 #: Elements of each frozen parameter that its digest is made of: another model differs in nearly
@@ -101,7 +101,7 @@ def check_same_model(
         )
 
 
-def load_training_state(session: Session, source: StateSource, step: int) -> None:
+def load_training_state(session: Session, source: StateReader, step: int) -> None:
     """The reverse, on every rank."""
     strategy = session.strategy
     scaler = {
@@ -111,7 +111,9 @@ def load_training_state(session: Session, source: StateSource, step: int) -> Non
     }
     session.precision.load_state(scaler)  # before what a strategy has of its own scale
     strategy.load_state(source)
-    if not strategy.trains_apart and any(name.startswith("local/") for name in source.tensors()):
+    if not strategy.replicas_diverge and any(
+        name.startswith("local/") for name in source.tensors()
+    ):
         strategy.notices.append(
             (
                 "warning",

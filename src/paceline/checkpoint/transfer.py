@@ -32,10 +32,10 @@ from paceline.core.files import human_bytes
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.side_group import CHUNK_BYTES, SideGroup, TransferError
 from paceline.distributed.traffic import uncounted
-from paceline.parallel.state import StateSource
+from paceline.parallel.state import StateReader
 
 if TYPE_CHECKING:
-    from paceline.parallel.state import Part
+    from paceline.parallel.state import TensorShard
     from paceline.train.trainer import Session
 
 Tick = Callable[[], None]
@@ -47,7 +47,7 @@ _LONG_SAVE_S = 60.0
 # -- saving
 # -----------------------------------------------------------------------------------------------------------------
 def send_part(
-    side: SideGroup, rank: int, num_ranks: int, parts: Sequence[Part], tick: Tick
+    side: SideGroup, rank: int, num_ranks: int, parts: Sequence[TensorShard], tick: Tick
 ) -> None:
     """Send what this rank owns to rank 0, which writes it as
     :func:`~paceline.checkpoint.commit.write_part` does. Raises nothing: rank 0 reports a failure as
@@ -157,7 +157,7 @@ class _Writer:
 
 # -- reading
 # ------------------------------------------------------------------------------------------------------------------
-class OpenCheckpoint(StateSource, Protocol):
+class OpenCheckpoint(StateReader, Protocol):
     """The state in a checkpoint together with its ``meta.json``."""
 
     meta: dict[str, Any]
@@ -344,9 +344,9 @@ def transfer_notices(session: Session, side: SideGroup | None) -> list[tuple[str
         return []
     strategy, moments = session.strategy, session.shape.optimizer_bytes_per_element
     size_bytes = 0
-    for part in strategy.parts():
+    for part in strategy.tensor_shards():
         item = part.tensor.element_size()
-        if part.owned or strategy.trains_apart:
+        if part.owned or strategy.replicas_diverge:
             size_bytes += part.tensor.numel() * (item + (moments if part.key is not None else 0))
         elif session.config.compression.chain and part.key is not None:
             # what compression keeps of the gradient until later

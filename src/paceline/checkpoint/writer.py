@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paceline.checkpoint.format import DTYPE_NAMES, DTYPES, Entry, Index, Piece, add
 
 if TYPE_CHECKING:
-    from paceline.parallel.state import Part
+    from paceline.parallel.state import TensorShard
 
 _CHUNK_BYTES = 1 << 22
 
@@ -25,12 +25,12 @@ class Sink(Protocol):
         """Returns how many bytes were taken."""
 
 
-def size_of(parts: Sequence[Part]) -> int:
+def size_of(parts: Sequence[TensorShard]) -> int:
     """Bytes of the tensors."""
     return sum(one.tensor.numel() * one.tensor.element_size() for one in parts)
 
 
-def write_state(path: Path, parts: Sequence[Part]) -> tuple[int, str, Index]:
+def write_state(path: Path, parts: Sequence[TensorShard]) -> tuple[int, str, Index]:
     """Write the parts as one safetensors file, synced. Returns (bytes, SHA-256 of the file, its
     tensors)."""
     file = StateFile(path.name, parts)
@@ -47,7 +47,7 @@ class StateFile:
         TypeError: a tensor that a checkpoint cannot hold.
     """
 
-    def __init__(self, name: str, parts: Sequence[Part]) -> None:
+    def __init__(self, name: str, parts: Sequence[TensorShard]) -> None:
         self._keys = _keys(parts)
         # so that each tensor lies at a multiple of its item
         self._order = sorted(
@@ -78,9 +78,9 @@ class StateFile:
         return digest.hexdigest()
 
 
-def _keys(parts: Sequence[Part]) -> dict[str, Part]:
+def _keys(parts: Sequence[TensorShard]) -> dict[str, TensorShard]:
     # A rank may own several ranges of one tensor; the first goes by the tensor's own name.
-    found: dict[str, Part] = {}
+    found: dict[str, TensorShard] = {}
     for part in parts:
         key, number = part.name, 1
         while key in found:
@@ -90,7 +90,7 @@ def _keys(parts: Sequence[Part]) -> dict[str, Part]:
     return found
 
 
-def _index(file: str, keys: dict[str, Part]) -> Index:
+def _index(file: str, keys: dict[str, TensorShard]) -> Index:
     found: Index = {}
     for key, part in keys.items():
         flat, offset, shape = part.flat, part.offset, tuple(part.tensor.shape)
@@ -107,7 +107,7 @@ def _index(file: str, keys: dict[str, Part]) -> Index:
     return found
 
 
-def dtype_name(part: Part) -> str:
+def dtype_name(part: TensorShard) -> str:
     name = DTYPE_NAMES.get(str(part.tensor.dtype))
     if name is None:
         raise TypeError(

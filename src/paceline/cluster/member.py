@@ -24,7 +24,7 @@ from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch.preflight import LeaderPlan, Plan
-from paceline.parallel.registry import Layout
+from paceline.parallel.registry import ParallelLayout
 
 if TYPE_CHECKING:
     from paceline.api import Options
@@ -155,7 +155,7 @@ def _plan(
     )
     sees_folder = _sees_run_folder(member, Path(config.output_dir))
 
-    def plan(layout: Layout, leader: LeaderPlan | None) -> Plan:
+    def plan(layout: ParallelLayout, leader: LeaderPlan | None) -> Plan:
         return plan_run(
             host.loaded,
             started_at=request.started_at,
@@ -180,7 +180,7 @@ def _plan(
     word = round_.broadcast("plan", _described(planned) if round_.is_first else None)
     if word["finished"] is not None:
         return Plan(None, None, word["finished"])
-    layout = Layout(
+    layout = ParallelLayout(
         word["layout"]["strategy"],
         ParallelDims(**word["layout"]["axes"]),
         word["layout"]["num_processes"],

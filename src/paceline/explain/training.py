@@ -46,9 +46,9 @@ def loss_of(model: nn.Module, batch: torch.Tensor, replicas: int) -> torch.Tenso
 
 
 def train_step(strategy: Strategy, batch: torch.Tensor, replicas: int) -> None:
-    strategy.backward(lambda _, module: loss_of(module, batch, replicas), 1)
-    strategy.clip(0.0)
-    strategy.update(_apply)
+    strategy.forward_backward(lambda _, module: loss_of(module, batch, replicas), 1)
+    strategy.clip_grad_norm(0.0)
+    strategy.optimizer_step(_apply)
 
 
 def _apply(optimizer: torch.optim.Optimizer) -> bool:

@@ -78,19 +78,19 @@ class Guard:
         raises it when the state is saved."""
         session = self.session
         strategy, precision = session.strategy, session.precision
-        apart = strategy.count_world is not session.world
-        own = strategy.own_gradient() if session.world.size > 1 else None
-        knows = strategy.skips_itself
+        apart = strategy.count_group is not session.world
+        own = strategy.local_grad_finite() if session.world.size > 1 else None
+        knows = strategy.handles_overflow
         late = (
             not knows
-            and not strategy.undoes
+            and not strategy.needs_rollback_on_skip
             and norm.device.type != "cpu"
             and skips_on_device(strategy.optimizer, norm)
         )
         # the ranks gather who it was in the same step
         late = late and not session.world.mixes_devices
         seen = None if knows else norm
-        made = strategy.update(lambda optimizer: precision.step(optimizer, seen, late))
+        made = strategy.optimizer_step(lambda optimizer: precision.step(optimizer, seen, late))
         if knows:
             precision.settle(made)
         self._unread.append(_Verdict(session.step + 1, seen, made, loss, own, apart))

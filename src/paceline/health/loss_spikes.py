@@ -99,7 +99,7 @@ class Spikes:
         session.events.notice(
             f"step {step + 1}: {self._text(loss, median, to_step, path)}", level="warning"
         )
-        session.strategy.update(lambda _: False)
+        session.strategy.optimizer_step(lambda _: False)
         if path is None:
             session.step += 1
         else:

@@ -45,7 +45,7 @@ def check_replicas(session: Session) -> None:
     """Raise FaultError, on every rank, where some replicas differ. A collective; waits for the
     device."""
     strategy, world = session.strategy, session.world
-    line = strategy.replica_line
+    line = strategy.replica_group
     if line is None:
         return
     if world.mixes_devices:
@@ -87,11 +87,11 @@ def check_replicas(session: Session) -> None:
 
 def compare(strategy: Strategy) -> Drift | None:
     """How this rank's replicas differ. A collective along
-    :attr:`~paceline.parallel.base.Strategy.replica_line`."""
-    line = strategy.replica_line
+    :attr:`~paceline.parallel.base.Strategy.replica_group`."""
+    line = strategy.replica_group
     if line is None or line.size == 1:
         return None
-    named = [(name, local_tensor(one)) for name, one in strategy.replicated()]
+    named = [(name, local_tensor(one)) for name, one in strategy.replicated_tensors()]
     if not named:
         return None
     mine = torch.stack([bit_sum(one).to(line.device) for _, one in named])

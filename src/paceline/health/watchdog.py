@@ -115,7 +115,7 @@ class Watchdog:
             self.heartbeats = Heartbeats(RunDir(self.folder).heartbeats)
         if self._beats is not None:
             # Stages of a pipeline have different work; all other ranks that train have the same.
-            stage = self.world.coordinates.get("pipeline", 0) if strategy.works else None
+            stage = self.world.coordinates.get("pipeline", 0) if strategy.has_data else None
             self._beats.kind = None if stage is None else f"stage {stage}"
 
     # -- the thread

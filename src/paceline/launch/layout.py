@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
-from paceline.parallel.registry import Layout, check_strategy, layout, mode_of, strategy_class
+from paceline.parallel.registry import (
+    ParallelLayout,
+    check_strategy,
+    layout,
+    mode_of,
+    strategy_class,
+)
 
 if TYPE_CHECKING:
     from paceline.distributed.environment import RankEnv
@@ -20,7 +26,7 @@ Say = Callable[[str, str], None]
 
 def choose_layout(
     config: Config, num_devices: int, device_type: str, outer: RankEnv | None, say: Say
-) -> Layout:
+) -> ParallelLayout:
     """The layout for ``num_devices`` devices: as the config says, or, with ``mode: auto``, the
     fastest that fits in memory.
 
@@ -40,7 +46,7 @@ def choose_layout(
         say("info", f"strategy: {chosen.text()}, chosen by `mode: auto`: {why}")
     else:
         if outer is not None:  # it has started the serving ranks too
-            num_devices -= strategy_class(name).num_serving(config)
+            num_devices -= strategy_class(name).num_extra_ranks(config)
         if num_devices < 1:
             raise ConfigError(
                 f"`parallel.mode: {name}` has no worker: all ranks that were started are servers",
@@ -61,20 +67,20 @@ def choose_layout(
             fix="set `parallel.mode: ddp`, or `parallel.nnodes: 1`",
         )
     check_strategy(chosen.strategy, config, chosen.axes)
-    serving = strategy_class(chosen.strategy).num_serving(config)
+    serving = strategy_class(chosen.strategy).num_extra_ranks(config)
     if serving and device_type != "cpu":
         raise ConfigError(
             f"`parallel.mode: {chosen.strategy}` runs on CPU ranks alone so far, and these are"
             f" {device_type} devices",
             fix="set `parallel.device: cpu`, or `parallel.mode: ddp`",
         )
-    if outer is not None and strategy_class(chosen.strategy).expendable(config, chosen.axes):
+    if outer is not None and strategy_class(chosen.strategy).expendable_ranks(config, chosen.axes):
         raise ConfigError(
             "`parameter_server.on_worker_loss: go_on` needs Paceline's own launcher: an outer one"
             " ends all ranks when one ends",
             fix="start it without torchrun (`paceline sft …`), or set `on_worker_loss: stop`",
         )
-    if config.parallel.hosts != (1, 1) and strategy_class(chosen.strategy).expendable(
+    if config.parallel.hosts != (1, 1) and strategy_class(chosen.strategy).expendable_ranks(
         config, chosen.axes
     ):
         raise ConfigError(

@@ -154,7 +154,7 @@ def expendable(spec: Any) -> frozenset[int]:
         return frozenset()
     from paceline.parallel.registry import strategy_class
 
-    return strategy_class(layout.strategy).expendable(spec.config, layout.axes)
+    return strategy_class(layout.strategy).expendable_ranks(spec.config, layout.axes)
 
 
 def _role(spec: Any, rank: int) -> str:
@@ -164,7 +164,7 @@ def _role(spec: Any, rank: int) -> str:
         return ""
     from paceline.parallel.registry import strategy_class
 
-    role = strategy_class(layout.strategy).role(spec.config, layout.axes, rank)
+    role = strategy_class(layout.strategy).rank_role(spec.config, layout.axes, rank)
     return f", {role}" if role else ""
 
 

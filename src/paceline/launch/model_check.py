@@ -25,7 +25,7 @@ from paceline.data.cache import key_of
 from paceline.models.language import config_numbers
 
 if TYPE_CHECKING:
-    from paceline.parallel.registry import Layout
+    from paceline.parallel.registry import ParallelLayout
 
 Notice = tuple[str, str]
 
@@ -33,7 +33,7 @@ Notice = tuple[str, str]
 _START_AFTER_S = 6.0
 
 
-def check_model(config: Config, layout: Layout) -> list[Notice]:
+def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
     """Build the model as the ranks will, without weights; returns what they would report about it.
     A model that passed is remembered in the cache. Does nothing for tasks other than language
     models.
@@ -55,7 +55,7 @@ def check_model(config: Config, layout: Layout) -> list[Notice]:
     return notices
 
 
-def _build_and_check(config: Config, layout: Layout) -> list[Notice]:
+def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
     from paceline.models.lora import adapter_notices
     from paceline.models.positions import check_length
     from paceline.models.shape.meta import language_model_on_meta
@@ -105,7 +105,7 @@ def check_stages(model: Any, config: Config, num_ranks: int) -> None:
     divide_model(model, blocks, num_ranks * chunks, trace)
 
 
-def _remembered(config: Config, layout: Layout) -> Path | None:
+def _remembered(config: Config, layout: ParallelLayout) -> Path | None:
     """The file in the cache that says that this model was checked; None if nothing tells that the
     model is still the same."""
     if config.trust_remote_code or config.lora.adapter is not None:
@@ -131,7 +131,7 @@ def _remembered(config: Config, layout: Layout) -> Path | None:
 
 
 @contextlib.contextmanager
-def checking_beside(config: Config, layout: Layout) -> Iterator[None]:
+def checking_beside(config: Config, layout: ParallelLayout) -> Iterator[None]:
     """Within the block, computations that poll are ended by the error of a model that cannot be
     trained. To be used where the fork server was started for this config."""
     if config.task not in ("sft", "pretrain"):
@@ -146,7 +146,7 @@ def checking_beside(config: Config, layout: Layout) -> Iterator[None]:
 
 
 class _CheckBeside:
-    def __init__(self, config: Config, layout: Layout) -> None:
+    def __init__(self, config: Config, layout: ParallelLayout) -> None:
         self._arguments = (config, layout)
         self._start_at = time.monotonic() + _START_AFTER_S
         self._process: Any = None
@@ -189,7 +189,7 @@ class _CheckBeside:
             self._scratch.close()
 
 
-def _check_in_process(config: Config, layout: Layout, outcome: str) -> None:
+def _check_in_process(config: Config, layout: ParallelLayout, outcome: str) -> None:
     from paceline.core.processes import end_with_parent
 
     end_with_parent()

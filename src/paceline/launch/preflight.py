@@ -26,7 +26,7 @@ from paceline.launch.model_check import check_model, checking_beside
 from paceline.launch.sizes import check_sizes, sharing_text
 from paceline.parallel.balance import equal_notice
 from paceline.parallel.compression.cost import compression_notice
-from paceline.parallel.registry import Layout, mode_of, strategy_class
+from paceline.parallel.registry import ParallelLayout, mode_of, strategy_class
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared
 
@@ -127,7 +127,7 @@ def plan_run(
     loaded: Loaded,
     *,
     started_at: float,
-    layout: Layout,
+    layout: ParallelLayout,
     device_type: str,
     devices: Devices | None,
     say: Say,

@@ -15,7 +15,7 @@ from paceline.core import formatting
 from paceline.distributed.link import Link, measure_link
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import Meter
-from paceline.parallel.comm_profile import Exchange, Spent
+from paceline.parallel.comm_profile import CommProfile, CommTimes
 
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
@@ -44,7 +44,7 @@ class Measured:
         wait_s: least over the ranks, standing still for communication; None where the host does not
             wait (an accelerator's own queue does).
         computing_s: most over the ranks, not standing still; likewise.
-        spent: as :class:`~paceline.parallel.comm_profile.Spent`, a step, a mean over the ranks.
+        spent: as :class:`~paceline.parallel.comm_profile.CommTimes`, a step, a mean over the ranks.
         num_threads: that compute a step.
     """
 
@@ -52,7 +52,7 @@ class Measured:
     step_s: float
     wait_s: float | None
     computing_s: float | None
-    spent: Spent
+    spent: CommTimes
     num_threads: int = 1
 
 
@@ -68,7 +68,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Method:
-    """What is judged: of :class:`~paceline.parallel.comm_profile.Exchange` what these names say,
+    """What is judged: of :class:`~paceline.parallel.comm_profile.CommProfile` what these names say,
     and how long what it sends in a step should take on the link; None where that is not known."""
 
     name: str
@@ -207,7 +207,12 @@ class Judge:
     """
 
     def __init__(
-        self, exchange: Exchange, world: Communicator, meter: Meter, first_step: int, last_step: int
+        self,
+        exchange: CommProfile,
+        world: Communicator,
+        meter: Meter,
+        first_step: int,
+        last_step: int,
     ) -> None:
         self.exchange = exchange
         self.world = world
@@ -221,7 +226,7 @@ class Judge:
             maxlen=exchange.period * max(1, _KEPT // exchange.period)
         )
         self._begun: list[tuple[float, float]] = []
-        self._before = self._spent = Spent(0.0)
+        self._before = self._spent = CommTimes(0.0)
         #: For a person, at the end; None where nothing needs to be said.
         self.said: str | None = None
         saves = exchange.method is not None
@@ -318,7 +323,7 @@ class Judge:
             step_s / ranks,
             -least,
             computing_s,
-            Spent(*(one / ranks for one in spent)),
+            CommTimes(*(one / ranks for one in spent)),
             torch.get_num_threads(),
         )
 
@@ -332,7 +337,7 @@ class Judge:
             self.meter.train_s / self.meter.train_steps,
             None,
             None,
-            Spent(0.0),
+            CommTimes(0.0),
         )
 
     def sends_s(self, line: Link) -> float:
@@ -392,7 +397,7 @@ class Judge:
 def make_judge(session: Session) -> Judge | None:
     """Measure the link where the run's strategy saves traffic, and say what was found; None where
     there is nothing to judge. A collective."""
-    exchange = session.strategy.exchange
+    exchange = session.strategy.comm_profile
     if exchange is None:
         return None
     made = Judge(exchange, session.world, session.meter, session.first_step, session.derived.steps)

@@ -58,7 +58,7 @@ def emit_memory(session: Session) -> None:
 def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> dict[str, int]:
     """Bytes of ``parameters``, ``gradients`` and ``optimizer`` on ``device`` at the fullest moment
     of a step. ``model``: as the strategy has placed it. Their sum is
-    :meth:`~paceline.parallel.base.Strategy.state_bytes`, less what is kept elsewhere.
+    :meth:`~paceline.parallel.base.Strategy.memory_bytes`, less what is kept elsewhere.
 
     What is neither a weight, a gradient nor in the optimizer's state goes where the strategy's
     declared cost has it: with the optimizer what waits to be sent, what is an outer optimizer's and
@@ -67,7 +67,7 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
     """
     held = [
         one
-        for one in strategy.held()
+        for one in strategy.memory_tensors()
         if isinstance(one, torch.Tensor) and local_tensor(one).device.type == device.type
     ]
     known = {
@@ -77,8 +77,8 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
         "gradients": _storages(_gradients(strategy, model)),
         "parameters": _storages(_weights(model)),
     }
-    keeps_more = strategy.trains_apart or any(
-        getattr(strategy, name, None) is not None for name in ("reduction", "zero")
+    keeps_more = strategy.replicas_diverge or any(
+        getattr(strategy, name, None) is not None for name in ("reducer", "zero")
     )
     found: dict[str, list[torch.Tensor]] = {
         kind: [] for kind in ("parameters", "gradients", "optimizer")
@@ -93,7 +93,7 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
     sizes = {kind: storage_bytes(tensors) for kind, tensors in found.items()}
     # What was there in the step and is no more: gathered weights, messages under way, gradients
     # that an update has freed.
-    passing = max(0, strategy.state_bytes() - storage_bytes(strategy.held()))
+    passing = max(0, strategy.memory_bytes() - storage_bytes(strategy.memory_tensors()))
     freed = min(passing, getattr(strategy, "most_gradient_bytes", 0))
     sizes["gradients"] += freed
     sizes["optimizer" if keeps_more else "parameters"] += passing - freed

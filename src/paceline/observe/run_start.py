@@ -76,7 +76,7 @@ def _mesh(session: Session, spec: RunSpec) -> dict[str, Any]:
     for rank, (host, device) in enumerate(told):
         places = session.world.axes.coordinates(rank) if rank < session.world.axes.size else {}
         at = {axis: places[axis] for axis in asdict(axes) if axis in places}
-        role = strategy.role(spec.config, axes, rank)
+        role = strategy.rank_role(spec.config, axes, rank)
         more = {} if role is None else {"role": role}
         ranks.append({"rank": rank, "host": host, "device": device, "coordinates": at, **more})
     return {"axes": asdict(axes), "ranks": ranks}
@@ -89,7 +89,7 @@ def _predicted(session: Session, spec: RunSpec) -> dict[str, Any]:
     if kept is not None:
         blocks = kept.blocks if len(session.shape.blocks) == kept.layers else ()
         work = replace(work, activation_bytes=kept.total, block_activation_bytes=blocks)
-    cost = session.strategy.cost(session.shape, spec.layout.axes, work, session.config)
+    cost = session.strategy.estimate_cost(session.shape, spec.layout.axes, work, session.config)
     activations = None if kept is None else cost.activations
     memory = {
         "parameters": cost.parameters,

@@ -15,19 +15,19 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.comm_profile import Exchange
+from paceline.parallel.comm_profile import CommProfile
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.loss_scale import LossScaler
-from paceline.parallel.state import Part, StateSource, local_tensor, read_part, storage_bytes
+from paceline.parallel.state import StateReader, TensorShard, local_tensor, read_part, storage_bytes
 
 #: Loss of micro-batch number i through the module given, already divided by the global count and
 #: ready for backward.
 MicroStep = Callable[[int, nn.Module], torch.Tensor]
-BuildOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Departed:
+class RankLoss:
     """A rank whose process has ended, and without which the others go on.
 
     Args:
@@ -45,33 +45,33 @@ class Departed:
 
 
 class Strategy(ABC):
-    """How training is spread over the ranks of a world. The engine calls, in this order: ``place``,
-    ``build_optimizer``, perhaps ``load_state``; then for each step ``backward``, ``clip``,
-    ``update``; between steps ``evaluate``, ``state``, ``state_bytes``."""
+    """How training is spread over the ranks of a world. The engine calls, in this order: ``setup``,
+    ``setup_optimizer``, perhaps ``load_state``; then for each step ``forward_backward``, ``clip_grad_norm``,
+    ``optimizer_step``; between steps ``evaluate``, ``state_shards``, ``memory_bytes``."""
 
     name: str
     #: Rank 0 holds the whole model as the task built it, can run it alone, and can save it as it
     #: is.
-    whole_on_first = True
+    rank0_has_full_model = True
     #: Sums gradients of replicas in buckets: they can be compressed, and summed by an algorithm of
     #: our own.
-    sums_buckets = False
+    reduces_in_buckets = False
     #: Groups of ranks hold weights of their own between synchronisations (``local/…`` and
     #: ``outer/…`` in a checkpoint).
-    trains_apart = False
-    skips_itself = False  # in `update`, where the gradient is not finite
+    replicas_diverge = False
+    handles_overflow = False  # in `optimizer_step`, where the gradient is not finite
     #: Ranks may run different numbers of micro-batches in a step (``parallel.balance``);
     #: :attr:`on_computed` must be called.
     allows_unequal_shares = False
     #: Ranks may be on devices of different types, over Gloo.
     allows_mixed_devices = False
-    #: Called in :meth:`backward` after the last micro-batch, before waiting for other ranks. Set
+    #: Called in :meth:`forward_backward` after the last micro-batch, before waiting for other ranks. Set
     #: while speeds are measured.
     on_computed: Callable[[], None] | None = None
     optimizer: torch.optim.Optimizer
-    #: Of float16 training; the loss that :meth:`backward` gets is multiplied by its scale.
+    #: Of float16 training; the loss that :meth:`forward_backward` gets is multiplied by its scale.
     scaler: LossScaler | None = None
-    #: A forward of the task over one sample, set before :meth:`place` where the order of the
+    #: A forward of the task over one sample, set before :meth:`setup` where the order of the
     #: model's modules matters.
     probe: Callable[[nn.Module], object] | None = None
 
@@ -94,13 +94,13 @@ class Strategy(ABC):
         """As :meth:`check`, when the number of steps is known; still before anything starts."""
 
     @classmethod
-    def num_serving(cls, config: Config) -> int:
+    def num_extra_ranks(cls, config: Config) -> int:
         """Processes beside the devices' own, with no share of the batch: the last ranks of the
         world."""
         return 0
 
     @classmethod
-    def role(cls, config: Config, axes: ParallelDims, rank: int) -> str | None:
+    def rank_role(cls, config: Config, axes: ParallelDims, rank: int) -> str | None:
         """What a rank is, for a person who hears of its end; None where all are alike."""
         return None
 
@@ -122,27 +122,27 @@ class Strategy(ABC):
         return self.world.axes.replicas
 
     @classmethod
-    def expendable(cls, config: Config, axes: ParallelDims) -> frozenset[int]:
+    def expendable_ranks(cls, config: Config, axes: ParallelDims) -> frozenset[int]:
         """Ranks whose processes may end without ending the run."""
         return frozenset()
 
-    def departed(self) -> list[Departed]:
+    def poll_rank_losses(self) -> list[RankLoss]:
         """Those of them that were lost since the last call; the same on every rank at the same
         place of the same step. From here on :attr:`replica` and :attr:`num_replicas` are those of
         the living."""
         return []
 
-    def counting(self, own: float, whole: Callable[[], torch.Tensor]) -> None:
-        """Told before each :meth:`backward`: the count of this rank's share, and what gives the one
+    def set_token_counts(self, own: float, whole: Callable[[], torch.Tensor]) -> None:
+        """Told before each :meth:`forward_backward`: the count of this rank's share, and what gives the one
         that the loss is divided by."""
 
     @property
-    def works(self) -> bool:
+    def has_data(self) -> bool:
         """False on a rank that has no share of the batch at all."""
         return True
 
     @contextmanager
-    def building(self) -> Iterator[None]:
+    def model_init_context(self) -> Iterator[None]:
         """For the while, a task's model is built as this rank can hold it."""
         yield
 
@@ -151,13 +151,13 @@ class Strategy(ABC):
         group. A collective."""
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         """True on the one rank of each replica whose losses and counts stand for the replica."""
         at = self.world.coordinates
         return at["tensor"] == 0 and at["pipeline"] == self.world.axes.pipeline - 1
 
     @property
-    def count_world(self) -> Communicator:
+    def count_group(self) -> Communicator:
         """The ranks whose count divides the loss of this step, times how often such groups go into
         the world: all of them, but for strategies whose replicas train on their own for a while."""
         return self.world
@@ -173,8 +173,8 @@ class Strategy(ABC):
         return measured
 
     @property
-    def counts_late(self) -> int:
-        """With a :attr:`count_world` that is not all ranks: how many steps a rank may be ahead of
+    def max_count_lag(self) -> int:
+        """With a :attr:`count_group` that is not all ranks: how many steps a rank may be ahead of
         the news from the others."""
         return 1
 
@@ -185,7 +185,7 @@ class Strategy(ABC):
         return cls
 
     @abstractmethod
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup(self, model: nn.Module) -> nn.Module:
         """Put the model (on the rank's device, of the same shape everywhere, rank 0's values to be
         taken) to its ranks. Returns what to call.
 
@@ -194,21 +194,21 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         """Make the optimizer over what this rank updates; ``build`` takes (name, parameter) pairs,
         names as in the model that the task built."""
 
     @abstractmethod
-    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+    def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         """Run forward and backward over this replica's micro-batches. Afterwards the gradient is
         the sum over micro-batches and replicas."""
 
     def use_scaler(self, scaler: LossScaler | None) -> None:
-        """Take the loss scaler of float16 training; called once, after ``build_optimizer``."""
+        """Take the loss scaler of float16 training; called once, after ``setup_optimizer``."""
         self.scaler = scaler
 
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale; called between :meth:`backward` and :meth:`clip`."""
+        """Divide the gradients by the loss scale; called between :meth:`forward_backward` and :meth:`clip_grad_norm`."""
         if self.scaler is not None:
             parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
             self.scaler.unscale(
@@ -216,24 +216,24 @@ class Strategy(ABC):
             )
 
     @abstractmethod
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Norm of the whole gradient (a float32 scalar tensor on the device, the same on every
         rank); scales the gradients down to ``max_norm`` where that is > 0."""
 
-    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+    def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         """Make the optimizer's step by ``apply``, which returns False where it was skipped; then
         bring the weights to where the next forward wants them."""
         return apply(self.optimizer)
 
     @property
-    def undoes(self) -> bool:
+    def needs_rollback_on_skip(self) -> bool:
         """True where a skipped update leaves more to put back than weights and optimizer, so that
         it must be known at once."""
         return False
 
-    def own_gradient(self) -> torch.Tensor | None:
+    def local_grad_finite(self) -> torch.Tensor | None:
         """A float32 scalar that is not finite where this rank's own gradient of the last
-        :meth:`backward` was not, before it met that of the others. None where they meet within
+        :meth:`forward_backward` was not, before it met that of the others. None where they meet within
         backward."""
         return None
 
@@ -241,45 +241,47 @@ class Strategy(ABC):
         self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module
     ) -> dict[str, torch.Tensor] | None:
         """Run an evaluation batch of this replica: a collective within the replica. None on ranks
-        that do not hold the result (:attr:`speaks` is true on the one that does)."""
+        that do not hold the result (:attr:`reports_loss` is true on the one that does)."""
         found = run(model)
-        return found if self.speaks else None
+        return found if self.reports_loss else None
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
         """For the while, the weights are those that a checkpoint would hold under ``model/``: what
-        is evaluated, and what is saved where :attr:`whole_on_first`. A collective."""
+        is evaluated, and what is saved where :attr:`rank0_has_full_model`. A collective."""
         yield
 
     @abstractmethod
-    def parts(self) -> Iterable[Part]:
+    def tensor_shards(self) -> Iterable[TensorShard]:
         """The trained parameters and persistent buffers, as this rank holds them. Where weights are
         kept twice (master weights), the float32 ones."""
 
     @abstractmethod
-    def held(self) -> list[Any]:
+    def memory_tensors(self) -> list[Any]:
         """All tensors of training state that this rank holds at the fullest moment of a step:
         parameters, buffers, gradients, optimizer state."""
 
     @classmethod
     @abstractmethod
-    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    def estimate_cost(
+        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    ) -> Cost:
         """Bytes on the fullest rank and bytes that the busiest rank sends in a step, each with its
         formula's source."""
 
     # -- what follows from the above
     # ----------------------------------------------------------------------------------------
-    def state_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of training state that this rank holds at the fullest moment of a step: the
-        distinct storages of :meth:`held`."""
-        return storage_bytes(self.held())
+        distinct storages of :meth:`memory_tensors`."""
+        return storage_bytes(self.memory_tensors())
 
-    def state(self) -> list[Part]:
+    def state_shards(self) -> list[TensorShard]:
         """What this rank writes into a checkpoint: ``model/NAME``, ``buffer/NAME``,
         ``optimizer/NAME/KEY``, detached, live. Names, shapes and values of the whole do not depend
         on the strategy."""
         found = []
-        for part in self.parts():
+        for part in self.tensor_shards():
             if not part.owned:
                 continue
             kind = "buffer" if part.key is None else "model"
@@ -290,42 +292,42 @@ class Strategy(ABC):
                     found.append(replace(part, name=name, tensor=value))
                 # A number, or (factored moments) a tensor of a shape of its own.
                 elif part.is_start if value.dim() == 0 else part.is_whole:
-                    found.append(Part.whole(name, value))
-        return found + self.more_state()
+                    found.append(TensorShard.whole(name, value))
+        return found + self.extra_state()
 
-    def more_state(self) -> list[Part]:
+    def extra_state(self) -> list[TensorShard]:
         """What else of this rank's is needed to go on to the bit; names as they stand in the
         checkpoint."""
         return []
 
-    def load_more(self, source: StateSource) -> None:
+    def load_extra_state(self, source: StateReader) -> None:
         """The reverse, on every rank, after parameters and optimizer were read. What does not fit
         is dropped, with a notice."""
         from paceline.parallel.compression.reducer import dropped
 
         self.notices += dropped(source)
 
-    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
         """More keys of the report. A collective. ``sent_bytes``: measured, by the busiest rank in a
         step."""
         return {}
 
     @property
-    def exchange(self) -> Exchange | None:
+    def comm_profile(self) -> CommProfile | None:
         """How replicas come together, where that is by plain ddp or by what sends less in its
         place."""
         return None
 
     @property
-    def replica_line(self) -> Communicator | None:
-        """The ranks that hold, after this step, the same bits of :meth:`replicated`; None where no
+    def replica_group(self) -> Communicator | None:
+        """The ranks that hold, after this step, the same bits of :meth:`replicated_tensors`; None where no
         two do."""
         return None
 
-    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """By name, in one order on every rank of :attr:`replica_line`: parameters as this rank
+    def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """By name, in one order on every rank of :attr:`replica_group`: parameters as this rank
         holds them, and what the optimizer keeps for them."""
-        for part in self.parts():
+        for part in self.tensor_shards():
             if part.key is not None:
                 yield part.name, part.tensor
                 yield from (
@@ -333,7 +335,7 @@ class Strategy(ABC):
                     for entry, value in self._optimizer_state(part).items()
                 )
 
-    def _optimizer_state(self, part: Part) -> dict[str, torch.Tensor]:
+    def _optimizer_state(self, part: TensorShard) -> dict[str, torch.Tensor]:
         if part.key is None:
             return {}
         entries = self.optimizer.state.get(part.key, {})
@@ -344,7 +346,7 @@ class Strategy(ABC):
         }
         return {key: part.of_key(value.detach()) for key, value in values.items()}
 
-    def load_state(self, source: StateSource) -> None:
+    def load_state(self, source: StateReader) -> None:
         """The reverse, on every rank."""
         known = source.tensors()
         entries: dict[str, list[str]] = {}
@@ -353,7 +355,7 @@ class Strategy(ABC):
                 parameter, _, entry = name.removeprefix("optimizer/").rpartition("/")
                 entries.setdefault(parameter, []).append(entry)
         with torch.no_grad():
-            for part in self.parts():
+            for part in self.tensor_shards():
                 part.tensor.copy_(
                     read_part(
                         source, f"{'buffer' if part.key is None else 'model'}/{part.name}", part
@@ -364,10 +366,10 @@ class Strategy(ABC):
                 for entry in entries.get(part.name, []):
                     value = self._read_entry(source, f"optimizer/{part.name}/{entry}", part, known)
                     self._set_entry(part, entry, value)
-            self.load_more(source)
+            self.load_extra_state(source)
         self.after_load()
 
-    def _set_entry(self, part: Part, entry: str, value: torch.Tensor) -> None:
+    def _set_entry(self, part: TensorShard, entry: str, value: torch.Tensor) -> None:
         entries = self.optimizer.state.setdefault(part.key, {})
         if (
             part.region is None
@@ -382,13 +384,13 @@ class Strategy(ABC):
         entries[entry][part.region] = value
 
     def after_load(self) -> None:
-        """Bring the weights to where the next forward wants them, after ``parts`` were written to."""
+        """Bring the weights to where the next forward wants them, after ``tensor_shards`` were written to."""
 
     def _read_entry(
         self,
-        source: StateSource,
+        source: StateReader,
         name: str,
-        part: Part,
+        part: TensorShard,
         known: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     ) -> torch.Tensor:
         shape = known[name][1]
@@ -403,18 +405,18 @@ class Strategy(ABC):
             return source.read(name, (0,) * len(shape), shape).to(part.tensor.device)
         return self.like_key(read_part(source, name, part).to(part.tensor.device), part)
 
-    def like_key(self, value: torch.Tensor, part: Part) -> torch.Tensor:
+    def like_key(self, value: torch.Tensor, part: TensorShard) -> torch.Tensor:
         """Optimizer state in the form in which the optimizer wants it beside ``part.key``."""
         return value
 
 
-def load_whole(model: nn.Module, source: StateSource) -> None:
+def load_whole(model: nn.Module, source: StateReader) -> None:
     """Fill a whole model with the trained parameters and persistent buffers of a state."""
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     with torch.no_grad():
         for kind, tensors in (("model", trained), ("buffer", persistent_buffers(model))):
             for name, one in tensors.items():
-                one.copy_(read_part(source, f"{kind}/{name}", Part.whole(name, one)))
+                one.copy_(read_part(source, f"{kind}/{name}", TensorShard.whole(name, one)))
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Spent:
+class CommTimes:
     """Seconds of this rank since the start, added up over the steps, as its host saw them.
 
     Args:
@@ -29,7 +29,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CommProfile:
     """Gradients of replicas that plain ddp would sum in buckets, and what is done instead.
 
     Args:
@@ -53,7 +53,7 @@ class Exchange:
     line: Communicator
     sent_bytes: float
     messages: float
-    spent: Callable[[], Spent]
+    spent: Callable[[], CommTimes]
     beside: bool = False
     period: int = 1
     warmup: int = 0

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 # name → "module:class". Imported when used.
 STRATEGIES = {
-    "single": "paceline.parallel.ddp.strategy:Single",
-    "dp": "paceline.parallel.ddp.threads:DataParallel",
-    "ddp": "paceline.parallel.ddp.strategy:DistributedDataParallel",
-    "zero1": "paceline.parallel.zero1.strategy:ShardedOptimizer",
-    "zero2": "paceline.parallel.fsdp.strategy:ZeRO2",
-    "zero3": "paceline.parallel.fsdp.strategy:ZeRO3",
-    "deepspeed": "paceline.parallel.deepspeed.strategy:DeepSpeed",
-    "tensor": "paceline.parallel.hybrid.strategy:TensorParallel",
-    "pipeline": "paceline.parallel.hybrid.strategy:PipelineParallel",
-    "hybrid": "paceline.parallel.hybrid.strategy:Hybrid",
-    "local_sgd": "paceline.parallel.local_sgd.local_sgd:LocalSgd",
-    "diloco": "paceline.parallel.local_sgd.diloco:DiLoCo",
-    "parameter_server": "paceline.parallel.parameter_server.strategy:ParameterServer",
+    "single": "paceline.parallel.ddp.strategy:SingleDeviceStrategy",
+    "dp": "paceline.parallel.ddp.threads:ThreadedDPStrategy",
+    "ddp": "paceline.parallel.ddp.strategy:DDPStrategy",
+    "zero1": "paceline.parallel.zero1.strategy:Zero1Strategy",
+    "zero2": "paceline.parallel.fsdp.strategy:ZeRO2Strategy",
+    "zero3": "paceline.parallel.fsdp.strategy:FSDPStrategy",
+    "deepspeed": "paceline.parallel.deepspeed.strategy:DeepSpeedStrategy",
+    "tensor": "paceline.parallel.hybrid.strategy:TensorStrategy",
+    "pipeline": "paceline.parallel.hybrid.strategy:PipelineStrategy",
+    "hybrid": "paceline.parallel.hybrid.strategy:HybridStrategy",
+    "local_sgd": "paceline.parallel.local_sgd.local_sgd:LocalSGDStrategy",
+    "diloco": "paceline.parallel.local_sgd.diloco:DiLoCoStrategy",
+    "parameter_server": "paceline.parallel.parameter_server.strategy:ParameterServerStrategy",
 }
 ALIASES = {"fsdp": "zero3"}
 
@@ -57,7 +57,7 @@ _AXIS_KEYS = ("data", "shard", "tensor", "pipeline")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """How a run is spread: the strategy's name (see :data:`STRATEGIES`; or ``module:Class``), the
     mesh, and how many processes run it (one for ``dp``, whose devices share a process; else one a
     device, and the servers of a parameter server beside them)."""
@@ -98,7 +98,7 @@ def mode_of(parallel: Parallel) -> str:
     return mode
 
 
-def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Layout:
+def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> ParallelLayout:
     """The mesh for ``num_devices`` devices. ``mode``: a strategy's name, where the config leaves
     the choice.
 
@@ -142,7 +142,7 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Lay
             ),
         )
     axes = ParallelDims(**{**given, main: size})
-    return Layout(name, axes, 1 if name == "dp" else num_devices)
+    return ParallelLayout(name, axes, 1 if name == "dp" else num_devices)
 
 
 def _multiplied(sizes: dict[str, int]) -> int:
@@ -203,7 +203,7 @@ def check_strategy(name: str, config: Config, axes: ParallelDims) -> None:
 
     kind = strategy_class(name)
     kind.check(config, axes)
-    check_communication(config, name, kind.sums_buckets, axes)
+    check_communication(config, name, kind.reduces_in_buckets, axes)
     check_balance(config, name, kind.allows_unequal_shares, axes)
 
 

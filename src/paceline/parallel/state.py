@@ -11,7 +11,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """A part of a named tensor, as this rank holds it.
 
     Args:
@@ -41,7 +41,7 @@ class Part:
     @classmethod
     def whole(
         cls, name: str, tensor: torch.Tensor, key: torch.Tensor | None = None, owned: bool = True
-    ) -> Part:
+    ) -> TensorShard:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), key, owned)
 
     def of_key(self, value: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Part:
         return not any(self.offset) and (self.tensor.numel() > 0 or _numel(self.shape) == 0)
 
 
-class StateSource(Protocol):
+class StateReader(Protocol):
     """Where a state is read from: a checkpoint. Every rank reads the parts it holds, and no more."""
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -74,7 +74,7 @@ class StateSource(Protocol):
         """``count`` elements from ``start`` on of the flattened tensor, on the CPU."""
 
 
-def read_part(source: StateSource, name: str, part: Part) -> torch.Tensor:
+def read_part(source: StateReader, name: str, part: TensorShard) -> torch.Tensor:
     """The values of ``part`` from tensor ``name`` of a state, in the part's shape."""
     if part.flat:
         return source.read_flat(name, part.offset[0], part.tensor.numel()).view(part.tensor.shape)

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.parallel.registry import Layout, layout
+from paceline.parallel.registry import ParallelLayout, layout
 from paceline.planner.estimate import Mode, estimate
 from paceline.planner.hardware import Machine
 from paceline.planner.model_profile import Described, describe
@@ -168,7 +168,7 @@ class _Trial:
             else Change(settings, tuple(step.cost for step in steps), mode)
         )
 
-    def _free_layout(self, name: str) -> Layout:
+    def _free_layout(self, name: str) -> ParallelLayout:
         free = self.config.parallel.model_copy(
             update=dict.fromkeys(("data", "shard", "tensor", "pipeline"))
         )

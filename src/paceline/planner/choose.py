@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.core.processes import available_memory
-from paceline.parallel.registry import OTHER_TRAINING, Layout, layout
+from paceline.parallel.registry import OTHER_TRAINING, ParallelLayout, layout
 from paceline.planner import machine_profile
 from paceline.planner.advice import advise
 from paceline.planner.devices import recognize
@@ -123,7 +123,7 @@ def pick(
     device_memory_bytes: int | None = None,
     *,
     device_type: str | None = None,
-) -> tuple[Layout, str]:
+) -> tuple[ParallelLayout, str]:
     """The layout that ``parallel.mode: auto`` takes, and why, for a person. Called before any rank
     exists.
 
@@ -167,7 +167,9 @@ def pick(
     return _tight(config, found, batch, machine)
 
 
-def _tight(config: Config, found: Choice, batch: Batch, machine: Machine) -> tuple[Layout, str]:
+def _tight(
+    config: Config, found: Choice, batch: Batch, machine: Machine
+) -> tuple[ParallelLayout, str]:
     """Nothing fits by estimate: refuse what cannot run, and try what might."""
     open_to = [one for one in found.modes if one.cost is not None and eligible(one, machine.count)]
     nearest = min(open_to, key=lambda one: one.total, default=None)

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
-from paceline.parallel.registry import Layout, strategy_class
+from paceline.parallel.registry import ParallelLayout, strategy_class
 from paceline.planner.hardware import Machine
 from paceline.planner.model_profile import Described
 from paceline.planner.workload import Batch, micro_batch_flops, workload
@@ -38,7 +38,7 @@ class Mode:
     """
 
     name: str
-    layout: Layout
+    layout: ParallelLayout
     settings: dict[str, Any]
     fits: bool
     reason: str
@@ -84,7 +84,7 @@ class Mode:
 
 
 def estimate(
-    layout: Layout,
+    layout: ParallelLayout,
     config: Config,
     described: Described,
     batch: Batch,
@@ -102,9 +102,9 @@ def estimate(
     try:
         kind = strategy_class(layout.strategy)
         getattr(kind, "check_settings", kind.check)(config, layout.axes)
-        check_communication(config, kind.name, kind.sums_buckets, layout.axes)
+        check_communication(config, kind.name, kind.reduces_in_buckets, layout.axes)
         _check_cuts(layout, config, described)
-        cost = kind.cost(described.shape, layout.axes, work, config)
+        cost = kind.estimate_cost(described.shape, layout.axes, work, config)
     except ConfigError as error:
         return Mode(name, layout, settings, False, error.what)
     copies = _weight_copies(described.shape, layout, cost)
@@ -128,7 +128,12 @@ def estimate(
 
 
 def step_time(
-    layout: Layout, config: Config, work: Workload, cost: Cost, machine: Machine, flops: float
+    layout: ParallelLayout,
+    config: Config,
+    work: Workload,
+    cost: Cost,
+    machine: Machine,
+    flops: float,
 ) -> float:
     """Seconds of a step: arithmetic, the pipeline's idle time, and the traffic that does not pass
     beside the arithmetic.
@@ -156,7 +161,7 @@ def step_time(
     return compute + max(0.0, traffic - (_OVERLAPPED * compute if beside else 0.0))
 
 
-def _weight_copies(shape: ModelShape, layout: Layout, cost: Cost) -> int:
+def _weight_copies(shape: ModelShape, layout: ParallelLayout, cost: Cost) -> int:
     """Autocast multiplies low-precision copies of float32 weights; backward wants them, so all are
     there when it starts. Strategies that hold the weights in low precision, or gather them block by
     block, have none."""
@@ -172,7 +177,7 @@ def _weight_copies(shape: ModelShape, layout: Layout, cost: Cost) -> int:
     return shape.low_bytes * matrices // parts if holds_float32 else 0
 
 
-def _check_cuts(layout: Layout, config: Config, described: Described) -> None:
+def _check_cuts(layout: ParallelLayout, config: Config, described: Described) -> None:
     """What the widths say before any strategy has looked at the model."""
     axes, dims, blocks = layout.axes, described.dims, described.shape.blocks
     chunked = config.parallel.pipeline_schedule in ("interleaved_1f1b", "zero_bubble")
@@ -198,7 +203,7 @@ def _check_cuts(layout: Layout, config: Config, described: Described) -> None:
         )
 
 
-def _names(layout: Layout, stage: int | None) -> tuple[str, dict[str, Any]]:
+def _names(layout: ParallelLayout, stage: int | None) -> tuple[str, dict[str, Any]]:
     axes = {key: size for key, size in asdict(layout.axes).items() if size > 1}
     if layout.strategy == "hybrid":
         return layout.axes.text(), {"mode": "hybrid", **axes}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.registry import Layout, layout, mode_of
+from paceline.parallel.registry import ParallelLayout, layout, mode_of
 
 #: Modes of one axis, in the order of preference where two are equally fast: the plainest first.
 PLAIN = ("ddp", "zero1", "zero2", "zero3", "deepspeed", "tensor", "pipeline", "dp")
@@ -15,7 +15,7 @@ PLAIN = ("ddp", "zero1", "zero2", "zero3", "deepspeed", "tensor", "pipeline", "d
 _MOST_TENSOR = 8
 
 
-def candidates(config: Config, num_devices: int) -> list[Layout]:
+def candidates(config: Config, num_devices: int) -> list[ParallelLayout]:
     """Every layout for ``num_devices``: ``single`` first, the modes of one axis, then the hybrids
     by sizes of their axes.
 
@@ -25,10 +25,10 @@ def candidates(config: Config, num_devices: int) -> list[Layout]:
     free = config.parallel.model_copy(
         update={"data": None, "shard": None, "tensor": None, "pipeline": None}
     )
-    found = [Layout("single", ParallelDims(), 1)]
+    found = [ParallelLayout("single", ParallelDims(), 1)]
     if num_devices > 1:
         found += [layout(free, num_devices, name) for name in PLAIN]
-        found += [Layout("hybrid", axes, num_devices) for axes in _hybrids(num_devices)]
+        found += [ParallelLayout("hybrid", axes, num_devices) for axes in _hybrids(num_devices)]
     elif config.parallel.offload != "none":
         found += [layout(free, 1, name) for name in ("zero2", "zero3")]
     own = configured(config, num_devices)
@@ -37,7 +37,7 @@ def candidates(config: Config, num_devices: int) -> list[Layout]:
     return found
 
 
-def configured(config: Config, num_devices: int) -> Layout | None:
+def configured(config: Config, num_devices: int) -> ParallelLayout | None:
     """The layout that the config itself names; None under ``auto``, and where it cannot be:
     :func:`misfit` tells why."""
     if mode_of(config.parallel) == "auto" or misfit(config, num_devices) is not None:

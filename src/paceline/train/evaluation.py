@@ -51,7 +51,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        if strategy.works and (world.is_rank_zero or not alone):
+        if strategy.has_data and (world.is_rank_zero or not alone):
             batches = eval_batches(
                 dataset,
                 task.collate,

@@ -77,7 +77,7 @@ def _own_memory(model: nn.Module) -> Iterator[None]:
 def _save_from_parts(session: Session, folder: Path) -> bool:
     """Write the model out of the last checkpoint's parts, where the task can, so that no process
     holds it whole."""
-    if session.strategy.whole_on_first:
+    if session.strategy.rank0_has_full_model:
         return False
     with store.CheckpointReader(
         session.run_dir.checkpoints / store.name_of(session.step)
@@ -88,7 +88,7 @@ def _save_from_parts(session: Session, folder: Path) -> bool:
 def _whole_model(session: Session, build: Callable[[], nn.Module]) -> nn.Module:
     """The trained model as the task built it: the one at hand, or, where it is spread over ranks, a
     new one in the host's memory, filled from the checkpoint of the last step."""
-    if session.strategy.whole_on_first:
+    if session.strategy.rank0_has_full_model:
         return session.model
     model = build()
     with store.CheckpointReader(

@@ -82,7 +82,9 @@ def mixed_devices_notices(world: Communicator) -> list[tuple[str, str]]:
 def align_replicas(strategy: Strategy, world: Communicator) -> None:
     """Copy rank 0's trained weights and optimizer state to all ranks. A collective. Nothing for
     replicas that train apart."""
-    if strategy.trains_apart:
+    if strategy.replicas_diverge:
         return
     with uncounted(), torch.no_grad():
-        world.broadcast([tensor for _, tensor in Strategy.replicated(strategy) if tensor.dim() > 0])
+        world.broadcast(
+            [tensor for _, tensor in Strategy.replicated_tensors(strategy) if tensor.dim() > 0]
+        )

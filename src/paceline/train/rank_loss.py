@@ -15,7 +15,7 @@ from paceline.core.log import shows_progress
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.data.loader import MicroBatch, train_steps
 from paceline.observe.console import Console
-from paceline.parallel.base import Departed
+from paceline.parallel.base import RankLoss
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Session
@@ -59,7 +59,7 @@ def close_batches(session: Session) -> None:
 def regroup(session: Session) -> bool:
     """See whether ranks were lost, and go on without them. True where some were. Every rank comes
     to the same answer at the same place of the same step."""
-    gone = session.strategy.departed()
+    gone = session.strategy.poll_rank_losses()
     if not gone:
         return False
     session.batches = batches_of(session)
@@ -83,7 +83,7 @@ def _take_the_word(session: Session) -> None:
         session.saver.store.claim(session.run_dir.root)
 
 
-def _tell(session: Session, one: Departed) -> None:
+def _tell(session: Session, one: RankLoss) -> None:
     unseen = _samples_unseen(session, one)
     left = session.strategy.num_replicas
     text = (
@@ -112,7 +112,7 @@ def _tell(session: Session, one: Departed) -> None:
     session.events.notice(text, level="warning")
 
 
-def _samples_unseen(session: Session, one: Departed) -> int:
+def _samples_unseen(session: Session, one: RankLoss) -> int:
     """Of its share of the steps that it missed."""
     each = session.derived.gradient_accumulation_steps
     parts, mine = one.replicas * each, slice(one.replica * each, (one.replica + 1) * each)

@@ -9,7 +9,7 @@ from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 
 if TYPE_CHECKING:
-    from paceline.parallel.registry import Layout
+    from paceline.parallel.registry import ParallelLayout
     from paceline.tasks.base import Prepared
 
 
@@ -34,7 +34,7 @@ class RunSpec:
     config: Config
     derived: ResolvedValues
     data: Prepared
-    layout: Layout
+    layout: ParallelLayout
     device_type: str
     started_at: float
     resume_from: str | None = None

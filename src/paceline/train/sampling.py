@@ -129,7 +129,7 @@ class Sampler:
     # ------------------------------------------------------------------------------------------------------
     def _why_not(self) -> str | None:
         strategy, axes = self.session.strategy, self.session.world.axes
-        if strategy.whole_on_first:
+        if strategy.rank0_has_full_model:
             return None
         if axes.pipeline > 1:
             return "each token would have to pass through all stages of the pipeline"
@@ -142,13 +142,13 @@ class Sampler:
     @property
     def _together(self) -> bool:
         """All ranks work on each prompt."""
-        return not self.session.strategy.whole_on_first
+        return not self.session.strategy.rank0_has_full_model
 
     def _mine(self, number: int) -> bool:
         """Whether this rank works on a prompt: any rank where all are known to hold the same whole
         weights, else the first."""
         strategy, world = self.session.strategy, self.session.world
-        alike = strategy.trains_apart or strategy.replica_line is world
+        alike = strategy.replicas_diverge or strategy.replica_group is world
         return self._together or (
             number % world.size == world.rank if alike else world.is_rank_zero
         )

@@ -240,7 +240,7 @@ def build(
     task = load_task(spec.config)
     task.prepared = spec.data
     strategy = make_strategy(spec.layout.strategy, spec.config, world)
-    with strategy.building():
+    with strategy.model_init_context():
         model = _build_model(task, spec.config)
     if adjust is not None:
         adjust(model)
@@ -250,7 +250,7 @@ def build(
             "the model has no parameter to train: all are frozen",
             fix="set requires_grad on what shall be trained",
         )
-    if strategy.whole_on_first:
+    if strategy.rank0_has_full_model:
         # else a model that no single device holds stays on the CPU until it is cut
         model.to(world.device)
     notices = task.setup(model)
@@ -262,7 +262,7 @@ def build(
     strategy.probe = None if probe is None else probe.run
     shape, matrices = outline(model, spec.config, probe), matrices_of(model)
     frozen = frozen_digest(model)
-    placed = strategy.place(model)
+    placed = strategy.setup(model)
     return Built(
         task, datasets, placed, shape, matrices, strategy, notices + strategy.notices, frozen
     )
@@ -304,7 +304,7 @@ def begin(
     config, args = spec.config, spec.config.train_args
     task, strategy = built.task, built.strategy
     train_dataset, eval_dataset = built.datasets
-    optimizer = strategy.build_optimizer(
+    optimizer = strategy.setup_optimizer(
         lambda named: build_optimizer(args, spec.derived.learning_rate, named, built.matrices)
     )
     precision = Precision(args, world)
@@ -345,7 +345,7 @@ def begin(
             _life_began(spec),
             spec.data.train_tokens is not None,
             strategy.traffic_period,
-            serves=not strategy.works,
+            serves=not strategy.has_data,
             devices=DeviceReader(world.device),
         ),
         saver=Saver(
@@ -372,7 +372,7 @@ def begin(
     accumulation = spec.derived.gradient_accumulation_steps
     if spec.layout.num_processes == 1:  # one process works on the micro-batches of all devices
         accumulation *= spec.layout.axes.replicas
-    session.accumulation = accumulation if strategy.works else 0
+    session.accumulation = accumulation if strategy.has_data else 0
     session.balancer.begin()
     session.batches = batches_of(session)
     announce(session, spec, notices, resumed)

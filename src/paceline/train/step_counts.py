@@ -21,7 +21,7 @@ class StepCounts:
 
     def __init__(self, session: Session, micro_batches: list[MicroBatch]) -> None:
         task, world = session.task, session.world
-        kept = [one for one in micro_batches if one.weight and session.strategy.speaks]
+        kept = [one for one in micro_batches if one.weight and session.strategy.reports_loss]
         numbers = [
             float(sum(task.count(one.data) for one in kept)),
             float(sum(task.num_tokens(one.data) or 0 for one in kept)),
@@ -33,7 +33,7 @@ class StepCounts:
         self.saves_begun = session.saver.num_begun
         self.own = numbers[0]
         self.tensor = torch.tensor(numbers, dtype=world.wide_dtype, device=world.device)
-        group = session.strategy.count_world
+        group = session.strategy.count_group
         self.near: torch.Tensor | None = None
         if group is not world:
             self.near = self.tensor[0].clone()

@@ -143,7 +143,9 @@ def train_step(session: Session) -> bool:
     # The count divides the loss; it travels while the first forward runs. The wishes to stop and to
     # save travel with it.
     counts = StepCounts(session, micro_batches)
-    for earlier in session.unread[: max(0, len(session.unread) - session.strategy.counts_late + 1)]:
+    for earlier in session.unread[
+        : max(0, len(session.unread) - session.strategy.max_count_lag + 1)
+    ]:
         earlier.read()  # sent a step ago, or as many as the strategy lets pass
     first_number = session.balancer.first_micro_batch(len(micro_batches))
     timer = session.balancer.begin_step(micro_batches)
@@ -165,19 +167,19 @@ def train_step(session: Session) -> bool:
             denominator = counts.denominator()
         return session.precision.scale(loss / denominator)
 
-    session.strategy.counting(counts.own, counts.denominator)
-    session.strategy.backward(micro_step, len(micro_batches))
+    session.strategy.set_token_counts(counts.own, counts.denominator)
+    session.strategy.forward_backward(micro_step, len(micro_batches))
     # waited for here where this rank came to no loss (an early pipeline stage)
     counts.denominator()
     PROGRESS.enter("optimizer")
     loss_sum = sum_in_order(losses, world.device)
-    told_sum = loss_sum if session.strategy.speaks else torch.zeros_like(loss_sum)
+    told_sum = loss_sum if session.strategy.reports_loss else torch.zeros_like(loss_sum)
     if guard.spikes.jumped(told_sum, counts.own) and guard.spikes.rewind():
         stopping = read_counts(session, counts, now=True)
         meter.forget()
         return stopping
     session.strategy.unscale()
-    grad_norm = session.strategy.clip(config.train_args.max_grad_norm)
+    grad_norm = session.strategy.clip_grad_norm(config.train_args.max_grad_norm)
     learning_rate = session.schedule.set_step(step)
     guard.update(grad_norm, loss_sum)
     session.step += 1
@@ -201,7 +203,9 @@ def read_counts(session: Session, counts: StepCounts, now: bool) -> bool:
     asked to stop by then."""
     session.unread.append(counts)
     stopping = False
-    while len(session.unread) > (0 if now or counts.near is None else session.strategy.counts_late):
+    while len(session.unread) > (
+        0 if now or counts.near is None else session.strategy.max_count_lag
+    ):
         earlier = session.unread.pop(0)
         session.meter.count(earlier.read())
         stopping = earlier.stop_wanted() or stopping

@@ -30,7 +30,14 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.formatting import counted
 from paceline.parallel.balance import MIN_MICRO_BATCHES
 from paceline.parallel.deepspeed.config import stage_of
-from paceline.parallel.registry import ALIASES, OTHER_TRAINING, STRATEGIES, Layout, layout, mode_of
+from paceline.parallel.registry import (
+    ALIASES,
+    OTHER_TRAINING,
+    STRATEGIES,
+    ParallelLayout,
+    layout,
+    mode_of,
+)
 
 _AXES = ("data", "shard", "tensor", "pipeline")
 _STAGES = (1, 2, 3)
@@ -44,7 +51,7 @@ class Mode:
     """A name, the layout it stands for, and the section ``parallel`` that asks for it."""
 
     name: str
-    layout: Layout
+    layout: ParallelLayout
     parallel: Parallel
 
 

@@ -27,13 +27,13 @@ class GradientWatch:
 
     def __init__(self, strategy: Strategy) -> None:
         self._parameters = {
-            part.name: part.key for part in strategy.parts() if part.key is not None
+            part.name: part.key for part in strategy.tensor_shards() if part.key is not None
         }
         self._tensors: dict[str, float] = {}  # largest ratio of each tensor so far
         # the same for each element of a tensor with one dimension
         self._elements: dict[str, torch.Tensor] = {}
-        self._clip = strategy.clip
-        strategy.clip = self._noting_clip  # type: ignore[method-assign]
+        self._clip = strategy.clip_grad_norm
+        strategy.clip_grad_norm = self._noting_clip  # type: ignore[method-assign]
 
     def _noting_clip(self, max_norm: float) -> torch.Tensor:
         self._note()

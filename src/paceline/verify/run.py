@@ -242,7 +242,7 @@ def _check_mode(mode: Mode, config: Config) -> None:
     config = config.model_copy(update={"parallel": mode.parallel})
     load_task(config).check()  # a task may refuse a mode
     check_strategy(mode.layout.strategy, config, mode.layout.axes)
-    if strategy_class(mode.layout.strategy).num_serving(config):
+    if strategy_class(mode.layout.strategy).num_extra_ranks(config):
         raise ConfigError(
             f"`{mode.name}` is not certified: it has servers beside its ranks, and `paceline"
             " verify` starts ranks alone",

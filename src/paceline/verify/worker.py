@@ -34,7 +34,7 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 from paceline.tasks.base import num_positions
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import begin, build
@@ -187,10 +187,10 @@ def _costs(session: Session, spec: RunSpec, positions: list[float]) -> dict[str,
     work = Workload(
         spec.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
     )
-    cost = session.strategy.cost(session.shape, spec.layout.axes, work, spec.config)
+    cost = session.strategy.estimate_cost(session.shape, spec.layout.axes, work, spec.config)
     return {
         "state_predicted": cost.state,
-        "state_measured": session.strategy.state_bytes(),
+        "state_measured": session.strategy.memory_bytes(),
         "traffic_predicted": cost.traffic_per_step,
         "traffic_measured": statistics.fmean(_after_first(session.meter.traffic_per_step)),
     }
@@ -219,10 +219,10 @@ def turn_off_dropout(model: nn.Module) -> int:
 
 # -- weights
 # ------------------------------------------------------------------------------------------------------------
-def _trained_parts(strategy: Strategy) -> list[Part]:
+def _trained_parts(strategy: Strategy) -> list[TensorShard]:
     """Running statistics are left out: under data parallelism they are those of rank 0's share, by
     definition."""
-    return [part for part in strategy.state() if part.name.startswith("model/")]
+    return [part for part in strategy.state_shards() if part.name.startswith("model/")]
 
 
 def save_reference(
@@ -249,7 +249,7 @@ def distances(strategy: Strategy, path: Path) -> dict[str, list[float]]:
     taken over compared elements."""
     from safetensors import safe_open
 
-    mine: dict[str, list[Part]] = {}
+    mine: dict[str, list[TensorShard]] = {}
     for part in _trained_parts(strategy):
         mine.setdefault(part.name, []).append(part)
     found = {}
@@ -287,7 +287,7 @@ def _squares(tensor: torch.Tensor) -> float:
     return float(tensor.double().square().sum())
 
 
-def _cut(whole: torch.Tensor, part: Part) -> torch.Tensor:
+def _cut(whole: torch.Tensor, part: TensorShard) -> torch.Tensor:
     if tuple(whole.shape) != tuple(part.shape):
         raise RunError(
             f"{part.name} has the shape {tuple(part.shape)}, and {tuple(whole.shape)} in the"

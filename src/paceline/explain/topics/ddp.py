@@ -66,10 +66,10 @@ def tell(request: Request) -> Story:
 
 def _record_rank(world: Communicator) -> dict[str, Any]:
     from paceline.explain import training
-    from paceline.parallel.ddp.strategy import DistributedDataParallel
+    from paceline.parallel.ddp.strategy import DDPStrategy
 
     watched = _watched(world)
-    strategy = DistributedDataParallel(training.make_config("ddp", _BUCKET_CAP_MB), watched)
+    strategy = DDPStrategy(training.make_config("ddp", _BUCKET_CAP_MB), watched)
     model = training.make_model()
     gradients: list[tuple[Any, float]] = []
     for (
@@ -79,8 +79,8 @@ def _record_rank(world: Communicator) -> dict[str, Any]:
         parameter.register_post_accumulate_grad_hook(
             lambda one: gradients.append((one, time.perf_counter()))
         )
-    strategy.place(model)
-    optimizer = strategy.build_optimizer(training.build_adamw)
+    strategy.setup(model)
+    optimizer = strategy.setup_optimizer(training.build_adamw)
     batch = training.make_batch(world.rank)
     ok = True
     marks: dict[str, float] = {}
@@ -95,7 +95,7 @@ def _record_rank(world: Communicator) -> dict[str, Any]:
         world.barrier()
         gradients.clear()
         watched.reduces.clear()
-        strategy.backward(micro_step, 1)
+        strategy.forward_backward(micro_step, 1)
         marks["update"] = time.perf_counter()
         if number == 0:
             ok = training.as_reference(

@@ -58,7 +58,7 @@ def tell(request: Request) -> Story:
 
 def _record(world: Communicator, devices: int) -> dict[str, Any]:
     from paceline.explain import training
-    from paceline.parallel.ddp.threads import DataParallel
+    from paceline.parallel.ddp.threads import ThreadedDPStrategy
 
     spans: list[dict[str, Any]] = []
     lock = threading.Lock()
@@ -67,7 +67,7 @@ def _record(world: Communicator, devices: int) -> dict[str, Any]:
         with lock:
             spans.append(training.span("thread", kind, kind, start, end, rank=device))
 
-    class Watched(DataParallel):
+    class Watched(ThreadedDPStrategy):
         def _send_weights(self) -> None:
             start = time.perf_counter()
             super()._send_weights()
@@ -81,8 +81,8 @@ def _record(world: Communicator, devices: int) -> dict[str, Any]:
     strategy = Watched(training.make_config("dp"), world)
     strategy.num_devices = devices
     model = training.make_model()
-    strategy.place(model)
-    optimizer = strategy.build_optimizer(training.build_adamw)
+    strategy.setup(model)
+    optimizer = strategy.setup_optimizer(training.build_adamw)
     batches = [training.make_batch(number) for number in range(devices)]
 
     def micro_step(number: int, module: Any) -> Any:
@@ -105,7 +105,7 @@ def _record(world: Communicator, devices: int) -> dict[str, Any]:
     for number in range(_WARM_UP_STEPS + 1):
         spans.clear()
         before = world.traffic.total
-        strategy.backward(micro_step, devices)
+        strategy.forward_backward(micro_step, devices)
         copied = world.traffic.total - before
         for handle in handles:
             handle.remove()

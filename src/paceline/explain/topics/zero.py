@@ -97,8 +97,8 @@ def _measure(world: Communicator, mode: str) -> dict[str, Any]:
         outline(model, config), axes, Workload(micro_batches=1, positions=training.ROWS), config
     )
     strategy = made(config, meshed)
-    placed = strategy.place(model)
-    strategy.build_optimizer(training.build_adamw)
+    placed = strategy.setup(model)
+    strategy.setup_optimizer(training.build_adamw)
     batch = training.make_batch(world.rank)
     traffic = 0
     for _ in range(_STEPS):
@@ -110,7 +110,7 @@ def _measure(world: Communicator, mode: str) -> dict[str, Any]:
     # What else there is at the fullest moment are weights: a rank's own, and those gathered for a
     # while.
     held = {
-        "parameters": strategy.state_bytes() - gradients - optimizer,
+        "parameters": strategy.memory_bytes() - gradients - optimizer,
         "gradients": gradients,
         "optimizer": optimizer,
     }

@@ -27,16 +27,18 @@ def build_report(session: Session, spec: RunSpec, status: str) -> dict[str, Any]
     world, meter = session.world, session.meter
     # of a rank that is lost: not known
     peaks = [int(one) or None for one in world.gather_numbers(memory_peak(world.device))]
-    held = [int(one) for one in world.gather_numbers(session.strategy.state_bytes())]
+    held = [int(one) for one in world.gather_numbers(session.strategy.memory_bytes())]
     traffic = session.strategy.sent_in_a_step(meter.usual_traffic)
     sent = [int(one) for one in world.gather_numbers(-1 if traffic is None else traffic)]
-    figures = session.strategy.figures(max(sent) if max(sent) > 0 else None)
+    figures = session.strategy.report_metrics(max(sent) if max(sent) > 0 else None)
     judged = session.judge.report() if session.judge is not None else {}
     if judged:
         judged["communication"] = {**judged["communication"], **figures.pop("communication", {})}
     events = read_events(session.run_dir.events) if world.is_rank_zero else []
     steps = effective_steps(events)
-    cost = session.strategy.cost(session.shape, spec.layout.axes, workload(session), session.config)
+    cost = session.strategy.estimate_cost(
+        session.shape, spec.layout.axes, workload(session), session.config
+    )
     lost = workers_lost(events, session.step)
     left_out = session.guard.spikes.figures()
     seen = samples_seen(session) - sum(one["samples_unseen"] for one in lost)

@@ -15,7 +15,7 @@ def make_compressor(settings: Compression, seed: int, momentum: float = 0.0) -> 
     Args:
         momentum: of momentum correction, for `topk` and `randomk`.
     """
-    from paceline.parallel.compression.cast import FewerBits
+    from paceline.parallel.compression.cast import CastCompressor
     from paceline.parallel.compression.powersgd import PowerSGD
     from paceline.parallel.compression.signsgd import SignSGD
     from paceline.parallel.compression.sparsify import RandomK, TopK
@@ -23,4 +23,4 @@ def make_compressor(settings: Compression, seed: int, momentum: float = 0.0) -> 
     method = settings.chain[0]
     if method in ("topk", "randomk"):
         return (TopK if method == "topk" else RandomK)(settings, seed, momentum)
-    return {"powersgd": PowerSGD, "signsgd": SignSGD}.get(method, FewerBits)(settings, seed)
+    return {"powersgd": PowerSGD, "signsgd": SignSGD}.get(method, CastCompressor)(settings, seed)

@@ -19,7 +19,7 @@ _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """A parameter's place in a bucket: elements from ``offset`` on."""
 
     name: str
@@ -47,7 +47,7 @@ class BucketShape:
 
     number: int
     size: int
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlot, ...]
 
     @property
     def numel(self) -> int:
@@ -56,7 +56,7 @@ class BucketShape:
 
 
 @dataclass
-class State:
+class CompressorState:
     """What a rank keeps of a bucket from step to step.
 
     Args:
@@ -80,7 +80,7 @@ def blocks(*flats: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 class Compressor(ABC):
-    """One method, with its settings. What it keeps is in the :class:`State` of each bucket, so it
+    """One method, with its settings. What it keeps is in the :class:`CompressorState` of each bucket, so it
     can go into a checkpoint.
 
     The sum that comes out is the same on every rank, to the bit. What a rank sent and what it keeps
@@ -105,11 +105,13 @@ class Compressor(ABC):
         self.settings = settings
         self.seed = seed
 
-    def state_of(self, bucket: BucketShape, device: torch.device) -> State:
+    def state_of(self, bucket: BucketShape, device: torch.device) -> CompressorState:
         """What is kept of a bucket before the first step."""
         if not self.stateful:
-            return State()
-        return State({"residual": torch.zeros(bucket.size, dtype=torch.float32, device=device)})
+            return CompressorState()
+        return CompressorState(
+            {"residual": torch.zeros(bucket.size, dtype=torch.float32, device=device)}
+        )
 
     def state_bytes(self, bucket: BucketShape) -> int:
         """Bytes of :meth:`state_of`."""
@@ -117,7 +119,12 @@ class Compressor(ABC):
 
     @abstractmethod
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
+        self,
+        flat: torch.Tensor,
+        bucket: BucketShape,
+        state: CompressorState,
+        line: Communicator,
+        step: int,
     ) -> None:
         """Put the sum over the ranks of ``line`` in the place of this rank's values, in place. A
         collective; the same number of collectives in the same order on every rank, whatever the

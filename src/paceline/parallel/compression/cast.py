@@ -8,11 +8,11 @@ import torch
 
 from paceline.config.schema.compression import Compression
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.compression.base import BucketShape, Compressor, State
+from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState
 from paceline.parallel.compression.quantize import CODES, coded_sum, coded_sum_sends
 
 
-class FewerBits(Compressor):
+class CastCompressor(Compressor):
     """`bf16`, `fp16`, `int8`: half the bytes, or a quarter. Without residual: int8's rounding is
     right in the mean, and that of the others is far below the gradient's own noise."""
 
@@ -23,7 +23,12 @@ class FewerBits(Compressor):
         self.code = CODES[settings.chain[0]]
 
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
+        self,
+        flat: torch.Tensor,
+        bucket: BucketShape,
+        state: CompressorState,
+        line: Communicator,
+        step: int,
     ) -> None:
         total, _ = coded_sum(
             flat,

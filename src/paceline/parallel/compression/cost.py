@@ -13,7 +13,7 @@ from paceline.distributed.collectives.schedules import steps
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.models.shape.record import TensorShape
-from paceline.parallel.compression.base import BucketShape, Compressor, Slot
+from paceline.parallel.compression.base import BucketShape, Compressor, TensorSlot
 from paceline.parallel.compression.local_adam import LocalAdam
 from paceline.parallel.ddp.buckets import lay_out
 
@@ -210,7 +210,8 @@ def bucket_shapes(
     for number, layout in enumerate(layouts):
         members = [trained[member] for member in layout.members]
         slots = [
-            Slot(one.name, at, one.shape) for one, at in zip(members, layout.offsets, strict=True)
+            TensorSlot(one.name, at, one.shape)
+            for one, at in zip(members, layout.offsets, strict=True)
         ]
         found.append((BucketShape(number, layout.size, tuple(slots)), members[0].element_bytes))
     return found

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from paceline.parallel.compression.base import BucketShape, State, blocks
+from paceline.parallel.compression.base import BucketShape, CompressorState, blocks
 
 SECOND = "exp_avg_sq"
 
 
 class LocalAdam:
-    """Turns gradients into directions. The moment is in the :class:`State` of each bucket.
+    """Turns gradients into directions. The moment is in the :class:`CompressorState` of each bucket.
 
     Args:
         beta, epsilon: Adam's beta 2 and epsilon.
@@ -37,14 +37,14 @@ class LocalAdam:
         self.beta = beta
         self.epsilon = epsilon
 
-    def add_state(self, state: State, bucket: BucketShape, device: torch.device) -> None:
+    def add_state(self, state: CompressorState, bucket: BucketShape, device: torch.device) -> None:
         state.flats[SECOND] = torch.zeros(bucket.size, dtype=torch.float32, device=device)
 
     @staticmethod
     def state_bytes(bucket: BucketShape) -> int:
         return 4 * bucket.size
 
-    def direct(self, flat: torch.Tensor, state: State, age: int, num_ranks: int) -> None:
+    def direct(self, flat: torch.Tensor, state: CompressorState, age: int, num_ranks: int) -> None:
         """Put this rank's share of the direction in the place of its share of the gradient: both
         add up over the ranks.
 
@@ -60,7 +60,7 @@ class LocalAdam:
             values.div_((second / (1 - self.beta**age)).sqrt_().add_(self.epsilon))
 
 
-class Apply(torch.optim.Optimizer):
+class DirectionOptimizer(torch.optim.Optimizer):
     """Makes the step along a direction that is there already: no state of its own.
 
     Args:

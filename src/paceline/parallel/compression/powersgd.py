@@ -12,8 +12,8 @@ from paceline.config.schema.compression import Compression
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.seeds import derive_seed
 from paceline.distributed.traffic_volume import all_reduce_bytes
-from paceline.parallel.compression.base import BucketShape, Compressor, Slot, State
-from paceline.parallel.compression.quantize import CODES, Code, coded_sum, coded_sum_sends
+from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState, TensorSlot
+from paceline.parallel.compression.quantize import CODES, Codec, coded_sum, coded_sum_sends
 
 
 class PowerSGD(Compressor):
@@ -35,9 +35,9 @@ class PowerSGD(Compressor):
     def __init__(self, settings: Compression, seed: int) -> None:
         super().__init__(settings, seed)
         chain = settings.chain
-        self.code: Code | None = CODES[chain[1]] if len(chain) > 1 else None
+        self.code: Codec | None = CODES[chain[1]] if len(chain) > 1 else None
 
-    def state_of(self, bucket: BucketShape, device: torch.device) -> State:
+    def state_of(self, bucket: BucketShape, device: torch.device) -> CompressorState:
         state = super().state_of(bucket, device)
         for slot, (_, columns, rank) in self._matrices(bucket):
             state.tensors[(slot.name, "q")] = torch.zeros(columns, rank, device=device)
@@ -48,13 +48,18 @@ class PowerSGD(Compressor):
             4 * columns * rank for _, (_, columns, rank) in self._matrices(bucket)
         )
 
-    def _matrices(self, bucket: BucketShape) -> list[tuple[Slot, tuple[int, int, int]]]:
+    def _matrices(self, bucket: BucketShape) -> list[tuple[TensorSlot, tuple[int, int, int]]]:
         """The slots that are compressed, with rows, columns and rank."""
         sized = [(one, matrix_of(one.shape, self.settings.rank)) for one in bucket.slots]
         return [(slot, size) for slot, size in sized if size is not None]
 
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
+        self,
+        flat: torch.Tensor,
+        bucket: BucketShape,
+        state: CompressorState,
+        line: Communicator,
+        step: int,
     ) -> None:
         waiting = state.flats["residual"].add_(flat)
         matrices = self._matrices(bucket)
@@ -88,7 +93,7 @@ class PowerSGD(Compressor):
                 slot.of(waiting).sub_(plain_sent[part].view(slot.shape))
                 begin += slot.numel
 
-    def _start(self, slot: Slot, last: torch.Tensor, step: int) -> torch.Tensor:
+    def _start(self, slot: TensorSlot, last: torch.Tensor, step: int) -> torch.Tensor:
         """The last step's Q (warm start); by chance where there is none, the same on every rank. A
         column that is zero would stay so: it begins anew."""
         empty = last.norm(dim=0, keepdim=True) == 0

@@ -15,7 +15,7 @@ from paceline.distributed.traffic_volume import scatter_bytes
 Chance = Callable[[int], torch.Generator]
 
 
-class Code(ABC):
+class Codec(ABC):
     """A number format. ``width``: bytes a number; ``header``: bytes a message, for its scale."""
 
     width: int
@@ -41,7 +41,7 @@ class Code(ABC):
         return self.decode(*self.encode(values, chance))
 
 
-class Float32(Code):
+class Float32Codec(Codec):
     """As they are."""
 
     width, header, dtype = 4, 0, torch.float32  # type: ignore[assignment]
@@ -55,7 +55,7 @@ class Float32(Code):
         return codes
 
 
-class BFloat16(Code):
+class BFloat16Codec(Codec):
     """8 bits of mantissa, float32's range: no scale is needed. Rounds to nearest."""
 
     width, header, dtype = 2, 0, torch.bfloat16  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class BFloat16(Code):
         return codes.to(torch.float32)
 
 
-class Float16(Code):
+class Float16Codec(Codec):
     """11 bits of mantissa and little range: a power of two brings the message's largest value close
     to the largest there is, so that small gradients do not become zero, and large ones not infinite
     (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2)."""
@@ -85,7 +85,7 @@ class Float16(Code):
         return (values * up).to(torch.float16), torch.ldexp(values.new_ones(()), exponent - 15)
 
 
-class Int8(Code):
+class Int8Codec(Codec):
     """255 steps between minus and plus the message's largest value; rounded up or down by chance,
     such that the mean is right (Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient
     Quantization and Encoding", 2017, section 3.1). A value that is not finite makes the whole
@@ -102,11 +102,11 @@ class Int8(Code):
         return codes.nan_to_num_(0).to(torch.int8), scale
 
 
-CODES: dict[str, Code] = {"bf16": BFloat16(), "fp16": Float16(), "int8": Int8()}
-PLAIN = Float32()
+CODES: dict[str, Codec] = {"bf16": BFloat16Codec(), "fp16": Float16Codec(), "int8": Int8Codec()}
+PLAIN = Float32Codec()
 
 
-def pack(code: Code, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def pack(code: Codec, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Rows of codes [R, C] (C a multiple of 4) as messages, uint8 [R, header + C × width]."""
     body = codes.contiguous().view(torch.uint8)
     if not code.header:
@@ -115,7 +115,7 @@ def pack(code: Code, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.cat([head, body], 1)
 
 
-def unpack(code: Code, messages: torch.Tensor) -> torch.Tensor:
+def unpack(code: Codec, messages: torch.Tensor) -> torch.Tensor:
     """The reverse: float32 [R, C]."""
     body = messages[:, code.header :].contiguous().view(code.dtype)
     scale = (
@@ -127,7 +127,7 @@ def unpack(code: Code, messages: torch.Tensor) -> torch.Tensor:
 
 
 def coded_sum(
-    values: torch.Tensor, code: Code, line: Communicator, chance: Chance
+    values: torch.Tensor, code: Codec, line: Communicator, chance: Chance
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum over the ranks of float32 values [n], every number on the wire in ``code``. A collective.
 
@@ -163,7 +163,7 @@ def coded_sum(
     return total[:numel].clone(), sent[:numel]
 
 
-def coded_sum_sends(numel: int, code: Code, num_ranks: int) -> dict[str, int]:
+def coded_sum_sends(numel: int, code: Codec, num_ranks: int) -> dict[str, int]:
     """Bytes that one rank sends in :func:`coded_sum`."""
     message = code.header + _chunk(numel, num_ranks) * code.width
     each = scatter_bytes(message * num_ranks, num_ranks)

@@ -16,22 +16,22 @@ from paceline.distributed.comm_thread import PendingComm
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import all_reduce_bytes
-from paceline.parallel.comm_profile import Exchange, Spent
-from paceline.parallel.compression.base import BucketShape, Slot, State
+from paceline.parallel.comm_profile import CommProfile, CommTimes
+from paceline.parallel.compression.base import BucketShape, CompressorState, TensorSlot
 from paceline.parallel.compression.cost import (
     compressor_of,
     momentum_correction,
     uses_local_moments,
 )
-from paceline.parallel.compression.local_adam import SECOND, Apply, LocalAdam
+from paceline.parallel.compression.local_adam import SECOND, DirectionOptimizer, LocalAdam
 from paceline.parallel.ddp.buckets import GradientBuckets
-from paceline.parallel.ddp.reducer import Reduction
-from paceline.parallel.state import Part, StateSource, read_part
+from paceline.parallel.ddp.reducer import GradientReducer
+from paceline.parallel.state import StateReader, TensorShard, read_part
 
 _PREFIX = "compression/"
 
 
-class CompressedReduction(Reduction):
+class CompressedReducer(GradientReducer):
     """Sums each bucket by a compressor, in a thread beside backward.
 
     With a moment or momentum of the ranks' own gradients it is late: gradients are clipped first,
@@ -61,7 +61,7 @@ class CompressedReduction(Reduction):
         self.age = 0
         self.buckets: GradientBuckets
         self.shapes: list[BucketShape] = []
-        self.states: list[State] = []
+        self.states: list[CompressorState] = []
         # what was kept of each bucket when the step began to change it
         self._before: dict[int, list[torch.Tensor]] = {}
         self._decays: list[tuple[list[nn.Parameter], float]] = []
@@ -73,13 +73,13 @@ class CompressedReduction(Reduction):
         self.buckets = buckets
         for number, bucket in enumerate(buckets.buckets):
             slots = tuple(
-                Slot(names[one], at, tuple(one.shape))
+                TensorSlot(names[one], at, tuple(one.shape))
                 for one, at in zip(bucket.parameters, bucket.offsets, strict=True)
             )
             self.shapes.append(BucketShape(number, bucket.flat.numel(), slots))
             self.states.append(self._fresh(number))
 
-    def _fresh(self, number: int) -> State:
+    def _fresh(self, number: int) -> CompressorState:
         shape, device = self.shapes[number], self.world.device
         state = self.compressor.state_of(shape, device)
         if self.adam is not None:
@@ -121,10 +121,10 @@ class CompressedReduction(Reduction):
         return not self.late
 
     @property
-    def undoes(self) -> bool:
+    def needs_rollback_on_skip(self) -> bool:
         return any(state.held for state in self.states)
 
-    def settle(self, made: bool) -> None:
+    def finish_step(self, made: bool) -> None:
         if not made and self._before:
             self.age -= 1
             for number, kept in self._before.items():
@@ -171,24 +171,24 @@ class CompressedReduction(Reduction):
                 (one["params"], one["weight_decay"]) for one in groups if one["weight_decay"]
             ]
             groups = [one | {"weight_decay": 0.0} for one in groups]
-        return Apply(groups)
+        return DirectionOptimizer(groups)
 
     # -- state
     # --------------------------------------------------------------------------------------------------------------
-    def held(self) -> list[torch.Tensor]:
+    def memory_tensors(self) -> list[torch.Tensor]:
         return [tensor for state in self.states for tensor in state.held]
 
-    def parts(self) -> list[Part]:
+    def extra_state(self) -> list[TensorShard]:
         found = self._mine()
         if self.world.is_rank_zero:
             numbers = {"step": self.step, "age": self.age, "ranks": self.world.size}
             found += [
-                Part.whole(f"{_PREFIX}{name}", torch.tensor(value))
+                TensorShard.whole(f"{_PREFIX}{name}", torch.tensor(value))
                 for name, value in numbers.items()
             ]
         return found
 
-    def _mine(self) -> list[Part]:
+    def _mine(self) -> list[TensorShard]:
         """This rank's tensors, live, by parameter: so they do not depend on the size of the
         buckets."""
         rank = f"rank-{self.world.ranks[self.world.rank]}"
@@ -196,12 +196,16 @@ class CompressedReduction(Reduction):
         for shape, state in zip(self.shapes, self.states, strict=True):
             for slot in shape.slots:
                 for kind, flat in state.flats.items():
-                    found.append(Part.whole(f"{_PREFIX}{slot.name}/{rank}/{kind}", slot.of(flat)))
+                    found.append(
+                        TensorShard.whole(f"{_PREFIX}{slot.name}/{rank}/{kind}", slot.of(flat))
+                    )
             for (name, kind), tensor in state.tensors.items():
-                found.append(Part.whole(f"{_PREFIX}{name}/{rank}/{kind}", tensor))
+                found.append(TensorShard.whole(f"{_PREFIX}{name}/{rank}/{kind}", tensor))
         return found
 
-    def load(self, source: StateSource, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+    def load_extra_state(
+        self, source: StateReader, optimizer: torch.optim.Optimizer
+    ) -> list[tuple[str, str]]:
         """What was kept is taken where the same number of ranks kept the same; else it is dropped,
         which a notice says."""
         known = source.tensors()
@@ -240,13 +244,13 @@ class CompressedReduction(Reduction):
         return age
 
     @property
-    def exchange(self) -> Exchange:
+    def comm_profile(self) -> CommProfile:
         line, settings = self.buckets.world, self.config.compression
         sends = [self.compressor.sends(shape, line.size) for shape in self.shapes]
         rounds = self.compressor.turns * sum(
             2 if name == "all_reduce" else 1 for one in sends for name in one
         )
-        return Exchange(
+        return CommProfile(
             settings.text,
             "leave `compression` out",
             self.buckets,
@@ -254,12 +258,12 @@ class CompressedReduction(Reduction):
             line,
             sum(sum(one.values()) for one in sends),
             rounds * (line.size - 1),
-            lambda: Spent(self.buckets.backward_s, self.method_s, self.moments_s),
+            lambda: CommTimes(self.buckets.backward_s, self.method_s, self.moments_s),
             beside=True,
             warmup=settings.warmup_steps if settings.chain[0] in ("topk", "randomk") else 0,
         )
 
-    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
         residuals = [state.flats["residual"] for state in self.states if "residual" in state.flats]
         norm = None
         if residuals:
@@ -277,7 +281,7 @@ class CompressedReduction(Reduction):
         return {"communication": figures}
 
 
-def dropped(source: StateSource) -> list[tuple[str, str]]:
+def dropped(source: StateReader) -> list[tuple[str, str]]:
     """A notice where a checkpoint holds what compression kept, and it is not taken."""
     found = [name for name in source.tensors() if name.startswith(_PREFIX) and "/rank-" in name]
     if not found:

@@ -8,7 +8,7 @@ import torch
 
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic_volume import scatter_bytes
-from paceline.parallel.compression.base import BucketShape, Compressor, State
+from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState
 
 
 class SignSGD(Compressor):
@@ -25,7 +25,12 @@ class SignSGD(Compressor):
     stateful = False
 
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
+        self,
+        flat: torch.Tensor,
+        bucket: BucketShape,
+        state: CompressorState,
+        line: Communicator,
+        step: int,
     ) -> None:
         magnitude = flat.abs().sum() / max(1, bucket.numel)
         votes = flat > 0

@@ -10,12 +10,12 @@ import torch
 from paceline.config.schema.compression import Compression
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
-from paceline.parallel.compression.base import BucketShape, Compressor, State, blocks
+from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState, blocks
 from paceline.parallel.compression.local_adam import SECOND
 from paceline.parallel.compression.quantize import (
     CODES,
     PLAIN,
-    Code,
+    Codec,
     coded_sum,
     coded_sum_sends,
     pack,
@@ -29,7 +29,7 @@ _WARMUP_FROM = 0.25
 _SAMPLE = 1 << 15
 
 
-class _Sparse(Compressor):
+class SparseCompressor(Compressor):
     """What `topk` and `randomk` have in common.
 
     Args:
@@ -43,9 +43,9 @@ class _Sparse(Compressor):
         super().__init__(settings, seed)
         chain = settings.chain
         self.momentum = momentum
-        self.code: Code = CODES[chain[1]] if len(chain) > 1 else PLAIN
+        self.code: Codec = CODES[chain[1]] if len(chain) > 1 else PLAIN
 
-    def state_of(self, bucket: BucketShape, device: torch.device) -> State:
+    def state_of(self, bucket: BucketShape, device: torch.device) -> CompressorState:
         state = super().state_of(bucket, device)
         if self.momentum:
             state.flats["momentum"] = torch.zeros(bucket.size, dtype=torch.float32, device=device)
@@ -63,14 +63,16 @@ class _Sparse(Compressor):
             ratio = start * (ratio / start) ** (step / settings.warmup_steps)
         return min(bucket.numel, max(1, math.ceil(round(ratio * bucket.numel, 6))))
 
-    def _gather(self, flat: torch.Tensor, state: State) -> torch.Tensor:
+    def _gather(self, flat: torch.Tensor, state: CompressorState) -> torch.Tensor:
         """Add this step's gradient to what waits; returns that."""
         residual = state.flats["residual"]
         if self.momentum:
             flat = state.flats["momentum"].mul_(self.momentum).add_(flat)
         return residual.add_(flat)
 
-    def _keep(self, state: State, chosen: torch.Tensor, kept: torch.Tensor | None) -> None:
+    def _keep(
+        self, state: CompressorState, chosen: torch.Tensor, kept: torch.Tensor | None
+    ) -> None:
         """``kept``: what of the chosen elements waits on; None: nothing."""
         residual = state.flats["residual"]
         residual[chosen] = residual.new_zeros(()) if kept is None else kept
@@ -78,7 +80,7 @@ class _Sparse(Compressor):
             state.flats["momentum"][chosen] = 0.0
 
 
-class TopK(_Sparse):
+class TopK(SparseCompressor):
     """`topk`: the elements of a bucket that are largest in magnitude, each with its sign and its
     place. Every rank chooses its own; an all-gather brings them to all, who add them up in order of
     rank.
@@ -90,7 +92,12 @@ class TopK(_Sparse):
     """
 
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
+        self,
+        flat: torch.Tensor,
+        bucket: BucketShape,
+        state: CompressorState,
+        line: Communicator,
+        step: int,
     ) -> None:
         waiting = self._gather(flat, state)
         count = self.count(bucket, step)
@@ -114,7 +121,7 @@ class TopK(_Sparse):
             at = gathered[rank, : 4 * count].contiguous().view(torch.int32).long()
             flat.index_add_(0, at, theirs[rank])
 
-    def _weight(self, waiting: torch.Tensor, state: State) -> torch.Tensor:
+    def _weight(self, waiting: torch.Tensor, state: CompressorState) -> torch.Tensor:
         """Magnitudes by which elements are chosen."""
         second = state.flats.get(SECOND)
         if second is None:
@@ -132,13 +139,18 @@ class TopK(_Sparse):
         return {"all_gather": scatter_bytes(message * num_ranks, num_ranks)}
 
 
-class RandomK(_Sparse):
+class RandomK(SparseCompressor):
     """`randomk`: elements drawn by chance, the same on every rank, so that their values alone are
     summed. The bucket is cut into as many stretches as elements are sent, and one is drawn of each:
     any element has the same chance."""
 
     def reduce(
-        self, flat: torch.Tensor, bucket: BucketShape, state: State, line: Communicator, step: int
+        self,
+        flat: torch.Tensor,
+        bucket: BucketShape,
+        state: CompressorState,
+        line: Communicator,
+        step: int,
     ) -> None:
         waiting = self._gather(flat, state)
         chosen = self.draw(bucket, step).to(flat.device)

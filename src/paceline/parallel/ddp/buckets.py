@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from paceline.distributed.communicator import Communicator, wide_dtype
-from paceline.parallel.ddp.reducer import Reduction
+from paceline.parallel.ddp.reducer import GradientReducer
 
 _ALIGN_BYTES = 64
 _NORM_CHUNK = 65536
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """Where tensors lie in a bucket.
 
     Args:
@@ -41,7 +41,7 @@ class Layout:
 
 def lay_out(
     tensors: Sequence[tuple[int, int, Hashable]], cap_bytes: float, shards: int = 1
-) -> list[Layout]:
+) -> list[BucketLayout]:
     """Deal tensors, given as (elements, bytes an element, kind), to buckets.
 
     Buckets run from the last tensor to the first, the order in which backward comes to them. A
@@ -66,7 +66,9 @@ def lay_out(
             offsets.append(end)
             end += math.ceil(tensors[number][0] / step) * step
         found.append(
-            Layout(tuple(group), tuple(offsets), math.ceil(end / (step * shards)) * step * shards)
+            BucketLayout(
+                tuple(group), tuple(offsets), math.ceil(end / (step * shards)) * step * shards
+            )
         )
     return found
 
@@ -90,7 +92,7 @@ class GradientBuckets:
         cap_bytes: size of a bucket; a larger parameter gets one of its own.
         world: issues the all-reduces, always in the order of the buckets, so every rank issues the
             same ones.
-        reduction: sums the buckets in its stead.
+        reducer: sums the buckets in its stead.
     """
 
     #: Equal parts that a bucket must be cut into.
@@ -101,10 +103,10 @@ class GradientBuckets:
         parameters: Iterable[nn.Parameter],
         cap_bytes: int,
         world: Communicator,
-        reduction: Reduction | None = None,
+        reducer: GradientReducer | None = None,
     ) -> None:
         self.world = world
-        self.reduction = reduction
+        self.reducer = reducer
         self.buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._next = 0
@@ -131,7 +133,9 @@ class GradientBuckets:
         """dtype in which the gradient of ``parameter`` is kept."""
         return parameter.dtype
 
-    def _add_bucket(self, group: list[nn.Parameter], layout: Layout, dtype: torch.dtype) -> None:
+    def _add_bucket(
+        self, group: list[nn.Parameter], layout: BucketLayout, dtype: torch.dtype
+    ) -> None:
         bucket = _Bucket(
             torch.zeros(layout.size, dtype=dtype, device=group[0].device), group, layout.offsets
         )
@@ -151,7 +155,7 @@ class GradientBuckets:
         """From here on (the last micro-batch of a step) each bucket is sent off when its last
         gradient has come."""
         self._reducing = self.world.size > 1 and not (
-            self.reduction is not None and self.reduction.late
+            self.reducer is not None and self.reducer.late
         )
         self._next = 0
         self._sums = []
@@ -174,8 +178,8 @@ class GradientBuckets:
         self._next += 1
 
     def _send(self, bucket: _Bucket) -> Any:
-        if self.reduction is not None:
-            return self.reduction.start(self._next, bucket.flat)
+        if self.reducer is not None:
+            return self.reducer.start(self._next, bucket.flat)
         return self.world.all_reduce(bucket.flat)
 
     def finish(self) -> None:
@@ -190,8 +194,8 @@ class GradientBuckets:
         for bucket in self.buckets:
             self.world.wait(bucket.work)
         self._reducing = False
-        if self.reduction is not None:
-            self.reduction.end_step()
+        if self.reducer is not None:
+            self.reducer.end_step()
 
     def norm(self) -> torch.Tensor:
         """2-norm over all gradients, a float32 scalar on the device."""

@@ -15,13 +15,13 @@ from paceline.distributed.comm_thread import CommThread, PendingComm
 from paceline.distributed.communicator import Communicator
 
 if TYPE_CHECKING:
-    from paceline.parallel.comm_profile import Exchange
+    from paceline.parallel.comm_profile import CommProfile
     from paceline.parallel.ddp.buckets import GradientBuckets
     from paceline.parallel.loss_scale import LossScaler
-    from paceline.parallel.state import Part, StateSource
+    from paceline.parallel.state import StateReader, TensorShard
 
 
-class Reduction:
+class GradientReducer:
     """Sums each bucket by an all-reduce of our own, in a thread beside backward: the buckets in
     their order, on every rank.
 
@@ -55,7 +55,7 @@ class Reduction:
         """All buckets of a step are summed."""
 
     def clip_and_sum(self, max_norm: float) -> torch.Tensor:
-        """Where :attr:`late`: as a strategy's ``clip``, and the sum over the replicas."""
+        """Where :attr:`late`: as a strategy's ``clip_grad_norm``, and the sum over the replicas."""
         raise NotImplementedError
 
     @property
@@ -64,11 +64,11 @@ class Reduction:
         return False
 
     @property
-    def undoes(self) -> bool:
+    def needs_rollback_on_skip(self) -> bool:
         """True where :meth:`settle` has something to put back."""
         return False
 
-    def settle(self, made: bool) -> None:
+    def finish_step(self, made: bool) -> None:
         """The end of a step. Where its update was not ``made``, what is kept becomes what it was
         before."""
 
@@ -77,34 +77,36 @@ class Reduction:
         return built
 
     @property
-    def exchange(self) -> Exchange | None:
+    def comm_profile(self) -> CommProfile | None:
         """What is sent instead of the gradients, where it is less."""
         return None
 
-    def held(self) -> list[torch.Tensor]:
+    def memory_tensors(self) -> list[torch.Tensor]:
         """What is kept from step to step."""
         return []
 
-    def parts(self) -> list[Part]:
+    def extra_state(self) -> list[TensorShard]:
         """What of it this rank writes into a checkpoint."""
         return []
 
-    def load(self, source: StateSource, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+    def load_extra_state(
+        self, source: StateReader, optimizer: torch.optim.Optimizer
+    ) -> list[tuple[str, str]]:
         """The reverse, on every rank. Returns notices."""
         return []
 
-    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
         """For the report. A collective."""
         return {}
 
 
-def make_reduction(config: Config, world: Communicator) -> Reduction | None:
+def make_reducer(config: Config, world: Communicator) -> GradientReducer | None:
     """What sums gradients over the axis data of ``world`` as the config says; None: the backend's
     own all-reduce. A collective."""
     if world.axes.data == 1:
         return None
     if config.compression.chain:
-        from paceline.parallel.compression.reducer import CompressedReduction
+        from paceline.parallel.compression.reducer import CompressedReducer
 
-        return CompressedReduction(config, world)
-    return Reduction(config, world) if config.parallel.all_reduce != "native" else None
+        return CompressedReducer(config, world)
+    return GradientReducer(config, world) if config.parallel.all_reduce != "native" else None

@@ -12,16 +12,21 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes
-from paceline.parallel.base import BuildOptimizer, MicroStep, optimizer_tensors, persistent_buffers
-from paceline.parallel.comm_profile import Exchange, Spent
+from paceline.parallel.base import (
+    MicroStep,
+    OptimizerFactory,
+    optimizer_tensors,
+    persistent_buffers,
+)
+from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.compression.cost import communication_cost
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.summed import SummedInBuckets
-from paceline.parallel.state import Part, StateSource, frozen_parts
+from paceline.parallel.state import StateReader, TensorShard, frozen_parts
 
 
-class DistributedDataParallel(SummedInBuckets):
+class DDPStrategy(SummedInBuckets):
     """Rank 0's weights are broadcast; gradients are summed over the ranks in buckets while backward
     goes on, once a step, not within an accumulation; every rank then makes the same update."""
 
@@ -34,20 +39,20 @@ class DistributedDataParallel(SummedInBuckets):
         super().__init__(config, world)
         self.model: nn.Module
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.world.broadcast([*model.parameters(), *model.buffers()])
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
-        self.sum_in_buckets(self.world)
+        self.reduce_in_buckets(self.world)
         return model
 
-    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         built = build(list(self.trained.items()))
-        self.optimizer = built if self.reduction is None else self.reduction.optimizer(built)
+        self.optimizer = built if self.reducer is None else self.reducer.optimizer(built)
         return self.optimizer
 
-    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+    def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.buckets.zero()
         accumulate(micro_step, self.model, num_micro_batches, self.buckets.start_reducing)
         if self.on_computed is not None:
@@ -55,49 +60,49 @@ class DistributedDataParallel(SummedInBuckets):
         self.buckets.finish()
         self.world.broadcast(self.changing_buffers)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        if self.reduction is not None and self.reduction.late:
-            return self.reduction.clip_and_sum(max_norm)
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        if self.reducer is not None and self.reducer.late:
+            return self.reducer.clip_and_sum(max_norm)
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
     @property
-    def replica_line(self) -> Communicator | None:
+    def replica_group(self) -> Communicator | None:
         return self.world
 
-    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
-        yield from super().replicated()
+    def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        yield from super().replicated_tensors()
         yield from frozen_parts(self.model)
 
-    def parts(self) -> Iterable[Part]:
+    def tensor_shards(self) -> Iterable[TensorShard]:
         for name, one in self.trained.items():
-            yield Part.whole(name, one, key=one, owned=self.world.is_rank_zero)
+            yield TensorShard.whole(name, one, key=one, owned=self.world.is_rank_zero)
         for name, one in persistent_buffers(self.model).items():
-            yield Part.whole(name, one, owned=self.world.is_rank_zero)
+            yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
 
-    def held(self) -> list[Any]:
-        kept = [] if self.reduction is None else self.reduction.held()
+    def memory_tensors(self) -> list[Any]:
+        kept = [] if self.reducer is None else self.reducer.memory_tensors()
         state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *kept]
         return [*self.model.parameters(), *self.model.buffers(), *state]
 
-    def more_state(self) -> list[Part]:
-        return [] if self.reduction is None else self.reduction.parts()
+    def extra_state(self) -> list[TensorShard]:
+        return [] if self.reducer is None else self.reducer.extra_state()
 
-    def load_more(self, source: StateSource) -> None:
-        if self.reduction is None:
-            super().load_more(source)
+    def load_extra_state(self, source: StateReader) -> None:
+        if self.reducer is None:
+            super().load_extra_state(source)
         else:
-            self.notices += self.reduction.load(source, self.optimizer)
+            self.notices += self.reducer.load_extra_state(source, self.optimizer)
 
     @property
-    def exchange(self) -> Exchange | None:
-        if self.world.size == 1 or not self.sums_buckets:
+    def comm_profile(self) -> CommProfile | None:
+        if self.world.size == 1 or not self.reduces_in_buckets:
             return None
-        other = None if self.reduction is None else self.reduction.exchange
+        other = None if self.reducer is None else self.reducer.comm_profile
         sent = all_reduce_bytes(
             sum(one.numel() * one.element_size() for one in self.buckets.flats), self.world.size
         )
         messages = 2 * (self.world.size - 1) * len(self.buckets.flats)
-        plain = Exchange(
+        plain = CommProfile(
             None,
             "",
             self.buckets,
@@ -105,15 +110,17 @@ class DistributedDataParallel(SummedInBuckets):
             self.world,
             sent,
             messages,
-            lambda: Spent(self.buckets.backward_s),
+            lambda: CommTimes(self.buckets.backward_s),
         )
         return plain if other is None else other
 
-    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
-        return {} if self.reduction is None else self.reduction.figures(sent_bytes)
+    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
+        return {} if self.reducer is None else self.reducer.report_metrics(sent_bytes)
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    def estimate_cost(
+        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    ) -> Cost:
         """Everything whole on each rank; the gradients' all-reduce: 2(N-1)/N × their bytes
         (Rajbhandari et al., "ZeRO", 2020, section 7.1: 2Ψ)."""
         gradients = total_bytes(shape.trained)
@@ -133,11 +140,11 @@ class DistributedDataParallel(SummedInBuckets):
         )
 
 
-class Single(DistributedDataParallel):
+class SingleDeviceStrategy(DDPStrategy):
     """One rank: no collective is issued."""
 
     name = "single"
-    sums_buckets = False
+    reduces_in_buckets = False
 
 
 def accumulate(

@@ -1,7 +1,7 @@
 """`dp`: DataParallel's scheme, one process that drives several devices by threads. Here for
 comparison: `ddp` gives the same loss, faster.
 
-The scheme is laid open here instead of left to ``torch.nn.DataParallel``, for three reasons: that
+The scheme is laid open here instead of left to ``torch.nn.ThreadedDPStrategy``, for three reasons: that
 class does nothing on a CPU; it gathers outputs alone, so a task's loss with its global count and
 accumulation over micro-batches have no place in it; and it hides the traffic that makes the scheme
 slow, which is what it is here to show.
@@ -24,8 +24,8 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.base import (
-    BuildOptimizer,
     MicroStep,
+    OptimizerFactory,
     Strategy,
     optimizer_tensors,
     persistent_buffers,
@@ -33,7 +33,7 @@ from paceline.parallel.base import (
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.strategy import clip_to
-from paceline.parallel.state import Part
+from paceline.parallel.state import TensorShard
 
 _NOTICES = [
     (
@@ -53,12 +53,12 @@ _NOTICES = [
 ]
 
 
-class DataParallel(Strategy):
+class ThreadedDPStrategy(Strategy):
     """Each step: the weights of device 0 are copied to a replica on every other device;
     micro-batches run on the replicas, one thread each; the gradients are summed on device 0 in the
     order of the replicas; device 0 makes the update.
 
-    ``num_devices`` is set before :meth:`place` (else ``parallel.num_gpus``, else 2). On a CPU all
+    ``num_devices`` is set before :meth:`setup` (else ``parallel.num_gpus``, else 2). On a CPU all
     replicas compute on it, each with copies of its own: they share nothing.
 
     On accelerators a batch is on device 0 as the engine made it: a replica takes its inputs over to
@@ -73,7 +73,7 @@ class DataParallel(Strategy):
         self.num_devices = self.settings.num_gpus if isinstance(self.settings.num_gpus, int) else 2
         self.notices: list[tuple[str, str]] = list(_NOTICES)
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.devices = _devices(self.world.device, self.num_devices)
@@ -96,11 +96,11 @@ class DataParallel(Strategy):
         share = max(1, torch.get_num_threads() // self.num_devices)
         return lambda: torch.set_num_threads(share)
 
-    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         self.optimizer = build(list(self.trained.items()))
         return self.optimizer
 
-    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+    def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.buckets.zero()
         self._send_weights()
         training = self.model.training
@@ -157,16 +157,16 @@ class DataParallel(Strategy):
     def _count(self, tensors: Iterable[torch.Tensor]) -> None:
         self.world.traffic.add("copy", sum(one.numel() * one.element_size() for one in tensors))
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
-    def parts(self) -> Iterable[Part]:
+    def tensor_shards(self) -> Iterable[TensorShard]:
         for name, one in self.trained.items():
-            yield Part.whole(name, one, key=one)
+            yield TensorShard.whole(name, one, key=one)
         for name, one in persistent_buffers(self.model).items():
-            yield Part.whole(name, one)
+            yield TensorShard.whole(name, one)
 
-    def held(self) -> list[Any]:
+    def memory_tensors(self) -> list[Any]:
         """Device 0's load, the fullest: its weights, the summed gradients, the optimizer. The other
         devices hold weights and their own gradients; on a CPU those lie in the same memory, and are
         not counted here."""
@@ -178,14 +178,16 @@ class DataParallel(Strategy):
         ]
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    def estimate_cost(
+        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    ) -> Cost:
         """Device 0 holds what a `ddp` rank holds; the others hold no optimizer state, so the load
         is lopsided.
 
         Traffic is what passes between devices in a step, all of it through device 0: it sends its
         weights and buffers to N-1 devices and gets as many gradients back, 2(N-1)Ψ, where a rank of
         an all-reduce sends 2(N-1)/N Ψ (Patarasuk & Yuan, 2009, section 3). The scheme:
-        torch.nn.DataParallel's documentation."""
+        torch.nn.ThreadedDPStrategy's documentation."""
         gradients = total_bytes(shape.trained)
         # each begins at a multiple of 64 bytes
         in_buckets = sum(-(-one.size_bytes // 64) * 64 for one in shape.trained)

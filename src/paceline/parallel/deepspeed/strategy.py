@@ -30,7 +30,7 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
-from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, persistent_buffers
+from paceline.parallel.base import MicroStep, OptimizerFactory, Strategy, persistent_buffers
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.ddp.strategy import changing_buffers
 from paceline.parallel.deepspeed.config import check_json, engine_config, stage_of
@@ -43,14 +43,14 @@ from paceline.parallel.deepspeed.state import (
     ranges,
     refresh_weights,
 )
-from paceline.parallel.state import Part, StateSource, read_part, storage_bytes
+from paceline.parallel.state import StateReader, TensorShard, read_part, storage_bytes
 
 #: Optimizers that treat every element alone; others do not train as they should on a flat
 #: partition.
 _ELEMENTWISE = ("adamw", "adam", "sgd", "rmsprop")
 
 
-class DeepSpeed(Strategy):
+class DeepSpeedStrategy(Strategy):
     """DeepSpeed's ZeRO. In mixed precision the weights and gradients are bfloat16 or float16, as
     DeepSpeed does by default, and the optimizer updates float32 master weights in the partitions.
     The loss scale of float16 is Paceline's: DeepSpeed divides by it within its step, and reports
@@ -62,8 +62,8 @@ class DeepSpeed(Strategy):
     """
 
     name = "deepspeed"
-    whole_on_first = False
-    skips_itself = True
+    rank0_has_full_model = False
+    handles_overflow = True
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
@@ -73,7 +73,7 @@ class DeepSpeed(Strategy):
 
     @staticmethod
     def check(config: Config, axes: ParallelDims) -> None:
-        DeepSpeed.check_settings(config, axes)
+        DeepSpeedStrategy.check_settings(config, axes)
         check_installed(stage_of(config.parallel))
 
     @staticmethod
@@ -114,7 +114,7 @@ class DeepSpeed(Strategy):
             raise _no_offload(parallel.offload)
         check_json(config, axes.size)
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup(self, model: nn.Module) -> nn.Module:
         """The model goes to its ranks when the optimizer is built: DeepSpeed takes both at once."""
         if self.settings.offload != "none" and self.world.device.type == "cpu":
             raise _no_offload(self.settings.offload)
@@ -128,7 +128,7 @@ class DeepSpeed(Strategy):
             self.world.broadcast([*model.parameters(), *model.buffers()])
         return model
 
-    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         deepspeed = import_deepspeed(self.world.device.type)
         self.norm = torch.zeros((), device=self.world.device)
         # DeepSpeed makes its float32 master weights from the weights that it has cast down: these
@@ -160,7 +160,7 @@ class DeepSpeed(Strategy):
 
     # -- a step
     # -------------------------------------------------------------------------------------------------------------
-    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+    def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         engine = self.engine
         for number in range(num_micro_batches):
             engine.set_gradient_accumulation_boundary(number == num_micro_batches - 1)
@@ -176,13 +176,13 @@ class DeepSpeed(Strategy):
     def unscale(self) -> None:
         """DeepSpeed divides by the loss scale within its step."""
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """DeepSpeed takes the norm and clips within its step: the tensor returned has its value
-        after :meth:`update`."""
+        after :meth:`optimizer_step`."""
         self.zero.clip_grad = max_norm
         return self.norm
 
-    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+    def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         if self.scaler is not None:
             self.zero.loss_scale = float(self.scaler.scale)
         with quiet():
@@ -228,22 +228,22 @@ class DeepSpeed(Strategy):
     # -- state
     # --------------------------------------------------------------------------------------------------------------
     @property
-    def replica_line(self) -> Communicator | None:
+    def replica_group(self) -> Communicator | None:
         return None if self.stage == 3 else self.world
 
-    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self.model.named_parameters()  # the optimizer's state is in partitions
 
-    def parts(self) -> Iterable[Part]:
+    def tensor_shards(self) -> Iterable[TensorShard]:
         for one in self._ranges():
             name = self.names[one.parameter]
-            yield Part(
+            yield TensorShard(
                 name, one.of(one.flat), self.shapes[name], (one.offset,), key=one.flat, flat=True
             )
         for name, buffer in persistent_buffers(self.model).items():
-            yield Part.whole(name, buffer, owned=self.world.is_rank_zero)
+            yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
 
-    def _optimizer_state(self, part: Part) -> dict[str, torch.Tensor]:
+    def _optimizer_state(self, part: TensorShard) -> dict[str, torch.Tensor]:
         """The part's share of what the optimizer keeps for the whole partition."""
         if part.key is None:
             return {}
@@ -257,7 +257,7 @@ class DeepSpeed(Strategy):
                 found[str(key)] = torch.as_tensor(value)
         return found
 
-    def _owner(self, part: Part) -> torch.Tensor:
+    def _owner(self, part: TensorShard) -> torch.Tensor:
         """The partition as the optimizer knows it: the parameter that ``part.key`` is a detached
         view of."""
         assert part.key is not None
@@ -265,10 +265,10 @@ class DeepSpeed(Strategy):
             one for one in owners(self.zero, self.stage) if one.data_ptr() == part.key.data_ptr()
         )
 
-    def load_state(self, source: StateSource) -> None:
+    def load_state(self, source: StateReader) -> None:
         known = source.tensors()
         with torch.no_grad(), uncounted(), quiet():
-            for part in self.parts():
+            for part in self.tensor_shards():
                 part.tensor.copy_(
                     read_part(
                         source, f"{'buffer' if part.key is None else 'model'}/{part.name}", part
@@ -279,7 +279,10 @@ class DeepSpeed(Strategy):
             refresh_weights(self.zero, self.stage)
 
     def _load_entries(
-        self, part: Part, source: StateSource, known: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+        self,
+        part: TensorShard,
+        source: StateReader,
+        known: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     ) -> None:
         assert part.key is not None
         owner = self._owner(part)
@@ -296,7 +299,7 @@ class DeepSpeed(Strategy):
             start = part.tensor.storage_offset() - part.key.storage_offset()
             whole.narrow(0, start, part.tensor.numel()).copy_(read_part(source, name, part))
 
-    def held(self) -> list[Any]:
+    def memory_tensors(self) -> list[Any]:
         """Weights as the forward reads them, float32 partitions, optimizer state, and the gradients
         that are there at the time. With ``parallel.offload`` what lies in the host's memory is left
         out."""
@@ -315,14 +318,20 @@ class DeepSpeed(Strategy):
             ]
         return found
 
-    def state_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """DeepSpeed frees its gradients within the update, so the most that was seen of them in a
         step is added here."""
         gradients = storage_bytes(gradient_tensors(self.zero, self.model))
-        return storage_bytes(self.held()) - gradients + max(gradients, self.most_gradient_bytes)
+        return (
+            storage_bytes(self.memory_tensors())
+            - gradients
+            + max(gradients, self.most_gradient_bytes)
+        )
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    def estimate_cost(
+        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    ) -> Cost:
         return deepspeed_cost(shape, axes, work, config)
 
 
@@ -369,7 +378,7 @@ def _join(deepspeed: Any, world: Communicator) -> None:
 
 
 def _call(holder: Any, name: str) -> None:
-    """Call a method that DeepSpeed's older versions do not have (there, ``backward`` does its
+    """Call a method that DeepSpeed's older versions do not have (there, ``forward_backward`` does its
     work)."""
     method = getattr(holder, name, None)
     if callable(method):

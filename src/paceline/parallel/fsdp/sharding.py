@@ -27,7 +27,7 @@ from paceline.models.blocks import find_blocks
 from paceline.parallel.base import persistent_buffers
 from paceline.parallel.ddp.buckets import squared_norm_of
 from paceline.parallel.ddp.strategy import changing_buffers
-from paceline.parallel.state import Part, local_tensor, storage_bytes
+from paceline.parallel.state import TensorShard, local_tensor, storage_bytes
 from paceline.parallel.zero1.common import batch_norm_parameters
 
 _MESSAGE_BYTES = 64 << 20
@@ -45,15 +45,15 @@ def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
 
 
 @dataclass
-class ShardPiece:
+class ShardedParam:
     """A trained parameter as this rank holds it.
 
     Args:
-        name: in the module given to :class:`Sharding`.
+        name: in the module given to :class:`FSDPSharding`.
         parameter: what FSDP manages (a DTensor), or, with no dimension to cut, the parameter
             itself.
         values: the local values, live, as a plain parameter; its ``grad`` is set by
-            :meth:`Sharding.end_step`.
+            :meth:`FSDPSharding.end_step`.
         shape: before the cut.
         offset: where the local values begin.
         cut: False where every rank of the line holds the whole.
@@ -67,7 +67,7 @@ class ShardPiece:
     cut: bool
 
 
-class Sharding:
+class FSDPSharding:
     """Parameters, gradients and optimizer state of ``model`` cut over the line of ``world`` along
     the axis "shard", and repeated along the axis "data". Its parameters may be parts of a
     tensor-parallel model already: plain tensors.
@@ -191,14 +191,14 @@ class Sharding:
             root.set_reduce_scatter_unused_params(True)
         return found
 
-    def _piece(self, name: str, parameter: nn.Parameter) -> ShardPiece:
+    def _piece(self, name: str, parameter: nn.Parameter) -> ShardedParam:
         if parameter in self._whole:
-            return ShardPiece(name, parameter, parameter, (), (), cut=False)
+            return ShardedParam(name, parameter, parameter, (), (), cut=False)
         shape = self._shapes[name]
         dim = shard_dim(shape, self.shards.size)
         begin = min(shape[dim], math.ceil(shape[dim] / self.shards.size) * self.shards.rank)
         offset = tuple(begin if one == dim else 0 for one in range(len(shape)))
-        return ShardPiece(
+        return ShardedParam(
             name, parameter, nn.Parameter(local_tensor(parameter.detach())), shape, offset, cut=True
         )
 
@@ -270,24 +270,24 @@ class Sharding:
         to this rank."""
         return [(piece.name, piece.values) for piece in self.pieces]
 
-    def parts(self) -> Iterator[Part]:
+    def tensor_shards(self) -> Iterator[TensorShard]:
         for piece in self.pieces:
             owned = self.copies.is_rank_zero if piece.cut else self.replicas.is_rank_zero
-            yield Part(
+            yield TensorShard(
                 piece.name, piece.values, piece.shape, piece.offset, key=piece.values, owned=owned
             )
         buffers = dict(self.model.named_buffers())
         for name in self._persistent:
-            yield Part.whole(name, buffers[name], owned=self.replicas.is_rank_zero)
+            yield TensorShard.whole(name, buffers[name], owned=self.replicas.is_rank_zero)
 
-    def held(self) -> list[Any]:
+    def memory_tensors(self) -> list[Any]:
         """Shards (frozen ones too), buffers and gradients; what is gathered for the moment is
         :attr:`gathered_bytes`."""
         gradients = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]
         return [*self._to_shards.values(), *self._whole, *self.model.buffers(), *gradients]
 
 
-def _gradient(piece: ShardPiece) -> torch.Tensor:
+def _gradient(piece: ShardedParam) -> torch.Tensor:
     assert piece.values.grad is not None
     return piece.values.grad
 

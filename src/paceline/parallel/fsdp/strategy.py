@@ -16,11 +16,11 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.models.shape.record import modules_around
-from paceline.parallel.base import BuildOptimizer, MicroStep, Strategy, optimizer_tensors
+from paceline.parallel.base import MicroStep, OptimizerFactory, Strategy, optimizer_tensors
 from paceline.parallel.cost import Cost, ModelShape, TensorShape, Workload
 from paceline.parallel.ddp.strategy import clip_to
-from paceline.parallel.fsdp.sharding import Sharding, shard_dim
-from paceline.parallel.state import Part, frozen_parts
+from paceline.parallel.fsdp.sharding import FSDPSharding, shard_dim
+from paceline.parallel.state import TensorShard, frozen_parts
 from paceline.parallel.zero1.common import (
     batch_norm_names,
     check_elementwise,
@@ -29,10 +29,10 @@ from paceline.parallel.zero1.common import (
     step_count_bytes,
 )
 
-__all__ = ["Sharding", "ZeRO2", "ZeRO3"]
+__all__ = ["FSDPSharding", "FSDPStrategy", "ZeRO2Strategy"]
 
 
-class ZeRO3(Strategy):
+class FSDPStrategy(Strategy):
     """ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models", 2020, section 5.3): each rank holds a shard of everything, and gathers the
     weights of a block when forward or backward comes to it.
@@ -42,7 +42,7 @@ class ZeRO3(Strategy):
     """
 
     name = "zero3"
-    whole_on_first = False
+    rank0_has_full_model = False
     reshard_after_forward = True
 
     @classmethod
@@ -57,8 +57,8 @@ class ZeRO3(Strategy):
             )
         _check_offload(config, cls.name)
 
-    def place(self, model: nn.Module) -> nn.Module:
-        self.sharding = Sharding(
+    def setup(self, model: nn.Module) -> nn.Module:
+        self.sharding = FSDPSharding(
             model,
             self.world,
             low_dtype=self.low_dtype,
@@ -67,11 +67,11 @@ class ZeRO3(Strategy):
         )
         return model
 
-    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         self.optimizer = build(self.sharding.named_pieces())
         return self.optimizer
 
-    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+    def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.sharding.begin_step()
         for number in range(num_micro_batches):
             last = number == num_micro_batches - 1
@@ -83,7 +83,7 @@ class ZeRO3(Strategy):
             loss.backward()
         self.sharding.end_step()
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         squared = self.sharding.squared_norm()
         self.world.wait(self.sharding.shards.all_reduce(squared))
         return clip_to(max_norm, squared.sqrt().float(), self.sharding.scale)
@@ -96,27 +96,29 @@ class ZeRO3(Strategy):
         return found
 
     @property
-    def replica_line(self) -> Communicator | None:
+    def replica_group(self) -> Communicator | None:
         return self.sharding.copies
 
-    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
-        yield from super().replicated()
+    def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        yield from super().replicated_tensors()
         yield from frozen_parts(self.sharding.model)
 
-    def parts(self) -> Iterable[Part]:
-        return self.sharding.parts()
+    def tensor_shards(self) -> Iterable[TensorShard]:
+        return self.sharding.tensor_shards()
 
     def after_load(self) -> None:
         self.sharding.reshard()
 
-    def held(self) -> list[Any]:
-        return [*self.sharding.held(), *optimizer_tensors(self.optimizer)]
+    def memory_tensors(self) -> list[Any]:
+        return [*self.sharding.memory_tensors(), *optimizer_tensors(self.optimizer)]
 
-    def state_bytes(self) -> int:
-        return super().state_bytes() + self.sharding.gathered_bytes
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + self.sharding.gathered_bytes
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    def estimate_cost(
+        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    ) -> Cost:
         """Per trained parameter, N shards, Adam: stage 3 16/N bytes (4 weights, 4 gradients, 8
         moments: Rajbhandari et al., 2020, section 5.3, figure 1), the weights gathered for the
         moment counted with the activations; stage 2 besides the gathered weights, 2 bytes in mixed
@@ -174,7 +176,7 @@ class ZeRO3(Strategy):
         )
 
 
-class ZeRO2(ZeRO3):
+class ZeRO2Strategy(FSDPStrategy):
     """ZeRO stage 2 (section 5.2): the gathered weights stay from the first forward of a step to its
     last backward, which frees them block by block; gradients are in shards after each micro-batch.
     """

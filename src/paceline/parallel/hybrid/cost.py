@@ -161,9 +161,11 @@ def _replicated(shape: ModelShape, axes: ParallelDims, config: Config) -> Cost:
 
 def _sharded(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
     """As `zero3` over the axes shard and data, of what the other axes leave."""
-    from paceline.parallel.fsdp.strategy import ZeRO3
+    from paceline.parallel.fsdp.strategy import FSDPStrategy
 
-    return ZeRO3.cost(shape, ParallelDims(data=axes.data, shard=axes.shard), work, config)
+    return FSDPStrategy.estimate_cost(
+        shape, ParallelDims(data=axes.data, shard=axes.shard), work, config
+    )
 
 
 # -- within the cut layers

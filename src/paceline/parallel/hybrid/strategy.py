@@ -23,8 +23,13 @@ from paceline.models.language import config_numbers
 from paceline.models.tensor_plan.plan import check_sizes as check_heads
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import Range
-from paceline.parallel.base import BuildOptimizer, MicroStep, optimizer_tensors, persistent_buffers
-from paceline.parallel.comm_profile import Exchange
+from paceline.parallel.base import (
+    MicroStep,
+    OptimizerFactory,
+    optimizer_tensors,
+    persistent_buffers,
+)
+from paceline.parallel.comm_profile import CommProfile
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.ddp.buckets import squared_norm_of
 from paceline.parallel.ddp.strategy import accumulate, changing_buffers, clip_to
@@ -32,27 +37,27 @@ from paceline.parallel.ddp.summed import SummedInBuckets
 from paceline.parallel.hybrid.cost import hybrid_cost
 from paceline.parallel.pipeline.stages import check_sizes as check_layers
 from paceline.parallel.pipeline.stages import num_chunks
-from paceline.parallel.state import Part, StateSource, frozen_parts
-from paceline.parallel.tensor.shard import Cut, TensorSplit, check_plan_sizes
+from paceline.parallel.state import StateReader, TensorShard, frozen_parts
+from paceline.parallel.tensor.shard import TensorParallelizer, TensorSlice, check_plan_sizes
 
 if TYPE_CHECKING:
-    from paceline.parallel.fsdp.sharding import Sharding
-    from paceline.parallel.pipeline.runner import Pipeline
+    from paceline.parallel.fsdp.sharding import FSDPSharding
+    from paceline.parallel.pipeline.runner import PipelineRunner
 
 
-class Hybrid(SummedInBuckets):
+class HybridStrategy(SummedInBuckets):
     """Any product of the axes data, shard, tensor and pipeline."""
 
     name = "hybrid"
-    whole_on_first = False
+    rank0_has_full_model = False
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.model: nn.Module
         self.trained = {}
-        self.tensor: TensorSplit | None = None
-        self.pipeline: Pipeline | None = None
-        self.sharding: Sharding | None = None
+        self.tensor: TensorParallelizer | None = None
+        self.pipeline: PipelineRunner | None = None
+        self.sharding: FSDPSharding | None = None
 
     @staticmethod
     def check(config: Config, axes: ParallelDims) -> None:
@@ -60,7 +65,7 @@ class Hybrid(SummedInBuckets):
 
     # -- placing
     # ------------------------------------------------------------------------------------------------------------
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup(self, model: nn.Module) -> nn.Module:
         axes = self.world.axes
         for line in (
             ("tensor",),
@@ -77,15 +82,17 @@ class Hybrid(SummedInBuckets):
             plan = find_tensor_plan(model, self.settings.tensor_plan)
             check_plan_sizes(model, plan, axes.tensor)
         if axes.pipeline > 1:
-            from paceline.parallel.pipeline.runner import Pipeline
+            from paceline.parallel.pipeline.runner import PipelineRunner
 
-            self.pipeline = Pipeline(
+            self.pipeline = PipelineRunner(
                 model, self.world.subgroup("pipeline"), self.config, self.probe
             )
             model = self.pipeline.model
             self.notices += self.pipeline.notices
         if plan is not None:
-            self.tensor = TensorSplit(model, self.world.subgroup("tensor"), self.settings, plan)
+            self.tensor = TensorParallelizer(
+                model, self.world.subgroup("tensor"), self.settings, plan
+            )
             self.notices += self.tensor.notices
         self.model = model
         # Names of parameters are taken while these are plain: sharding makes new ones, under the
@@ -93,9 +100,9 @@ class Hybrid(SummedInBuckets):
         partial = {id(one) for one in self.tensor.partial} if self.tensor else set()
         self.partial_names = [name for name, one in model.named_parameters() if id(one) in partial]
         if axes.shard > 1:
-            from paceline.parallel.fsdp.sharding import Sharding
+            from paceline.parallel.fsdp.sharding import FSDPSharding
 
-            self.sharding = Sharding(model, self.world, low_dtype=self.low_dtype)
+            self.sharding = FSDPSharding(model, self.world, low_dtype=self.low_dtype)
             if self.pipeline is not None:
                 self.pipeline.together = self.world.subgroup("shard")
             self.trained = dict(self.sharding.named_pieces())
@@ -105,16 +112,16 @@ class Hybrid(SummedInBuckets):
                 name: one for name, one in model.named_parameters() if one.requires_grad
             }
             self.changing_buffers = changing_buffers(model) if axes.data > 1 else []
-            self.sum_in_buckets(self.world.subgroup("data"))
+            self.reduce_in_buckets(self.world.subgroup("data"))
         return model
 
-    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         self.optimizer = build(list(self.trained.items()))
         return self.optimizer
 
     # -- a step
     # -------------------------------------------------------------------------------------------------------------
-    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+    def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         if self.sharding is not None:
             self.sharding.begin_step()
             self._run_backward(micro_step, num_micro_batches, lambda: None)
@@ -146,7 +153,7 @@ class Hybrid(SummedInBuckets):
             return
         accumulate(micro_step, self.model, num_micro_batches, before_last)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         counted = {name for name in self.trained if self._counts(name)}
         if self.sharding is not None:
             total = self.sharding.squared_norm(counted)
@@ -164,11 +171,11 @@ class Hybrid(SummedInBuckets):
         return clip_to(max_norm, total.sqrt().float(), scale)
 
     @property
-    def replica_line(self) -> Communicator | None:
+    def replica_group(self) -> Communicator | None:
         return self.world.subgroup("data")
 
-    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
-        yield from super().replicated()
+    def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        yield from super().replicated_tensors()
         yield from frozen_parts(self.model)
 
     def _counts(self, name: str) -> bool:
@@ -192,7 +199,7 @@ class Hybrid(SummedInBuckets):
 
     # -- state
     # --------------------------------------------------------------------------------------------------------------
-    def parts(self) -> Iterable[Part]:
+    def tensor_shards(self) -> Iterable[TensorShard]:
         first_replica = self.world.coordinates["data"] == 0
         for part in self._local_parts():
             owned = part.owned and first_replica and self._counts(part.name)
@@ -219,61 +226,63 @@ class Hybrid(SummedInBuckets):
                     found.append((gradient.narrow(cut.dim, first, length), place))
         return found
 
-    def _local_parts(self) -> Iterable[Part]:
+    def _local_parts(self) -> Iterable[TensorShard]:
         """Parts of what this rank's tensor part of this stage is, as if that were the whole."""
         if self.sharding is not None:
-            yield from self.sharding.parts()
+            yield from self.sharding.tensor_shards()
             return
         for name, one in self.trained.items():
-            yield Part.whole(name, one, key=one)
+            yield TensorShard.whole(name, one, key=one)
         for name, one in persistent_buffers(self.model).items():
-            yield Part.whole(name, one)
+            yield TensorShard.whole(name, one)
 
-    def held(self) -> list[Any]:
+    def memory_tensors(self) -> list[Any]:
         if self.sharding is not None:
-            return [*self.sharding.held(), *optimizer_tensors(self.optimizer)]
+            return [*self.sharding.memory_tensors(), *optimizer_tensors(self.optimizer)]
         assert self.buckets is not None
-        kept = [] if self.reduction is None else self.reduction.held()
+        kept = [] if self.reducer is None else self.reducer.memory_tensors()
         state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *kept]
         return [*self.model.parameters(), *self.model.buffers(), *state]
 
-    def more_state(self) -> list[Part]:
-        return [] if self.reduction is None else self.reduction.parts()
+    def extra_state(self) -> list[TensorShard]:
+        return [] if self.reducer is None else self.reducer.extra_state()
 
-    def load_more(self, source: StateSource) -> None:
-        if self.reduction is None:
-            super().load_more(source)
+    def load_extra_state(self, source: StateReader) -> None:
+        if self.reducer is None:
+            super().load_extra_state(source)
         else:
-            self.notices += self.reduction.load(source, self.optimizer)
+            self.notices += self.reducer.load_extra_state(source, self.optimizer)
 
     @property
-    def exchange(self) -> Exchange | None:
-        return None if self.reduction is None else self.reduction.exchange
+    def comm_profile(self) -> CommProfile | None:
+        return None if self.reducer is None else self.reducer.comm_profile
 
-    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
-        return {} if self.reduction is None else self.reduction.figures(sent_bytes)
+    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
+        return {} if self.reducer is None else self.reducer.report_metrics(sent_bytes)
 
     def after_load(self) -> None:
         if self.sharding is not None:
             self.sharding.reshard()
 
-    def state_bytes(self) -> int:
-        return super().state_bytes() + (
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + (
             self.sharding.gathered_bytes if self.sharding is not None else 0
         )
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    def estimate_cost(
+        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    ) -> Cost:
         return hybrid_cost(shape, axes, work, config)
 
 
-class TensorParallel(Hybrid):
+class TensorStrategy(HybridStrategy):
     """Each layer cut over the axis tensor, beside replicas."""
 
     name = "tensor"
 
 
-class PipelineParallel(Hybrid):
+class PipelineStrategy(HybridStrategy):
     """Blocks dealt to stages along the axis pipeline, beside replicas."""
 
     name = "pipeline"
@@ -284,7 +293,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def _cut_parts(part: Part, cut: Cut, owned: bool) -> Iterable[Part]:
+def _cut_parts(part: TensorShard, cut: TensorSlice, owned: bool) -> Iterable[TensorShard]:
     """The parts of the whole that a part of this rank's tensor part is: one for each range of rows."""
     pieces = cut.pieces(part.offset[cut.dim], part.tensor.shape[cut.dim])
     if not pieces:  # a shard without elements: named all the same, for its optimizer's step

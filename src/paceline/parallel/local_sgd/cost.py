@@ -10,11 +10,11 @@ from paceline.distributed.environment import RankEnv, from_environment
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
-from paceline.parallel.local_sgd.schedule import Rhythm, num_workers
+from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
 from paceline.parallel.local_sgd.sync import fragment, mean_held, mean_traffic, share
 
 if TYPE_CHECKING:
-    from paceline.parallel.local_sgd.strategy import LocalTraining
+    from paceline.parallel.local_sgd.strategy import LocalSGDBase
 
 
 def local_cost(
@@ -28,7 +28,7 @@ def local_cost(
     parameters, and within a worker its all-gather (Douillard et al., "DiLoCo", 2023, section 2: 1/H
     of the communication).
     """
-    settings, rhythm = config.local_sgd, Rhythm.of(config.local_sgd)
+    settings, rhythm = config.local_sgd, SyncSchedule.of(config.local_sgd)
     workers = num_workers(settings, _env(axes.data))
     ranks = axes.data // workers
     dtype = settings.outer_dtype if name == "diloco" else "float32"
@@ -54,7 +54,7 @@ def local_cost(
     )
 
 
-def mean_bytes(strategy: LocalTraining) -> int:
+def mean_bytes(strategy: LocalSGDBase) -> int:
     """Bytes that a rank sends to the other workers for one synchronisation of all fragments."""
     dtype = strategy.local.outer_dtype if strategy.name == "diloco" else "float32"
     sizes = [
@@ -63,7 +63,7 @@ def mean_bytes(strategy: LocalTraining) -> int:
     return sum(sum(mean_traffic(size, strategy.workers, dtype).values()) for size in sizes)
 
 
-def _in_flight(name: str, rhythm: Rhythm, shares: list[int], workers: int, dtype: str) -> int:
+def _in_flight(name: str, rhythm: SyncSchedule, shares: list[int], workers: int, dtype: str) -> int:
     """Bytes of the synchronisations under way, where most are. `local_sgd` keeps what a rank sent
     beside the message."""
     own = 4 if name == "local_sgd" else 0

@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paceline.parallel.local_sgd.strategy import LocalTraining
-from paceline.parallel.local_sgd.sync import Flight, Mean, fragment
+from paceline.parallel.local_sgd.strategy import LocalSGDBase
+from paceline.parallel.local_sgd.sync import GroupMean, PendingSync, fragment
 
 
-class DiLoCo(LocalTraining):
+class DiLoCoStrategy(LocalSGDBase):
     """Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023),
     algorithm 1: the outer gradient is the mean over the workers of the outer parameters less their
     own; the outer optimizer is SGD with Nesterov momentum, in torch's form: m ← μ m + Δ, θ ← θ - η
@@ -27,8 +27,8 @@ class DiLoCo(LocalTraining):
     name = "diloco"
     foreign = ("average_moments",)
 
-    def place(self, model: nn.Module) -> nn.Module:
-        model = super().place(model)
+    def setup(self, model: nn.Module) -> nn.Module:
+        model = super().setup(model)
         self.outer = [self.vector.read(*self.share_of(one)) for one in range(self.rhythm.fragments)]
         self.momentum = [torch.zeros_like(one) for one in self.outer]
         return model
@@ -37,9 +37,9 @@ class DiLoCo(LocalTraining):
         for number, outer in enumerate(self.outer):
             outer.copy_(self.vector.read(*self.share_of(number)))
 
-    def depart(self, number: int) -> Flight:
+    def depart(self, number: int) -> PendingSync:
         gradient = self.outer[number] - self.vector.read(*self.share_of(number))
-        return Flight(Mean(gradient, self.far, self.local.outer_dtype))
+        return PendingSync(GroupMean(gradient, self.far, self.local.outer_dtype))
 
     def arrive(self, number: int, landed: torch.Tensor) -> None:
         outer, momentum = self.outer[number], self.momentum[number]

@@ -7,11 +7,11 @@ import torch
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.local_sgd.strategy import LocalTraining
-from paceline.parallel.local_sgd.sync import Flight, Mean, Vector, fragment
+from paceline.parallel.local_sgd.strategy import LocalSGDBase
+from paceline.parallel.local_sgd.sync import FlatParams, GroupMean, PendingSync, fragment
 
 
-class LocalSgd(LocalTraining):
+class LocalSGDStrategy(LocalSGDBase):
     """Stich, "Local SGD Converges Fast and Communicates Little" (2019), algorithm 1; with
     ``warmup_steps`` post-local SGD (Lin et al., "Don't Use Large Mini-Batches, Use Local SGD",
     2020, section 3).
@@ -44,10 +44,10 @@ class LocalSgd(LocalTraining):
                 fix="leave `local_sgd.average_moments` out, or set `optim: adamw`",
             )
 
-    def depart(self, number: int) -> Flight:
+    def depart(self, number: int) -> PendingSync:
         message = self.vector.read(*self.share_of(number))
         own = message.clone() if self.rhythm.overlap else None
-        return Flight(Mean(message, self.far), own)
+        return PendingSync(GroupMean(message, self.far), own)
 
     def arrive(self, number: int, landed: torch.Tensor) -> None:
         start, stop = fragment(self.vector.size, self.rhythm.fragments, number)
@@ -57,10 +57,10 @@ class LocalSgd(LocalTraining):
         self.vector.write(start, values)
         if self.local.average_moments:
             for moments in self._moments():
-                mean = Mean(moments.read(*self.share_of(number)), self.far).value()
+                mean = GroupMean(moments.read(*self.share_of(number)), self.far).value()
                 moments.write(start, self.hand_on(mean, start, stop))
 
-    def _moments(self) -> list[Vector]:
+    def _moments(self) -> list[FlatParams]:
         """The optimizer's state of each kind that has an element for each of a parameter's."""
         states = [self.optimizer.state.get(one, {}) for one in self.trained.values()]
         kinds = sorted({key for state in states for key in state} - {"step"})
@@ -72,5 +72,5 @@ class LocalSgd(LocalTraining):
                 isinstance(one, torch.Tensor) and one.shape == shape
                 for one, shape in zip(tensors, shapes, strict=True)
             ):
-                found.append(Vector(tensors))
+                found.append(FlatParams(tensors))
         return found

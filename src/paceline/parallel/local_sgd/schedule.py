@@ -12,7 +12,7 @@ from paceline.distributed.environment import RankEnv
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class SyncSchedule:
     """Steps are counted from 1; what is said of a step holds after its update.
 
     Args:
@@ -30,7 +30,7 @@ class Rhythm:
     warmup: int = 0
 
     @classmethod
-    def of(cls, settings: LocalSgd) -> Rhythm:
+    def of(cls, settings: LocalSgd) -> SyncSchedule:
         return cls(
             settings.steps, settings.fragments, settings.overlap_steps, settings.warmup_steps
         )

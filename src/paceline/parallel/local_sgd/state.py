@@ -24,15 +24,15 @@ import torch
 from paceline.core.formatting import counted
 from paceline.parallel.base import persistent_buffers
 from paceline.parallel.local_sgd.sync import fragment
-from paceline.parallel.state import Part, StateSource
+from paceline.parallel.state import StateReader, TensorShard
 
 if TYPE_CHECKING:
-    from paceline.parallel.local_sgd.strategy import LocalTraining
+    from paceline.parallel.local_sgd.strategy import LocalSGDBase
 
 PREFIX = "local/"
 
 
-def with_mean(strategy: LocalTraining, parts: list[Part]) -> list[Part]:
+def with_mean(strategy: LocalSGDBase, parts: list[TensorShard]) -> list[TensorShard]:
     """The parts of a rank, with the workers' mean instead of its own. A collective."""
     if strategy.is_together:
         return parts
@@ -40,7 +40,7 @@ def with_mean(strategy: LocalTraining, parts: list[Part]) -> list[Part]:
     return [replace(one, tensor=mean.get(one.name, one.tensor)) for one in parts]
 
 
-def local_parts(strategy: LocalTraining) -> list[Part]:
+def local_parts(strategy: LocalSGDBase) -> list[TensorShard]:
     """What this rank writes beside a replica's state. A collective: what is under way is waited
     for."""
     for flight in strategy.flights.values():
@@ -48,18 +48,21 @@ def local_parts(strategy: LocalTraining) -> list[Part]:
     found = []
     worker = f"{PREFIX}worker-{strategy.far.rank}"
     if strategy.near.is_rank_zero and not strategy.is_together:
-        found += [Part.whole(f"{worker}/{name}", one) for name, one in _apart(strategy).items()]
+        found += [
+            TensorShard.whole(f"{worker}/{name}", one) for name, one in _apart(strategy).items()
+        ]
     if strategy.near.is_rank_zero and not strategy.far.is_rank_zero:
         found += [
-            Part.whole(f"{worker}/{name}", value) for name, value in _optimizer(strategy).items()
+            TensorShard.whole(f"{worker}/{name}", value)
+            for name, value in _optimizer(strategy).items()
         ]
         if strategy.scaler is not None:
             found += [
-                Part.whole(f"{worker}/scaler/{name}", value)
+                TensorShard.whole(f"{worker}/scaler/{name}", value)
                 for name, value in strategy.scaler.state().items()
             ]
     found += [
-        Part(
+        TensorShard(
             _flight_name(strategy, number),
             flight.land(),
             _flight_shape(strategy, number),
@@ -72,14 +75,16 @@ def local_parts(strategy: LocalTraining) -> list[Part]:
     if strategy.far.is_rank_zero:
         for name, ranges in strategy.outer_state().items():
             shape = (strategy.vector.size,)
-            found += [Part(name, values, shape, (start,), flat=True) for start, values in ranges]
+            found += [
+                TensorShard(name, values, shape, (start,), flat=True) for start, values in ranges
+            ]
     if strategy.world.is_rank_zero:
-        found.append(Part.whole(f"{PREFIX}steps", torch.tensor(strategy.done)))
-        found.append(Part.whole(f"{PREFIX}workers", torch.tensor(strategy.workers)))
+        found.append(TensorShard.whole(f"{PREFIX}steps", torch.tensor(strategy.done)))
+        found.append(TensorShard.whole(f"{PREFIX}workers", torch.tensor(strategy.workers)))
     return found
 
 
-def load_local(strategy: LocalTraining, source: StateSource) -> None:
+def load_local(strategy: LocalSGDBase, source: StateReader) -> None:
     """The reverse, after the mean and the first worker's optimizer were loaded into every worker."""
     known = source.tensors()
     workers = _number(source, f"{PREFIX}workers")
@@ -116,7 +121,7 @@ def load_local(strategy: LocalTraining, source: StateSource) -> None:
             )
 
 
-def _load_outer(strategy: LocalTraining, source: StateSource) -> None:
+def _load_outer(strategy: LocalSGDBase, source: StateReader) -> None:
     known = source.tensors()
     strategy.start_apart()  # from the mean, where the checkpoint has no outer state
     for name, ranges in strategy.outer_state().items():
@@ -125,7 +130,7 @@ def _load_outer(strategy: LocalTraining, source: StateSource) -> None:
                 values.copy_(source.read_flat(name, start, values.numel()))
 
 
-def _load_worker(strategy: LocalTraining, source: StateSource) -> None:
+def _load_worker(strategy: LocalSGDBase, source: StateReader) -> None:
     known = source.tensors()
     worker = f"{PREFIX}worker-{strategy.far.rank}/"
     for name, one in _apart(strategy).items():
@@ -137,7 +142,7 @@ def _load_worker(strategy: LocalTraining, source: StateSource) -> None:
             **{name: float(source.read(stored, (), ())) for name, stored in scaler.items()}
         )
     own = [name for name in known if name.startswith(f"{worker}optimizer/")]
-    for part in strategy.parts():
+    for part in strategy.tensor_shards():
         if part.key is None:
             continue
         prefix = f"{worker}optimizer/{part.name}/"
@@ -147,7 +152,7 @@ def _load_worker(strategy: LocalTraining, source: StateSource) -> None:
                 strategy.optimizer.state.setdefault(part.key, {})[name.removeprefix(prefix)] = entry
 
 
-def _apart(strategy: LocalTraining) -> dict[str, torch.Tensor]:
+def _apart(strategy: LocalSGDBase) -> dict[str, torch.Tensor]:
     """What lies apart between synchronisations, by its name in a state, live; in the order of
     ``strategy.apart``."""
     statistics = {id(one) for one in strategy.changing_buffers if one.is_floating_point()}
@@ -159,7 +164,7 @@ def _apart(strategy: LocalTraining) -> dict[str, torch.Tensor]:
     return {f"model/{name}": one.detach() for name, one in strategy.trained.items()} | buffers
 
 
-def _by_name(strategy: LocalTraining, mean: torch.Tensor) -> dict[str, torch.Tensor]:
+def _by_name(strategy: LocalSGDBase, mean: torch.Tensor) -> dict[str, torch.Tensor]:
     """The pieces of ``strategy.average()``, by name, in their own types and shapes."""
     own = _apart(strategy)
     names = {one.data_ptr(): name for name, one in own.items() if one.numel()}
@@ -175,30 +180,30 @@ def _by_name(strategy: LocalTraining, mean: torch.Tensor) -> dict[str, torch.Ten
     return found
 
 
-def _optimizer(strategy: LocalTraining) -> dict[str, torch.Tensor]:
+def _optimizer(strategy: LocalSGDBase) -> dict[str, torch.Tensor]:
     return {
         f"optimizer/{part.name}/{entry}": value
-        for part in strategy.parts()
+        for part in strategy.tensor_shards()
         for entry, value in strategy._optimizer_state(part).items()
     }
 
 
-def _flight_name(strategy: LocalTraining, number: int) -> str:
+def _flight_name(strategy: LocalSGDBase, number: int) -> str:
     where = "outer" if strategy.flights_are_shared else f"{PREFIX}worker-{strategy.far.rank}"
     return f"{where}/flight-{number}"
 
 
-def _flight_shape(strategy: LocalTraining, number: int) -> tuple[int]:
+def _flight_shape(strategy: LocalSGDBase, number: int) -> tuple[int]:
     start, stop = fragment(strategy.vector.size, strategy.rhythm.fragments, number)
     return (stop - start,)
 
 
-def _start(strategy: LocalTraining, number: int) -> tuple[int]:
+def _start(strategy: LocalSGDBase, number: int) -> tuple[int]:
     return (
         strategy.share_of(number)[0]
         - fragment(strategy.vector.size, strategy.rhythm.fragments, number)[0],
     )
 
 
-def _number(source: StateSource, name: str) -> int | None:
+def _number(source: StateReader, name: str) -> int | None:
     return int(source.read(name, (), ())) if name in source.tensors() else None

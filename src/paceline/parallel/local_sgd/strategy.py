@@ -22,32 +22,32 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.base import (
-    BuildOptimizer,
     MicroStep,
+    OptimizerFactory,
     Strategy,
     optimizer_tensors,
     persistent_buffers,
 )
-from paceline.parallel.comm_profile import Exchange, Spent
+from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.strategy import changing_buffers, clip_to
 from paceline.parallel.local_sgd.cost import local_cost, mean_bytes
-from paceline.parallel.local_sgd.schedule import Rhythm, check_rhythm, num_workers
+from paceline.parallel.local_sgd.schedule import SyncSchedule, check_rhythm, num_workers
 from paceline.parallel.local_sgd.state import load_local, local_parts, with_mean
-from paceline.parallel.local_sgd.sync import Flight, Mean, Vector, fragment, share
+from paceline.parallel.local_sgd.sync import FlatParams, GroupMean, PendingSync, fragment, share
 from paceline.parallel.recovery_check import check_rewind
-from paceline.parallel.state import Part, StateSource, frozen_parts
+from paceline.parallel.state import StateReader, TensorShard, frozen_parts
 
 #: Elements that are averaged at a time where the whole model is, for a checkpoint or an evaluation.
 _CHUNK = 1 << 24
 
 
-class LocalTraining(Strategy):
+class LocalSGDBase(Strategy):
     """Each worker, a group of ranks, runs the optimizer on its own share of the batch; within a
     worker gradients are averaged at each step, workers are synchronised every H steps: see
-    :class:`~paceline.parallel.local_sgd.local_sgd.LocalSgd` and
-    :class:`~paceline.parallel.local_sgd.diloco.DiLoCo`.
+    :class:`~paceline.parallel.local_sgd.local_sgd.LocalSGDStrategy` and
+    :class:`~paceline.parallel.local_sgd.diloco.DiLoCoStrategy`.
 
     A worker's gradient is the mean over its own share: the loss is divided by the worker's own
     count. With shares of one size the mean of the workers' gradients is that of the global batch;
@@ -61,7 +61,7 @@ class LocalTraining(Strategy):
     links each parameter goes once, whatever the number of ranks of a worker.
     """
 
-    trains_apart = True
+    replicas_diverge = True
     #: Settings that the other mode alone has.
     foreign: tuple[str, ...] = ()
     #: What comes of a synchronisation is the same for all workers.
@@ -70,10 +70,10 @@ class LocalTraining(Strategy):
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.local = config.local_sgd
-        self.rhythm = Rhythm.of(self.local)
+        self.rhythm = SyncSchedule.of(self.local)
         self.workers = num_workers(self.local, world.env)
         self.done = 0  # steps made, over all lives of the run
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[int, PendingSync] = {}
         self.most_in_flight = 0  # bytes
         self.synchronised = 0  # fragments, in this life
         self.method_s = 0.0  # in synchronisations, less the waiting
@@ -114,7 +114,7 @@ class LocalTraining(Strategy):
 
     # -- where things are
     # ----------------------------------------------------------------------------------------------------
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         for one in self.trained.values():
@@ -125,10 +125,10 @@ class LocalTraining(Strategy):
         self.buckets = GradientBuckets(
             self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.near
         )
-        self.vector = Vector(list(self.trained.values()))
+        self.vector = FlatParams(list(self.trained.values()))
         #: What lies apart between synchronisations, besides the optimizer: parameters, and running
         #: statistics.
-        self.apart = Vector(
+        self.apart = FlatParams(
             [
                 *self.trained.values(),
                 *(one for one in self.changing_buffers if one.is_floating_point()),
@@ -170,7 +170,7 @@ class LocalTraining(Strategy):
                 world.env, world.device, axes, dist.new_group(world.ranks), world.ranks, world.waits
             )
 
-    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         self.optimizer = build(list(self.trained.items()))
         return self.optimizer
 
@@ -196,14 +196,14 @@ class LocalTraining(Strategy):
         return self.workers == 1 or self.rhythm.together(self.done)
 
     @property
-    def count_world(self) -> Communicator:
+    def count_group(self) -> Communicator:
         return self.world if self.is_warming or self.near.size == self.world.size else self.near
 
     @property
     def traffic_period(self) -> int:
         return self.rhythm.period
 
-    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+    def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.buckets.world = self.world if self.is_warming else self.near
         self.buckets.zero()
         for number in range(num_micro_batches):
@@ -214,23 +214,23 @@ class LocalTraining(Strategy):
         self.buckets.finish()
         self.buckets.world.broadcast(self.changing_buffers)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
-    def own_gradient(self) -> torch.Tensor | None:
+    def local_grad_finite(self) -> torch.Tensor | None:
         return self.buckets.own()
 
     @property
-    def replica_line(self) -> Communicator | None:
+    def replica_group(self) -> Communicator | None:
         return self.world if self.is_together else self.near
 
-    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         # else each worker's optimizer is its own
-        alike = self.replica_line is self.near or self.done <= self.rhythm.warmup
-        yield from super().replicated() if alike else self.trained.items()
+        alike = self.replica_group is self.near or self.done <= self.rhythm.warmup
+        yield from super().replicated_tensors() if alike else self.trained.items()
         yield from frozen_parts(self.model)
 
-    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+    def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         made = apply(self.optimizer)
         self.done += 1
         begin, waited = time.perf_counter(), self.world.wait_s
@@ -263,7 +263,7 @@ class LocalTraining(Strategy):
             self.most_in_flight, sum(one.held_bytes for one in self.flights.values())
         )
 
-    def _end(self, number: int, flight: Flight) -> None:
+    def _end(self, number: int, flight: PendingSync) -> None:
         self.arrive(number, flight.land())
         self.synchronised += 1
         if number == self.rhythm.fragments - 1:
@@ -271,12 +271,12 @@ class LocalTraining(Strategy):
 
     def _average_statistics(self) -> None:
         """Bring running statistics together: small, and waited for."""
-        statistics = Vector([one for one in self.changing_buffers if one.is_floating_point()])
+        statistics = FlatParams([one for one in self.changing_buffers if one.is_floating_point()])
         if statistics.size:
-            statistics.write(0, Mean(statistics.read(0, statistics.size), self.far).value())
+            statistics.write(0, GroupMean(statistics.read(0, statistics.size), self.far).value())
 
     @abstractmethod
-    def depart(self, number: int) -> Flight:
+    def depart(self, number: int) -> PendingSync:
         """Begin the synchronisation of a fragment."""
 
     @abstractmethod
@@ -286,9 +286,9 @@ class LocalTraining(Strategy):
     def start_apart(self) -> None:
         """Called when the workers hold the same parameters and begin to train on their own."""
 
-    def landed(self, values: torch.Tensor) -> Flight:
+    def landed(self, values: torch.Tensor) -> PendingSync:
         """A synchronisation of which a checkpoint holds what came of it."""
-        return Flight(None, landed=values)
+        return PendingSync(None, landed=values)
 
     def hand_on(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The range [start, stop) put together from the shares of this worker's ranks."""
@@ -311,7 +311,7 @@ class LocalTraining(Strategy):
                 stop = min(vector.size, start + _CHUNK)
                 low, high = share(start, stop, self.near.size, self.near.rank)
                 found.append(
-                    self.hand_on(Mean(vector.read(low, high), self.far).value(), start, stop)
+                    self.hand_on(GroupMean(vector.read(low, high), self.far).value(), start, stop)
                 )
         return torch.cat(found) if found else torch.zeros(0)
 
@@ -329,16 +329,16 @@ class LocalTraining(Strategy):
                 for one, kept in zip(self.apart.tensors, own, strict=True):
                     one.copy_(kept)
 
-    def parts(self) -> Iterable[Part]:
+    def tensor_shards(self) -> Iterable[TensorShard]:
         for name, one in self.trained.items():
-            yield Part.whole(name, one, key=one, owned=self.world.is_rank_zero)
+            yield TensorShard.whole(name, one, key=one, owned=self.world.is_rank_zero)
         for name, one in persistent_buffers(self.model).items():
-            yield Part.whole(name, one, owned=self.world.is_rank_zero)
+            yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
 
-    def state(self) -> list[Part]:
-        return with_mean(self, super().state())
+    def state_shards(self) -> list[TensorShard]:
+        return with_mean(self, super().state_shards())
 
-    def more_state(self) -> list[Part]:
+    def extra_state(self) -> list[TensorShard]:
         return local_parts(self)
 
     def outer_state(self) -> dict[str, list[tuple[int, torch.Tensor]]]:
@@ -346,19 +346,19 @@ class LocalTraining(Strategy):
         parameters' vector, live."""
         return {}
 
-    def load_more(self, source: StateSource) -> None:
-        super().load_more(source)
+    def load_extra_state(self, source: StateReader) -> None:
+        super().load_extra_state(source)
         load_local(self, source)
 
     @property
-    def exchange(self) -> Exchange | None:
+    def comm_profile(self) -> CommProfile | None:
         if self.workers == 1:
             return None
         moments = 2 if self.config.train_args.optim in ("adamw", "adam") else 1
         vectors = 1 + moments if self.local.average_moments else 1
         sent = vectors * mean_bytes(self) / self.rhythm.period
         messages = 2 * (self.workers - 1) * vectors * self.rhythm.fragments / self.rhythm.period
-        return Exchange(
+        return CommProfile(
             self.name,
             "set `parallel.mode: ddp`",
             self.buckets,
@@ -366,12 +366,12 @@ class LocalTraining(Strategy):
             self.far,
             sent,
             messages,
-            lambda: Spent(self.buckets.backward_s, self.method_s),
+            lambda: CommTimes(self.buckets.backward_s, self.method_s),
             period=self.rhythm.period,
             warmup=self.rhythm.warmup,
         )
 
-    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
         plain = all_reduce_bytes(
             sum(one.numel() * one.element_size() for one in self.buckets.flats), self.world.size
         )
@@ -384,7 +384,7 @@ class LocalTraining(Strategy):
         }
         return {"communication": figures}
 
-    def held(self) -> list[Any]:
+    def memory_tensors(self) -> list[Any]:
         outer = [one for ranges in self.outer_state().values() for _, one in ranges]
         return [
             *self.model.parameters(),
@@ -394,9 +394,11 @@ class LocalTraining(Strategy):
             *outer,
         ]
 
-    def state_bytes(self) -> int:
-        return super().state_bytes() + self.most_in_flight
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + self.most_in_flight
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    def estimate_cost(
+        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    ) -> Cost:
         return local_cost(cls.name, shape, axes, work, config)

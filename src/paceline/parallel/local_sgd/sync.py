@@ -17,7 +17,7 @@ BLOCK = 256
 _DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
-class Vector:
+class FlatParams:
     """Contiguous tensors, one after the other in row-major order, as one vector of float32
     (float64, where one of them is)."""
 
@@ -51,7 +51,7 @@ class Vector:
             torch._foreach_copy_(pieces, list(values.split([one.numel() for one in pieces])))
 
 
-class Mean:
+class GroupMean:
     """The mean of each worker's ``message`` over ``world``, under way from the moment this is made.
 
     In float32 one all-reduce. In less, two messages: each worker sends the w-th part of its message
@@ -69,7 +69,9 @@ class Mean:
     def __init__(self, message: torch.Tensor, world: Communicator, dtype: str = "float32") -> None:
         self.world = world
         self.size, self.dtype = message.numel(), message.dtype
-        self.code = None if dtype == "float32" or world.size == 1 or not self.size else Code(dtype)
+        self.code = (
+            None if dtype == "float32" or world.size == 1 or not self.size else SyncCodec(dtype)
+        )
         self._work: dist.Work | None = None
         self._halfway = self.code is None
         self._value: torch.Tensor | None = None
@@ -119,7 +121,7 @@ class Mean:
         return sum(one.numel() * one.element_size() for one in held)
 
 
-class Flight:
+class PendingSync:
     """A synchronisation of a fragment that has begun: this rank's share of it.
 
     Args:
@@ -128,7 +130,10 @@ class Flight:
     """
 
     def __init__(
-        self, mean: Mean | None, own: torch.Tensor | None = None, landed: torch.Tensor | None = None
+        self,
+        mean: GroupMean | None,
+        own: torch.Tensor | None = None,
+        landed: torch.Tensor | None = None,
     ) -> None:
         self.mean = mean
         self.own = own
@@ -156,7 +161,7 @@ class Flight:
         )
 
 
-class Code:
+class SyncCodec:
     """Rows of numbers as bytes: ``bf16``; or ``int8``, where each block of :data:`BLOCK` elements
     has a scale of its own, its largest magnitude divided by 127, in float32 behind the numbers;
     rounded to the nearest. What is not finite stays so."""
@@ -215,12 +220,12 @@ def share(start: int, stop: int, num_ranks: int, rank: int) -> tuple[int, int]:
 
 
 def mean_traffic(size: int, workers: int, dtype: str) -> dict[str, int]:
-    """Bytes that one rank sends for :class:`Mean` of ``size`` float32 elements, by collective."""
+    """Bytes that one rank sends for :class:`GroupMean` of ``size`` float32 elements, by collective."""
     from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 
     if dtype == "float32" or workers == 1:
         return {"all_reduce": all_reduce_bytes(4 * size, workers)}
-    code = Code(dtype)
+    code = SyncCodec(dtype)
     whole = workers * code.row_bytes(code.part(size, workers))
     return {
         "all_to_all": scatter_bytes(whole, workers),
@@ -229,9 +234,9 @@ def mean_traffic(size: int, workers: int, dtype: str) -> dict[str, int]:
 
 
 def mean_held(size: int, workers: int, dtype: str, second: bool) -> int:
-    """Bytes of :class:`Mean` under way: in its first message, or its second."""
+    """Bytes of :class:`GroupMean` under way: in its first message, or its second."""
     if dtype == "float32" or workers == 1:
         return 4 * size
-    code = Code(dtype)
+    code = SyncCodec(dtype)
     row = code.row_bytes(code.part(size, workers))
     return (workers + 1) * row if second else 2 * workers * row

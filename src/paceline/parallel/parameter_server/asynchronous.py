@@ -25,13 +25,13 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import TRAFFIC, uncounted
-from paceline.parallel.base import BuildOptimizer, MicroStep
+from paceline.parallel.base import MicroStep, OptimizerFactory
 from paceline.parallel.ddp.strategy import clip_factor
-from paceline.parallel.parameter_server.client import RemoteRows, bytes_of, rank_name
-from paceline.parallel.parameter_server.collectives import ServedWorld
-from paceline.parallel.parameter_server.dense import DENSE, ServedParameterServer
-from paceline.parallel.parameter_server.server import RowOptimizer, Shard
-from paceline.parallel.state import Part
+from paceline.parallel.parameter_server.client import RemoteEmbedding, bytes_of, rank_name
+from paceline.parallel.parameter_server.collectives import ServerCommunicator
+from paceline.parallel.parameter_server.dense import DENSE, DenseServerStrategy
+from paceline.parallel.parameter_server.server import RowOptimizer, TableShard
+from paceline.parallel.state import TensorShard
 
 #: How far the ranks may be apart in steps where nothing bounds them: what is on its way has to be
 #: kept.
@@ -39,7 +39,7 @@ _FAR = 64
 Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-class LooseParameterServer(ServedParameterServer):
+class AsyncServerStrategy(DenseServerStrategy):
     """Asynchronous, and with bounded staleness."""
 
     def __init__(self, config: Config, world: Communicator) -> None:
@@ -55,17 +55,17 @@ class LooseParameterServer(ServedParameterServer):
         self.clock = 0
 
     @property
-    def count_world(self) -> Communicator:
+    def count_group(self) -> Communicator:
         return self.alone
 
     @property
-    def counts_late(self) -> int:
+    def max_count_lag(self) -> int:
         return _FAR if self.bound is None else self.bound + 1
 
-    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         if self.is_server:
             _STORE.open(self.num_workers)
-        built = super().build_optimizer(build)
+        built = super().setup_optimizer(build)
         if self.is_server:
             assert isinstance(built, RowOptimizer)
             _STORE.rows = built
@@ -77,12 +77,12 @@ class LooseParameterServer(ServedParameterServer):
         return _STORE.drop(rank)
 
     def _steps_missed(self, rank: int) -> int:
-        assert isinstance(self.world, ServedWorld)
+        assert isinstance(self.world, ServerCommunicator)
         return max(0, self.clock - self.world.losses[rank].clock)
 
     # -- a step
     # -----------------------------------------------------------------------------------------------------------
-    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+    def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.clock += 1
         if self.is_server:
             return
@@ -95,10 +95,10 @@ class LooseParameterServer(ServedParameterServer):
         for number in range(num_micro_batches):
             micro_step(number, self.model).backward()
             for place, table in enumerate(self.tables.values()):
-                assert isinstance(table.source, RemoteRows)
+                assert isinstance(table.source, RemoteEmbedding)
                 pulled[place] += table.source.gradients()
         # The loss was divided by this worker's own count times the number of ranks (see
-        # `count_world`).
+        # `count_group`).
         self.rows = {
             server: _summed(pulled, server, self.world.size)
             for server in range(self.num_workers, self.world.size)
@@ -107,7 +107,7 @@ class LooseParameterServer(ServedParameterServer):
             if one.grad is not None:
                 one.grad.mul_(self.world.size)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Of this worker's own gradient: there is no other at the time."""
         if self.is_server:
             return torch.zeros(())
@@ -121,7 +121,7 @@ class LooseParameterServer(ServedParameterServer):
                 one.mul_(clip_factor(norm, max_norm))
         return norm
 
-    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+    def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         """Push to every server, and wait until each has applied it: a worker reads what it wrote."""
         if self.is_server:
             return True
@@ -148,11 +148,11 @@ class LooseParameterServer(ServedParameterServer):
 
     # -- state
     # ------------------------------------------------------------------------------------------------------------
-    def state(self) -> list[Part]:
+    def state_shards(self) -> list[TensorShard]:
         with uncounted():
             # every push has been applied, and none comes before the state is copied
             self.world.barrier()
-        return super().state()
+        return super().state_shards()
 
     def sent_in_a_step(self, measured: int | None) -> int | None:
         """Of a server a mean: it answers at any time, while its own steps wait for nobody."""
@@ -160,13 +160,13 @@ class LooseParameterServer(ServedParameterServer):
             return measured
         return round(TRAFFIC.bytes_by_collective.get("pull", 0) / self.clock)
 
-    def figures(self, sent_bytes: float | None) -> dict[str, Any]:
+    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
         """``staleness``: the most steps that a worker was ahead of the slowest when it began one,
         and what bounds it."""
         self.world.barrier()  # the workers have made their last step
         seen = max(self.world.gather_numbers(float(_STORE.furthest)))
         return {
-            **super().figures(sent_bytes),
+            **super().report_metrics(sent_bytes),
             "staleness": {"bound": self.bound, "seen": int(seen)},
         }
 
@@ -179,7 +179,7 @@ def _summed(
     for place, parts in pulled.items():
         mine = [(rows, gradient) for owner, rows, gradient in parts if owner == server]
         if mine:
-            shard = Shard("", 0, 0, nn.Parameter(torch.empty(0, mine[0][1].shape[1])))
+            shard = TableShard("", 0, 0, nn.Parameter(torch.empty(0, mine[0][1].shape[1])))
             shard.pushed = {(0, number): one for number, one in enumerate(mine)}
             shard.merge()
             assert shard.gradient is not None
@@ -189,7 +189,7 @@ def _summed(
 
 # -- calls: what runs on a server
 # -----------------------------------------------------------------------------------------
-class _Store:
+class ServerStore:
     """The optimizer of this server's rows, and, on the first server, the workers' clocks: the step
     that each has begun, and the last one that was applied."""
 
@@ -224,7 +224,7 @@ class _Store:
         return ready
 
 
-_STORE = _Store()
+_STORE = ServerStore()
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

@@ -35,7 +35,7 @@ def connect(world: Communicator, timeout_s: float) -> None:
         world.barrier()  # nobody pulls from a server that has no rows yet
 
 
-class RemoteRows:
+class RemoteEmbedding:
     """The rows of one table, on their servers; what was pulled for a backward is kept until its
     gradient is pushed."""
 

@@ -29,7 +29,7 @@ _LEAVE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Loss:
+class WorkerExit:
     """A rank that is gone.
 
     Args:
@@ -44,13 +44,13 @@ class Loss:
     clock: int = 0
 
 
-class Meeting:
+class CollectiveServer:
     """On the first server: who lives, and what each rank has said in the collectives that are going
     on, by their number."""
 
     def __init__(self, size: int) -> None:
         self.living = set(range(size))
-        self.lost: dict[int, Loss] = {}
+        self.lost: dict[int, WorkerExit] = {}
         self._lock = threading.Condition()
         self._gone: set[int] = set()
         self._said: dict[int, dict[int, Any]] = {}
@@ -67,7 +67,7 @@ class Meeting:
         _answer(ended)
         return answer
 
-    def lose(self, loss: Loss) -> None:
+    def lose(self, loss: WorkerExit) -> None:
         """What the rank has said in a collective that is not over no longer counts."""
         with self._lock:
             self.living.discard(loss.rank)
@@ -104,23 +104,23 @@ def _answer(ended: Iterable[tuple[list[torch.futures.Future[Any]], Any]]) -> Non
             one.set_result(result)
 
 
-_MEETING: Meeting | None = None
+_MEETING: CollectiveServer | None = None
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def attend(rank: int, number: int, said: Any) -> torch.futures.Future[Any]:
-    """As :meth:`Meeting.attend`, on the first server."""
+    """As :meth:`CollectiveServer.attend`, on the first server."""
     assert _MEETING is not None
     return _MEETING.attend(rank, number, said)
 
 
 def leave(rank: int) -> None:
-    """As :meth:`Meeting.leave`, on the first server."""
+    """As :meth:`CollectiveServer.leave`, on the first server."""
     assert _MEETING is not None
     _MEETING.leave(rank)
 
 
-class ServedWorld(Communicator):
+class ServerCommunicator(Communicator):
     """All ranks, with collectives through the first server. Ranks keep their numbers when others
     are lost: a sum is over the living, and of who is lost this knows what the collectives that it
     has waited for have told."""
@@ -128,11 +128,11 @@ class ServedWorld(Communicator):
     def __init__(self, world: Communicator, host: int) -> None:
         super().__init__(world.env, world.device, world.axes, world.group, world.ranks, world.waits)
         self.host = host
-        self.losses: dict[int, Loss] = {}
+        self.losses: dict[int, WorkerExit] = {}
         self._number = 0
         if self.rank == host:
             global _MEETING
-            _MEETING = Meeting(self.size)
+            _MEETING = CollectiveServer(self.size)
 
     @property
     def lost(self) -> frozenset[int]:
@@ -209,7 +209,7 @@ class ServedWorld(Communicator):
 class _Attendance:
     """A collective that this rank takes part in."""
 
-    def __init__(self, world: ServedWorld, answer: Any) -> None:
+    def __init__(self, world: ServerCommunicator, answer: Any) -> None:
         self.world = world
         self.answer = answer
 
@@ -240,7 +240,7 @@ class _Reduction:
             raise NotImplementedError(f"a reduction by {self.op} through the first server")
 
 
-def _watch(meeting: Meeting, clock_of: Callable[[int], int]) -> None:
+def _watch(meeting: CollectiveServer, clock_of: Callable[[int], int]) -> None:
     """Hear from the launcher, through its store, which workers have ended."""
     try:
         store = dist.TCPStore(
@@ -254,7 +254,9 @@ def _watch(meeting: Meeting, clock_of: Callable[[int], int]) -> None:
             told = json.loads(store.get(LOST_KEY)) if store.check([LOST_KEY]) else {}
             for rank, one in sorted((int(rank), one) for rank, one in told.items()):
                 if rank not in meeting.lost:
-                    meeting.lose(Loss(rank, int(one["pid"]), str(one["reason"]), clock_of(rank)))
+                    meeting.lose(
+                        WorkerExit(rank, int(one["pid"]), str(one["reason"]), clock_of(rank))
+                    )
             time.sleep(_POLL_S)
     except (RuntimeError, OSError):
         return  # the launcher has gone, and this process with it

@@ -16,16 +16,16 @@ from torch.distributed import rpc
 from paceline.config.schema import Config
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import TRAFFIC, uncounted
-from paceline.parallel.base import BuildOptimizer, optimizer_tensors, persistent_buffers
+from paceline.parallel.base import OptimizerFactory, optimizer_tensors, persistent_buffers
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.ddp.strategy import changing_buffers
-from paceline.parallel.parameter_server.client import RemoteRows, bytes_of, rank_name
+from paceline.parallel.parameter_server.client import RemoteEmbedding, bytes_of, rank_name
 from paceline.parallel.parameter_server.cost import cost_of_servers, deal
-from paceline.parallel.parameter_server.strategy import ParameterServer
-from paceline.parallel.state import Part
+from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
+from paceline.parallel.state import TensorShard
 
 
-class ServedParameterServer(ParameterServer):
+class DenseServerStrategy(ParameterServerStrategy):
     """Synchronous: every step is the one that ``ddp`` makes, to rounding."""
 
     def __init__(self, *args: Any) -> None:
@@ -35,13 +35,13 @@ class ServedParameterServer(ParameterServer):
 
     # -- placing
     # ----------------------------------------------------------------------------------------------------------
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup(self, model: nn.Module) -> nn.Module:
         # Before the tables are known to this object: what is on the meta device is no table's
         # business.
         self.world.broadcast(
             [one for one in (*model.parameters(), *model.buffers()) if not one.is_meta]
         )
-        return super().place(model)
+        return super().setup(model)
 
     def _deal(self, model: nn.Module) -> None:
         """Which server has which of the parameters that are no tables."""
@@ -65,7 +65,7 @@ class ServedParameterServer(ParameterServer):
     def _make_worker(self, model: nn.Module) -> None:
         self._deal(model)
         for number, (name, table) in enumerate(self.tables.items()):
-            table.source = RemoteRows(
+            table.source = RemoteEmbedding(
                 number, self.ranges[name], self.num_workers, table.dim, self.world
             )
         found = changing_buffers(model) if self.num_workers > 1 else []
@@ -81,9 +81,9 @@ class ServedParameterServer(ParameterServer):
             )
             self.notices.append(("warning", text))
 
-    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         if self.is_server:
-            super().build_optimizer(build)
+            super().setup_optimizer(build)
             self.dense_optimizer = build(list(self.trained.items())) if self.trained else None
             DENSE.open(self.trained, self.dense_optimizer)
         else:  # sets the pace of the servers' optimizers, and has nothing to update itself
@@ -155,7 +155,7 @@ class ServedParameterServer(ParameterServer):
             for one in self._pushed():
                 one.mul_(factor)
 
-    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+    def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         made = True
         if self.is_server:
             rate, peak = (
@@ -181,9 +181,9 @@ class ServedParameterServer(ParameterServer):
 
     # -- state
     # ------------------------------------------------------------------------------------------------------------
-    def parts(self) -> Iterable[Part]:
+    def tensor_shards(self) -> Iterable[TensorShard]:
         for shard in self.shards:
-            yield Part(
+            yield TensorShard(
                 shard.name,
                 shard.values,
                 (shard.rows, shard.values.shape[1]),
@@ -192,12 +192,12 @@ class ServedParameterServer(ParameterServer):
             )
         if self.is_server:
             for name, one in self.trained.items():
-                yield Part.whole(name, one, key=one)
+                yield TensorShard.whole(name, one, key=one)
         else:
             for name, one in persistent_buffers(self.model).items():
-                yield Part.whole(name, one, owned=self.world.is_rank_zero)
+                yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
 
-    def _optimizer_state(self, part: Part) -> dict[str, torch.Tensor]:
+    def _optimizer_state(self, part: TensorShard) -> dict[str, torch.Tensor]:
         if self.dense_optimizer is None or part.key not in self.dense_optimizer.state:
             return super()._optimizer_state(part)
         entries = self.dense_optimizer.state[part.key]
@@ -213,7 +213,7 @@ class ServedParameterServer(ParameterServer):
                 self.dense_optimizer.state[one].update(self.optimizer.state.pop(one, {}))
         super().after_load()
 
-    def held(self) -> list[Any]:
+    def memory_tensors(self) -> list[Any]:
         if self.is_server:
             dense = [] if self.dense_optimizer is None else optimizer_tensors(self.dense_optimizer)
             rows = [shard.values for shard in self.shards]
@@ -222,7 +222,9 @@ class ServedParameterServer(ParameterServer):
         return [*self._dense(self.model).values(), *self.model.buffers(), *gradients]
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    def estimate_cost(
+        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    ) -> Cost:
         return cost_of_servers(shape, axes, work, config)
 
 

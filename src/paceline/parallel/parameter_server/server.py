@@ -31,7 +31,7 @@ _LOCK = threading.Lock()
 
 
 @dataclass
-class Shard:
+class TableShard:
     """A server's rows of one table.
 
     Args:
@@ -84,7 +84,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        shards: Iterable[Shard],
+        shards: Iterable[TableShard],
         kind: str,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -122,7 +122,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 shard.gradient = None
 
     def _update(
-        self, shard: Shard, rows: torch.Tensor, gradient: torch.Tensor, rate: float
+        self, shard: TableShard, rows: torch.Tensor, gradient: torch.Tensor, rate: float
     ) -> None:
         values, state = shard.values, self.state[shard.values]
         if self.kind == "sgd":
@@ -145,10 +145,10 @@ class RowOptimizer(torch.optim.Optimizer):
 
 # -- calls
 # ----------------------------------------------------------------------------------------------------------------
-_SHARDS: list[Shard] = []
+_SHARDS: list[TableShard] = []
 
 
-def serve(shards: list[Shard]) -> None:
+def serve(shards: list[TableShard]) -> None:
     """Let workers reach these shards, by their number: what :func:`pull` and :func:`push` work on
     in this process."""
     _SHARDS[:] = shards

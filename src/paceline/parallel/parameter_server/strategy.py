@@ -30,9 +30,9 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.models.recommend import Table, named_tables, tables_elsewhere
 from paceline.parallel.base import (
-    BuildOptimizer,
-    Departed,
     MicroStep,
+    OptimizerFactory,
+    RankLoss,
     Strategy,
     optimizer_tensors,
     persistent_buffers,
@@ -42,24 +42,30 @@ from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.strategy import changing_buffers, clip_factor
 from paceline.parallel.parameter_server.check import check_config, who_does_what
 from paceline.parallel.parameter_server.client import (
-    RemoteRows,
+    RemoteEmbedding,
     among_workers,
     bytes_of,
     connect,
     rank_name,
 )
-from paceline.parallel.parameter_server.collectives import ServedWorld
+from paceline.parallel.parameter_server.collectives import ServerCommunicator
 from paceline.parallel.parameter_server.cost import cost_of_ddp
-from paceline.parallel.parameter_server.server import RowOptimizer, Shard, push, row_ranges, serve
-from paceline.parallel.state import Part, StateSource
+from paceline.parallel.parameter_server.server import (
+    RowOptimizer,
+    TableShard,
+    push,
+    row_ranges,
+    serve,
+)
+from paceline.parallel.state import StateReader, TensorShard
 
 
-class ParameterServer(Strategy):
+class ParameterServerStrategy(Strategy):
     """Tables on servers, the rest of the model on each worker; every step is the one that ``ddp``
     makes."""
 
     name = "parameter_server"
-    whole_on_first = False
+    rank0_has_full_model = False
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
@@ -67,7 +73,7 @@ class ParameterServer(Strategy):
         self.num_workers = world.axes.replicas
         self.workers = among_workers(world, self.num_workers)
         self.tables: dict[str, Table] = {}
-        self.shards: list[Shard] = []
+        self.shards: list[TableShard] = []
         self.trained: dict[str, nn.Parameter] = {}
         self.connected = False
         self.members = list(range(self.num_workers))  # workers that have a share of the batch
@@ -81,19 +87,19 @@ class ParameterServer(Strategy):
 
     @classmethod
     def variant(cls, config: Config) -> type[Strategy]:
-        from paceline.parallel.parameter_server.asynchronous import LooseParameterServer
-        from paceline.parallel.parameter_server.dense import ServedParameterServer
+        from paceline.parallel.parameter_server.asynchronous import AsyncServerStrategy
+        from paceline.parallel.parameter_server.dense import DenseServerStrategy
 
         if config.parameter_server.mode != "sync":
-            return LooseParameterServer
-        return ServedParameterServer if config.parameter_server.dense_on_servers else cls
+            return AsyncServerStrategy
+        return DenseServerStrategy if config.parameter_server.dense_on_servers else cls
 
     @classmethod
-    def num_serving(cls, config: Config) -> int:
+    def num_extra_ranks(cls, config: Config) -> int:
         return config.parameter_server.servers
 
     @classmethod
-    def role(cls, config: Config, axes: ParallelDims, rank: int) -> str | None:
+    def rank_role(cls, config: Config, axes: ParallelDims, rank: int) -> str | None:
         return "a worker" if rank < axes.replicas else "a server of the tables"
 
     @property
@@ -101,11 +107,11 @@ class ParameterServer(Strategy):
         return self.world.rank >= self.num_workers
 
     @property
-    def works(self) -> bool:
+    def has_data(self) -> bool:
         return not self.is_server
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         return not self.is_server
 
     @property
@@ -117,21 +123,21 @@ class ParameterServer(Strategy):
         return len(self.members)
 
     @classmethod
-    def expendable(cls, config: Config, axes: ParallelDims) -> frozenset[int]:
+    def expendable_ranks(cls, config: Config, axes: ParallelDims) -> frozenset[int]:
         return (
             frozenset(range(axes.replicas))
             if config.parameter_server.on_worker_loss == "go_on"
             else frozenset()
         )
 
-    def departed(self) -> list[Departed]:
-        if not isinstance(self.world, ServedWorld):
+    def poll_rank_losses(self) -> list[RankLoss]:
+        if not isinstance(self.world, ServerCommunicator):
             return []
         losses, before = self.world.losses, self.members
         gone = [rank for rank in before if rank in losses]
         self.members = [rank for rank in before if rank not in losses]
         return [
-            Departed(
+            RankLoss(
                 rank,
                 losses[rank].pid,
                 losses[rank].reason,
@@ -145,17 +151,17 @@ class ParameterServer(Strategy):
     def _steps_missed(self, rank: int) -> int:
         return self.missed.get(rank, 0)
 
-    def counting(self, own: float, whole: Callable[[], torch.Tensor]) -> None:
+    def set_token_counts(self, own: float, whole: Callable[[], torch.Tensor]) -> None:
         self.own_count, self.whole_count = own, whole
 
     @contextmanager
-    def building(self) -> Iterator[None]:
+    def model_init_context(self) -> Iterator[None]:
         with tables_elsewhere():
             yield
 
     # -- placing
     # ----------------------------------------------------------------------------------------------------------
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.tables = named_tables(model)
         if not self.tables:
@@ -178,7 +184,7 @@ class ParameterServer(Strategy):
             self._make_worker(model)
         self.notices.append(("info", who_does_what(self.said, self.num_workers, self.world.size)))
         served = (
-            ServedWorld(self.world, self.num_workers)
+            ServerCommunicator(self.world, self.num_workers)
             if self.said.on_worker_loss == "go_on"
             else None
         )
@@ -199,7 +205,7 @@ class ParameterServer(Strategy):
             start, end = self.ranges[name][self.world.rank - self.num_workers]
             values = torch.empty(end - start, table.dim)
             table.fill(values, start)
-            self.shards.append(Shard(name, table.rows, start, nn.Parameter(values)))
+            self.shards.append(TableShard(name, table.rows, start, nn.Parameter(values)))
         serve(self.shards)
 
     def _dense(self, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -209,7 +215,7 @@ class ParameterServer(Strategy):
     def _make_worker(self, model: nn.Module) -> None:
         self.trained = {name: one for name, one in self._dense(model).items() if one.requires_grad}
         for number, (name, table) in enumerate(self.tables.items()):
-            table.source = RemoteRows(
+            table.source = RemoteEmbedding(
                 number, self.ranges[name], self.num_workers, table.dim, self.world
             )
         self.workers.broadcast([*self._dense(model).values(), *model.buffers()])
@@ -221,7 +227,7 @@ class ParameterServer(Strategy):
     def close(self) -> None:
         if self.connected:
             self.connected = False
-            if isinstance(self.world, ServedWorld):
+            if isinstance(self.world, ServerCommunicator):
                 # rpc's own way to end waits for all ranks, the dead as well; sockets close with the
                 # process
                 self.world.leave()
@@ -230,7 +236,7 @@ class ParameterServer(Strategy):
 
     # -- a step
     # -----------------------------------------------------------------------------------------------------------
-    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         if not self.is_server:
             self.optimizer = build(list(self.trained.items()))
             return self.optimizer
@@ -245,7 +251,7 @@ class ParameterServer(Strategy):
         )
         return self.optimizer
 
-    def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+    def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         if not self.is_server:
             pushes = []
             self._before_forward()
@@ -292,7 +298,7 @@ class ParameterServer(Strategy):
         by_server: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for place, table in enumerate(self.tables.values()):
             source = table.source
-            assert isinstance(source, RemoteRows)
+            assert isinstance(source, RemoteEmbedding)
             for server, rows, gradient in source.gradients():
                 by_server.setdefault(server, {})[place] = (rows, gradient)
                 self.world.traffic.add("push", bytes_of(rows) + bytes_of(gradient))
@@ -302,7 +308,7 @@ class ParameterServer(Strategy):
             for server, found in by_server.items()
         ]
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         with uncounted():
             norm = torch.tensor(math.sqrt(self.world.sum(self._squares())[0]), dtype=torch.float32)
         if max_norm > 0:
@@ -326,7 +332,7 @@ class ParameterServer(Strategy):
             if shard.gradient is not None:
                 shard.gradient[1].mul_(factor)
 
-    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+    def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         made = apply(self.optimizer)
         with uncounted():
             self.world.barrier()  # nobody pulls rows of the step before
@@ -334,26 +340,26 @@ class ParameterServer(Strategy):
 
     # -- state
     # ------------------------------------------------------------------------------------------------------------
-    def parts(self) -> Iterable[Part]:
+    def tensor_shards(self) -> Iterable[TensorShard]:
         for shard in self.shards:
             shape = (shard.rows, shard.values.shape[1])
-            yield Part(shard.name, shard.values, shape, (shard.start, 0), key=shard.values)
+            yield TensorShard(shard.name, shard.values, shape, (shard.start, 0), key=shard.values)
         if not self.is_server:
             for name, one in self.trained.items():
-                yield Part.whole(name, one, key=one, owned=self.world.is_rank_zero)
+                yield TensorShard.whole(name, one, key=one, owned=self.world.is_rank_zero)
             for name, one in persistent_buffers(self.model).items():
-                yield Part.whole(name, one, owned=self.world.is_rank_zero)
+                yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
 
-    def state(self) -> list[Part]:
-        found = super().state()
+    def state_shards(self) -> list[TensorShard]:
+        found = super().state_shards()
         for shard in self.shards:
             sums = self.optimizer.state[shard.values].get("row_sum")
             name = f"optimizer/{shard.name}/row_sum"
             if sums is not None and all(one.name != name for one in found):
-                found.append(Part(name, sums, (shard.rows, 1), (shard.start, 0)))
+                found.append(TensorShard(name, sums, (shard.rows, 1), (shard.start, 0)))
         return [replace(one, owned=True) for one in found]
 
-    def load_state(self, source: StateSource) -> None:
+    def load_state(self, source: StateReader) -> None:
         wanted = {key for shard in self.shards for key in self.optimizer.state[shard.values]}
         for shard in self.shards:
             stored = {
@@ -379,9 +385,9 @@ class ParameterServer(Strategy):
 
     def _read_entry(
         self,
-        source: StateSource,
+        source: StateReader,
         name: str,
-        part: Part,
+        part: TensorShard,
         known: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     ) -> torch.Tensor:
         if name.endswith("/row_sum"):
@@ -390,7 +396,7 @@ class ParameterServer(Strategy):
             return source.read(name, (), ())
         return super()._read_entry(source, name, part, known)
 
-    def held(self) -> list[Any]:
+    def memory_tensors(self) -> list[Any]:
         if self.is_server:
             return [*(shard.values for shard in self.shards), *optimizer_tensors(self.optimizer)]
         return [
@@ -401,12 +407,14 @@ class ParameterServer(Strategy):
         ]
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    def estimate_cost(
+        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    ) -> Cost:
         """See :mod:`~paceline.parallel.parameter_server.cost`. Traffic is an upper bound, a batch
         without a repeated id, unless the distinct ids of a micro-batch were counted in the data."""
         chosen = cls.variant(config)
         return (
             cost_of_ddp(shape, axes, work, config)
-            if chosen is ParameterServer
-            else chosen.cost(shape, axes, work, config)
+            if chosen is ParameterServerStrategy
+            else chosen.estimate_cost(shape, axes, work, config)
         )

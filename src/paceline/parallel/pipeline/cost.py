@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.models.shape.record import ModelShape, modules_around
 from paceline.models.tensor_plan.style import COLUMN, kind_of
 from paceline.parallel.cost import Workload
-from paceline.parallel.pipeline.stages import Division, divide, num_chunks, rank_of_stage
+from paceline.parallel.pipeline.stages import StagePlan, divide, num_chunks, rank_of_stage
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PipelineCost:
         activation_bytes: of the micro-batches in flight; 0 where not known.
     """
 
-    division: Division
+    division: StagePlan
     parameters: tuple[tuple[str, ...], ...]
     buffers: tuple[tuple[str, ...], ...]
     send_bytes: tuple[int, ...]
@@ -99,7 +99,7 @@ def pipeline_cost(
 Names = tuple[tuple[str, ...], ...]
 
 
-def _holdings(shape: ModelShape, num_ranks: int, num_stages: int) -> tuple[Division, Names, Names]:
+def _holdings(shape: ModelShape, num_ranks: int, num_stages: int) -> tuple[StagePlan, Names, Names]:
     """The stages, and for each rank the names of its parameters and of its buffers; computed once
     per shape."""
     key = ("pipeline holdings", num_ranks, num_stages)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import RunError
-from paceline.parallel.pipeline.stages import Division
+from paceline.parallel.pipeline.stages import StagePlan
 
 _UNFIT = (
     "blocks that run one after another, each once, on what the one before it gave out, and on"
@@ -27,7 +27,9 @@ _UNFIT = (
 _FIX = "use a mode that keeps the model whole, such as `parallel.mode: zero3`"
 
 
-class StageEnd(BaseException):  # not an Exception: a task's `except Exception` must not hold it up
+class StageBoundary(
+    BaseException
+):  # not an Exception: a task's `except Exception` must not hold it up
     """Leaves a forward with the hidden states that the next stage goes on from."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
@@ -35,7 +37,7 @@ class StageEnd(BaseException):  # not an Exception: a task's `except Exception` 
         self.hidden = hidden
 
 
-class Cut:
+class PartitionedModel:
     """The patched model, and the run of a stage through it.
 
     Args:
@@ -50,7 +52,7 @@ class Cut:
         model: nn.Module,
         blocks: list[tuple[str, nn.Module]],
         forms: list[Callable[[torch.Tensor], Any]],
-        division: Division,
+        division: StagePlan,
         mine: list[int],
     ) -> None:
         self.model, self.division, self.forms = model, division, forms
@@ -111,7 +113,7 @@ class Cut:
             raise unfit(f"block {number} ran where block {self._position} was due")
         self._position += 1
         if self._probing:
-            raise StageEnd(_hidden(args, kwargs))
+            raise StageBoundary(_hidden(args, kwargs))
         if number == self._beyond:
             hidden = _hidden(args, kwargs)
             if hidden is not self._last_output:
@@ -119,7 +121,7 @@ class Cut:
                     f"something is done to the output of block {number - 1} before block {number}"
                     " takes it"
                 )
-            raise StageEnd(hidden)
+            raise StageBoundary(hidden)
 
     def _block(self, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._active:
@@ -171,7 +173,7 @@ class Cut:
             if not is_last or self._position != self._beyond:
                 raise unfit(f"the forward ended at block {self._position}")
             return value
-        except StageEnd as end:
+        except StageBoundary as end:
             return end.hidden
         finally:
             self._active = False
@@ -191,7 +193,7 @@ def stand_in(like: torch.Tensor, device: torch.device | None = None) -> torch.Te
     return torch.full((), value, dtype=like.dtype, device=device or like.device).expand(like.shape)
 
 
-def drop(model: nn.Module, division: Division, mine: list[int]) -> None:
+def drop(model: nn.Module, division: StagePlan, mine: list[int]) -> None:
     """Let go of the parameters and buffers of other ranks' stages. A parameter leaves a stand-in
     without memory: some models ask their embedding for its device or type. A buffer's place holds
     None."""

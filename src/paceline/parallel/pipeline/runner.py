@@ -21,9 +21,9 @@ from paceline.models.blocks import find_blocks
 from paceline.models.shape.trace import Trace
 from paceline.parallel.base import MicroStep
 from paceline.parallel.pipeline.check import check_blocks
-from paceline.parallel.pipeline.partition import Cut, drop, unfit
-from paceline.parallel.pipeline.schedule import Hidden, Stage, legal_schedule, make_schedule
-from paceline.parallel.pipeline.stages import Division, divide, num_chunks, rank_of_stage
+from paceline.parallel.pipeline.partition import PartitionedModel, drop, unfit
+from paceline.parallel.pipeline.schedule import DynamicStage, Hidden, legal_schedule, make_schedule
+from paceline.parallel.pipeline.stages import StagePlan, divide, num_chunks, rank_of_stage
 
 _DTYPES = (
     torch.float32,
@@ -39,7 +39,7 @@ _MOST_DIMS = 8
 _NAMES = {"looped": "a breadth-first schedule (all forwards, then all backwards)", "gpipe": "gpipe"}
 
 
-class Pipeline:
+class PipelineRunner:
     """This rank's stages of a model.
 
     Args:
@@ -76,11 +76,11 @@ class Pipeline:
         self.mine = [
             stage for stage in range(num_stages) if rank_of_stage(stage, line.size) == line.rank
         ]
-        self.cut = Cut(model, blocks, forms, self.division, self.mine)
+        self.cut = PartitionedModel(model, blocks, forms, self.division, self.mine)
         self._shared = self._find_shared()  # while all are there
         drop(model, self.division, self.mine)
         self._micro_step: MicroStep | None = None
-        self._stages: list[Stage] = []
+        self._stages: list[DynamicStage] = []
         self._schedules: dict[int, Any] = {}
         # shape before the blocks → hidden behind each stage
         self._known: dict[tuple[int, ...], tuple[Hidden, ...]] = {}
@@ -177,7 +177,7 @@ class Pipeline:
                 self.notices.append(("warning", text))
         return schedule
 
-    def _make_stage(self, stage: int) -> Stage:
+    def _make_stage(self, stage: int) -> DynamicStage:
         trained, seen = [], set()
         for name, one in self.model.named_parameters(remove_duplicate=False):
             if (
@@ -191,7 +191,7 @@ class Pipeline:
             self.line.ranks[rank_of_stage(one, self.line.size)]
             for one in range(self.division.num_stages)
         ]
-        return Stage(
+        return DynamicStage(
             stage,
             peers,
             self.line.device,
@@ -320,7 +320,7 @@ def divide_model(
     blocks: list[tuple[str, nn.Module]],
     num_stages: int,
     trace: Trace | None = None,
-) -> Division:
+) -> StagePlan:
     """The stages of a model that is still whole."""
     first: dict[int, str] = {}
     sizes: dict[str, int] = {}

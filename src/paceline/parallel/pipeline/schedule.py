@@ -37,7 +37,7 @@ Hidden = tuple[tuple[int, ...], torch.dtype]
 RunStage = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 
 
-class Stage(_PipelineStageBase):
+class DynamicStage(_PipelineStageBase):
     """One stage of a pipeline as a schedule drives it.
 
     Args:
@@ -257,7 +257,7 @@ def legal_schedule(schedule: str, num_ranks: int, micro_batches: int) -> tuple[s
     return schedule, None
 
 
-def make_schedule(schedule: str, stages: list[Stage], micro_batches: int) -> Any:
+def make_schedule(schedule: str, stages: list[DynamicStage], micro_batches: int) -> Any:
     """A schedule of :mod:`torch.distributed.pipelining` over this rank's stages; ``loss`` is what
     the last stage gives."""
     settings: dict[str, Any] = {"loss_fn": _identity, "scale_grads": False}

@@ -22,7 +22,7 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True)
-class Division:
+class StagePlan:
     """A model dealt to stages.
 
     Args:
@@ -49,7 +49,7 @@ def divide(
     aliases: Mapping[str, str] | None = None,
     buffers: Iterable[str] = (),
     phases: Mapping[str, Collection[str]] | None = None,
-) -> Division:
+) -> StagePlan:
     """Deal the blocks to ``num_stages`` contiguous stages so that the largest has as few elements
     as can be; what is used before the blocks (embeddings) counts to the first stage, what is used
     after them (norm, head) to the last.
@@ -119,7 +119,7 @@ def divide(
         else:
             # rotary frequencies and their like: every stage computes them
             stages[name] = tuple(range(num_stages))
-    return Division(tuple(ranges), stages, regions)
+    return StagePlan(tuple(ranges), stages, regions)
 
 
 def _unit(name: str, container: list[str]) -> str:

@@ -24,7 +24,7 @@ from paceline.parallel.tensor.ops import enter_tokens, gather_tokens, leave_toke
 _MARK = "_paceline_tokens"  # on a block's output: tokens of the whole row
 
 
-class TokenSplit:
+class SequenceParallelizer:
     """Hangs the cutting and gathering of tokens on the blocks of ``model`` and on the modules in
     them that hold cut layers.
 

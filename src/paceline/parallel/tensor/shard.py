@@ -47,11 +47,11 @@ from paceline.parallel.tensor.ops import (
     sum_gradient,
     sum_parts,
 )
-from paceline.parallel.tensor.sequence import TokenSplit
+from paceline.parallel.tensor.sequence import SequenceParallelizer
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorSlice:
     """Where this rank's part of a parameter lies: its ``ranges`` of dimension ``dim`` of the whole,
     of ``shape``, one after another."""
 
@@ -82,7 +82,7 @@ class Cut:
         return found
 
 
-class TensorSplit:
+class TensorParallelizer:
     """Cuts the layers of ``model`` that the plan names into parts, one for each rank of ``line``,
     in place.
 
@@ -115,14 +115,14 @@ class TensorSplit:
         self.plan = {name: style for name, style in found.items() if _is_here(name, modules)}
         self._sequence = settings.sequence_parallel
         self._shared = _SharedInput(line)
-        self._where: dict[int, Cut] = {}
+        self._where: dict[int, TensorSlice] = {}
         self._tied = _tied_parameters(model)
         check_plan_sizes(model, self.plan, line.size)
         keeps_numbers = bool(settings.tensor_plan) or bool(family_plan(_config(model)))
         divide_heads(self.plan, modules, line, keeps_numbers)
         self._say_dropout(modules)
         # Before anything is cut: it looks at what stands where.
-        tokens = TokenSplit(model, line, self.plan) if self._sequence else None
+        tokens = SequenceParallelizer(model, line, self.plan) if self._sequence else None
         for name, style in self.plan.items():
             if name in modules:
                 self._cut_module(name, modules[name], style)
@@ -206,7 +206,7 @@ class TensorSplit:
         mine = nn.Parameter(
             values.clone() if len(held) == 1 else values, requires_grad=whole.requires_grad
         )
-        self._where[id(mine)] = Cut(dim, held, tuple(whole.shape))
+        self._where[id(mine)] = TensorSlice(dim, held, tuple(whole.shape))
         setattr(module, key, mine)
 
     def _cut_dropout(self, module: nn.Module) -> None:
@@ -214,7 +214,7 @@ class TensorSplit:
         and takes its part, so that the mask is the one that a single rank would draw."""
         for key, one in getattr(module, "lora_dropout", nn.ModuleDict()).items():
             if isinstance(one, nn.Dropout) and one.p > 0:
-                module.lora_dropout[key] = _PartOfDropout(one.p, self.line)  # type: ignore[index, operator]
+                module.lora_dropout[key] = ShardedDropout(one.p, self.line)  # type: ignore[index, operator]
 
     # -- forward
     # ------------------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ class _SharedInput:
         self._version = -1
 
 
-class _PartOfDropout(nn.Module):
+class ShardedDropout(nn.Module):
     """Dropout of this rank's part of the features, with the mask of the whole."""
 
     def __init__(self, p: float, line: Communicator) -> None:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.ddp.buckets import GradientBuckets, Layout, _Bucket, squared_norm_of
+from paceline.parallel.ddp.buckets import BucketLayout, GradientBuckets, _Bucket, squared_norm_of
 
 
 @dataclass
-class Piece:
+class FlatPiece:
     """The range of a parameter that falls into this rank's shard: what the optimizer sees.
 
     Args:
@@ -72,7 +72,7 @@ class ShardedBuckets(GradientBuckets):
         self._keep = keep
         self._names = {one: name for name, one in trained.items()}
         self.shard_parts: list[_Shard] = []
-        self.pieces: list[Piece] = []
+        self.pieces: list[FlatPiece] = []
         super().__init__(trained.values(), cap_bytes, world)
         # a rank that got padding alone: an optimizer wants a parameter
         if not self.pieces and trained:
@@ -92,7 +92,9 @@ class ShardedBuckets(GradientBuckets):
         return self._low_dtype if low and self._low_dtype is not None else parameter.dtype
 
     @torch.no_grad()
-    def _add_bucket(self, group: list[nn.Parameter], layout: Layout, dtype: torch.dtype) -> None:
+    def _add_bucket(
+        self, group: list[nn.Parameter], layout: BucketLayout, dtype: torch.dtype
+    ) -> None:
         size = layout.size // self.shards
         begin = size * self.world.rank
         weights = torch.zeros(layout.size, dtype=dtype, device=group[0].device)
@@ -131,7 +133,7 @@ class ShardedBuckets(GradientBuckets):
     ) -> None:
         piece = nn.Parameter(values)
         piece.grad = gradient
-        self.pieces.append(Piece(name, piece, start, tuple(parameter.shape)))
+        self.pieces.append(FlatPiece(name, piece, start, tuple(parameter.shape)))
 
     def _send(self, bucket: _Bucket) -> dist.Work | None:
         return self.world.reduce_scatter(

@@ -15,11 +15,11 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import scatter_bytes
-from paceline.parallel.base import BuildOptimizer, optimizer_tensors, persistent_buffers
+from paceline.parallel.base import OptimizerFactory, optimizer_tensors, persistent_buffers
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.ddp.buckets import lay_out
-from paceline.parallel.ddp.strategy import DistributedDataParallel, changing_buffers
-from paceline.parallel.state import Part
+from paceline.parallel.ddp.strategy import DDPStrategy, changing_buffers
+from paceline.parallel.state import TensorShard
 from paceline.parallel.zero1.buckets import ShardedBuckets
 from paceline.parallel.zero1.common import (
     batch_norm_names,
@@ -31,7 +31,7 @@ from paceline.parallel.zero1.common import (
 )
 
 
-class ShardedOptimizer(DistributedDataParallel):
+class Zero1Strategy(DDPStrategy):
     """ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models", 2020, section 5.1).
 
@@ -42,7 +42,7 @@ class ShardedOptimizer(DistributedDataParallel):
     """
 
     name = "zero1"
-    sums_buckets = False
+    reduces_in_buckets = False
     allows_mixed_devices = False
 
     def __init__(self, config: Config, world: Communicator) -> None:
@@ -63,7 +63,7 @@ class ShardedOptimizer(DistributedDataParallel):
                 ),
             )
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.world.broadcast([*model.parameters(), *model.buffers()])
@@ -77,11 +77,11 @@ class ShardedOptimizer(DistributedDataParallel):
         )
         return model
 
-    def build_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         self.optimizer = build([(piece.name, piece.values) for piece in self.buckets.pieces])
         return self.optimizer
 
-    def update(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+    def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         made = apply(self.optimizer)
         if made:
             self.buckets.gather()
@@ -91,18 +91,18 @@ class ShardedOptimizer(DistributedDataParallel):
         with uncounted():
             self.buckets.gather()
 
-    def replicated(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self.model.named_parameters()  # the optimizer's state is in shards
 
-    def parts(self) -> Iterable[Part]:
+    def tensor_shards(self) -> Iterable[TensorShard]:
         for piece in self.buckets.pieces:
-            yield Part(
+            yield TensorShard(
                 piece.name, piece.values, piece.shape, (piece.start,), key=piece.values, flat=True
             )
         for name, one in persistent_buffers(self.model).items():
-            yield Part.whole(name, one, owned=self.world.is_rank_zero)
+            yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
 
-    def held(self) -> list[Any]:
+    def memory_tensors(self) -> list[Any]:
         return [
             *self.model.parameters(),
             *self.model.buffers(),
@@ -112,7 +112,9 @@ class ShardedOptimizer(DistributedDataParallel):
         ]
 
     @classmethod
-    def cost(cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    def estimate_cost(
+        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    ) -> Cost:
         """Per trained parameter, N ranks, Adam: 8 + 8/N bytes in float32 (weights and gradients 4
         each), 4 + 12/N in mixed precision (Rajbhandari et al., 2020, section 5.1, figure 1). A
         reduce-scatter of the gradients and an all-gather of the weights: 2Ψ(N-1)/N (section 7.2.1).
