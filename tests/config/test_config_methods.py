@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.compat.methods_table import LOSSES, METHOD_KEYS, METHODS
+from paceline.config.compat.methods import method_tables
 from paceline.config.load import Loaded
 from paceline.core.errors import ConfigError
 
@@ -157,14 +157,14 @@ def test_a_name_that_may_be_a_misspelling_is_not_a_method(load: Load) -> None:
 
 
 def test_every_setting_of_such_a_method_is_refused_alone(load: Load) -> None:
-    for key, (_, methods) in METHOD_KEYS.items():
+    for key, (_, methods) in method_tables().keys.items():
         with pytest.raises(ConfigError, match="a training method that Paceline does not have"):
             load(BASE + f"{key}: 1\n")
-        assert set(methods) <= set(METHODS)
-    for loss, methods in LOSSES.items():
+        assert set(methods) <= set(method_tables().methods)
+    for loss, methods in method_tables().losses.items():
         with pytest.raises(ConfigError, match="a training method that Paceline does not have"):
             load(BASE + f"loss_type: {loss}\n")
-        assert set(methods) <= set(METHODS)
+        assert set(methods) <= set(method_tables().methods)
 
 
 def test_the_command_ends_with_2_and_writes_nothing(tmp_path: Path) -> None:

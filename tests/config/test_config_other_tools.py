@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.compat.aliases_table import ALIASES, SECTION_ALIASES, SHARED, SHARED_IF_FOREIGN
-from paceline.config.compat.ignored_table import IGNORED
+from paceline.config.compat.keys import alias_tables, ignored_tables
 from paceline.config.fields import KEYS
 from paceline.config.load import Loaded, load_config
 from paceline.config.schema.train_args import TrainArgs
 from paceline.config.yaml_read import parse_yaml
 
+TABLES = alias_tables()
+IGNORED = ignored_tables().keys
 BASE = "model: m\ndataset: d\n"
 EXAMPLES = sorted(
     (Path(__file__).parents[2] / "examples" / "configs-from-other-tools").glob("*.yaml")
@@ -24,15 +25,17 @@ Load = Callable[..., Loaded]
 
 def test_there_are_enough_keys_and_the_tables_agree() -> None:
     assert len(EXAMPLES) == 4
-    assert len(ALIASES) + len(IGNORED) > 600
-    assert not set(ALIASES) & set(IGNORED)
+    assert len(TABLES.aliases) + len(IGNORED) > 600
+    assert not set(TABLES.aliases) & set(IGNORED)
     top_level = {key for key in KEYS if "." not in key} | set(TrainArgs.model_fields)
-    assert not top_level & (set(ALIASES) | set(IGNORED)), "an alias may not shadow a native key"
+    assert not top_level & (set(TABLES.aliases) | set(IGNORED)), (
+        "an alias may not shadow a native key"
+    )
     for alias in [
-        *ALIASES.values(),
-        *SECTION_ALIASES.values(),
-        *SHARED.values(),
-        *SHARED_IF_FOREIGN.values(),
+        *TABLES.aliases.values(),
+        *TABLES.sections.values(),
+        *TABLES.shared.values(),
+        *TABLES.shared_if_foreign.values(),
     ]:
         assert alias.target in KEYS or not alias.target
         assert set(alias.tools) <= set("slatc")
@@ -64,7 +67,7 @@ evaluation_strategy group_by_length no_cuda overwrite_output_dir warmup_ratio sa
 
 
 def test_every_key_of_transformers_is_known() -> None:
-    known = set(TrainArgs.model_fields) | set(ALIASES) | set(IGNORED) | set(KEYS)
+    known = set(TrainArgs.model_fields) | set(TABLES.aliases) | set(IGNORED) | set(KEYS)
     assert not set(TRAINING_ARGUMENTS.split()) - known
 
 
@@ -134,7 +137,7 @@ def test_every_known_key_loads_with_some_value(load: Load) -> None:
     for key in IGNORED:
         loaded = load(BASE + f"{key}: true\n")
         assert any(f"`{key}: true`" in text for _, text in loaded.notices), key
-    empty = load(BASE + "".join(f"{key}:\n" for key in [*IGNORED, *ALIASES]))
+    empty = load(BASE + "".join(f"{key}:\n" for key in [*IGNORED, *TABLES.aliases]))
     assert all(f"`{key}`" in empty.notices[0][1] for key in IGNORED)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from paceline.config.compat.deepspeed_json import IGNORED
+from paceline.config.compat.parallel.deepspeed_json import IGNORED
 from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError

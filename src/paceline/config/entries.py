@@ -1,20 +1,15 @@
-"""From what a person wrote to what it sets: each key of a file or a command line becomes an entry,
-each entry assignments."""
+"""A config as a person wrote it: each key of a file or a command line is an entry."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.keys import Alias, Ignored, alias_of, all_foreign, ignored_of
-from paceline.config.compat.methods import method_setting, methods_of
-from paceline.config.fields import FREE, KEYS, SECTIONS, SOURCE_KEYS
+from paceline.config.fields import FREE, SECTIONS, SOURCE_KEYS
 from paceline.config.yaml_read import KeyPath, kind_of
-from paceline.core.errors import nearest
 
 FILE, OVERRIDE = 0, 1
 
@@ -67,25 +62,6 @@ class Problem:
 
 
 @dataclass
-class KeyBinding:
-    """What a key is: native (``target``), an alias, ignored, or none of them.
-
-    ``methods``: the training methods that Paceline does not have and that the key asks for.
-    """
-
-    entry: ConfigEntry
-    target: str | None = None
-    alias: Alias | None = None
-    ignored: Ignored | None = None
-    moved: bool = False
-    methods: tuple[str, ...] = ()
-
-    @property
-    def tools(self) -> str:
-        return self.alias.tools if self.alias else self.ignored.tools if self.ignored else ""
-
-
-@dataclass
 class EntryCollector:
     """Flattens a tree of keys into entries."""
 
@@ -114,7 +90,9 @@ class EntryCollector:
             first = next(iter(SECTIONS[name].model_fields))
             what = f"{entry.shown()}: `{name}` is a section, and this is {kind_of(value)}"
             fix = f"write {name}: {{{first}: ...}}, or {name}.{first}=... on the command line"
-            self.problems.append(Problem(what, entry, _listed(SECTIONS[name].model_fields), fix))
+            self.problems.append(
+                Problem(what, entry, quoted_names(SECTIONS[name].model_fields), fix)
+            )
 
 
 def split_key(key: str) -> tuple[str, ...]:
@@ -143,96 +121,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def meaning_of(entry: ConfigEntry) -> KeyBinding:
-    """What an entry's key is. Paceline's own keys come first; those of train_args may stand at the
-    top level, and those of the top level under train_args."""
-    methods = methods_of(entry.name, entry.value) if _may_be_foreign(entry) else ()
-    target = _native(entry)
-    if target is not None:
-        return KeyBinding(
-            entry, target=target, moved=not entry.key.startswith(target), methods=methods
-        )
-    if len(entry.path) <= (2 if entry.section else 1):
-        alias = alias_of(entry.section, entry.name)
-        if alias is not None:
-            return KeyBinding(entry, alias=alias, methods=methods)
-        return KeyBinding(
-            entry, ignored=ignored_of(entry.name) or method_setting(entry.name), methods=methods
-        )
-    return KeyBinding(entry)
-
-
-def _may_be_foreign(entry: ConfigEntry) -> bool:
-    """Keys of other tools are taken at the top level and under `train_args`."""
-    return len(entry.path) == 1 or (len(entry.path) == 2 and entry.section == "train_args")
-
-
-def _native(entry: ConfigEntry) -> str | None:
-    rest = entry.path[2:] if entry.section else entry.path[1:]
-    candidates = (
-        [f"{entry.section}.{entry.name}"]
-        if entry.section
-        else [entry.name, f"train_args.{entry.name}"]
-    )
-    if entry.section == "train_args":
-        candidates.append(entry.name)
-    for target in candidates:
-        if target in KEYS and (not rest or target in FREE or target in SOURCE_KEYS):
-            return ".".join((target, *rest))
-    return None
-
-
-def unknown(entry: ConfigEntry) -> Problem:
-    """The error for a key that nobody knows, with the nearest one that is known."""
-    close = _close(entry)
-    fix = (
-        f"did you mean `{close}`?"
-        if close
-        else f"remove it; docs/config.md lists all keys{_of_section(entry)}"
-    )
-    return Problem(f"there is no key `{entry.key}`", entry, fix=fix)
-
-
-def _of_section(entry: ConfigEntry) -> str:
-    return (
-        f", and `{entry.section}` has {_listed(SECTIONS[entry.section].model_fields)}"
-        if entry.section
-        else ""
-    )
-
-
-def _close(entry: ConfigEntry) -> str | None:
-    name = entry.path[-1]
-    by_last: dict[str, list[str]] = {}
-    for key in KEYS:
-        by_last.setdefault(key.rpartition(".")[2], []).append(key)
-    if name in by_last:
-        return "` or `".join(by_last[name])
-    prefix = f"{entry.section}." if entry.section else ""
-    own = [
-        key.removeprefix(prefix)
-        for key in KEYS
-        if key.startswith(prefix) and "." not in key.removeprefix(prefix)
-    ]
-    if not entry.section:
-        own += list(SECTIONS) + list(SECTIONS["train_args"].model_fields)
-    found = [
-        one
-        for one in (nearest(name, own), nearest(name, by_last), nearest(name, all_foreign()))
-        if one
-    ]
-    if not found:
-        return None
-    # a key of the same section is likelier than one that is a letter nearer elsewhere
-    best = max(
-        found, key=lambda one: SequenceMatcher(None, name, one).ratio() + (0.1 if one in own else 0)
-    )
-    if best in own:
-        return prefix + best
-    return by_last[best][0] if best in by_last else best
-
-
-def _listed(names: Iterable[str]) -> str:
+def quoted_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.deepspeed_json import interpret, looks_like_deepspeed
+from paceline.config.compat.parallel.deepspeed_json import interpret, looks_like_deepspeed
 from paceline.config.entries import Problem
 from paceline.core.errors import ConfigError
 

@@ -14,19 +14,18 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from paceline.config.compat.binding import bind_key, hints_of, unsupported_method
 from paceline.config.compat.conflicts import resolve_conflicts
 from paceline.config.compat.keys import tool_scores
 from paceline.config.compat.merge import RESET, Merge
-from paceline.config.compat.methods_refusal import hints_of, refusal
-from paceline.config.compat.parallel_keys import expand
-from paceline.config.compat.parallel_keys import notices as json_notices
+from paceline.config.compat.parallel.deepspeed import json_notices
+from paceline.config.compat.parallel.strategy import expand
 from paceline.config.entries import (
     FILE,
     OVERRIDE,
     ConfigEntry,
     EntryCollector,
     Problem,
-    meaning_of,
     short,
     split_key,
 )
@@ -114,7 +113,7 @@ def _load(
         walk.tree(document.value)
         walks.append(walk)
     walks.append(_overrides(overrides))
-    meanings = [meaning_of(entry) for walk in walks for entry in walk.entries]
+    meanings = [bind_key(entry) for walk in walks for entry in walk.entries]
     foreign = [
         one for one in meanings if one.ignored or one.methods or (one.alias and one.alias.tools)
     ]
@@ -126,7 +125,9 @@ def _load(
     merge.settle_precedence()
     asking = merge.missing_methods()
     if asking:  # nothing else in such a config is worth a mistake of its own
-        raise _error([refusal(asking, hints_of((one.entry for one in meanings), file))], file)
+        raise _error(
+            [unsupported_method(asking, hints_of((one.entry for one in meanings), file))], file
+        )
     settled = [*resolve_conflicts(merge), *json_notices(merge)]
     if document is not None and file is not None and is_accelerate(document.value):
         named = {one.target for one in merge.winners.values()} | {
@@ -263,7 +264,7 @@ def _error(problems: list[Problem], file: Path | None) -> ConfigError:
 def _mistake(problem: Problem) -> Mistake:
     entry, key = problem.entry, problem.target
     if key is None and entry is not None:
-        meaning = meaning_of(entry)
+        meaning = bind_key(entry)
         key = meaning.target or (meaning.alias.target if meaning.alias else None)
     return Mistake(
         key or None, entry.line if entry else None, problem.what, problem.allowed, problem.fix

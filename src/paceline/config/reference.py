@@ -14,10 +14,8 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from paceline.config.compat.aliases_table import ALIASES, SECTION_ALIASES, SHARED, SHARED_IF_FOREIGN
-from paceline.config.compat.ignored_table import IGNORED, IGNORED_PREFIXES
-from paceline.config.compat.keys import TOOLS, Alias
-from paceline.config.compat.methods_table import METHOD_KEYS, METHODS
+from paceline.config.compat.keys import TOOLS, alias_tables, ignored_tables
+from paceline.config.compat.methods import method_tables
 from paceline.config.entries import short
 from paceline.config.fields import KEYS, SECTIONS, describe
 from paceline.config.schema import Config
@@ -153,12 +151,12 @@ def _tools(letters: str) -> str:
 def _mapped() -> str:
     rows = [
         [f"`{key}`", _tools(one.tools), f"`{one.target}`", one.meaning]
-        for key, one in ALIASES.items()
+        for key, one in alias_tables().aliases.items()
         if one.target
     ]
     rows += [
         [f"`{key}`", _tools(one.tools), f"`{one.target}`", one.meaning]
-        for key, one in SECTION_ALIASES.items()
+        for key, one in alias_tables().sections.items()
     ]
     return "### Read as a key of Paceline\n\n" + _table(
         ["key", "of", "read as", "how"], sorted(rows)
@@ -166,7 +164,7 @@ def _mapped() -> str:
 
 
 def _values() -> str:
-    shared: dict[str, Alias] = {**SHARED, **SHARED_IF_FOREIGN}
+    shared = alias_tables().shared | alias_tables().shared_if_foreign
     rows = [[f"`{key}`", _tools(one.tools)] for key, one in shared.items()]
     words = (
         "These keys have the same name here; values that only other tools know are converted, or"
@@ -177,11 +175,11 @@ def _values() -> str:
 
 def _ignored() -> str:
     by_reason: dict[tuple[str, str], list[str]] = {}
-    for key, one in IGNORED.items():
+    for key, one in ignored_tables().keys.items():
         by_reason.setdefault((one.level, one.reason), []).append(key)
-    for prefix, one in IGNORED_PREFIXES.items():
+    for prefix, one in ignored_tables().prefixes.items():
         by_reason.setdefault((one.level, one.reason), []).append(f"{prefix}*")
-    for key, alias in ALIASES.items():
+    for key, alias in alias_tables().aliases.items():
         if not alias.target:
             by_reason.setdefault(("by value", alias.meaning), []).append(key)
     rows = [
@@ -193,7 +191,7 @@ def _ignored() -> str:
 
 def _refused() -> str:
     by_methods: dict[tuple[str, ...], list[str]] = {}
-    for key, (_, methods) in METHOD_KEYS.items():
+    for key, (_, methods) in method_tables().keys.items():
         by_methods.setdefault(methods, []).append(key)
     rows = [
         [", ".join(f"`{key}`" for key in sorted(keys)), ", ".join(methods)]
@@ -205,7 +203,7 @@ def _refused() -> str:
         " trainers read, is refused with exit code 2. In a config that names its task (`task: sft`,"
         " `stage: sft`), such a key is a warning."
     )
-    listed = "\n".join(f"- `{name}`: {text}" for name, text in METHODS.items())
+    listed = "\n".join(f"- `{name}`: {text}" for name, text in method_tables().methods.items())
     return f"### Refused: other training methods\n\n{words}\n\n{listed}\n\n" + _table(
         ["keys", "read by trainers of"], rows
     )
@@ -216,14 +214,14 @@ def by_tool() -> str:
     parts = [_BY_TOOL]
     for letter, tool in TOOLS.items():
         rows = {}
-        for key, alias in ALIASES.items():
+        for key, alias in alias_tables().aliases.items():
             if letter in alias.tools:
                 target = f"`{alias.target}`" if alias.target else "by value"
                 rows[key] = [f"`{key}`", target, alias.meaning]
-        for key, ignored in IGNORED.items():
+        for key, ignored in ignored_tables().keys.items():
             if letter in ignored.tools:
                 rows[key] = [f"`{key}`", ignored.level, ignored.reason]
-        for key, (tools, methods) in METHOD_KEYS.items():
+        for key, (tools, methods) in method_tables().keys.items():
             if letter in tools:
                 rows[key] = [f"`{key}`", "refused", f"a setting of {', '.join(methods)}"]
         parts.append(

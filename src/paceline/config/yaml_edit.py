@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from paceline.config.entries import FILE, ConfigEntry, EntryCollector, meaning_of, split_key
+from paceline.config.compat.binding import bind_key
+from paceline.config.entries import FILE, ConfigEntry, EntryCollector, split_key
 from paceline.config.fields import KEYS, SECTIONS, takes
 from paceline.config.yaml_read import Dumper, parse_value, parse_yaml, scalar
 from paceline.core.errors import ConfigError
@@ -121,12 +122,12 @@ def _native(text: str) -> dict[str, Any]:
     tree = parse_yaml(text, "the config").value
     walk = EntryCollector(FILE)
     walk.tree(tree if isinstance(tree, dict) else {})
-    return {meaning_of(one).target or one.key: one.value for one in walk.entries}
+    return {bind_key(one).target or one.key: one.value for one in walk.entries}
 
 
 def _means(path: tuple[str, ...]) -> str | None:
     """The native key that a path in the text sets, under whatever name."""
-    meaning = meaning_of(ConfigEntry(path, None, FILE))
+    meaning = bind_key(ConfigEntry(path, None, FILE))
     target = meaning.target or (meaning.alias.target if meaning.alias else None)
     if target is None or target in KEYS:
         return target

@@ -21,10 +21,10 @@ _MAX_VALUES = 100_000
 _TAG = "tag:yaml.org,2002:"
 _BOOLS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 
-_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Loader(_Base):  # type: ignore[misc]
+class _Loader(SafeLoader):  # type: ignore[misc]
     """Only its composer is used: text to nodes with line numbers. Values are made by
     :class:`_Builder`."""
 

@@ -12,7 +12,7 @@ from paceline.config.compat.dataset_info import FILE, in_folder
 from paceline.config.compat.datasets import limit, with_fields
 from paceline.config.compat.lora import ALL_LINEAR, split_beside_all
 from paceline.config.compat.merge import RESET, Assignment, Merge
-from paceline.config.compat.precision import settle_precision
+from paceline.config.compat.precision_conflicts import resolve_precision
 from paceline.config.entries import OVERRIDE, Problem, short
 from paceline.config.schema.train_args import TrainArgs
 
@@ -38,7 +38,7 @@ def resolve_conflicts(merge: Merge) -> Notices:
             for line in merge.lines:
                 if any(one is winner for one in line.assigned):
                     line.settled.append((level, words))
-    settle_precision(merge)
+    resolve_precision(merge)
     _exclusive(merge, notices)
     _warmup(merge, notices)
     _lora(merge, notices)

@@ -77,20 +77,24 @@ def flag(target: str) -> Convert:
     return lambda value: Conversion({target: as_bool(value)})
 
 
-def inverse(target: str, weak_when: bool | None = None) -> Convert:
-    """A flag with the opposite sense; ``weak_when``: the value with which it says little and gives
-    way."""
+def inverse(target: str) -> Convert:
+    """A flag with the opposite sense."""
+    return lambda value: Conversion({target: _negated(value)})
+
+
+def weak_inverse(target: str) -> Convert:
+    """A flag with the opposite sense that gives way when it is false, which is the default."""
 
     def convert(value: Any) -> Conversion:
-        given = as_bool(value)
-        sets = {target: not given if isinstance(given, bool) else value}
-        return (
-            Conversion(weak=sets)
-            if weak_when is not None and given is weak_when
-            else Conversion(sets)
-        )
+        sets = {target: _negated(value)}
+        return Conversion(weak=sets) if as_bool(value) is False else Conversion(sets)
 
     return convert
+
+
+def _negated(value: Any) -> Any:
+    flag = as_bool(value)
+    return not flag if isinstance(flag, bool) else value
 
 
 def weakly(target: str) -> Convert:

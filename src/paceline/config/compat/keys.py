@@ -1,15 +1,33 @@
 """Keys of other tools: which there are, what each is read as, and why some mean nothing here.
 
-The tables are in :mod:`paceline.config.compat.aliases_table` (read as a key of ours) and
-:mod:`paceline.config.compat.ignored_table`.
+The tables are data: ``aliases.yaml`` (keys that are read as a key of ours) and ``ignored.yaml``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import yaml
+
+from paceline.config.compat import conversion, datasets, llamafactory_v1, lora, precision, values
 from paceline.config.compat.conversion import Convert
+from paceline.config.compat.parallel import values as parallel_values
+from paceline.config.yaml_read import SafeLoader
+
+#: modules with the functions that ``convert`` names in ``aliases.yaml``
+_CONVERTERS = {
+    "": conversion,
+    "datasets": datasets,
+    "llamafactory_v1": llamafactory_v1,
+    "lora": lora,
+    "parallel.values": parallel_values,
+    "precision": precision,
+    "values": values,
+}
 
 TOOLS = {"s": "ms-swift", "l": "LLaMA-Factory", "a": "axolotl", "t": "TRL", "c": "Accelerate"}
 
@@ -43,17 +61,74 @@ class Ignored:
     reason: str
 
 
+@dataclass(frozen=True)
+class AliasTables:
+    """The sections of ``aliases.yaml``, each by key; see the comments there."""
+
+    aliases: dict[str, Alias]
+    sections: dict[str, Alias]
+    shared: dict[str, Alias]
+    shared_if_foreign: dict[str, Alias]
+
+
+@dataclass(frozen=True)
+class IgnoredTables:
+    """``ignored.yaml``: entries by key, and by the beginning of a key."""
+
+    keys: dict[str, Ignored] = field(default_factory=dict)
+    prefixes: dict[str, Ignored] = field(default_factory=dict)
+
+
+def read_table(name: str) -> Any:
+    """Read a data file of this package."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return yaml.load(text, Loader=SafeLoader)
+
+
+@cache
+def alias_tables() -> AliasTables:
+    """Read ``aliases.yaml``, once."""
+    sections = read_table("aliases.yaml")
+    return AliasTables(
+        **{
+            name: {key: _alias(**entry) for key, entry in entries.items()}
+            for name, entries in sections.items()
+        }
+    )
+
+
+def _alias(tools: str = "", target: str = "", convert: str = "to()", meaning: str = "") -> Alias:
+    path, bracket, argument = convert.removesuffix(")").partition("(")
+    module, _, name = path.rpartition(".")
+    function = getattr(_CONVERTERS[module], name)
+    return Alias(target, tools, function(argument or target) if bracket else function, meaning)
+
+
+@cache
+def ignored_tables() -> IgnoredTables:
+    """Read ``ignored.yaml``, once."""
+    tables = IgnoredTables()
+    for group in read_table("ignored.yaml"):
+        for table, by_tools in (
+            (tables.keys, group.get("keys", {})),
+            (tables.prefixes, group.get("prefixes", {})),
+        ):
+            for tools, keys in by_tools.items():
+                ignored = Ignored(tools, group["level"], group["reason"])
+                table.update(dict.fromkeys(keys.split(), ignored))
+    return tables
+
+
 def alias_of(section: str, key: str) -> Alias | None:
     """The alias that ``key`` is in ``section`` (empty for the top level), or None.
 
     Aliases stand at the top level, under ``train_args``, or in the section they belong to.
     """
-    from paceline.config.compat.aliases_table import ALIASES, SECTION_ALIASES
-
-    own = SECTION_ALIASES.get(f"{section}.{key}")
-    if own is not None:
-        return own
-    alias = ALIASES.get(key)
+    tables = alias_tables()
+    in_section = tables.sections.get(f"{section}.{key}")
+    if in_section is not None:
+        return in_section
+    alias = tables.aliases.get(key)
     if alias is None:
         return None
     fits = (
@@ -64,22 +139,15 @@ def alias_of(section: str, key: str) -> Alias | None:
 
 def ignored_of(key: str) -> Ignored | None:
     """The entry of a key that means nothing here, or None."""
-    from paceline.config.compat.ignored_table import IGNORED, IGNORED_PREFIXES
-
-    found = IGNORED.get(key)
-    if found is not None:
-        return found
-    return next(
-        (entry for prefix, entry in IGNORED_PREFIXES.items() if key.startswith(prefix)), None
+    tables = ignored_tables()
+    return tables.keys.get(key) or next(
+        (entry for prefix, entry in tables.prefixes.items() if key.startswith(prefix)), None
     )
 
 
 def all_foreign() -> set[str]:
     """Every key of other tools that is known."""
-    from paceline.config.compat.aliases_table import ALIASES
-    from paceline.config.compat.ignored_table import IGNORED
-
-    return set(ALIASES) | set(IGNORED)
+    return set(alias_tables().aliases) | set(ignored_tables().keys)
 
 
 def tool_scores(letters: Iterable[str]) -> dict[str, int]:

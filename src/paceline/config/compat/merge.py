@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.config.compat.binding import KeyBinding, unknown_key
 from paceline.config.compat.conversion import Conversion, UnsupportedValue, is_off
-from paceline.config.compat.keys import tool_names
+from paceline.config.compat.keys import alias_tables, tool_names
 from paceline.config.compat.methods import DATA_KEYS, named_method
-from paceline.config.entries import FILE, OVERRIDE, ConfigEntry, KeyBinding, Problem, short, unknown
+from paceline.config.entries import FILE, OVERRIDE, ConfigEntry, Problem, short
 from paceline.config.fields import FREE, KEYS, takes_none
 
 #: the value of a key that an override empties: the default
@@ -65,7 +66,7 @@ class Merge:
         if meaning.target is not None:
             self._native(meaning, meaning.target)
         elif meaning.alias is None and meaning.ignored is None:
-            self.problems.append(unknown(entry))
+            self.problems.append(unknown_key(entry))
         elif entry.value is None:
             if meaning.alias and meaning.alias.target and entry.layer == OVERRIDE:
                 self._assign(Assignment(meaning.alias.target, RESET, entry))
@@ -77,8 +78,6 @@ class Merge:
             self.lines.append(SourceLine(meaning, [], self._ignored_says(meaning)))
 
     def _native(self, meaning: KeyBinding, target: str) -> None:
-        from paceline.config.compat.aliases_table import SHARED, SHARED_IF_FOREIGN
-
         entry = meaning.entry
         if entry.value is None and target in KEYS and not takes_none(KEYS[target]):
             if entry.layer == OVERRIDE:
@@ -86,9 +85,9 @@ class Merge:
             else:
                 self.empty.append(entry)
             return
-        shared = SHARED.get(target)
+        shared = alias_tables().shared.get(target)
         if shared is None and (self.foreign or (entry.token and target in _IN_WORDS)):
-            shared = SHARED_IF_FOREIGN.get(target)
+            shared = alias_tables().shared_if_foreign.get(target)
         if shared is not None and entry.value is not None:
             meaning.alias = shared
             self._convert(meaning, shared.convert, target)

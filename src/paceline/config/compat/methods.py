@@ -9,17 +9,11 @@ trainers of that method read.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from paceline.config.compat.keys import Ignored
-from paceline.config.compat.methods_table import (
-    DATA_COLUMNS,
-    DATA_TYPES,
-    LOSSES,
-    METHOD_KEYS,
-    METHODS,
-    SUPERVISED_LOSSES,
-)
+from paceline.config.compat.keys import Ignored, read_table
 
 _NAMED_BY = ("task", "stage", "rl", "rlhf_type")
 #: keys that hold the data; their columns may ask for a method, and they are read all the same
@@ -43,6 +37,53 @@ _SPELLINGS = {
 }
 
 
+@dataclass(frozen=True)
+class MethodTables:
+    """The tables of ``methods.yaml``.
+
+    Args:
+        methods: what each method is, by its name.
+        keys: key → (letters of the tools, the methods that read it).
+        losses: values of TRL's and ms-swift's `loss_type` → methods.
+        supervised_losses: values of `loss_type` with which supervised fine-tuning is trained.
+        data_types: beginnings of axolotl's `type` of a source → methods.
+        data_columns: (columns of preference data that a source lists, methods).
+    """
+
+    methods: dict[str, str]
+    keys: dict[str, tuple[str, tuple[str, ...]]]
+    losses: dict[str, tuple[str, ...]]
+    supervised_losses: frozenset[str]
+    data_types: dict[str, tuple[str, ...]]
+    data_columns: list[tuple[frozenset[str], tuple[str, ...]]]
+
+
+@cache
+def method_tables() -> MethodTables:
+    """Read ``methods.yaml``, once."""
+    table = read_table("methods.yaml")
+    return MethodTables(
+        methods=table["methods"],
+        keys={
+            key: (tools, tuple(group["methods"].split()))
+            for group in table["keys"]
+            for tools, keys in group["keys"].items()
+            for key in keys.split()
+        },
+        losses={
+            loss: tuple(group["methods"].split())
+            for group in table["losses"]
+            for loss in group["losses"].split()
+        },
+        supervised_losses=frozenset([*table["supervised_losses"].split(), "none", ""]),
+        data_types={kind: tuple(names.split()) for kind, names in table["data_types"].items()},
+        data_columns=[
+            (frozenset(group["columns"].split()), tuple(group["methods"].split()))
+            for group in table["data_columns"]
+        ],
+    )
+
+
 def named_method(key: str, value: Any) -> str | None:
     """The method that a value names: `stage: dpo`, `rl: kto`, `reward_model: true`; None if it
     names none."""
@@ -52,7 +93,7 @@ def named_method(key: str, value: Any) -> str | None:
         return None
     name = value.strip().lower().replace("-", "_")
     name = _SPELLINGS.get(name, name)
-    return name if name in METHODS else None
+    return name if name in method_tables().methods else None
 
 
 def methods_of(key: str, value: Any) -> tuple[str, ...]:
@@ -65,9 +106,9 @@ def methods_of(key: str, value: Any) -> tuple[str, ...]:
         return _methods_of_loss(value)
     if key in DATA_KEYS:
         return _methods_of_data(value)
-    if key == "pref_loss" and value in METHODS:
+    if key == "pref_loss" and value in method_tables().methods:
         return (value,)
-    entry = METHOD_KEYS.get(key)
+    entry = method_tables().keys.get(key)
     if entry is None or value in (None, "", [], {}):
         return ()
     tools, methods = entry
@@ -80,28 +121,30 @@ def methods_of(key: str, value: Any) -> tuple[str, ...]:
 
 
 def _methods_of_loss(value: Any) -> tuple[str, ...]:
-    names = [str(one).strip().lower() for one in (value if isinstance(value, list) else [value])]
-    if all(name in SUPERVISED_LOSSES for name in names):
+    tables = method_tables()
+    losses = [str(loss).strip().lower() for loss in (value if isinstance(value, list) else [value])]
+    if all(loss in tables.supervised_losses for loss in losses):
         return ()
-    return next((LOSSES[name] for name in names if name in LOSSES), ())
+    return next((tables.losses[loss] for loss in losses if loss in tables.losses), ())
 
 
 def _methods_of_data(value: Any) -> tuple[str, ...]:
     """By the columns that a source lists, as alignment-handbook's `dataset_mixture` does, or by
     axolotl's `type`."""
+    tables = method_tables()
     sources = value.get("datasets") if isinstance(value, dict) and "datasets" in value else value
     for source in sources if isinstance(sources, list) else [sources]:
         if not isinstance(source, dict):
             continue
         kind = str(source.get("type")).partition(".")[0]
-        if kind in DATA_TYPES:
-            return DATA_TYPES[kind]
+        if kind in tables.data_types:
+            return tables.data_types[kind]
         columns = source.get("columns")
         if isinstance(columns, list | dict):
             named = [{str(name) for name in columns}]
             if isinstance(columns, dict):
                 named.append({str(name) for name in columns.values()})
-            for needed, methods in DATA_COLUMNS:
+            for needed, methods in tables.data_columns:
                 if any(needed <= names for names in named):
                     return methods
     return ()
@@ -110,9 +153,9 @@ def _methods_of_data(value: Any) -> tuple[str, ...]:
 def method_setting(key: str) -> Ignored | None:
     """The entry of a key that belongs to such a method, for a config in which it asks for nothing;
     None for other keys."""
-    if key not in METHOD_KEYS:
+    if key not in method_tables().keys:
         return None
-    tools, methods = METHOD_KEYS[key]
+    tools, methods = method_tables().keys[key]
     return Ignored(
         tools, "info", f"it is a setting of {', '.join(methods)}, which this config does not train"
     )

@@ -1,5 +1,5 @@
 """Values of other tools' keys, one function for each kind of value. Read beside
-:mod:`paceline.config.compat.aliases_table`."""
+``aliases.yaml``."""
 
 from __future__ import annotations
 
@@ -82,6 +82,17 @@ def task(value: Any) -> Conversion:
         " (`./file.py:Class`)",
         "use sft, or the tool this config was written for",
     )
+
+
+_PREFERENCE = (
+    "dpo", "kto", "ppo", "grpo", "orpo", "rm", "rlhf", "gkd", "cpo", "simpo", "reward", "pt",
+    "instruct",
+)  # fmt: skip
+
+
+def task_or_own(value: Any) -> Conversion:
+    """Paceline's own `task`, whose values may be those of another tool."""
+    return task(value) if str(value).lower() in _PREFERENCE else Conversion({"task": value})
 
 
 def causal_only(value: Any) -> Conversion:

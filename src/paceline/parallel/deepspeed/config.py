@@ -1,7 +1,7 @@
 """What is handed to DeepSpeed as its config. No torch here.
 
 Which keys of a user's DeepSpeed JSON are honored is in
-:mod:`paceline.config.compat.deepspeed_json`.
+:mod:`paceline.config.compat.parallel.deepspeed_json`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.config.compat.deepspeed_json import HONOURED_ZERO as HONOURED_ZERO
-from paceline.config.compat.deepspeed_json import REFUSED as REFUSED
-from paceline.config.compat.deepspeed_json import SHORT_NAMES, interpret, read_json
+from paceline.config.compat.parallel.deepspeed_json import HONOURED_ZERO as HONOURED_ZERO
+from paceline.config.compat.parallel.deepspeed_json import REFUSED as REFUSED
+from paceline.config.compat.parallel.deepspeed_json import SHORT_NAMES, interpret, read_json
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError

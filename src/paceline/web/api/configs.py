@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from paceline.config.compat.binding import bind_key
 from paceline.config.diff import changes_training
-from paceline.config.entries import FILE, EntryCollector, meaning_of
+from paceline.config.entries import FILE, EntryCollector
 from paceline.config.fields import KEYS
 from paceline.config.load import ConfigMistakes, Loaded, diff_configs, load_config, load_text
 from paceline.config.yaml_edit import edit_yaml
@@ -100,7 +101,7 @@ def _entries(document: Document) -> list[tuple[str, Any, int | None]]:
     walk.tree(document.value if isinstance(document.value, dict) else {})
     out = []
     for entry in walk.entries:
-        meaning = meaning_of(entry)
+        meaning = bind_key(entry)
         target = meaning.target or (meaning.alias.target if meaning.alias else None) or ""
         key = next(
             (

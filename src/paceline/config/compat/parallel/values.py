@@ -2,7 +2,7 @@
 
 What depends on several keys (`fsdp` with `fsdp_config`, `num_processes` with `num_machines`) is
 kept under names with ``_`` in front and put together by
-:mod:`paceline.config.compat.parallel_keys`.
+:mod:`paceline.config.compat.parallel.strategy`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Parallelism strategies of other tools: the keys of DeepSpeed, FSDP and Accelerate."""
