@@ -68,6 +68,9 @@ def four_ranks(world):
         mode: train(world, mode, hybrid, steps=6, net=SingleUse, micro_batches=1)
         for mode in ("zero2", "zero3")
     }
+    for mode in ("zero2", "zero3"):
+        found[f"{mode} accumulated"] = train(world, mode, hybrid, steps=6)
+    found["zero3 bf16"] = train(world, "zero3", hybrid, steps=2, net=Plain, bf16=True)
     found["zero3 wide"] = train(
         world, "zero3", ParallelDims(shard=4), steps=2, net=Adapted, micro_batches=1
     )
@@ -126,7 +129,7 @@ def test_a_state_goes_through_all_strategies(alone, two):
 
 def test_state_and_traffic_are_what_the_cost_says(two, four):
     results = [[one["held"][number] for one in two] for number in range(len(two[0]["held"]))]
-    results += [[one[key] for one in four] for key in ("zero2", "zero3", "zero3 wide")]
+    results += [[one[key] for one in four] for key in ("zero2", "zero3", "zero3 bf16", "zero3 wide")]
     for ranks in results:
         cost = ranks[0]["cost"]
         assert max(one["state"] for one in ranks) == pytest.approx(cost.state, rel=0.02)
@@ -169,6 +172,18 @@ def test_shards_that_are_repeated(alone, four):
     assert four[0]["zero2"]["losses"] == pytest.approx(four[0]["zero3"]["losses"], rel=1e-6)
     reduced = four[0]["zero3"]["traffic"]["all_reduce"]
     assert reduced == pytest.approx(four[0]["zero3"]["cost"].gradients, rel=0.02)
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+def test_replicas_of_shards_train_as_one_rank_does(mode, alone, four):
+    results = [one[f"{mode} accumulated"] for one in four]
+    for result in results:
+        assert result["losses"] == pytest.approx(alone["six"]["losses"], rel=1e-6)
+        assert result["norms"] == pytest.approx(alone["six"]["norms"], rel=1e-5)
+    difference = largest_difference(
+        assemble([one["parts"] for one in results]), assemble([alone["six"]["parts"]])
+    )
+    assert difference < 1e-5
 
 
 def test_one_rank_shards_nothing_and_trains_the_same(alone):

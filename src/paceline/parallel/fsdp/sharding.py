@@ -44,6 +44,11 @@ def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
     return 0
 
 
+def reduce_dtype(low_dtype: torch.dtype | None, num_replicas: int) -> torch.dtype | None:
+    """The dtype in which gradients are reduced; None: their own."""
+    return torch.float32 if low_dtype is not None and num_replicas > 1 else low_dtype
+
+
 @dataclass
 class ShardedParam:
     """A trained parameter as this rank holds it.
@@ -73,13 +78,18 @@ class FSDPSharding:
     tensor-parallel model already: plain tensors.
 
     A step is :meth:`begin_step`, any number of forward and backward passes through the module (FSDP
-    gathers weights and reduce-scatters the sum of the gradients in each; :meth:`free_in_backward`
-    before the last), :meth:`end_step`; then :attr:`pieces` have their gradients. A collective:
-    every rank of the world makes one, at the same place.
+    gathers weights and reduce-scatters the sum of the gradients in each;
+    :meth:`prepare_last_backward` before the last), :meth:`end_step`; then :attr:`pieces` have their
+    gradients. A collective: every rank of the world makes one, at the same place.
 
-    Modules are cut block by block, so a block must be run by every rank of the line, or by none, in
-    each forward. A block that runs twice in a forward is right, but gathered and reduced twice:
-    more traffic than a cost can know.
+    With replicas (hybrid sharding, HSDP), the mesh has two dimensions: each rank adds up what its
+    shard's reduce-scatters give, and the last backward all-reduces that sum over the replicas,
+    block by block, while it computes the gradients of the next block. Both reductions are in
+    float32 then, because the sum over micro-batches is kept in their dtype.
+
+    Modules are cut block by block, so a block must be run by every rank of the line (with replicas:
+    of all lines), or by none, in each forward. A block that runs twice in a forward is right, but
+    gathered and reduced twice: more traffic than a cost can know.
 
     Frozen parameters are never reduced. In stage 2 every rank keeps them whole, as their weights
     would stay gathered anyway, so they are not sent at all after the start; in stage 3 they are
@@ -88,7 +98,8 @@ class FSDPSharding:
     Args:
         model: on the CPU or the rank's device; changed in place, one block at a time on the device.
             The first rank's values win.
-        low_dtype: in which weights are gathered and gradients summed; None: their own.
+        low_dtype: in which weights are gathered and, without replicas, gradients summed; None:
+            their own.
         reshard_after_forward: True: gathered weights are freed after forward and after backward,
             and gathered again (ZeRO stage 3). False: they stay until the last backward, or
             :meth:`end_step` (stage 2).
@@ -153,18 +164,20 @@ class FSDPSharding:
     ) -> list[FSDPModule]:
         """Hand the modules to FSDP, the innermost first. What a block shares with the rest of the
         model stays with the root."""
-        mesh = DeviceMesh.from_group(
-            _group(self.shards), self.shards.device.type, mesh_dim_names=("shard",)
-        )
         low = MixedPrecisionPolicy(
-            param_dtype=low_dtype, reduce_dtype=low_dtype, cast_forward_inputs=False
+            param_dtype=low_dtype,
+            reduce_dtype=reduce_dtype(low_dtype, self.copies.size),
+            cast_forward_inputs=False,
         )
         own = MixedPrecisionPolicy(cast_forward_inputs=False)
         norms: list[nn.Module] = [] if low_dtype is None else _batch_norms(self.model)
         given = [one for _, one in find_blocks(self.model)] if blocks is None else blocks
         wanted = [*norms, *(one for block in given for one in _callable(block) if one not in norms)]
         size = self.shards.size
-        arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not self.keeps_weights}
+        arguments: dict[str, Any] = {
+            "mesh": self._make_mesh(),
+            "reshard_after_forward": not self.keeps_weights,
+        }
         arguments["shard_placement_fn"] = lambda one: Shard(shard_dim(tuple(one.shape), size))
         arguments["offload_policy"] = (
             CPUOffloadPolicy(pin_memory=self.shards.device.type == "cuda")
@@ -186,10 +199,25 @@ class FSDPSharding:
         root.set_reshard_after_backward(not self.keeps_weights)
         self._frees_in_backward = not self.keeps_weights
         # Ranks may differ in which parameters a batch reaches; torch before 2.12 has no switch for
-        # it.
-        if hasattr(root, "set_reduce_scatter_unused_params"):
+        # it. There, a block that the last micro-batch does not reach takes no part in the last
+        # backward, so gradients are all-reduced over the replicas in every backward.
+        self._defers_all_reduce = hasattr(root, "set_reduce_scatter_unused_params")
+        if self._defers_all_reduce:
             root.set_reduce_scatter_unused_params(True)
         return found
+
+    def _make_mesh(self) -> DeviceMesh:
+        """The ranks of the line; with replicas, replicas × shards."""
+        device_type, shard_group = self.shards.device.type, _group(self.shards)
+        if self.copies.size == 1:
+            return DeviceMesh.from_group(shard_group, device_type, mesh_dim_names=("shard",))
+        ranks = torch.tensor(self.replicas.ranks).view(self.copies.size, self.shards.size)
+        return DeviceMesh.from_group(
+            [_group(self.copies), shard_group],
+            device_type,
+            mesh=ranks,
+            mesh_dim_names=("replicate", "shard"),
+        )
 
     def _piece(self, name: str, parameter: nn.Parameter) -> ShardedParam:
         if parameter in self._whole:
@@ -206,14 +234,17 @@ class FSDPSharding:
     # --------------------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
         self._set_frees_in_backward(not self.keeps_weights)
+        self._set_all_reduces(not self._defers_all_reduce)
         for piece in self.pieces:
             piece.parameter.grad = None
             piece.values.grad = None
 
-    def free_in_backward(self) -> None:
+    def prepare_last_backward(self) -> None:
         """Before the last forward of a step: its backward frees each block's weights when it is
-        done with them, so that they do not lie beside all of the gradients."""
+        done with them, so that they do not lie beside all of the gradients, and all-reduces each
+        block's gradients over the replicas."""
         self._set_frees_in_backward(True)
+        self._set_all_reduces(True)
 
     def note_gathered(self) -> None:
         """Note how much is gathered now, between a forward and its backward."""
@@ -229,16 +260,19 @@ class FSDPSharding:
             self.units[-1].set_reshard_after_backward(frees)
             self._frees_in_backward = frees
 
+    def _set_all_reduces(self, is_required: bool) -> None:
+        if self.copies.size > 1:
+            self.units[-1].set_requires_all_reduce(is_required)
+
     def end_step(self) -> None:
-        """Free weights that are gathered still and bring the gradients to their sum over all ranks.
-        Parameters that no batch reached have zeros."""
+        """Free weights that are gathered still and take over the gradients: their sum over all
+        ranks. Parameters that no batch reached have zeros."""
         self.reshard()
         for piece in self.pieces:
             gradient = piece.parameter.grad
             piece.values.grad = (
                 torch.zeros_like(piece.values) if gradient is None else local_tensor(gradient)
             )
-        _sum_packed([_gradient(piece) for piece in self.pieces if piece.cut], self.copies)
         _sum_packed([_gradient(piece) for piece in self.pieces if not piece.cut], self.replicas)
         self.replicas.broadcast(self.changing_buffers)
 

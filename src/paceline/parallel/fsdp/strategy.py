@@ -38,7 +38,7 @@ class FSDPStrategy(Strategy):
     weights of a block when forward or backward comes to it.
 
     With the axis ``data`` beside ``shard`` the shards are repeated, and their gradients all-reduced
-    once a step (hybrid sharding).
+    once a step, in the last backward (hybrid sharding).
     """
 
     name = "zero3"
@@ -76,7 +76,7 @@ class FSDPStrategy(Strategy):
         for number in range(num_micro_batches):
             last = number == num_micro_batches - 1
             if last:
-                self.sharding.free_in_backward()
+                self.sharding.prepare_last_backward()
             loss = micro_step(number, self.sharding.model)
             if last and not self.reshard_after_forward:
                 self.sharding.note_gathered()
@@ -129,7 +129,7 @@ class FSDPStrategy(Strategy):
         Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N; trained weights are gathered once
         a step in stage 2, and all weights in forward and backward of each micro-batch in stage 3
         (section 7.2). Over D replicas of the shards an all-reduce of a shard's gradients once a
-        step. Padding of each parameter's cut is counted."""
+        step, both reductions in float32. Padding of each parameter's cut is counted."""
         weights = whole = gathered = gradients = state = reduced = 0
         normed = batch_norm_names(shape)
         backward = _reached_by_backward(shape)
@@ -151,7 +151,8 @@ class FSDPStrategy(Strategy):
             if one.trainable:
                 gradients += cut * one.element_bytes
                 state += cut * shape.optimizer_bytes_per_element + step_count_bytes(config)
-                reduced += padded * each if one.shape else 0
+                low_bytes = each if axes.data == 1 else one.element_bytes
+                reduced += padded * low_bytes if one.shape else 0
         if not cls.reshard_after_forward:
             gathers = gathered
         scalars = sum(one.size_bytes for one in shape.trained if not one.shape)

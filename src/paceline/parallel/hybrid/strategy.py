@@ -1,4 +1,4 @@
-"""ParallelDims combined: pipeline stages, cut layers and shards or replicas, composed in one fixed order.
+"""Axes combined: pipeline stages, cut layers and shards or replicas, composed in one fixed order.
 
 The order: the pipeline deals the blocks to stages; tensor parallelism cuts the layers of a stage;
 what is left is sharded (`shard` > 1: FSDP over the axes data and shard) or replicated (gradients in
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, RunError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.language import config_numbers
@@ -124,7 +124,7 @@ class HybridStrategy(SummedInBuckets):
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         if self.sharding is not None:
             self.sharding.begin_step()
-            self._run_backward(micro_step, num_micro_batches, lambda: None)
+            self._run_sharded_backward(micro_step, num_micro_batches, self.sharding)
             self.sharding.end_step()
         else:
             assert self.buckets is not None
@@ -141,6 +141,31 @@ class HybridStrategy(SummedInBuckets):
             )
         if self.pipeline is not None:
             self.pipeline.sum_shared_gradients()
+
+    def _run_sharded_backward(
+        self, micro_step: MicroStep, num_micro_batches: int, sharding: Sharding
+    ) -> None:
+        if self.pipeline is None:
+            accumulate(micro_step, self.model, num_micro_batches, sharding.prepare_last_backward)
+            return
+        stages = self.pipeline.division.stages
+        remaining = {stage for name in self.trained for stage in stages[name]}
+        remaining &= set(self.pipeline.mine)
+
+        def before_backward(stage: int, is_last: bool) -> None:
+            if is_last:
+                remaining.discard(stage)
+            if not remaining:  # the last backward of the last stage that trains
+                sharding.prepare_last_backward()
+
+        self.pipeline.before_backward = before_backward
+        self.pipeline.backward(micro_step, num_micro_batches)
+        if remaining and sharding.copies.size > 1:
+            raise RunError(
+                "The last micro-batch of this step reaches no trained parameter of pipeline stage"
+                f" {min(remaining)}, so the replicas cannot sum that stage's gradients.",
+                fix="set `parallel.data: 1`, or train parameters that every batch reaches",
+            )
 
     def _run_backward(
         self, micro_step: MicroStep, num_micro_batches: int, before_last: Callable[[], None]
