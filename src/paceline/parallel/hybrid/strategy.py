@@ -143,7 +143,7 @@ class HybridStrategy(SummedInBuckets):
             self.pipeline.sum_shared_gradients()
 
     def _run_sharded_backward(
-        self, micro_step: MicroStep, num_micro_batches: int, sharding: Sharding
+        self, micro_step: MicroStep, num_micro_batches: int, sharding: FSDPSharding
     ) -> None:
         if self.pipeline is None:
             accumulate(micro_step, self.model, num_micro_batches, sharding.prepare_last_backward)
