@@ -93,7 +93,7 @@ def train(
         "parts": copied(strategy.state_shards()),
         "weights": {name: one.detach().clone() for name, one in model.named_parameters()},
         "state": strategy.memory_bytes(),
-        "cost": type(strategy).cost(shape, world.axes, Workload(), config),
+        "cost": type(strategy).estimate_cost(shape, world.axes, Workload(), config),
         "traffic": {name: size for name, size in traffic.items() if size},
         "figures": strategy.report_metrics(float(sum(traffic.values()))),
         "notices": strategy.notices,

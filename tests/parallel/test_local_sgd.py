@@ -137,7 +137,7 @@ def costs_of(world, local, mode="local_sgd"):
         before = world.traffic.total
         one_step(strategy, step)
         sent.append(world.traffic.total - before)
-    cost = type(strategy).cost(strategy.shape, world.axes, Workload(), strategy.config)
+    cost = type(strategy).estimate_cost(strategy.shape, world.axes, Workload(), strategy.config)
     period = strategy.traffic_period
     counts = 2 * 8  # the loss of each step, added up by the test
     return (

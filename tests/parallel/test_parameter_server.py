@@ -106,7 +106,7 @@ def train(
         "norms": norms,
         "parts": parts,
         "state": strategy.memory_bytes(),
-        "cost": type(strategy).cost(shape, world.axes, Workload(), config).state,
+        "cost": type(strategy).estimate_cost(shape, world.axes, Workload(), config).state,
         "serves": not strategy.has_data,
         "table_elements": sum(
             one.numel()

@@ -129,7 +129,9 @@ def test_a_state_goes_through_all_strategies(alone, two):
 
 def test_state_and_traffic_are_what_the_cost_says(two, four):
     results = [[one["held"][number] for one in two] for number in range(len(two[0]["held"]))]
-    results += [[one[key] for one in four] for key in ("zero2", "zero3", "zero3 bf16", "zero3 wide")]
+    results += [
+        [one[key] for one in four] for key in ("zero2", "zero3", "zero3 bf16", "zero3 wide")
+    ]
     for ranks in results:
         cost = ranks[0]["cost"]
         assert max(one["state"] for one in ranks) == pytest.approx(cost.state, rel=0.02)

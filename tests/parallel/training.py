@@ -172,7 +172,9 @@ def train(
         "state_after_evaluation": strategy.memory_bytes(),
         "logits": looked,
         "cost": (
-            type(strategy).cost(shape, world.axes, Workload(micro_batches=micro_batches), config)
+            type(strategy).estimate_cost(
+                shape, world.axes, Workload(micro_batches=micro_batches), config
+            )
         ),
         "traffic": {name: size for name, size in traffic.items() if size},
     }

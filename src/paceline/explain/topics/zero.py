@@ -93,7 +93,7 @@ def _measure(world: Communicator, mode: str) -> dict[str, Any]:
     meshed = Communicator(world.env, world.device, axes, world.group, world.ranks, world.waits)
     made = strategy_class(mode)
     model = training.make_model()
-    cost = made.cost(
+    cost = made.estimate_cost(
         outline(model, config), axes, Workload(micro_batches=1, positions=training.ROWS), config
     )
     strategy = made(config, meshed)
