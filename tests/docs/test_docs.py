@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import _VERBS
+from paceline.cli import ALIASES, VERBS
 from paceline.config.load import load_config
 from paceline.config.overrides import split_cli
 
@@ -57,7 +57,7 @@ def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for words in commands(page):
         assert words, f"a bare `paceline` in {page.name}"
-        assert words[0] in _VERBS, f"paceline {' '.join(words)}"
+        assert words[0] in {*VERBS, *ALIASES}, f"paceline {' '.join(words)}"
         if words[0] in ("sft", "train"):
             # the reader's file
             own = [one for one in words[1:] if one.endswith(".yaml") and not (ROOT / one).exists()]
@@ -89,7 +89,7 @@ def test_configs_load(page: Path, tmp_path: Path) -> None:
 def test_the_architecture_page_names_every_verb() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     listing = text[text.index("**Verbs.**") :].split("A config is", 1)[0]
-    assert set(re.findall(r"`(\w+)`", listing)) == set(_VERBS)
+    assert set(re.findall(r"`(\w+)`", listing)) == {*VERBS, *ALIASES}
 
 
 def test_python_blocks_compile() -> None:

@@ -1,4 +1,4 @@
-"""``paceline ui``: bind, say where, serve until Ctrl-C."""
+"""`paceline ui`: see and start runs in a browser."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import secrets
 import sys
 import threading
 import webbrowser
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.commands.options import AnyPath, OptionParser, Text, WholeNumber
 from paceline.core.errors import EXIT_DONE, ConfigError
 from paceline.web.binding import PORT, bind, is_loopback, shown_host
 from paceline.web.files import shown
@@ -23,47 +25,63 @@ if TYPE_CHECKING:
 DEFAULT_FOLDER = Path("output")
 
 
-def serve(
-    folder: Path | None,
-    port: int = PORT,
-    host: str = "127.0.0.1",
-    browser: bool = True,
-    as_json: bool = False,
-) -> int:
-    """Serve the runs below ``folder`` (``./output`` by default, made where it is not there) until
-    Ctrl-C.
+def add_arguments(parser: OptionParser) -> None:
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=AnyPath("a folder below which runs are, or will be"),
+        metavar="FOLDER",
+        help="default: ./output, which is created",
+    )
+    parser.add_argument(
+        "--port",
+        type=WholeNumber(0, 65535, "0 (any that is free) to 65535"),
+        default=PORT,
+        metavar="P",
+        help="port, or the next one that is free",
+    )
+    parser.add_argument(
+        "--host",
+        type=Text("an address of this machine"),
+        default="127.0.0.1",
+        metavar="H",
+        help="address to listen at",
+    )
+    parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
+    parser.example = "paceline ui output --port 8080"
+
+
+def run(args: Namespace) -> int:
+    """Serve the runs below the folder until Ctrl-C.
 
     Raises:
-        ConfigError: there is no such folder, or ``host`` is no address of this machine.
+        ConfigError: there is no such folder, or ``--host`` is not an address of this machine.
         RunError: no port is free.
     """
-    place = _folder(folder)
-    bound = bind(host, port)
-    own, token, place_text = (
-        bound.getsockname()[1],
-        secrets.token_urlsafe(24),
-        shown(os.path.realpath(place)),
-    )
-    url = f"http://{shown_host(host)}:{own}/?token={token}"
-    if own != port and port != 0:
-        _say(f"port {port} is in use; this is {own}.")
-    if not is_loopback(host):
-        _say(
-            f"warning: bound to {host}: everyone in this network who has the link can see the runs"
-            f" of {place_text}, start and stop them. The link holds the token, and nothing is"
+    folder = _existing_folder(args.folder)
+    listener = bind(args.host, args.port)
+    port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
+    folder_text = shown(os.path.realpath(folder))
+    url = f"http://{shown_host(args.host)}:{port}/?token={token}"
+    if args.port not in (0, port):
+        _print_notice(f"port {args.port} is in use; this is {port}.")
+    if not is_loopback(args.host):
+        _print_notice(
+            f"warning: bound to {args.host}: everyone in this network who has the link can see the"
+            f" runs of {folder_text}, start and stop them. The link holds the token, and nothing is"
             " encrypted: who listens in the network reads it. To keep the panel to this machine:"
             " leave out --host."
         )
-    if as_json:
-        print(json.dumps({"url": url, "token": token, "folder": place_text}), flush=True)
+    if args.json:
+        print(json.dumps({"url": url, "token": token, "folder": folder_text}), flush=True)
     else:
-        print(f"The panel for {place_text}: {url}", flush=True)
+        print(f"The panel for {folder_text}: {url}", flush=True)
         print("Ctrl-C ends it; runs go on.", flush=True)
-    if browser and not as_json:
+    if not args.no_browser and not args.json:
         _open(url)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn passes the signal on once it has ended
-        _server(place, own, host, token).run(sockets=[bound])
-    _say("the panel has ended; runs go on.")
+        _server(folder, port, args.host, token).run(sockets=[listener])
+    _print_notice("the panel has ended; runs go on.")
     return EXIT_DONE
 
 
@@ -74,17 +92,17 @@ def _server(folder: Path, port: int, host: str, token: str) -> PanelServer:
     from paceline.web.server import PanelServer
     from paceline.web.state import AppState
 
-    found = PanelServer(AppState(folder, port, host, token))
+    server = PanelServer(AppState(folder, port, host, token))
     gc.freeze()
     gc.enable()
-    return found
+    return server
 
 
-def _folder(given: Path | None) -> Path:
-    folder = given if given is not None else DEFAULT_FOLDER
+def _existing_folder(requested: Path | None) -> Path:
+    folder = requested if requested is not None else DEFAULT_FOLDER
     if folder.is_dir():
         return folder
-    if given is not None:
+    if requested is not None:
         what = "is no folder" if folder.exists() else "is not there"
         raise ConfigError(
             f"`{folder}` {what}",
@@ -92,7 +110,7 @@ def _folder(given: Path | None) -> Path:
             fix=f"mkdir -p {folder}",
         )
     folder.mkdir()
-    _say(f"made the folder {folder}: runs that are started from the panel go there.")
+    _print_notice(f"made the folder {folder}: runs that are started from the panel go there.")
     return folder
 
 
@@ -104,11 +122,11 @@ def _open(url: str) -> None:
     if screen:
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
     else:
-        _say(
+        _print_notice(
             "there is no screen here: open the link in a browser (from another machine through `ssh"
             " -L`, with the same port)."
         )
 
 
-def _say(text: str) -> None:
+def _print_notice(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -44,18 +44,6 @@ def bind(host: str, port: int) -> socket.socket:
     )
 
 
-def check_port(text: str) -> int:
-    """``--port``.
-
-    Raises:
-        ValueError: it is no port.
-    """
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"`--port {text}` is no port", allowed="0 (any that is free) to 65535")
-    return port
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server bound to ``host``."""
     try:

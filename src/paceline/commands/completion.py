@@ -1,0 +1,132 @@
+"""`paceline completion`: a completion script for a shell, generated from the parser.
+
+The script completes verbs, options and the words that an option accepts; elsewhere it completes
+file names.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+
+from paceline.commands.options import Choice, CommaList, OptionParser
+from paceline.core.errors import EXIT_DONE
+
+
+def add_arguments(parser: OptionParser) -> None:
+    parser.add_argument("shell", type=Choice(tuple(_SCRIPTS)), metavar="SHELL", help="shell")
+    parser.example = 'eval "$(paceline completion bash)"   # in ~/.bashrc'
+
+
+def run(args: Namespace) -> int:
+    """Print the script."""
+    script = _SCRIPTS[args.shell](args.build_parser())
+    print(json.dumps({"shell": args.shell, "script": script}) if args.json else script, end="")
+    return EXIT_DONE
+
+
+def _commands(parser: OptionParser, path: str = "") -> Iterator[tuple[str, OptionParser]]:
+    """Every command below ``parser``, by its path such as ``data count``."""
+    for name, command in parser.commands.items():
+        yield f"{path}{name}", command
+        yield from _commands(command, f"{path}{name} ")
+
+
+def _words(command: OptionParser) -> list[str]:
+    """What may follow a command: the commands below it, choices of its arguments, its options."""
+    arguments = [word for action in command.positionals for word in _choices(action.type)]
+    return [*command.commands, *arguments, *command.options]
+
+
+def _choices(argument_type: object) -> tuple[str, ...]:
+    reader = getattr(argument_type, "reader", None)
+    if isinstance(reader, CommaList):
+        reader = reader.element
+    return reader.values if isinstance(reader, Choice) else ()
+
+
+def _value_cases(command: OptionParser) -> dict[str, tuple[str, ...]]:
+    """The options of a command that take a value, with the words that they accept (empty: a file
+    name or anything)."""
+    return {
+        name: _choices(action.type)
+        for name, action in command.options.items()
+        if action.nargs != 0
+    }
+
+
+def _case_table(parser: OptionParser) -> str:
+    """Lines of a `case` statement over the command and the previous word, which set `words`."""
+    lines = []
+    for path, command in _commands(parser):
+        for option, choices in _value_cases(command).items():
+            lines.append(f"    {shlex.quote(f'{path}:{option}')}) words='{' '.join(choices)}' ;;")
+        lines.append(f"    {shlex.quote(f'{path}:')}*) words='{' '.join(_words(command))}' ;;")
+    lines.append(f"    *) words='{' '.join([*parser.commands, '--help', '--version'])}' ;;")
+    return "\n".join(lines)
+
+
+def _bash(parser: OptionParser) -> str:
+    nested = " | ".join(f"'{path}'" for path, command in _commands(parser) if command.commands)
+    return f"""\
+# bash completion for paceline
+_paceline() {{
+  local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words
+  local command=''
+  (( COMP_CWORD > 1 )) && command="${{COMP_WORDS[1]}}"
+  case "$command" in
+    {nested}) (( COMP_CWORD > 2 )) && command="$command ${{COMP_WORDS[2]}}" ;;
+  esac
+  case "$command:$previous" in
+{_case_table(parser)}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -F _paceline paceline
+"""
+
+
+def _zsh(parser: OptionParser) -> str:
+    nested = " | ".join(f"'{path}'" for path, command in _commands(parser) if command.commands)
+    return f"""\
+#compdef paceline
+_paceline() {{
+  local previous="${{words[CURRENT-1]}}" command=''
+  local -a line=("${{words[@]}}")
+  (( CURRENT > 2 )) && command="${{line[2]}}"
+  case "$command" in
+    {nested}) (( CURRENT > 3 )) && command="$command ${{line[3]}}" ;;
+  esac
+  local words=''
+  case "$command:$previous" in
+{_case_table(parser)}
+  esac
+  compadd -- ${{=words}}
+  _files
+}}
+compdef _paceline paceline
+"""
+
+
+def _fish(parser: OptionParser) -> str:
+    lines = ["# fish completion for paceline"]
+    for name in parser.commands:
+        lines.append(f"complete -c paceline -n __fish_use_subcommand -f -a {name}")
+    for path, command in _commands(parser):
+        condition = " && ".join(f"__fish_seen_subcommand_from {name}" for name in path.split())
+        prefix = f"complete -c paceline -n '{condition}'"
+        arguments = [word for word in _words(command) if not word.startswith("-")]
+        if arguments:
+            lines.append(f"{prefix} -a '{' '.join(arguments)}'")
+        for name, choices in _value_cases(command).items():
+            values = f" -x -a '{' '.join(choices)}'" if choices else " -r"
+            lines.append(f"{prefix} -l {name.removeprefix('--')}{values}")
+        for name, action in command.options.items():
+            if action.nargs == 0:
+                lines.append(f"{prefix} -l {name.removeprefix('--')}")
+    return "\n".join(lines) + "\n"
+
+
+_SCRIPTS: dict[str, Callable[[OptionParser], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}

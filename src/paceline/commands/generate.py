@@ -1,0 +1,70 @@
+"""`paceline generate`: answer a question with the model of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from argparse import Namespace
+
+from paceline.commands.options import AnyPath, Number, OptionParser, Text, WholeNumber
+from paceline.core.errors import EXIT_DONE, ConfigError
+
+_SAMPLING = ("max_new_tokens", "temperature", "system", "seed")
+
+
+def add_arguments(parser: OptionParser) -> None:
+    parser.add_argument("run_dir", type=AnyPath("its output_dir"), metavar="RUN", help="run")
+    parser.add_argument(
+        "question", nargs="?", type=Text(), metavar="QUESTION", help="question; not with --serve"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=WholeNumber(), metavar="N", help="length of the answer; default: 128"
+    )
+    parser.add_argument(
+        "--temperature", type=Number(), metavar="T", help="0, the default: the most likely token each time"
+    )
+    parser.add_argument("--system", type=Text(), metavar="TEXT", help="system message")
+    parser.add_argument("--seed", type=WholeNumber(), metavar="N", help="seed of the sampling; default: 0")
+    parser.add_argument(
+        "--serve", action="store_true", help="answer requests on standard input, one JSON a line"
+    )
+    parser.add_argument(
+        "--device", type=Text("auto or cpu"), metavar="NAME", help="device, with --serve; default: auto"
+    )
+    parser.example = 'paceline generate output/demo "What is a tuple?" --max-new-tokens 100'
+
+
+def run(args: Namespace) -> int:
+    """Print the answer."""
+    _check_combination(args)
+    if args.serve:
+        from paceline.inference.chat_server import serve
+
+        return serve(args.run_dir, args.device or "auto")
+    from paceline.inference.generate import generate
+
+    settings = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    # What libraries print while they are imported is not part of the answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        answer = generate(args.run_dir, args.question, **settings)
+    result = {"question": args.question, "answer": answer}
+    print(json.dumps(result, ensure_ascii=False) if args.json else answer)
+    return EXIT_DONE
+
+
+def _check_combination(args: Namespace) -> None:
+    if args.serve:
+        excluded = [name for name in ("question", *_SAMPLING) if getattr(args, name) is not None]
+    else:
+        excluded = ["device"] if args.device is not None else []
+        if args.question is None:
+            raise ConfigError(
+                "`paceline generate` needs a question",
+                allowed="paceline generate RUN QUESTION",
+                fix="write the question in quotation marks after the run",
+            )
+    if excluded:
+        name = "QUESTION" if excluded[0] == "question" else f"--{excluded[0].replace('_', '-')}"
+        state = "with" if args.serve else "without"
+        raise ConfigError(f"`{name}` is not supported {state} `--serve`", fix="leave it out")

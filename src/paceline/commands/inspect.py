@@ -1,0 +1,54 @@
+"""`paceline inspect`: what a checkpoint holds, and its digest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+from paceline.commands.options import OptionParser, Text
+from paceline.core.errors import EXIT_DONE
+
+
+def add_arguments(parser: OptionParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        type=Text("a checkpoint, the folder of a run, or a URL"),
+        metavar="CHECKPOINT",
+        help="checkpoint",
+    )
+    parser.example = "paceline inspect output/demo"
+
+
+def run(args: Namespace) -> int:
+    """Print step, digest and tensors of the checkpoint."""
+    from paceline.checkpoint import store
+    from paceline.checkpoint.remote import fetch_checkpoint, is_url
+
+    url = args.checkpoint if is_url(args.checkpoint) else None
+    with tempfile.TemporaryDirectory() if url else contextlib.nullcontext() as folder:
+        path = (
+            fetch_checkpoint(url, Path(folder), _warn, "CHECKPOINT")
+            if url and folder
+            else store.find(Path(args.checkpoint), _warn)
+        )
+        contents = store.inspect(path)
+    if args.json:
+        print(json.dumps(contents, indent=2))
+        return EXIT_DONE
+    print(url or path)
+    print(
+        f"step {contents['step']}, written by {contents['strategy']} on"
+        f" {contents['world_size']} ranks"
+    )
+    print(f"digest        {contents['digest']}\nmodel_digest  {contents['model_digest']}")
+    for name, tensor in contents["tensors"].items():
+        print(f"  {tensor['sha256'][:12]}  {tensor['dtype']:<5} {tensor['shape']!s:<16} {name}")
+    return EXIT_DONE
+
+
+def _warn(text: str) -> None:
+    print(f"warning: passed over: {text}", file=sys.stderr)

@@ -1,0 +1,398 @@
+"""The parser of the verbs, and what their options share: argument types, the config and its
+overrides."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.core.errors import ConfigError, nearest
+
+_CONFIG_USAGE = "[CONFIG.yaml] [key=value ...]"
+_CONFIG_HELP = (
+    "Overrides of the config follow as key=value, --key value or --key=value, with dotted names for"
+    " nested keys.\nKeys: docs/config.md."
+)
+
+
+class InvalidValue(Exception):
+    """A value that an option does not accept; the parser adds the option and the value.
+
+    Args:
+        reason: the rest of the sentence that begins with the option and its value.
+    """
+
+    def __init__(self, reason: str, *, allowed: str | None = None, fix: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.allowed = allowed
+        self.fix = fix
+
+
+class ArgumentType(Protocol):
+    """Reads the text of an option. ``allowed``: what it accepts, for the help."""
+
+    @property
+    def allowed(self) -> str: ...
+
+    def __call__(self, text: str) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Text:
+    """Any text; the empty one only if ``may_be_empty``."""
+
+    allowed: str = "text"
+    may_be_empty: bool = True
+
+    def __call__(self, text: str) -> str:
+        if not text and not self.may_be_empty:
+            raise InvalidValue("is empty", allowed=self.allowed)
+        return text
+
+
+@dataclass(frozen=True)
+class WholeNumber:
+    """An integer of a range; ``maximum`` None: without an upper limit. ``range_text``: how the help
+    describes the range, if not by its ends."""
+
+    minimum: int | None = None
+    maximum: int | None = None
+    range_text: str | None = None
+
+    @property
+    def allowed(self) -> str:
+        if self.range_text is not None:
+            return self.range_text
+        if self.minimum is None:
+            return "a whole number"
+        if self.maximum is None:
+            return f"{self.minimum} or more"
+        return f"{self.minimum:,} to {self.maximum:,}"
+
+    def __call__(self, text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError as error:
+            allowed = None if self.minimum is None else self.allowed
+            raise InvalidValue("is not a whole number", allowed=allowed) from error
+        too_low = self.minimum is not None and number < self.minimum
+        if too_low or (self.maximum is not None and number > self.maximum):
+            raise InvalidValue("is out of range", allowed=self.allowed)
+        return number
+
+
+@dataclass(frozen=True)
+class Number:
+    """A floating-point number."""
+
+    allowed: str = "a number"
+
+    def __call__(self, text: str) -> float:
+        try:
+            return float(text)
+        except ValueError as error:
+            raise InvalidValue("is not a number") from error
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few words."""
+
+    values: tuple[str, ...]
+
+    @property
+    def allowed(self) -> str:
+        return ", ".join(self.values)
+
+    def __call__(self, text: str) -> str:
+        if text not in self.values:
+            suggestion = nearest(text, self.values) or self.values[0]
+            raise InvalidValue(
+                "is not known", allowed=self.allowed, fix=f"did you mean `{suggestion}`?"
+            )
+        return text
+
+
+@dataclass(frozen=True)
+class CommaList:
+    """Values of one type, separated by commas, each once and in the order given."""
+
+    element: ArgumentType
+
+    @property
+    def allowed(self) -> str:
+        return f"{self.element.allowed}; several with commas"
+
+    def __call__(self, text: str) -> tuple[Any, ...]:
+        values = [self.element(part.strip()) for part in text.split(",") if part.strip()]
+        if not values:
+            raise InvalidValue("is an empty list", allowed=self.allowed)
+        return tuple(dict.fromkeys(values))
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file that will be written. ``kind``: such as ``an HTML file``."""
+
+    kind: str = "a file"
+
+    @property
+    def allowed(self) -> str:
+        return f"{self.kind} in a folder that exists"
+
+    def __call__(self, text: str) -> Path:
+        path = Path(text).expanduser()
+        folder = path.absolute().parent
+        if not text or path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise InvalidValue("cannot be written", allowed=self.allowed, fix=f"name {self.kind}")
+        return path
+
+
+@dataclass(frozen=True)
+class ExistingFolder:
+    """A folder that exists."""
+
+    allowed: str = "a folder"
+
+    def __call__(self, text: str) -> Path:
+        path = Path(text)
+        if not path.is_dir():
+            raise InvalidValue("is not a folder", fix="give a folder, such as `.`")
+        return path
+
+
+@dataclass(frozen=True)
+class AnyPath:
+    """A path of which the command itself checks the rest."""
+
+    allowed: str = "a path"
+
+    def __call__(self, text: str) -> Path:
+        return Path(text)
+
+
+class OptionParser(argparse.ArgumentParser):
+    """An :class:`argparse.ArgumentParser` that raises ConfigError.
+
+    It accepts ``--world_size`` for ``--world-size`` but no abbreviations, and writes what an option
+    accepts and its default into the help.
+    """
+
+    #: Shown at the end of the help.
+    example: str | None = None
+
+    def __init__(
+        self,
+        prog: str,
+        description: str | None = None,
+        **settings: Any,
+    ) -> None:
+        #: The parsers of the commands below this one, by name; an alias has its own entry.
+        self.commands: dict[str, OptionParser] = {}
+        #: Every option by its longest name, such as ``--world-size``.
+        self.options: dict[str, argparse.Action] = {}
+        self.positionals: list[argparse.Action] = []
+        #: Which words a command takes beside its own options, see :func:`add_config`.
+        self.takes_config = False
+        self.takes_only_known_keys = False
+        self._command_list: Any = None
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=partial(
+                argparse.RawDescriptionHelpFormatter, max_help_position=30
+            ),
+            allow_abbrev=False,
+            exit_on_error=False,
+            **settings,
+        )
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        """As argparse's; an error of ``type`` names the option and the value."""
+        reader = settings.get("type")
+        if reader is not None:
+            is_option = names[0].startswith("-")
+            settings["type"] = _NamedType(names[0] if is_option else settings["metavar"], reader)
+            settings["help"] = _described(settings, reader.allowed)
+        action = super().add_argument(*names, **settings)
+        if action.option_strings:
+            self.options[action.option_strings[-1]] = action
+        else:
+            self.positionals.append(action)
+        return action
+
+    def add_command(self, name: str, summary: str, aliases: Sequence[str] = ()) -> OptionParser:
+        """Add a command below this one, such as `count` below `data`."""
+        if self._command_list is None:
+            self._command_list = self.add_subparsers(
+                title="commands", metavar="COMMAND", parser_class=OptionParser
+            )
+        command: OptionParser = self._command_list.add_parser(
+            name,
+            aliases=aliases,
+            help=summary,
+            prog=f"{self.prog} {name}",
+            description=f"{summary[0].upper()}{summary[1:]}.",
+        )
+        self.commands.update(dict.fromkeys([name, *aliases], command))
+        return command
+
+    def resolve(self, tokens: Sequence[str]) -> tuple[OptionParser, list[str]]:
+        """The parser of the command that ``tokens`` name, and the tokens that are left for it.
+
+        Raises:
+            ConfigError: there is no such command.
+        """
+        name = next((token for token in tokens if not token.startswith("-")), None)
+        if not self.commands or (name is None and {"-h", "--help"} & set(tokens)):
+            return self, list(tokens)
+        if name not in self.commands:
+            suggestion = nearest(name or "", self.commands)
+            raise ConfigError(
+                f"`{self.prog} {name}` is not a command" if name else f"`{self.prog}` needs a command",
+                allowed=", ".join(self.commands),
+                fix=f"type `{self.prog} {suggestion or '--help'}`",
+            )
+        rest = list(tokens)
+        rest.remove(name)
+        return self.commands[name].resolve(rest)
+
+    def parse(self, tokens: Sequence[str]) -> argparse.Namespace:
+        """Parse the options of a command. What is left for the config is in ``config_tokens``.
+
+        Raises:
+            ConfigError: an option or an argument is unknown, missing or wrong.
+        """
+        self._tokens = list(tokens)
+        read = self.parse_known_intermixed_args if self.positionals else self.parse_known_args
+        try:
+            args, rest = read([self._with_dashes(token) for token in tokens])
+        except argparse.ArgumentError as error:
+            if error.argument_name is None:
+                self.error(error.message)
+            name = str(error.argument_name).rpartition("/")[2]
+            reason = "needs a value" if "expected" in error.message else "takes no value"
+            raise ConfigError(
+                f"`{name}` {reason}", fix=f"see `{self.prog} --help`"
+            ) from error
+        self._check_unknown(rest)
+        args.config_tokens = rest
+        return args
+
+    def error(self, message: str) -> Any:
+        """Raise ConfigError for arguments that are missing."""
+        raise ConfigError(
+            f"`{self.prog}` was given {' '.join(self._tokens) or 'nothing'}",
+            allowed=self.usage_line(),
+            fix=f"see `{self.prog} --help`",
+        )
+
+    def usage_line(self) -> str:
+        """The command with its arguments."""
+        names = [_CONFIG_USAGE] if self.takes_config else []
+        names += [str(action.metavar) for action in self.positionals if action.metavar]
+        return " ".join([self.prog, *names])
+
+    def format_help(self) -> str:
+        if self.usage is None and not self.commands:
+            self.usage = f"{self.usage_line()} [options]"
+        notes = [_CONFIG_HELP] if self.takes_config else []
+        notes += [f"example:\n  {self.example}"] if self.example else []
+        self.epilog = "\n\n".join(notes) or self.epilog
+        return super().format_help()
+
+    def _with_dashes(self, token: str) -> str:
+        name, equals, value = token.partition("=")
+        dashed = name.replace("_", "-")
+        return f"{dashed}{equals}{value}" if dashed in self.options else token
+
+    def _check_unknown(self, tokens: Sequence[str]) -> None:
+        """Raise ConfigError for a token that is meant as an option but is none."""
+        names = [name.removeprefix("--") for name in self.options]
+        for token in tokens:
+            key = token[2:].partition("=")[0]
+            if not token.startswith("--") or (self.takes_config and _is_config_key(key)):
+                continue
+            loose = self.takes_config and not self.takes_only_known_keys
+            suggestion = nearest(key.replace("_", "-"), names, cutoff=0.8 if loose else 0.6)
+            if suggestion or not loose:
+                raise ConfigError(
+                    f"`{self.prog}` has no option `--{key}`",
+                    allowed=None if loose else ", ".join(sorted(self.options)),
+                    fix=f"did you mean `--{suggestion}`?" if suggestion else "leave it out",
+                )
+        if tokens and not self.takes_config:
+            self.error("")
+
+
+class _NamedType:
+    """An argument type whose errors name the option and the value."""
+
+    def __init__(self, name: str, reader: ArgumentType) -> None:
+        self.name = name
+        self.reader = reader
+
+    def __call__(self, text: str) -> Any:
+        try:
+            return self.reader(text)
+        except InvalidValue as error:
+            raise ConfigError(
+                f"`{self.name} {text}` {error.reason}", allowed=error.allowed, fix=error.fix
+            ) from error
+
+
+def _described(settings: dict[str, Any], allowed: str) -> str:
+    default = settings.get("default")
+    suffix = "" if default is None else "; default: %(default)s"
+    return f"{settings.get('help', '')} [{allowed.replace('%', '%%')}{suffix}]"
+
+
+def _is_config_key(key: str) -> bool:
+    from paceline.config.compat.keys import alias_of
+    from paceline.config.fields import KEYS
+
+    key = key.replace("-", "_")
+    return (
+        key == "config"
+        or "." in key
+        or key in KEYS
+        or f"train_args.{key}" in KEYS
+        or alias_of("", key) is not None
+    )
+
+
+def add_common(parser: OptionParser) -> None:
+    """Options of every command."""
+    parser.add_argument("--json", action="store_true", help="print the result alone, as JSON")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def add_config(parser: OptionParser, *, only_known_keys: bool = False) -> None:
+    """Accept a config file and overrides. ``only_known_keys``: refuse any other `--name` here
+    instead of when the config is loaded."""
+    parser.takes_config = True
+    parser.takes_only_known_keys = only_known_keys
+
+
+def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
+    """The config file, if one is named, and the overrides.
+
+    Raises:
+        ConfigError: see :func:`paceline.config.overrides.split_cli`.
+    """
+    from paceline.config.overrides import split_cli
+
+    return split_cli(args.config_tokens)
+
+
+def print_notices(notices: Iterable[tuple[str, str]]) -> None:
+    """Print notices (level, text) to standard error."""
+    for level, text in notices:
+        print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)

@@ -1,0 +1,57 @@
+"""`paceline plan`: estimate memory, traffic and time of each parallel mode."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+from paceline.commands.options import (
+    OptionParser,
+    Text,
+    WholeNumber,
+    add_config,
+    config_and_overrides,
+    print_notices,
+)
+from paceline.core.errors import EXIT_DONE
+
+
+def add_arguments(parser: OptionParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "--world-size",
+        type=WholeNumber(),
+        metavar="N",
+        help="number of ranks; default: the devices of this machine",
+    )
+    parser.add_argument(
+        "--device-memory",
+        type=Text("a size, such as 80GB or 24GiB"),
+        metavar="SIZE",
+        help="memory of a device; default: what the devices of this machine have",
+    )
+    parser.add_argument(
+        "--device",
+        type=Text("a name of the device table, such as H100"),
+        metavar="NAME",
+        help="device that need not be here",
+    )
+    parser.example = "paceline plan examples/demo.yaml --world-size 8 --device-memory 80GB"
+
+
+def run(args: Namespace) -> int:
+    """Print the plan."""
+    from paceline.config.load import load_config
+    from paceline.models.positions import fit_length
+    from paceline.planner.api import make_plan
+
+    loaded = fit_length(load_config(*config_and_overrides(args)))
+    print_notices(loaded.notices)
+    plan = make_plan(loaded.config, args.world_size, args.device_memory, args.device)
+    if args.json:
+        print(json.dumps(plan.as_dict(), indent=2))
+    else:
+        from paceline.planner.table import show
+
+        show(plan)
+    return EXIT_DONE

@@ -1,0 +1,54 @@
+"""`paceline sft` (or `train`): train what a config says."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from argparse import Namespace
+
+from paceline.commands.options import OptionParser, add_config, config_and_overrides
+
+
+def add_arguments(parser: OptionParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the config with all defaults, and stop"
+    )
+    parser.add_argument(
+        "--allow-config-change",
+        action="store_true",
+        help="resume although the config has changed",
+    )
+    parser.example = "paceline sft model=builtin:qwen2-tiny dataset=builtin:python-docs"
+
+
+def run(args: Namespace) -> int:
+    """Train; the report is printed with `--json`."""
+    from paceline.api import Options
+    from paceline.api import run as train
+    from paceline.config.load import load_config, to_yaml
+
+    started_at = _process_start_time()
+    loaded = load_config(*config_and_overrides(args))
+    options = Options(args.dry_run, args.debug, args.allow_config_change)
+    result = train(loaded, options, started_at)
+    if options.dry_run:
+        text = json.dumps(result.resolved, indent=2) if args.json else to_yaml(loaded.config)
+        print(text, end="")
+    elif args.json:
+        print(json.dumps(result.report, indent=2))
+    return result.exit_code
+
+
+def _process_start_time() -> float:
+    """The time at which this process started, in seconds since the epoch: the time to the first
+    step includes the start of Python."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        with open("/proc/uptime") as file:
+            uptime_s = float(file.read().split()[0])
+        return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return time.time()

@@ -1,0 +1,100 @@
+"""The command line: help, errors, and what is left to the config."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import _LEGACY, VERBS, build_parser, main
+from paceline.config.load import load_config
+from paceline.config.overrides import split_cli
+from paceline.core.errors import ConfigError
+
+_HEAVY = ("torch", "transformers", "datasets", "ray", "numpy", "fastapi")
+
+
+@pytest.mark.parametrize("verb", ["", *(verb for verb in VERBS if verb not in _LEGACY)])
+def test_help_imports_nothing_heavy(verb: str) -> None:
+    code = (
+        "import sys, time; started = time.process_time()\n"
+        "from paceline.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        f"print(sorted(set({_HEAVY}) & set(sys.modules)), file=sys.stderr)\n"
+        "print(time.process_time() - started, file=sys.stderr)"
+    )
+    words = [verb, "--help"] if verb else ["--help"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
+    modules, seconds = done.stderr.splitlines()
+    assert modules == "[]"
+    assert float(seconds) < 0.5
+    assert done.stdout.startswith(f"usage: paceline {verb}".rstrip())
+    assert "example:" in done.stdout
+
+
+def parse(*tokens: str) -> object:
+    command, rest = build_parser(tokens).resolve(tokens)
+    return command.parse(rest)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["plann"], "`paceline plann` is not a command"),
+        (["plan", "--world-size", "two"], "`--world-size two` is not a whole number"),
+        (["plan", "--world-size"], "`--world-size` needs a value"),
+        (["plan", "--json=1"], "`--json` takes no value"),
+        (["plan", "--world-siz", "2"], "did you mean `--world-size`?"),
+        (["watch"], "`paceline watch` was given nothing. Allowed: paceline watch RUN"),
+        (["watch", "a", "b"], "`paceline watch` was given a b"),
+        (["watch", "a", "--onc"], "did you mean `--once`?"),
+        (["generate", "a"], "needs a question"),
+        (["generate", "a", "--serve", "--seed", "1"], "`--seed` is not supported with `--serve`"),
+        (["ui", "--port", "70000"], "to 65535"),
+    ],
+)
+def test_wrong_usage(
+    tokens: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(tokens) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_options_and_arguments_mix_and_underscores_are_dashes() -> None:
+    args = parse("generate", "a", "--max_new_tokens=5", "Why?", "--temperature", "-0.5", "--json")
+    expected = {
+        "run_dir": Path("a"), "question": "Why?", "max_new_tokens": 5, "temperature": -0.5, "json": True, "serve": False,
+    }  # fmt: skip
+    assert expected.items() <= vars(args).items()
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ["lora.rank=4", "--learning_rate", "-1e-4", "--max_steps=3"],
+        ["--lora_target", "q_proj", "v_proj", "--bf16", "x=--json y"],
+        ["--warmup-steps", "0", "--adam_beta1", ".9", "model=a b"],
+        ["-x", "--", "--max_steps"],
+    ],
+)
+def test_overrides_are_handed_over_as_they_are(tokens: list[str]) -> None:
+    args = parse("plan", "--world-size", "2", "--json", *tokens)
+    assert vars(args)["config_tokens"] == tokens
+    assert vars(args)["world_size"] == 2
+
+
+@pytest.mark.parametrize("tokens", [["-x"], ["--"], ["--max_steps"], ["three"], ["--x", "-y=1"]])
+def test_errors_of_overrides_are_those_of_the_config(
+    tokens: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(*split_cli(tokens))
+    assert main(["plan", *tokens]) == 2
+    assert capsys.readouterr().err == f"error: {caught.value}\n"
