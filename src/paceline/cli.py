@@ -43,6 +43,7 @@ VERBS = {
 }
 ALIASES = {"train": "sft"}
 
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb. Returns the exit code: 0 done, 1 failed, 2 wrong usage or config, 130 or 143
     stopped by a signal."""

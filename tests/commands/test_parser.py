@@ -57,9 +57,7 @@ def parse(*tokens: str) -> object:
         (["ui", "--port", "70000"], "to 65535"),
     ],
 )
-def test_wrong_usage(
-    tokens: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage(tokens: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(tokens) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -51,9 +51,7 @@ def _value_cases(command: OptionParser) -> dict[str, tuple[str, ...]]:
     """The options of a command that take a value, with the words that they accept (empty: a file
     name or anything)."""
     return {
-        name: _choices(action.type)
-        for name, action in command.options.items()
-        if action.nargs != 0
+        name: _choices(action.type) for name, action in command.options.items() if action.nargs != 0
     }
 
 

@@ -19,18 +19,29 @@ def add_arguments(parser: OptionParser) -> None:
         "question", nargs="?", type=Text(), metavar="QUESTION", help="question; not with --serve"
     )
     parser.add_argument(
-        "--max-new-tokens", type=WholeNumber(), metavar="N", help="length of the answer; default: 128"
+        "--max-new-tokens",
+        type=WholeNumber(),
+        metavar="N",
+        help="length of the answer; default: 128",
     )
     parser.add_argument(
-        "--temperature", type=Number(), metavar="T", help="0, the default: the most likely token each time"
+        "--temperature",
+        type=Number(),
+        metavar="T",
+        help="0, the default: the most likely token each time",
     )
     parser.add_argument("--system", type=Text(), metavar="TEXT", help="system message")
-    parser.add_argument("--seed", type=WholeNumber(), metavar="N", help="seed of the sampling; default: 0")
+    parser.add_argument(
+        "--seed", type=WholeNumber(), metavar="N", help="seed of the sampling; default: 0"
+    )
     parser.add_argument(
         "--serve", action="store_true", help="answer requests on standard input, one JSON a line"
     )
     parser.add_argument(
-        "--device", type=Text("auto or cpu"), metavar="NAME", help="device, with --serve; default: auto"
+        "--device",
+        type=Text("auto or cpu"),
+        metavar="NAME",
+        help="device, with --serve; default: auto",
     )
     parser.example = 'paceline generate output/demo "What is a tuple?" --max-new-tokens 100'
 

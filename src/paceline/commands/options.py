@@ -206,9 +206,7 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             description=description,
-            formatter_class=partial(
-                argparse.RawDescriptionHelpFormatter, max_help_position=30
-            ),
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=30),
             allow_abbrev=False,
             exit_on_error=False,
             **settings,
@@ -256,7 +254,9 @@ class OptionParser(argparse.ArgumentParser):
         if name not in self.commands:
             suggestion = nearest(name or "", self.commands)
             raise ConfigError(
-                f"`{self.prog} {name}` is not a command" if name else f"`{self.prog}` needs a command",
+                f"`{self.prog} {name}` is not a command"
+                if name
+                else f"`{self.prog}` needs a command",
                 allowed=", ".join(self.commands),
                 fix=f"type `{self.prog} {suggestion or '--help'}`",
             )
@@ -279,9 +279,7 @@ class OptionParser(argparse.ArgumentParser):
                 self.error(error.message)
             name = str(error.argument_name).rpartition("/")[2]
             reason = "needs a value" if "expected" in error.message else "takes no value"
-            raise ConfigError(
-                f"`{name}` {reason}", fix=f"see `{self.prog} --help`"
-            ) from error
+            raise ConfigError(f"`{name}` {reason}", fix=f"see `{self.prog} --help`") from error
         self._check_unknown(rest)
         args.config_tokens = rest
         return args
