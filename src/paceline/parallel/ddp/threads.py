@@ -1,7 +1,7 @@
 """`dp`: DataParallel's scheme, one process that drives several devices by threads. Here for
 comparison: `ddp` gives the same loss, faster.
 
-The scheme is laid open here instead of left to ``torch.nn.ThreadedDPStrategy``, for three reasons: that
+The scheme is laid open here instead of left to ``torch.nn.DataParallel``, for three reasons: that
 class does nothing on a CPU; it gathers outputs alone, so a task's loss with its global count and
 accumulation over micro-batches have no place in it; and it hides the traffic that makes the scheme
 slow, which is what it is here to show.
@@ -187,7 +187,7 @@ class ThreadedDPStrategy(Strategy):
         Traffic is what passes between devices in a step, all of it through device 0: it sends its
         weights and buffers to N-1 devices and gets as many gradients back, 2(N-1)Ψ, where a rank of
         an all-reduce sends 2(N-1)/N Ψ (Patarasuk & Yuan, 2009, section 3). The scheme:
-        torch.nn.ThreadedDPStrategy's documentation."""
+        torch.nn.DataParallel's documentation."""
         gradients = total_bytes(shape.trained)
         # each begins at a multiple of 64 bytes
         in_buckets = sum(-(-one.size_bytes // 64) * 64 for one in shape.trained)

@@ -378,7 +378,7 @@ def _join(deepspeed: Any, world: Communicator) -> None:
 
 
 def _call(holder: Any, name: str) -> None:
-    """Call a method that DeepSpeed's older versions do not have (there, ``forward_backward`` does its
+    """Call a method that DeepSpeed's older versions do not have (there, ``backward`` does its
     work)."""
     method = getattr(holder, name, None)
     if callable(method):
