@@ -104,7 +104,7 @@ def everything(strategy):
     for part in strategy.tensor_shards():
         found |= {
             f"optimizer/{part.name}/{key}": one.clone()
-            for key, one in strategy._optimizer_state(part).items()
+            for key, one in strategy.optimizer_entries(part).items()
         }
     for name, ranges in strategy.outer_state().items():
         found |= {f"{name}/{start}": one.clone() for start, one in ranges}

@@ -11,7 +11,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import ModelShape, TensorShape, Workload
-from paceline.parallel.ddp.buckets import lay_out
+from paceline.parallel.ddp.layout import lay_out
 from paceline.parallel.zero1.buckets import ShardedBuckets
 from paceline.parallel.zero1.strategy import Zero1Strategy
 from paceline.train.optimizer import build_optimizer

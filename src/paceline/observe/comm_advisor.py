@@ -348,9 +348,7 @@ class Judge:
         assert self.link is not None
         assert self.line is not None
         exchange = self.exchange
-        # Workers of several ranks have collectives of their own besides.
-        alone = exchange.buckets.world.size in (1, exchange.group.size)
-        sends_s = self.sends_s(self.line) if alone else None
+        sends_s = None if exchange.has_other_collectives else self.sends_s(self.line)
         method = Method(
             str(exchange.method), exchange.without, exchange.bucket_bytes, exchange.beside, sends_s
         )

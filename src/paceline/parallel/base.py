@@ -16,6 +16,7 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.comm_profile import CommProfile
+from paceline.parallel.compression.checkpoint import dropped
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.state import StateReader, TensorShard, local_tensor, read_part, storage_bytes
@@ -286,7 +287,7 @@ class Strategy(ABC):
                 continue
             kind = "buffer" if part.key is None else "model"
             found.append(replace(part, name=f"{kind}/{part.name}", tensor=part.tensor.detach()))
-            for entry, value in self._optimizer_state(part).items():
+            for entry, value in self.optimizer_entries(part).items():
                 name = f"optimizer/{part.name}/{entry}"
                 if value.shape == part.tensor.shape and value.dim() > 0:
                     found.append(replace(part, name=name, tensor=value))
@@ -303,8 +304,6 @@ class Strategy(ABC):
     def load_extra_state(self, source: StateReader) -> None:
         """The reverse, on every rank, after parameters and optimizer were read. What does not fit
         is dropped, with a notice."""
-        from paceline.parallel.compression.reducer import dropped
-
         self.notices += dropped(source)
 
     def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
@@ -332,10 +331,10 @@ class Strategy(ABC):
                 yield part.name, part.tensor
                 yield from (
                     (f"{part.name}/{entry}", value)
-                    for entry, value in self._optimizer_state(part).items()
+                    for entry, value in self.optimizer_entries(part).items()
                 )
 
-    def _optimizer_state(self, part: TensorShard) -> dict[str, torch.Tensor]:
+    def optimizer_entries(self, part: TensorShard) -> dict[str, torch.Tensor]:
         if part.key is None:
             return {}
         entries = self.optimizer.state.get(part.key, {})
@@ -364,7 +363,9 @@ class Strategy(ABC):
                 if part.key is None:
                     continue
                 for entry in entries.get(part.name, []):
-                    value = self._read_entry(source, f"optimizer/{part.name}/{entry}", part, known)
+                    value = self.load_optimizer_entry(
+                        source, f"optimizer/{part.name}/{entry}", part, known
+                    )
                     self._set_entry(part, entry, value)
             self.load_extra_state(source)
         self.after_load()
@@ -386,7 +387,7 @@ class Strategy(ABC):
     def after_load(self) -> None:
         """Bring the weights to where the next forward wants them, after ``tensor_shards`` were written to."""
 
-    def _read_entry(
+    def load_optimizer_entry(
         self,
         source: StateReader,
         name: str,
@@ -403,11 +404,7 @@ class Strategy(ABC):
             return source.read(name, (), ()).to(part.tensor.device if beside else "cpu")
         if shape != part.shape:
             return source.read(name, (0,) * len(shape), shape).to(part.tensor.device)
-        return self.like_key(read_part(source, name, part).to(part.tensor.device), part)
-
-    def like_key(self, value: torch.Tensor, part: TensorShard) -> torch.Tensor:
-        """Optimizer state in the form in which the optimizer wants it beside ``part.key``."""
-        return value
+        return read_part(source, name, part).to(part.tensor.device)
 
 
 def load_whole(model: nn.Module, source: StateReader) -> None:

@@ -3,13 +3,12 @@ and whether it pays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
-    from paceline.parallel.ddp.buckets import GradientBuckets
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class CommProfile:
     Args:
         method: what saves traffic, for a person; None: nothing, this is plain ddp.
         without: what to change in the config to have plain ddp.
-        buckets: those that plain ddp would sum, over the ranks of ``buckets.world``.
+        bucket_bytes: of each bucket that plain ddp would sum.
         group: the ranks over which plain ddp would sum them.
         line: the ranks between which the method sends.
         sent_bytes: what a rank sends over it in a step, a mean over ``period`` steps.
@@ -44,11 +43,12 @@ class CommProfile:
         beside: the method computes in a thread beside the step.
         period: steps after which what is sent repeats.
         warmup: steps of a run before the method sends as little as it will.
+        has_other_collectives: in a step the ranks also communicate within groups of their own.
     """
 
     method: str | None
     without: str
-    buckets: GradientBuckets
+    bucket_bytes: Sequence[int]
     group: Communicator
     line: Communicator
     sent_bytes: float
@@ -57,7 +57,4 @@ class CommProfile:
     beside: bool = False
     period: int = 1
     warmup: int = 0
-
-    @property
-    def bucket_bytes(self) -> list[int]:
-        return [one.numel() * one.element_size() for one in self.buckets.flats]
+    has_other_collectives: bool = False

@@ -15,7 +15,7 @@ from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.models.shape.record import TensorShape
 from paceline.parallel.compression.base import BucketShape, Compressor, TensorSlot
 from paceline.parallel.compression.local_adam import LocalAdam
-from paceline.parallel.ddp.buckets import lay_out
+from paceline.parallel.ddp.layout import lay_out
 
 #: What a replica that is itself cut can be served: methods whose result for a tensor does not
 #: depend on what lies beside it, so that ranks which hold the same tensor in different company get

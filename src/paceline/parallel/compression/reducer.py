@@ -18,6 +18,7 @@ from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.compression.base import BucketShape, CompressorState, TensorSlot
+from paceline.parallel.compression.checkpoint import PREFIX, dropped
 from paceline.parallel.compression.cost import (
     compressor_of,
     momentum_correction,
@@ -26,9 +27,8 @@ from paceline.parallel.compression.cost import (
 from paceline.parallel.compression.local_adam import SECOND, DirectionOptimizer, LocalAdam
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.reducer import GradientReducer
+from paceline.parallel.gradients import clip_factor
 from paceline.parallel.state import StateReader, TensorShard, read_part
-
-_PREFIX = "compression/"
 
 
 class CompressedReducer(GradientReducer):
@@ -135,8 +135,6 @@ class CompressedReducer(GradientReducer):
     def clip_and_sum(self, max_norm: float) -> torch.Tensor:
         """Returns the root of the sum of the ranks' squared norms: the norm of the whole gradient,
         were theirs independent."""
-        from paceline.parallel.ddp.strategy import clip_factor
-
         norm, ranks = self.buckets.norm(), self.world.size
         if max_norm > 0:
             self.buckets.scale(clip_factor(norm, max_norm / math.sqrt(ranks)))
@@ -183,7 +181,7 @@ class CompressedReducer(GradientReducer):
         if self.world.is_rank_zero:
             numbers = {"step": self.step, "age": self.age, "ranks": self.world.size}
             found += [
-                TensorShard.whole(f"{_PREFIX}{name}", torch.tensor(value))
+                TensorShard.whole(f"{PREFIX}{name}", torch.tensor(value))
                 for name, value in numbers.items()
             ]
         return found
@@ -197,10 +195,10 @@ class CompressedReducer(GradientReducer):
             for slot in shape.slots:
                 for kind, flat in state.flats.items():
                     found.append(
-                        TensorShard.whole(f"{_PREFIX}{slot.name}/{rank}/{kind}", slot.of(flat))
+                        TensorShard.whole(f"{PREFIX}{slot.name}/{rank}/{kind}", slot.of(flat))
                     )
             for (name, kind), tensor in state.tensors.items():
-                found.append(TensorShard.whole(f"{_PREFIX}{name}/{rank}/{kind}", tensor))
+                found.append(TensorShard.whole(f"{PREFIX}{name}/{rank}/{kind}", tensor))
         return found
 
     def load_extra_state(
@@ -209,10 +207,10 @@ class CompressedReducer(GradientReducer):
         """What was kept is taken where the same number of ranks kept the same; else it is dropped,
         which a notice says."""
         known = source.tensors()
-        step = next((name for name in (f"{_PREFIX}step", "schedule/step") if name in known), None)
+        step = next((name for name in (f"{PREFIX}step", "schedule/step") if name in known), None)
         self.step = int(source.read(step, (), ())) if step is not None else 0
         mine = self._mine()
-        ranks = int(source.read(f"{_PREFIX}ranks", (), ())) if f"{_PREFIX}ranks" in known else 0
+        ranks = int(source.read(f"{PREFIX}ranks", (), ())) if f"{PREFIX}ranks" in known else 0
         fits = ranks == self.world.size and all(
             known.get(one.name, (None, None))[1] == one.shape for one in mine
         )
@@ -221,7 +219,7 @@ class CompressedReducer(GradientReducer):
         if fits:
             for one in mine:
                 one.tensor.copy_(read_part(source, one.name, one))
-            self.age = int(source.read(f"{_PREFIX}age", (), ()))
+            self.age = int(source.read(f"{PREFIX}age", (), ()))
             optimizer.state.clear() if self.late else None
             return []
         self.states = [self._fresh(number) for number in range(len(self.shapes))]
@@ -253,7 +251,7 @@ class CompressedReducer(GradientReducer):
         return CommProfile(
             settings.text,
             "leave `compression` out",
-            self.buckets,
+            self.buckets.bucket_bytes,
             line,
             line,
             sum(sum(one.values()) for one in sends),
@@ -279,17 +277,3 @@ class CompressedReducer(GradientReducer):
             "residual_norm": norm,
         }
         return {"communication": figures}
-
-
-def dropped(source: StateReader) -> list[tuple[str, str]]:
-    """A notice where a checkpoint holds what compression kept, and it is not taken."""
-    found = [name for name in source.tensors() if name.startswith(_PREFIX) and "/rank-" in name]
-    if not found:
-        return []
-    text = (
-        "what gradient compression kept back until the checkpoint is dropped: it was kept by other"
-        " ranks or another method"
-    )
-    if any(name.rpartition("/")[2] in (SECOND, "momentum") for name in found):
-        text += "; the optimizer's moments, which each rank had of its own gradient, start anew"
-    return [("warning", text)]

@@ -8,69 +8,18 @@ it up, so a layout that changed would make a resumed run round otherwise.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from paceline.distributed.communicator import Communicator, wide_dtype
-from paceline.parallel.ddp.reducer import GradientReducer
+from paceline.parallel.ddp.layout import BucketLayout, lay_out
 
-_ALIGN_BYTES = 64
 _NORM_CHUNK = 65536
-
-
-@dataclass(frozen=True)
-class BucketLayout:
-    """Where tensors lie in a bucket.
-
-    Args:
-        members: which of the tensors, by number, in the bucket's order.
-        offsets: where each begins, in elements; aligned to 64 bytes.
-        size: elements of the bucket with its padding, a multiple of the number of shards.
-    """
-
-    members: tuple[int, ...]
-    offsets: tuple[int, ...]
-    size: int
-
-
-def lay_out(
-    tensors: Sequence[tuple[int, int, Hashable]], cap_bytes: float, shards: int = 1
-) -> list[BucketLayout]:
-    """Deal tensors, given as (elements, bytes an element, kind), to buckets.
-
-    Buckets run from the last tensor to the first, the order in which backward comes to them. A
-    bucket holds one kind (dtype, device) and up to ``cap_bytes``; a larger tensor gets one of its
-    own. It can be cut into ``shards`` aligned parts of one size.
-    """
-    groups: list[list[int]] = []
-    size = 0
-    for number in reversed(range(len(tensors))):
-        numel, element_bytes, kind = tensors[number]
-        same = bool(groups) and tensors[groups[-1][0]][2] == kind
-        if not same or size + numel * element_bytes > cap_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(number)
-        size += numel * element_bytes
-    found = []
-    for group in groups:
-        step = max(1, _ALIGN_BYTES // tensors[group[0]][1])
-        offsets, end = [], 0
-        for number in group:
-            offsets.append(end)
-            end += math.ceil(tensors[number][0] / step) * step
-        found.append(
-            BucketLayout(
-                tuple(group), tuple(offsets), math.ceil(end / (step * shards)) * step * shards
-            )
-        )
-    return found
 
 
 @dataclass
@@ -80,6 +29,20 @@ class _Bucket:
     offsets: tuple[int, ...] = ()
     waiting: int = 0
     work: Any = None
+
+
+class BucketReducer(Protocol):
+    """What sums buckets instead of the backend's all-reduce."""
+
+    @property
+    def late(self) -> bool:
+        """Gradients are summed after backward, by whoever clips them."""
+
+    def start(self, number: int, flat: torch.Tensor) -> Any:
+        """Start to sum bucket ``number``; returns what to wait for."""
+
+    def end_step(self) -> None:
+        """All buckets of a step are summed."""
 
 
 class GradientBuckets:
@@ -103,7 +66,7 @@ class GradientBuckets:
         parameters: Iterable[nn.Parameter],
         cap_bytes: int,
         world: Communicator,
-        reducer: GradientReducer | None = None,
+        reducer: BucketReducer | None = None,
     ) -> None:
         self.world = world
         self.reducer = reducer
@@ -147,6 +110,10 @@ class GradientBuckets:
     @property
     def flats(self) -> list[torch.Tensor]:
         return [bucket.flat for bucket in self.buckets]
+
+    @property
+    def bucket_bytes(self) -> list[int]:
+        return [flat.nbytes for flat in self.flats]
 
     def zero(self) -> None:
         torch._foreach_zero_(self.flats)
@@ -225,7 +192,7 @@ def norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 def squared_norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Its square, in the widest floating type of ``device``: nearly the same to the last bit
     however the elements are dealt to ranks and tensors (see
-    :func:`~paceline.parallel.ddp.strategy.clip_factor`)."""
+    :func:`~paceline.parallel.gradients.clip_factor`)."""
     wide = wide_dtype(device)
     if not tensors:
         return torch.zeros((), device=device, dtype=wide)

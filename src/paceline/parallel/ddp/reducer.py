@@ -4,7 +4,7 @@ do it."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +13,10 @@ from paceline.config.schema import Config
 from paceline.distributed.collectives import run as collectives
 from paceline.distributed.comm_thread import CommThread, PendingComm
 from paceline.distributed.communicator import Communicator
-
-if TYPE_CHECKING:
-    from paceline.parallel.comm_profile import CommProfile
-    from paceline.parallel.ddp.buckets import GradientBuckets
-    from paceline.parallel.loss_scale import LossScaler
-    from paceline.parallel.state import StateReader, TensorShard
+from paceline.parallel.comm_profile import CommProfile
+from paceline.parallel.ddp.buckets import GradientBuckets
+from paceline.parallel.loss_scale import LossScaler
+from paceline.parallel.state import StateReader, TensorShard
 
 
 class GradientReducer:
@@ -44,7 +42,7 @@ class GradientReducer:
         self.comm_thread = CommThread(world, "data", timeout_s=config.parallel.timeout_s)
 
     def bind(self, buckets: GradientBuckets, trained: Mapping[str, nn.Parameter]) -> None:
-        """Told once of the buckets, and of the names of what lies in them."""
+        """Take the buckets, and the names of what lies in them; called once."""
 
     def start(self, number: int, flat: torch.Tensor) -> PendingComm:
         """Begin to sum bucket ``number``, in place. Buckets come in one order on every rank."""
@@ -65,7 +63,7 @@ class GradientReducer:
 
     @property
     def needs_rollback_on_skip(self) -> bool:
-        """True where :meth:`settle` has something to put back."""
+        """True where :meth:`finish_step` has something to put back."""
         return False
 
     def finish_step(self, made: bool) -> None:
@@ -98,15 +96,3 @@ class GradientReducer:
     def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
         """For the report. A collective."""
         return {}
-
-
-def make_reducer(config: Config, world: Communicator) -> GradientReducer | None:
-    """What sums gradients over the axis data of ``world`` as the config says; None: the backend's
-    own all-reduce. A collective."""
-    if world.axes.data == 1:
-        return None
-    if config.compression.chain:
-        from paceline.parallel.compression.reducer import CompressedReducer
-
-        return CompressedReducer(config, world)
-    return GradientReducer(config, world) if config.parallel.all_reduce != "native" else None

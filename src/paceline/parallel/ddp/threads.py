@@ -32,7 +32,7 @@ from paceline.parallel.base import (
 )
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.ddp.buckets import GradientBuckets
-from paceline.parallel.ddp.strategy import clip_to
+from paceline.parallel.gradients import clip_to
 from paceline.parallel.state import TensorShard
 
 _NOTICES = [

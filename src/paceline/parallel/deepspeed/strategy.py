@@ -32,7 +32,6 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import MicroStep, OptimizerFactory, Strategy, persistent_buffers
 from paceline.parallel.cost import Cost, ModelShape, Workload
-from paceline.parallel.ddp.strategy import changing_buffers
 from paceline.parallel.deepspeed.config import check_json, engine_config, stage_of
 from paceline.parallel.deepspeed.cost import deepspeed_cost
 from paceline.parallel.deepspeed.package import check_installed, import_deepspeed, quiet
@@ -43,6 +42,7 @@ from paceline.parallel.deepspeed.state import (
     ranges,
     refresh_weights,
 )
+from paceline.parallel.gradients import changing_buffers
 from paceline.parallel.state import StateReader, TensorShard, read_part, storage_bytes
 
 #: Optimizers that treat every element alone; others do not train as they should on a flat
@@ -243,7 +243,7 @@ class DeepSpeedStrategy(Strategy):
         for name, buffer in persistent_buffers(self.model).items():
             yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
 
-    def _optimizer_state(self, part: TensorShard) -> dict[str, torch.Tensor]:
+    def optimizer_entries(self, part: TensorShard) -> dict[str, torch.Tensor]:
         """The part's share of what the optimizer keeps for the whole partition."""
         if part.key is None:
             return {}
@@ -293,7 +293,7 @@ class DeepSpeedStrategy(Strategy):
                 continue
             entry, shape = name.removeprefix(prefix), known[name][1]
             if shape != part.shape or not shape:
-                state[entry] = self._read_entry(source, name, part, known)
+                state[entry] = self.load_optimizer_entry(source, name, part, known)
                 continue
             whole = state.setdefault(entry, torch.zeros_like(owner, requires_grad=False))
             start = part.tensor.storage_offset() - part.key.storage_offset()

@@ -26,7 +26,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import find_blocks
 from paceline.parallel.base import persistent_buffers
 from paceline.parallel.ddp.buckets import squared_norm_of
-from paceline.parallel.ddp.strategy import changing_buffers
+from paceline.parallel.gradients import changing_buffers
 from paceline.parallel.state import TensorShard, local_tensor, storage_bytes
 from paceline.parallel.zero1.common import batch_norm_parameters
 

@@ -18,8 +18,8 @@ from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.models.shape.record import modules_around
 from paceline.parallel.base import MicroStep, OptimizerFactory, Strategy, optimizer_tensors
 from paceline.parallel.cost import Cost, ModelShape, TensorShape, Workload
-from paceline.parallel.ddp.strategy import clip_to
 from paceline.parallel.fsdp.sharding import FSDPSharding, shard_dim
+from paceline.parallel.gradients import clip_to
 from paceline.parallel.state import TensorShard, frozen_parts
 from paceline.parallel.zero1.common import (
     batch_norm_names,

@@ -24,7 +24,7 @@ from paceline.models.tensor_plan.style import (
 )
 from paceline.parallel.compression.cost import communication_cost
 from paceline.parallel.cost import Cost, Workload
-from paceline.parallel.ddp.buckets import lay_out
+from paceline.parallel.ddp.layout import lay_out
 from paceline.parallel.pipeline.cost import PipelineCost, pipeline_cost
 from paceline.parallel.zero1.common import statistics_traffic, step_count_bytes
 

@@ -29,15 +29,14 @@ from paceline.parallel.base import (
     optimizer_tensors,
     persistent_buffers,
 )
-from paceline.parallel.comm_profile import CommProfile
 from paceline.parallel.cost import Cost, ModelShape, Workload
+from paceline.parallel.ddp.bucketed import BucketedStrategy
 from paceline.parallel.ddp.buckets import squared_norm_of
-from paceline.parallel.ddp.strategy import accumulate, changing_buffers, clip_to
-from paceline.parallel.ddp.summed import SummedInBuckets
+from paceline.parallel.gradients import accumulate, changing_buffers, clip_to
 from paceline.parallel.hybrid.cost import hybrid_cost
 from paceline.parallel.pipeline.stages import check_sizes as check_layers
 from paceline.parallel.pipeline.stages import num_chunks
-from paceline.parallel.state import StateReader, TensorShard, frozen_parts
+from paceline.parallel.state import TensorShard, frozen_parts
 from paceline.parallel.tensor.shard import TensorParallelizer, TensorSlice, check_plan_sizes
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from paceline.parallel.pipeline.runner import PipelineRunner
 
 
-class HybridStrategy(SummedInBuckets):
+class HybridStrategy(BucketedStrategy):
     """Any product of the axes data, shard, tensor and pipeline."""
 
     name = "hybrid"
@@ -265,25 +264,8 @@ class HybridStrategy(SummedInBuckets):
         if self.sharding is not None:
             return [*self.sharding.memory_tensors(), *optimizer_tensors(self.optimizer)]
         assert self.buckets is not None
-        kept = [] if self.reducer is None else self.reducer.memory_tensors()
-        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *kept]
+        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *self.reducer_tensors()]
         return [*self.model.parameters(), *self.model.buffers(), *state]
-
-    def extra_state(self) -> list[TensorShard]:
-        return [] if self.reducer is None else self.reducer.extra_state()
-
-    def load_extra_state(self, source: StateReader) -> None:
-        if self.reducer is None:
-            super().load_extra_state(source)
-        else:
-            self.notices += self.reducer.load_extra_state(source, self.optimizer)
-
-    @property
-    def comm_profile(self) -> CommProfile | None:
-        return None if self.reducer is None else self.reducer.comm_profile
-
-    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
-        return {} if self.reducer is None else self.reducer.report_metrics(sent_bytes)
 
     def after_load(self) -> None:
         if self.sharding is not None:

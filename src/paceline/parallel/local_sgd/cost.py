@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from paceline.config.schema import Config
 from paceline.distributed.environment import RankEnv, from_environment
@@ -12,9 +12,6 @@ from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
 from paceline.parallel.local_sgd.sync import fragment, mean_held, mean_traffic, share
-
-if TYPE_CHECKING:
-    from paceline.parallel.local_sgd.strategy import LocalSGDBase
 
 
 def local_cost(
@@ -54,13 +51,10 @@ def local_cost(
     )
 
 
-def mean_bytes(strategy: LocalSGDBase) -> int:
-    """Bytes that a rank sends to the other workers for one synchronisation of all fragments."""
-    dtype = strategy.local.outer_dtype if strategy.name == "diloco" else "float32"
-    sizes = [
-        stop - start for start, stop in map(strategy.share_of, range(strategy.rhythm.fragments))
-    ]
-    return sum(sum(mean_traffic(size, strategy.workers, dtype).values()) for size in sizes)
+def mean_bytes(shares: Sequence[int], workers: int, dtype: str) -> int:
+    """Bytes that a rank sends to the other workers for one synchronization of fragments of which it
+    has ``shares`` elements."""
+    return sum(sum(mean_traffic(size, workers, dtype).values()) for size in shares)
 
 
 def _in_flight(name: str, rhythm: SyncSchedule, shares: list[int], workers: int, dtype: str) -> int:

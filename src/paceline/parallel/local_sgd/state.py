@@ -16,23 +16,63 @@ workers goes on bit for bit:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from paceline.core.formatting import counted
+from paceline.distributed.communicator import Communicator
 from paceline.parallel.base import persistent_buffers
-from paceline.parallel.local_sgd.sync import fragment
+from paceline.parallel.local_sgd.schedule import SyncSchedule
+from paceline.parallel.local_sgd.sync import FlatParams, PendingSync, fragment
+from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.state import StateReader, TensorShard
-
-if TYPE_CHECKING:
-    from paceline.parallel.local_sgd.strategy import LocalSGDBase
 
 PREFIX = "local/"
 
 
-def with_mean(strategy: LocalSGDBase, parts: list[TensorShard]) -> list[TensorShard]:
+class Workers(Protocol):
+    """What of the strategy its checkpoint is made from."""
+
+    world: Communicator
+    near: Communicator
+    far: Communicator
+    workers: int
+    done: int
+    model: nn.Module
+    trained: dict[str, nn.Parameter]
+    changing_buffers: list[torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler | None
+    notices: list[tuple[str, str]]
+    flights: dict[int, PendingSync]
+    flights_are_shared: bool
+    rhythm: SyncSchedule
+    vector: FlatParams
+    apart: FlatParams
+
+    @property
+    def is_together(self) -> bool: ...
+    def average(self) -> torch.Tensor: ...
+    def share_of(self, number: int) -> tuple[int, int]: ...
+    def landed(self, values: torch.Tensor) -> PendingSync: ...
+    def start_apart(self) -> None: ...
+    def outer_state(self) -> dict[str, list[tuple[int, torch.Tensor]]]: ...
+    def tensor_shards(self) -> Iterable[TensorShard]: ...
+    def optimizer_entries(self, part: TensorShard) -> dict[str, torch.Tensor]: ...
+    def load_optimizer_entry(
+        self,
+        source: StateReader,
+        name: str,
+        part: TensorShard,
+        known: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    ) -> torch.Tensor: ...
+
+
+def with_mean(strategy: Workers, parts: list[TensorShard]) -> list[TensorShard]:
     """The parts of a rank, with the workers' mean instead of its own. A collective."""
     if strategy.is_together:
         return parts
@@ -40,7 +80,7 @@ def with_mean(strategy: LocalSGDBase, parts: list[TensorShard]) -> list[TensorSh
     return [replace(one, tensor=mean.get(one.name, one.tensor)) for one in parts]
 
 
-def local_parts(strategy: LocalSGDBase) -> list[TensorShard]:
+def local_parts(strategy: Workers) -> list[TensorShard]:
     """What this rank writes beside a replica's state. A collective: what is under way is waited
     for."""
     for flight in strategy.flights.values():
@@ -84,7 +124,7 @@ def local_parts(strategy: LocalSGDBase) -> list[TensorShard]:
     return found
 
 
-def load_local(strategy: LocalSGDBase, source: StateReader) -> None:
+def load_local(strategy: Workers, source: StateReader) -> None:
     """The reverse, after the mean and the first worker's optimizer were loaded into every worker."""
     known = source.tensors()
     workers = _number(source, f"{PREFIX}workers")
@@ -121,7 +161,7 @@ def load_local(strategy: LocalSGDBase, source: StateReader) -> None:
             )
 
 
-def _load_outer(strategy: LocalSGDBase, source: StateReader) -> None:
+def _load_outer(strategy: Workers, source: StateReader) -> None:
     known = source.tensors()
     strategy.start_apart()  # from the mean, where the checkpoint has no outer state
     for name, ranges in strategy.outer_state().items():
@@ -130,7 +170,7 @@ def _load_outer(strategy: LocalSGDBase, source: StateReader) -> None:
                 values.copy_(source.read_flat(name, start, values.numel()))
 
 
-def _load_worker(strategy: LocalSGDBase, source: StateReader) -> None:
+def _load_worker(strategy: Workers, source: StateReader) -> None:
     known = source.tensors()
     worker = f"{PREFIX}worker-{strategy.far.rank}/"
     for name, one in _apart(strategy).items():
@@ -148,11 +188,11 @@ def _load_worker(strategy: LocalSGDBase, source: StateReader) -> None:
         prefix = f"{worker}optimizer/{part.name}/"
         for name in own:
             if name.startswith(prefix) and "/" not in name.removeprefix(prefix):
-                entry = strategy._read_entry(source, name, part, known)
+                entry = strategy.load_optimizer_entry(source, name, part, known)
                 strategy.optimizer.state.setdefault(part.key, {})[name.removeprefix(prefix)] = entry
 
 
-def _apart(strategy: LocalSGDBase) -> dict[str, torch.Tensor]:
+def _apart(strategy: Workers) -> dict[str, torch.Tensor]:
     """What lies apart between synchronisations, by its name in a state, live; in the order of
     ``strategy.apart``."""
     statistics = {id(one) for one in strategy.changing_buffers if one.is_floating_point()}
@@ -164,7 +204,7 @@ def _apart(strategy: LocalSGDBase) -> dict[str, torch.Tensor]:
     return {f"model/{name}": one.detach() for name, one in strategy.trained.items()} | buffers
 
 
-def _by_name(strategy: LocalSGDBase, mean: torch.Tensor) -> dict[str, torch.Tensor]:
+def _by_name(strategy: Workers, mean: torch.Tensor) -> dict[str, torch.Tensor]:
     """The pieces of ``strategy.average()``, by name, in their own types and shapes."""
     own = _apart(strategy)
     names = {one.data_ptr(): name for name, one in own.items() if one.numel()}
@@ -180,25 +220,25 @@ def _by_name(strategy: LocalSGDBase, mean: torch.Tensor) -> dict[str, torch.Tens
     return found
 
 
-def _optimizer(strategy: LocalSGDBase) -> dict[str, torch.Tensor]:
+def _optimizer(strategy: Workers) -> dict[str, torch.Tensor]:
     return {
         f"optimizer/{part.name}/{entry}": value
         for part in strategy.tensor_shards()
-        for entry, value in strategy._optimizer_state(part).items()
+        for entry, value in strategy.optimizer_entries(part).items()
     }
 
 
-def _flight_name(strategy: LocalSGDBase, number: int) -> str:
+def _flight_name(strategy: Workers, number: int) -> str:
     where = "outer" if strategy.flights_are_shared else f"{PREFIX}worker-{strategy.far.rank}"
     return f"{where}/flight-{number}"
 
 
-def _flight_shape(strategy: LocalSGDBase, number: int) -> tuple[int]:
+def _flight_shape(strategy: Workers, number: int) -> tuple[int]:
     start, stop = fragment(strategy.vector.size, strategy.rhythm.fragments, number)
     return (stop - start,)
 
 
-def _start(strategy: LocalSGDBase, number: int) -> tuple[int]:
+def _start(strategy: Workers, number: int) -> tuple[int]:
     return (
         strategy.share_of(number)[0]
         - fragment(strategy.vector.size, strategy.rhythm.fragments, number)[0],

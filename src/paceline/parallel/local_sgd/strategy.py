@@ -31,7 +31,7 @@ from paceline.parallel.base import (
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.ddp.buckets import GradientBuckets
-from paceline.parallel.ddp.strategy import changing_buffers, clip_to
+from paceline.parallel.gradients import changing_buffers, clip_to
 from paceline.parallel.local_sgd.cost import local_cost, mean_bytes
 from paceline.parallel.local_sgd.schedule import SyncSchedule, check_rhythm, num_workers
 from paceline.parallel.local_sgd.state import load_local, local_parts, with_mean
@@ -356,12 +356,12 @@ class LocalSGDBase(Strategy):
             return None
         moments = 2 if self.config.train_args.optim in ("adamw", "adam") else 1
         vectors = 1 + moments if self.local.average_moments else 1
-        sent = vectors * mean_bytes(self) / self.rhythm.period
+        sent = vectors * self._sync_bytes() / self.rhythm.period
         messages = 2 * (self.workers - 1) * vectors * self.rhythm.fragments / self.rhythm.period
         return CommProfile(
             self.name,
             "set `parallel.mode: ddp`",
-            self.buckets,
+            self.buckets.bucket_bytes,
             self.world,
             self.far,
             sent,
@@ -369,6 +369,7 @@ class LocalSGDBase(Strategy):
             lambda: CommTimes(self.buckets.backward_s, self.method_s),
             period=self.rhythm.period,
             warmup=self.rhythm.warmup,
+            has_other_collectives=self.near.size not in (1, self.world.size),
         )
 
     def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
@@ -380,9 +381,14 @@ class LocalSGDBase(Strategy):
             "ratio_sent": plain / sent_bytes if sent_bytes else None,
             "workers": self.workers,
             "synchronisations": self.synchronised // self.rhythm.fragments,
-            "bytes_per_synchronisation": mean_bytes(self),
+            "bytes_per_synchronisation": self._sync_bytes(),
         }
         return {"communication": figures}
+
+    def _sync_bytes(self) -> int:
+        ranges = map(self.share_of, range(self.rhythm.fragments))
+        dtype = self.local.outer_dtype if self.name == "diloco" else "float32"
+        return mean_bytes([stop - start for start, stop in ranges], self.workers, dtype)
 
     def memory_tensors(self) -> list[Any]:
         outer = [one for ranges in self.outer_state().values() for _, one in ranges]

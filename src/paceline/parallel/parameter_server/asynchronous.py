@@ -26,7 +26,7 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import TRAFFIC, uncounted
 from paceline.parallel.base import MicroStep, OptimizerFactory
-from paceline.parallel.ddp.strategy import clip_factor
+from paceline.parallel.gradients import clip_factor
 from paceline.parallel.parameter_server.client import RemoteEmbedding, bytes_of, rank_name
 from paceline.parallel.parameter_server.collectives import ServerCommunicator
 from paceline.parallel.parameter_server.dense import DENSE, DenseServerStrategy

@@ -18,7 +18,7 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import TRAFFIC, uncounted
 from paceline.parallel.base import OptimizerFactory, optimizer_tensors, persistent_buffers
 from paceline.parallel.cost import Cost, ModelShape, Workload
-from paceline.parallel.ddp.strategy import changing_buffers
+from paceline.parallel.gradients import changing_buffers
 from paceline.parallel.parameter_server.client import RemoteEmbedding, bytes_of, rank_name
 from paceline.parallel.parameter_server.cost import cost_of_servers, deal
 from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
@@ -197,9 +197,9 @@ class DenseServerStrategy(ParameterServerStrategy):
             for name, one in persistent_buffers(self.model).items():
                 yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
 
-    def _optimizer_state(self, part: TensorShard) -> dict[str, torch.Tensor]:
+    def optimizer_entries(self, part: TensorShard) -> dict[str, torch.Tensor]:
         if self.dense_optimizer is None or part.key not in self.dense_optimizer.state:
-            return super()._optimizer_state(part)
+            return super().optimizer_entries(part)
         entries = self.dense_optimizer.state[part.key]
         return {
             str(key): torch.as_tensor(value).detach()

@@ -39,7 +39,7 @@ from paceline.parallel.base import (
 )
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.ddp.buckets import GradientBuckets
-from paceline.parallel.ddp.strategy import changing_buffers, clip_factor
+from paceline.parallel.gradients import changing_buffers, clip_factor
 from paceline.parallel.parameter_server.check import check_config, who_does_what
 from paceline.parallel.parameter_server.client import (
     RemoteEmbedding,
@@ -383,7 +383,7 @@ class ParameterServerStrategy(Strategy):
         with uncounted():
             self.world.barrier()  # nobody pulls from a server that has not read its rows
 
-    def _read_entry(
+    def load_optimizer_entry(
         self,
         source: StateReader,
         name: str,
@@ -394,7 +394,7 @@ class ParameterServerStrategy(Strategy):
             return source.read(name, (part.offset[0], 0), (len(part.tensor), 1))
         if self.is_server and known[name][1] == ():
             return source.read(name, (), ())
-        return super()._read_entry(source, name, part, known)
+        return super().load_optimizer_entry(source, name, part, known)
 
     def memory_tensors(self) -> list[Any]:
         if self.is_server:

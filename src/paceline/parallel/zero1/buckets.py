@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.ddp.buckets import BucketLayout, GradientBuckets, _Bucket, squared_norm_of
+from paceline.parallel.ddp.buckets import GradientBuckets, _Bucket, squared_norm_of
+from paceline.parallel.ddp.layout import BucketLayout
 
 
 @dataclass

@@ -15,10 +15,16 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.distributed.traffic_volume import scatter_bytes
-from paceline.parallel.base import OptimizerFactory, optimizer_tensors, persistent_buffers
+from paceline.parallel.base import (
+    MicroStep,
+    OptimizerFactory,
+    Strategy,
+    optimizer_tensors,
+    persistent_buffers,
+)
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
-from paceline.parallel.ddp.buckets import lay_out
-from paceline.parallel.ddp.strategy import DDPStrategy, changing_buffers
+from paceline.parallel.ddp.layout import lay_out
+from paceline.parallel.gradients import changing_buffers, clip_to, reduce_in_backward
 from paceline.parallel.state import TensorShard
 from paceline.parallel.zero1.buckets import ShardedBuckets
 from paceline.parallel.zero1.common import (
@@ -31,7 +37,7 @@ from paceline.parallel.zero1.common import (
 )
 
 
-class Zero1Strategy(DDPStrategy):
+class Zero1Strategy(Strategy):
     """ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models", 2020, section 5.1).
 
@@ -42,11 +48,12 @@ class Zero1Strategy(DDPStrategy):
     """
 
     name = "zero1"
-    reduces_in_buckets = False
-    allows_mixed_devices = False
+    allows_unequal_shares = True
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
+        self.model: nn.Module
+        self.trained: dict[str, nn.Parameter]
         self.buckets: ShardedBuckets
 
     @staticmethod
@@ -80,6 +87,22 @@ class Zero1Strategy(DDPStrategy):
     def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         self.optimizer = build([(piece.name, piece.values) for piece in self.buckets.pieces])
         return self.optimizer
+
+    def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+        reduce_in_backward(
+            self.buckets, micro_step, self.model, num_micro_batches, self.on_computed
+        )
+        self.world.broadcast(self.changing_buffers)
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
+
+    def local_grad_finite(self) -> torch.Tensor | None:
+        return self.buckets.own()
+
+    @property
+    def replica_group(self) -> Communicator | None:
+        return self.world
 
     def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
         made = apply(self.optimizer)
