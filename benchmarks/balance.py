@@ -140,8 +140,15 @@ def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> d
     with open(log, "wb") as handle, cpu_quota(slow_cores) if slow_cores else nullcontext() as tasks:
         try:
             for rank in range(2):
-                env = {**shared, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+                env = {
+                    **shared,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "LOCAL_RANK": "0",
+                    "LOCAL_WORLD_SIZE": "1",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
                 ranks.append(
                     subprocess.Popen(command, stdout=handle, stderr=subprocess.STDOUT, env=env)
                 )

@@ -61,7 +61,8 @@ class Work:
 
     @property
     def batch_lengths(self) -> list[int]:
-        """Tokens of each global batch; what every contender must report to have done the same work."""
+        """Tokens of each global batch; what every contender must report to have done the same
+        work."""
         return [int(self.lengths[batch].sum()) for batch in self.batches]
 
     def padding_factor(self) -> float:
@@ -161,7 +162,6 @@ def write_jsonl(path: Path, chats: list[Any]) -> None:
 
 
 # -- contenders
-# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

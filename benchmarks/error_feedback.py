@@ -93,15 +93,17 @@ VARIANTS = {
 def measure(words: list[str], options: argparse.Namespace, folder: Path) -> tuple[float, float]:
     """(mean training loss of the last tenth of the steps, loss on held-out samples)."""
     fixed = [
-        "model=builtin:qwen2-micro", "dataset=builtin:python-docs#800", "split_dataset_ratio=0.1", "max_length=128",
-        "per_device_train_batch_size=4", "parallel.device=cpu", "parallel.num_gpus=2", f"max_steps={options.steps}",
-        "eval_strategy=steps", f"eval_steps={options.steps}", f"optim={options.optim}", f"learning_rate={options.rate}",
+        "model=builtin:qwen2-micro", "dataset=builtin:python-docs#800", "split_dataset_ratio=0.1",
+        "max_length=128", "per_device_train_batch_size=4", "parallel.device=cpu",
+        "parallel.num_gpus=2", f"max_steps={options.steps}", "eval_strategy=steps",
+        f"eval_steps={options.steps}", f"optim={options.optim}", f"learning_rate={options.rate}",
         f"output_dir={folder}", f"compression.ratio={options.ratio}", "logging_steps=1",
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     subprocess.run(
         [sys.executable, "-m", "paceline", "sft", *fixed, *words],
-        env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     losses = [event["loss"] for event in events if event["type"] == "step"]

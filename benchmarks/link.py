@@ -36,7 +36,6 @@ _CHUNK = bytes(1 << 16)
 
 
 # -- delay and loss
-# -------------------------------------------------------------------------------------------------------
 
 
 def forward(delay_s: float, loss: float, hosts: list[tuple[str, str]]) -> None:
@@ -84,7 +83,8 @@ def _packets(source: int) -> Iterator[bytes]:
 
 
 def _open_device(namespace: str, whole_segments: bool) -> int:
-    """A TUN device in a namespace; its file descriptor, not blocking. The device is gone with it."""
+    """A TUN device in a namespace; its file descriptor, not blocking. The device is gone with
+    it."""
     with open(f"/run/netns/{namespace}") as handle:
         if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"setns to {namespace}")
@@ -100,7 +100,6 @@ def _open_device(namespace: str, whole_segments: bool) -> int:
 
 
 # -- measuring
-# ------------------------------------------------------------------------------------------------------------
 
 
 def serve(address: str, port: int) -> None:

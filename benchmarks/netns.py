@@ -150,7 +150,6 @@ class Network:
         self._stack.close()
 
     # -- building
-    # ---------------------------------------------------------------------------------------------------------
     def _build(self) -> None:
         for name in (*self.hosts, self.switch):
             _ip("netns", "add", name)
@@ -258,7 +257,6 @@ class Network:
             )
 
     # -- use
-    # --------------------------------------------------------------------------------------------------------------
     def on(self, host: int, command: list[str]) -> list[str]:
         """The command that runs ``command`` on a host."""
         return ["ip", "netns", "exec", self.hosts[host], *command]
@@ -293,7 +291,6 @@ class Network:
 
 
 # -- processes and namespaces
-# ---------------------------------------------------------------------------------------------
 
 
 def start(command: list[str], **options: Any) -> Any:

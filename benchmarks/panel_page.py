@@ -227,26 +227,57 @@ def as_markdown(result: dict[str, Any]) -> str:
 
     own, other = result["panel"], result["tensorboard"]
     memory = long["memory_bytes"]
-    return "\n".join([
-        "# How soon the panel shows what it shall",
-        "",
-        f"{result['date']}: {machine['cores']} cores ({machine['architecture']}), Python {machine['python']}, headless "
-        f"Chromium on the same machine. Medians of {result['rounds']} rounds (lowest … highest), each with a new server "
-        "and an empty cache.",
-        "",
-        "| | panel | at most | met | TensorBoard | how much sooner |",
-        "| --- | --- | --- | --- | --- | --- |",
-        line("from the command to the server's first answer", own["start_s"], START_S, other["start_s"]),
-        line(f"first paint with {RUNS} runs", own["first_paint_s"], FIRST_PAINT_S, other["first_paint_s"]),
-        line(f"until all {RUNS} runs are on the page", own["list_s"], FIRST_PAINT_S, other["list_s"]),
-        line(f"a run of {result['steps']:,} steps, {RANKS} ranks ({long['log_bytes'] / 1e9:.2f} GB), until its curve is drawn",
-             long["drawn_s"], LONG_RUN_S),
-        line(f"from the writing of an event to the screen ({EVENTS} events)", result["event"]["seen_s"], EVENT_S),
-        "",
-        f"Memory of the server, until it had read the long run: {memory / (1 << 20):.0f} MiB at most "
-        f"(goal {MEMORY_BYTES >> 20}: {'yes' if memory < MEMORY_BYTES else 'NO'}).",
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "# How soon the panel shows what it shall",
+            "",
+            (
+                f"{result['date']}: {machine['cores']} cores ({machine['architecture']}), Python"
+                f" {machine['python']}, headless Chromium on the same machine. Medians of"
+                f" {result['rounds']} rounds (lowest … highest), each with a new server and an"
+                " empty cache."
+            ),
+            "",
+            "| | panel | at most | met | TensorBoard | how much sooner |",
+            "| --- | --- | --- | --- | --- | --- |",
+            line(
+                "from the command to the server's first answer",
+                own["start_s"],
+                START_S,
+                other["start_s"],
+            ),
+            line(
+                f"first paint with {RUNS} runs",
+                own["first_paint_s"],
+                FIRST_PAINT_S,
+                other["first_paint_s"],
+            ),
+            line(
+                f"until all {RUNS} runs are on the page",
+                own["list_s"],
+                FIRST_PAINT_S,
+                other["list_s"],
+            ),
+            line(
+                f"a run of {result['steps']:,} steps, {RANKS} ranks ({long['log_bytes'] / 1e9:.2f}"
+                " GB), until its curve is drawn",
+                long["drawn_s"],
+                LONG_RUN_S,
+            ),
+            line(
+                f"from the writing of an event to the screen ({EVENTS} events)",
+                result["event"]["seen_s"],
+                EVENT_S,
+            ),
+            "",
+            (
+                f"Memory of the server, until it had read the long run: {memory / (1 << 20):.0f}"
+                f" MiB at most (goal {MEMORY_BYTES >> 20}:"
+                f" {'yes' if memory < MEMORY_BYTES else 'NO'})."
+            ),
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

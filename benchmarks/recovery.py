@@ -111,7 +111,6 @@ def train(work: Work, mode: str, kind: str, max_steps: int, **settings: Any) -> 
 
 
 # -- what watching costs
-# --------------------------------------------------------------------------------------------------
 def watching(work: Work, mode: str) -> dict[str, Any]:
     """What :class:`watched_task.Switched` has written of a run."""
     file = work.folder / "switched.json"
@@ -176,7 +175,6 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 # -- how long a recovery takes
-# --------------------------------------------------------------------------------------------
 def recovery(work: Work, mode: str, kills: int) -> dict[str, Any]:
     """A rank kills itself at steps of which none is a checkpoint's. ``recovered_s``: from each kill
     to the end of the next step that had not been made before, with those made once more."""

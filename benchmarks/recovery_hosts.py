@@ -99,7 +99,6 @@ def add(figures: dict[str, list[float]], name: str, seconds: Sequence[float]) ->
 
 
 # -- contenders
-# -----------------------------------------------------------------------------------------------------------
 def paceline(cluster: Cluster, number: int, nnodes: str) -> None:
     cluster.start(number, *SETTINGS, nnodes=nnodes)
 
@@ -107,8 +106,8 @@ def paceline(cluster: Cluster, number: int, nnodes: str) -> None:
 def torchrun(cluster: Cluster, number: int, nnodes: str) -> None:
     rendezvous = f"is_host={int(number == cluster.endpoint)},{_KEEP_ALIVE}"
     command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}", "--nproc-per-node=1", "--max-restarts=100",
-        "--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-id=bench",
+        sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}", "--nproc-per-node=1",
+        "--max-restarts=100", "--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-id=bench",
         f"--rdzv-endpoint={cluster.endpoint_address}:{PORT}",
         f"--rdzv-conf={rendezvous}", f"--local-addr={cluster.hosts[number].address}",
         "-m", "paceline", "sft", *MICRO, *SETTINGS, f"output_dir={cluster.run}",
@@ -119,7 +118,6 @@ def torchrun(cluster: Cluster, number: int, nnodes: str) -> None:
 
 
 # -- faults
-# ---------------------------------------------------------------------------------------------------------------
 def session(
     start: Start, nnodes: str, faults: Sequence[Callable[[Cluster, Start], float]]
 ) -> list[float]:
@@ -225,7 +223,6 @@ def last_start(cluster: Cluster) -> int:
 
 
 # -- the result
-# -----------------------------------------------------------------------------------------------------------
 def as_markdown(result: dict[str, Any]) -> str:
     machine, ours, theirs = (
         result["machine"],
@@ -233,8 +230,12 @@ def as_markdown(result: dict[str, Any]) -> str:
         result["figures"]["torchrun"],
     )
     ratio = median(ours["killed rank"]) / median(theirs["killed rank"])
-    busy = " Other work ran on the machine meanwhile: the ratio is paired, the seconds are longer than on an idle machine." \
-        if result["load_before"] > 1 else ""  # fmt: skip
+    busy = (
+        " Other work ran on the machine meanwhile: the ratio is paired, the seconds are longer than"
+        " on an idle machine."
+        if result["load_before"] > 1
+        else ""
+    )
     lines = [
         "# How long a run over two hosts takes to continue after a fault",
         "",

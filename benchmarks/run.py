@@ -180,7 +180,6 @@ def describe(work: Work) -> list[str]:
 
 
 # -- results
-# --------------------------------------------------------------------------------------------------------------
 
 
 def summary(work: Work, runs: Runs, rounds: int) -> dict[str, Any]:
@@ -195,17 +194,30 @@ def summary(work: Work, runs: Runs, rounds: int) -> dict[str, Any]:
             ratio = median(ours) / median(theirs)
             spread = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
             goals.append(
-                {"what": goal.what, "rival": goal.rival, "ratio": ratio, "lowest": spread[0], "highest": spread[-1],
-                 "bound": goal.bound, "met": goal.met(ratio)}
-            )  # fmt: skip
+                {
+                    "what": goal.what,
+                    "rival": goal.rival,
+                    "ratio": ratio,
+                    "lowest": spread[0],
+                    "highest": spread[-1],
+                    "bound": goal.bound,
+                    "met": goal.met(ratio),
+                }
+            )
     for name in runs:
         if name != "paceline" and "paceline" in runs:
             difference = abs(medians["paceline"]["eval_loss"] / medians[name]["eval_loss"] - 1)
             goals.append(
-                {"what": "final evaluation loss, relative difference", "rival": name, "ratio": difference,
-                 "lowest": difference, "highest": difference, "bound": f"≤ {MAX_LOSS_DIFFERENCE}",
-                 "met": difference <= MAX_LOSS_DIFFERENCE}
-            )  # fmt: skip
+                {
+                    "what": "final evaluation loss, relative difference",
+                    "rival": name,
+                    "ratio": difference,
+                    "lowest": difference,
+                    "highest": difference,
+                    "bound": f"≤ {MAX_LOSS_DIFFERENCE}",
+                    "met": difference <= MAX_LOSS_DIFFERENCE,
+                }
+            )
     return {
         "date": date.today().isoformat(),
         "machine": _machine(),

@@ -228,7 +228,6 @@ def _setting(text: str) -> tuple[str, str, str]:
 
 
 # -- a run
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def settings_of(name: str, steps: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -329,7 +328,6 @@ def _run_ranks(
 
 
 # -- what is said of it
-# -----------------------------------------------------------------------------------------------------
 
 
 def about(args: argparse.Namespace, network: Network, measured: dict[str, Any]) -> dict[str, Any]:

@@ -132,7 +132,6 @@ def reached(points: Sequence[tuple[float, float]], loss: float) -> float | None:
 
 
 # -- figures
-# --------------------------------------------------------------------------------------------------------------
 
 
 def summary(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +183,8 @@ def summary(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dic
 
 
 def goals(rows: list[dict[str, Any]], link: dict[str, Any], hosts: int) -> list[dict[str, Any]]:
-    """What is asked over this link; nothing over others than the two for which bounds are stated."""
+    """What is asked over this link; nothing over others than the two for which bounds are
+    stated."""
     found = {one["method"]: one for one in rows}
     rate, delay, loss = link["rate_bits_per_s"], link["delay_s"], link["loss"]
     asked: list[tuple[str, str, str, bool]] = []
@@ -215,7 +215,6 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 # -- words and pictures
-# ---------------------------------------------------------------------------------------------------
 
 
 def as_markdown(found: dict[str, Any], why: dict[str, str]) -> str:

@@ -35,7 +35,8 @@ class DampedWave(paceline.Task):
         )
 
     def build_model(self) -> nn.Module:
-        """A plain module on the CPU. Paceline seeds it, moves it, and spreads it over the devices."""
+        """A plain module on the CPU. Paceline seeds it, moves it, and spreads it over the
+        devices."""
         hidden = int(self.config.task_args["hidden"])
         return nn.Sequential(
             nn.Linear(1, hidden),

@@ -127,7 +127,8 @@ def a_turn(
 
 @pytest.fixture(autouse=True)
 def no_process_left(a_turn: None) -> Iterator[None]:
-    """Fail a test that leaves a process running: a child, or one further down whose parent is gone."""
+    """Fail a test that leaves a process running: a child, or one further down whose parent is
+    gone."""
     before = {process.pid for process in _processes()}
     yield
     left = [process for process in _processes() if process.pid not in before]

@@ -37,7 +37,6 @@ def run_script(*arguments, **env):
 
 
 # -- arguments
-# --------------------------------------------------------------------------------------------------------------
 
 
 def test_rates_times_and_shares_are_read_as_tc_writes_them():
@@ -107,7 +106,6 @@ def test_a_setting_is_for_all_methods_or_for_one():
 
 
 # -- figures
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_where_a_loss_is_reached_lies_between_evaluations():
@@ -250,7 +248,6 @@ def test_the_table_tells_the_link_as_measured_and_what_was_not_reached(runs):
 
 
 # -- real hosts
-# -------------------------------------------------------------------------------------------------------------
 
 
 def namespaces(pid):

@@ -90,7 +90,6 @@ def test_the_same_step_again_takes_the_place_of_the_old(tmp_path: Path) -> None:
 
 
 # -- tampering
-# ------------------------------------------------------------------------------------------------------------
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
 
@@ -306,7 +305,6 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
 
 
 # -- the digest
-# -----------------------------------------------------------------------------------------------------------
 def test_the_digest_does_not_depend_on_the_order_of_the_tensors(tmp_path: Path) -> None:
     one = store.save(tmp_path / "a", 1, state(1), META).path
     other = store.save(tmp_path / "b", 1, dict(reversed(state(1).items())), META).path
@@ -341,7 +339,6 @@ def test_the_digest_sees_every_bit(tmp_path: Path) -> None:
 
 
 # -- a save that fails part-way
-# -------------------------------------------------------------------------------------------
 _LIMITED = """
 import resource, signal, sys
 from pathlib import Path

@@ -52,7 +52,6 @@ def save(saver: Saver, step: int) -> None:
 
 
 # -- folders as a run finds them, in which it saves step 3
-# ------------------------------------------------------------------
 def usual(folder: Path) -> None:
     saver = saver_of(alone(), folder, 0, background=False)
     for step in (1, 2):
@@ -71,7 +70,6 @@ START = {"usual": usual, "rewound": rewound}
 
 
 # -- the cut
-# -----------------------------------------------------------------------------------------------------------------
 class Cutter:
     """Numbers what this process does below ``folder``, and kills it before number ``at``; in a
     write, half-way."""
@@ -160,7 +158,6 @@ def die() -> None:
 
 
 # -- one attempt: `size` processes save step 3, and `victim` is killed at `at`
-# -----------------------------------------------
 def attempt(
     folder: Path, size: int, victim: int, at: int, background: bool, log: Path | None = None
 ) -> bool:

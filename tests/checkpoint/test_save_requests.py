@@ -47,7 +47,6 @@ def tried(root: Path) -> list[tuple[int, bool]]:
 
 
 # -- by the clock
-# -------------------------------------------------------------------------------------------------------------
 def test_a_save_that_is_due(tmp_path: Path) -> None:
     with Saver(alone(), tmp_path, None, EventLog(None), background=False, every_s=3600.0) as one:
         assert one.wish() == 0.0
@@ -89,7 +88,6 @@ class _Slow:
 
 
 # -- standing still
-# ---------------------------------------------------------------------------------------------------------
 def limit(size_bytes: int) -> None:
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (size_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
@@ -210,7 +208,6 @@ def test_a_full_disk_names_what_is_missing(tmp_path: Path) -> None:
 
 
 # -- earlier lives
-# ----------------------------------------------------------------------------------------------------------
 def test_what_lies_beyond_the_step_it_went_on_from(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for step in (10, 20, 30, 40):

@@ -48,7 +48,6 @@ def whole_state() -> dict[str, torch.Tensor]:
 
 
 # -- layouts: what rank `rank` of `size` owns of a tensor
-# --------------------------------------------------------------------
 def along(axis: int) -> Callable[[str, torch.Tensor, int, int], list[TensorShard]]:
     def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
         length = value.shape[axis]
@@ -175,7 +174,6 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 # -- what a save holds, and when it is said
-# ---------------------------------------------------------------------------------
 def alone() -> Communicator:
     return Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
 
@@ -299,7 +297,6 @@ def test_pieces_that_do_not_make_up_the_state(
 
 
 # -- a rank that cannot write
-# -------------------------------------------------------------------------------------------------
 def a_third(world: Communicator, value: float) -> list[TensorShard]:
     """300 kB a rank."""
     return [
@@ -414,7 +411,6 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 # -- killed in the middle
-# -----------------------------------------------------------------------------------------------------
 def die_in_a_save(world: Communicator, root: Path, victim: int) -> None:
     events = EventLog(root / "events.jsonl") if world.is_rank_zero else EventLog(None)
     saver = Saver(world, root / "checkpoints", None, events, background=True)

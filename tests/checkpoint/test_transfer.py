@@ -46,7 +46,6 @@ FEW, ELEMENTS = 20, 3 * CHUNK_BYTES // 4 + 10
 
 
 # -- the saver alone
-# ----------------------------------------------------------------------------------------------------------
 def a_share(step: int, world: Communicator) -> list[TensorShard]:
     """Of rank 0 few elements."""
     start, end = (
@@ -272,7 +271,6 @@ def test_what_a_save_costs_is_reported() -> None:
 
 
 # -- whole runs
-# ---------------------------------------------------------------------------------------------------------------
 #: name → (ranks, overrides, whether ranks other than 0 send anything)
 MODES: dict[str, tuple[int, tuple[str, ...], bool]] = {
     "zero3": (2, ("parallel.mode=zero3",), True),

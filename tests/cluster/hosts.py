@@ -45,7 +45,6 @@ class Host:
     process: subprocess.Popen[bytes] | None = None
 
     # -- processes
-    # --------------------------------------------------------------------------------------------------------
     def processes(self) -> list[psutil.Process]:
         """All that runs on this host, whoever started it."""
         listed = subprocess.run(
@@ -99,7 +98,6 @@ class Host:
                 one.send_signal(number)
 
     # -- waiting
-    # ----------------------------------------------------------------------------------------------------------
     def end(self, expect: int = 0, timeout_s: float = _TIMEOUT_S) -> str:
         """What the command has said, when it has ended by itself."""
         assert self.process is not None
@@ -140,7 +138,6 @@ class Cluster:
         self._write_names()
 
     # -- starting
-    # ---------------------------------------------------------------------------------------------------------
     @property
     def run(self) -> Path:
         return self.folder / "run"
@@ -192,7 +189,6 @@ class Cluster:
         return host
 
     # -- the network
-    # ------------------------------------------------------------------------------------------------------
     def set_name(self, name: str, address: str | None) -> None:
         """What a name resolves to from now on, on every host, also for processes that run. None: it
         is unknown."""
@@ -232,7 +228,6 @@ class Cluster:
         host.address = address
 
     # -- the run's events
-    # -------------------------------------------------------------------------------------------------
     def events(self, *types: str) -> list[dict[str, Any]]:
         """Whole lines of the log on the endpoint's disk; all, or those of some types."""
         try:

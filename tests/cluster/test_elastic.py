@@ -1,4 +1,5 @@
-"""A run goes on at another number of replicas, whichever: the same global batches, the same losses."""
+"""A run goes on at another number of replicas, whichever: the same global batches, the same
+losses."""
 
 from __future__ import annotations
 

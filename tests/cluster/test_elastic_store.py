@@ -20,8 +20,8 @@ WAIT_S = 8.0
 
 def node(port: int, is_host: bool) -> DynamicRendezvousHandler:
     parameters = RendezvousParameters(
-        "c10d", f"127.0.0.1:{port}", "run", 2, 2, "127.0.0.1", is_host=is_host, read_timeout=WAIT_S, join_timeout=WAIT_S,
-        keep_alive_interval=1, keep_alive_max_attempt=2,
+        "c10d", f"127.0.0.1:{port}", "run", 2, 2, "127.0.0.1", is_host=is_host, read_timeout=WAIT_S,
+        join_timeout=WAIT_S, keep_alive_interval=1, keep_alive_max_attempt=2,
     )  # fmt: skip
     backend, store = create_backend(parameters)
     return create_handler(store, backend, parameters)

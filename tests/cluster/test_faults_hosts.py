@@ -28,8 +28,8 @@ SETTINGS = (
 #: Of a run that is stopped when it has shown what it should: its schedule does not depend on its
 #: length.
 OPEN_END = (
-    "max_steps=5000", "save_steps=4", "warmup_steps=3", "lr_scheduler_type=constant", "logging_steps=1",
-    "parallel.timeout_s=60",
+    "max_steps=5000", "save_steps=4", "warmup_steps=3", "lr_scheduler_type=constant",
+    "logging_steps=1", "parallel.timeout_s=60",
 )  # fmt: skip
 PAUSE_S = 30.0
 
@@ -108,7 +108,6 @@ def stop_and_compare(cluster: Cluster, tmp_path: Path) -> None:
 
 
 # -- ranks and hosts that are killed
-# -----------------------------------------------------------------------------------------
 def test_a_killed_rank_is_named_and_the_run_ends_with_the_same_bits(
     request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
@@ -216,7 +215,6 @@ def test_three_hosts_shrink_to_two(request: pytest.FixtureRequest, tmp_path: Pat
 
 
 # -- the endpoint
-# ------------------------------------------------------------------------------------------------------------
 @pytest.mark.soak
 @pytest.mark.parametrize("endpoint", [0, 1])
 def test_a_killed_endpoint_that_is_started_again_is_entered_again(
@@ -290,7 +288,6 @@ def test_a_name_that_resolves_late(
 
 
 # -- what ends no process
-# ----------------------------------------------------------------------------------------------------
 @pytest.mark.soak
 def test_a_link_that_loses_packets_is_reported_and_nothing_is_restarted(
     request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed

@@ -27,9 +27,10 @@ OPTIONS = (*BASE, "--claim", "runs")
 JOBSET = (*OPTIONS, "--variant", "jobset")
 #: Each option, so that each field that it writes is held against the schemas.
 EVERY_OPTION = (
-    "--namespace", "team-a", "--queue", "gpu-queue", "--time", "1-0", "--data-claim", "data", "--cache-claim", "hub",
-    "--cpus-per-node", "32", "--memory-per-node", "256Gi", "--shm-size", "32Gi", "--grace-period", "900", "--user", "2000",
-    "--secret-env", "HF_TOKEN=hub/token,AWS_SECRET_ACCESS_KEY=s3/secret.key", "--image-pull-secret", "registry",
+    "--namespace", "team-a", "--queue", "gpu-queue", "--time", "1-0", "--data-claim", "data",
+    "--cache-claim", "hub", "--cpus-per-node", "32", "--memory-per-node", "256Gi", "--shm-size",
+    "32Gi", "--grace-period", "900", "--user", "2000", "--secret-env",
+    "HF_TOKEN=hub/token,AWS_SECRET_ACCESS_KEY=s3/secret.key", "--image-pull-secret", "registry",
     "--service-account", "trainer",
 )  # fmt: skip
 

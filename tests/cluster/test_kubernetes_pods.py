@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.soak]
 
 #: Adapters with dropout, and checkpoints often enough that little is repeated.
 TRAINING = (
-    *MICRO, "lora.enable=true", "lora.dropout=0.1", "max_steps=120", "save_steps=5", "parallel.num_gpus=1",
-    "parallel.timeout_s=60",
+    *MICRO, "lora.enable=true", "lora.dropout=0.1", "max_steps=120", "save_steps=5",
+    "parallel.num_gpus=1", "parallel.timeout_s=60",
 )  # fmt: skip
 POD_NAME = "pods-endpoint-0-0.pods"
 

@@ -20,8 +20,9 @@ def test_a_host_that_must_come_back_has_a_limit_of_its_own(tmp_path: Path) -> No
     folder = AgentFolder(tmp_path)
     handler = get_rendezvous_handler(
         RendezvousParameters(
-            BACKEND, f"127.0.0.1:{free_port()}", "test", 2, 2, is_host=True, join_timeout=600, rejoin_timeout=1,
-            last_call_timeout=3, keep_alive_interval=3, keep_alive_max_attempt=4, agent_folder=str(tmp_path),
+            BACKEND, f"127.0.0.1:{free_port()}", "test", 2, 2, is_host=True, join_timeout=600,
+            rejoin_timeout=1, last_call_timeout=3, keep_alive_interval=3, keep_alive_max_attempt=4,
+            agent_folder=str(tmp_path),
         )
     )  # fmt: skip
     settings = handler.settings

@@ -84,8 +84,9 @@ def test_the_script(here: Path, written: Write) -> None:
     script = written("mine.yaml", *OPTIONS, "system=it's me; rm -rf $HOME", "parallel.mode=zero3")
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert options_of(script) == {
-        "job-name": "mine", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "8", "gpus-per-node": "8", "time": "4:00:00",
-        "chdir": str(here), "output": "%x-%j.log", "open-mode": "append", "requeue": "", "signal": "TERM@120",
+        "job-name": "mine", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "8",
+        "gpus-per-node": "8", "time": "4:00:00", "chdir": str(here), "output": "%x-%j.log",
+        "open-mode": "append", "requeue": "", "signal": "TERM@120",
     }  # fmt: skip
     words = command_of(script)
     assert words[0] == str(here / "mine.yaml")
@@ -112,9 +113,15 @@ def test_the_hosts_meet_at_the_first_node_on_a_port_of_the_job(
       node) echo "NodeName=$4 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.0.0.3 NodeHostName=gpu003 Version=22.05.8";;
     esac; }\n"""
     done = subprocess.run(
-        ["bash", "-uc", f'{stand_in}{lines}\necho "$address:$port"'], capture_output=True, text=True,
-        env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[003-004]"},
-    )  # fmt: skip
+        ["bash", "-uc", f'{stand_in}{lines}\necho "$address:$port"'],
+        capture_output=True,
+        text=True,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "SLURM_JOB_ID": "1234567",
+            "SLURM_JOB_NODELIST": "gpu[003-004]",
+        },
+    )
     assert done.stdout == f"10.0.0.3:{slurm_port(1234567)}\n", done.stderr
 
 

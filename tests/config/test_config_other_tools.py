@@ -1,4 +1,5 @@
-"""Configs of ms-swift, LLaMA-Factory, axolotl and TRL load; every key of theirs is read or named."""
+"""Configs of ms-swift, LLaMA-Factory, axolotl and TRL load; every key of theirs is read or
+named."""
 
 from __future__ import annotations
 
@@ -180,8 +181,19 @@ def test_a_key_that_changes_training_or_memory_is_a_warning(load: Load, key: str
 
 @pytest.mark.parametrize(
     "text",
-    ["flash_attn: auto", "attn_implementation: sdpa", "attn_impl: sdpa", "sdp_attention: true", "tuner_backend: peft",
-     "use_cache: false", "loss_type: nll", "flash_attention: false", "tf32: false", "logging_first_step: true", "run_name: x"],
-)  # fmt: skip
+    [
+        "flash_attn: auto",
+        "attn_implementation: sdpa",
+        "attn_impl: sdpa",
+        "sdp_attention: true",
+        "tuner_backend: peft",
+        "use_cache: false",
+        "loss_type: nll",
+        "flash_attention: false",
+        "tf32: false",
+        "logging_first_step: true",
+        "run_name: x",
+    ],
+)
 def test_what_is_already_so_or_is_about_logging_is_info(load: Load, text: str) -> None:
     assert {level for level, _ in load(BASE + text).notices} == {"info"}

@@ -15,9 +15,12 @@ from paceline.core.errors import ConfigError
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-4", 1e-4), ("1.0e-4", 1e-4), ("-2E+3", -2000.0), (".5", 0.5), ("5.", 5.0), ("1_000", 1000), ("0x10", 16),
-        ("010", 10), ("true", True), ("No", False), ("null", None), ("~", None), ("1:30", "1:30"), ("2024-01-01", "2024-01-01"),
-        ("'1'", "1"), ("<|end|>", "<|end|>"), ("!!str 5", "5"), ("!!float 5", 5.0), ("e5", "e5"), ("1e", "1e"), ("-", "-"),
+        ("1e-4", 1e-4), ("1.0e-4", 1e-4), ("-2E+3", -2000.0), (".5", 0.5), ("5.", 5.0),
+        ("1_000", 1000), ("0x10", 16),
+        ("010", 10), ("true", True), ("No", False), ("null", None), ("~", None), ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("'1'", "1"), ("<|end|>", "<|end|>"), ("!!str 5", "5"), ("!!float 5", 5.0), ("e5", "e5"),
+        ("1e", "1e"), ("-", "-"),
     ],
 )  # fmt: skip
 def test_plain_values(text: str, value: object) -> None:
@@ -95,7 +98,8 @@ def test_broken_files(tmp_path: Path) -> None:
             read_config_file(tmp_path / name)
         assert all(word in str(caught.value) for word in words), str(caught.value)
     contents = {
-        b"": ["is empty"], b"# nothing\n": ["is empty"], b"- a\n": ["holds a list"], b"hello": ["holds text"],
+        b"": ["is empty"], b"# nothing\n": ["is empty"], b"- a\n": ["holds a list"],
+        b"hello": ["holds text"],
         b"a: 1\nb: \xff\n": ["not UTF-8", "0xff", "line 2"], "a: 1".encode("utf-16"): ["not UTF-8"],
     }  # fmt: skip
     for raw, words in contents.items():
@@ -113,8 +117,10 @@ def test_a_byte_order_mark_and_windows_lines_are_fine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("[a, 1e-3]", ["a", 1e-3]), ("{x: 1}", {"x": 1}), ("null", None), ("", None), ("a: b", "a: b"), ("-1", -1),
-        ("'7'", "7"), ("'a' b", "'a' b"), ("C:\\data", "C:\\data"), ("a#5", "a#5"), ("true", True), ("1e-4", 1e-4),
+        ("[a, 1e-3]", ["a", 1e-3]), ("{x: 1}", {"x": 1}), ("null", None), ("", None),
+        ("a: b", "a: b"), ("-1", -1),
+        ("'7'", "7"), ("'a' b", "'a' b"), ("C:\\data", "C:\\data"), ("a#5", "a#5"), ("true", True),
+        ("1e-4", 1e-4),
     ],
 )  # fmt: skip
 def test_command_line_values(text: str, value: object) -> None:

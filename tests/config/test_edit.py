@@ -31,21 +31,44 @@ def changed(before: str, after: str) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize(
     ("values", "gone", "new"),
     [
-        ({"train_args.max_steps": "12"}, ["  max_steps: 9   # short"], ["  max_steps: 12   # short"]),
-        ({"lora.rank": 16}, ["lora: {enable: true, rank: 8}  # one line"], ["lora: {enable: true, rank: 16}  # one line"]),
-        ({"lora.alpha": 4}, ["lora: {enable: true, rank: 8}  # one line"],
-         ["lora: {enable: true, rank: 8, alpha: 4}  # one line"]),
-        ({"dataset": "c.jsonl"}, ["dataset:", "  - a.jsonl   # first", "  - b.jsonl"], ["dataset: c.jsonl"]),
-        ({"dataset": "[x, y]"}, ["dataset:", "  - a.jsonl   # first", "  - b.jsonl"], ["dataset: [x, y]"]),
+        (
+            {"train_args.max_steps": "12"},
+            ["  max_steps: 9   # short"],
+            ["  max_steps: 12   # short"],
+        ),
+        (
+            {"lora.rank": 16},
+            ["lora: {enable: true, rank: 8}  # one line"],
+            ["lora: {enable: true, rank: 16}  # one line"],
+        ),
+        (
+            {"lora.alpha": 4},
+            ["lora: {enable: true, rank: 8}  # one line"],
+            ["lora: {enable: true, rank: 8, alpha: 4}  # one line"],
+        ),
+        (
+            {"dataset": "c.jsonl"},
+            ["dataset:", "  - a.jsonl   # first", "  - b.jsonl"],
+            ["dataset: c.jsonl"],
+        ),
+        (
+            {"dataset": "[x, y]"},
+            ["dataset:", "  - a.jsonl   # first", "  - b.jsonl"],
+            ["dataset: [x, y]"],
+        ),
         ({"task": "pretrain"}, [], ["task: pretrain"]),
         ({"parallel.mode": "ddp"}, [], ["parallel:", "  mode: ddp"]),
         ({"train_args.precision": "bf16-mixed"}, [], ["  precision: bf16-mixed"]),
         ({"train_args.packing": "false"}, [], ["  packing: false"]),
         ({"system": "a: b # c"}, [], ["system: 'a: b # c'"]),
-        ({"model": "7"}, ["model: builtin:qwen2-tiny  # the small one"], ["model: '7'  # the small one"]),
+        (
+            {"model": "7"},
+            ["model: builtin:qwen2-tiny  # the small one"],
+            ["model: '7'  # the small one"],
+        ),
         ({"train_args.save_total_limit": None}, [], ["  save_total_limit: null"]),
     ],
-)  # fmt: skip
+)
 def test_one_key_is_set_and_the_rest_stays(values, gone, new):
     text, kept = edit_yaml(TEXT, values)
     assert kept

@@ -1,4 +1,5 @@
-"""Configs of LLaMA-Factory v1 load: data sets listed in a YAML file, `peft_config`, `dist_config`."""
+"""Configs of LLaMA-Factory v1 load: data sets listed in a YAML file, `peft_config`,
+`dist_config`."""
 
 from __future__ import annotations
 

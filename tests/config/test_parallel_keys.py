@@ -42,12 +42,18 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         }
         (tmp_path / name).write_text(json.dumps(settings))
     (tmp_path / "fsdp2.json").write_text(
-        json.dumps({
-            "_note": "one file for both",
-            "fsdp": "full_shard auto_wrap offload",
-            "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True},
-        })
-    )  # fmt: skip
+        json.dumps(
+            {
+                "_note": "one file for both",
+                "fsdp": "full_shard auto_wrap offload",
+                "fsdp_config": {
+                    "fsdp_version": 2,
+                    "reshard_after_forward": True,
+                    "activation_checkpointing": True,
+                },
+            }
+        )
+    )
     (tmp_path / "settings.json").write_text(json.dumps({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}))
     return tmp_path
 
@@ -68,8 +74,14 @@ parallelism_config:
   parallelism_config_dp_shard_size: 2
   parallelism_config_tp_size: 2
 """
-HSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\nnum_machines: 2\nnum_processes: 16"
-ND = "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_version: 2\nfsdp_config: {offload_params: false}"
+HSDP = (
+    "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\nnum_machines:"
+    " 2\nnum_processes: 16"
+)
+ND = (
+    "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_version: 2\nfsdp_config:"
+    " {offload_params: false}"
+)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +101,7 @@ ND = "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_vers
         ("deepspeed: zero2_offload", deepspeed(2, offload="optimizer")),
         ("deepspeed: zero3_offload", deepspeed(3, offload="all")),
         ("deepspeed: {zero_optimization: {stage: 1}}", deepspeed(1, INLINE)),
-        ("deepspeed: '{\"zero_optimization\": {\"stage\": 1}}'", deepspeed(1, INLINE)),
+        ('deepspeed: \'{"zero_optimization": {"stage": 1}}\'', deepspeed(1, INLINE)),
         ("parallel: {deepspeed: zero2}", deepspeed(2)),
         ("zero_stage: 3", deepspeed(3)),
         ("train_args: {deepspeed: ds_z3.json}", deepspeed(3, "ds_z3.json")),
@@ -100,13 +112,19 @@ ND = "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_vers
         ("parallel: {mode: deepspeed, deepspeed_config: ds_z0.json}", {"mode": "ddp"}),
         ("distributed_type: DEEPSPEED", {"mode": "deepspeed"}),
         (
-            "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_param_device: cpu, "
-            "offload_optimizer_device: cpu, zero3_init_flag: true, deepspeed_multinode_launcher: standard}",
+            (
+                "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3,"
+                " offload_param_device: cpu, offload_optimizer_device: cpu, zero3_init_flag: true,"
+                " deepspeed_multinode_launcher: standard}"
+            ),
             deepspeed(3, offload="all"),
         ),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", {"mode": "ddp"}),
         (
-            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds_z2.json, zero3_init_flag: false}",
+            (
+                "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds_z2.json,"
+                " zero3_init_flag: false}"
+            ),
             deepspeed(2, "ds_z2.json"),
         ),
         ("dist_config: {name: deepspeed, config_file: ds_z3.json}", deepspeed(3, "ds_z3.json")),
@@ -124,18 +142,30 @@ ND = "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_vers
         ("fsdp_version: 2", {"mode": "zero3"}),
         ("fsdp_version: 2\nfsdp_config: {reshard_after_forward: false}", {"mode": "zero2"}),
         ("fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}", {"mode": "zero3"}),
-        ("fsdp_config: {fsdp_sharding_strategy: 2, fsdp_offload_params: true}", {"mode": "zero2", "offload": "all"}),
+        (
+            "fsdp_config: {fsdp_sharding_strategy: 2, fsdp_offload_params: true}",
+            {"mode": "zero2", "offload": "all"},
+        ),
         ("fsdp_config: {fsdp_sharding_strategy: NO_SHARD}", {"mode": "ddp"}),
         ("fsdp_sharding_strategy: SHARD_GRAD_OP", {"mode": "zero2"}),
         ("dist_config: {name: fsdp2, dcp_path: null}", {"mode": "zero3"}),
-        ("dist_config: {name: fsdp2, reshard_after_forward: false, mp_replicate_size: 2}", {"mode": "zero2", "data": 2}),
+        (
+            "dist_config: {name: fsdp2, reshard_after_forward: false, mp_replicate_size: 2}",
+            {"mode": "zero2", "data": 2},
+        ),
         (HSDP, {"mode": "zero3", "data": 2, "shard": 8, "nnodes": 2, "num_gpus": 8}),
         ("fsdp: hybrid_shard\nnnodes: 4", {"mode": "zero3", "data": 4, "nnodes": 4}),
         # -- Accelerate
         ("distributed_type: MULTI_GPU\nnum_processes: 8", {"mode": "ddp", "num_gpus": 8}),
         ("distributed_type: MULTI_CPU", {"mode": "ddp", "device": "cpu"}),
         ("distributed_type: no", {"mode": "single"}),
-        ("distributed_type: 'NO'\nfsdp_config: {fsdp_version: 2}\ndeepspeed_config: {zero_stage: 2}", {"mode": "single"}),
+        (
+            (
+                "distributed_type: 'NO'\nfsdp_config: {fsdp_version: 2}\ndeepspeed_config:"
+                " {zero_stage: 2}"
+            ),
+            {"mode": "single"},
+        ),
         ("distributed_type: MULTI_GPU\ndeepspeed: zero2", deepspeed(2)),
         ("num_processes: 16\nnum_machines: 2", {"num_gpus": 8, "nnodes": 2}),
         (TP_HSDP, {"mode": "hybrid", "data": 2, "shard": 2, "tensor": 2, "num_gpus": 8}),
@@ -143,7 +173,10 @@ ND = "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_vers
         # -- sizes
         ("tensor_parallel_size: 2", {"tensor": 2}),
         ("tensor_parallel_size: 1", {}),
-        ("tensor_model_parallel_size: 2\npipeline_model_parallel_size: 2", {"tensor": 2, "pipeline": 2}),
+        (
+            "tensor_model_parallel_size: 2\npipeline_model_parallel_size: 2",
+            {"tensor": 2, "pipeline": 2},
+        ),
         ("pipeline_parallel_size: 2", {"pipeline": 2}),
         ("dp_shard_size: 4\ndp_replicate_size: 2", {"shard": 4, "data": 2}),
         (ND, {"mode": "hybrid", "shard": 4, "data": 2, "tensor": 2}),
@@ -151,10 +184,16 @@ ND = "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_vers
             "fsdp: full_shard\ntensor_parallel_size: 2\nnproc_per_node: 8",
             {"mode": "hybrid", "tensor": 2, "shard": 4, "num_gpus": 8},
         ),
-        ("context_parallel_size: 1\nsequence_parallel_size: 1\nexpert_parallel_size: 1\ncp_mode: ulysses", {}),
+        (
+            (
+                "context_parallel_size: 1\nsequence_parallel_size: 1\nexpert_parallel_size:"
+                " 1\ncp_mode: ulysses"
+            ),
+            {},
+        ),
         ("ddp: true", {"mode": "ddp"}),
     ],
-)  # fmt: skip
+)
 def test_foreign_settings_select_the_strategy(
     load: Load, in_folder: Path, text: str, expected: dict[str, Any]
 ) -> None:
@@ -227,17 +266,23 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
         ("deepspeed: zero7", "neither a file nor the name of a ZeRO stage"),
         ("deepspeed: ds_z3.json\nfsdp: full_shard", "keep one of the two"),
         ("deepspeed: ds_z3.json\nparallel: {mode: zero2}", "disagree: both set `parallel.mode`"),
-        ("deepspeed: {zero_optimization: {stage: 2, zero_quantized_weights: true}}", "zero_quantized_weights"),
+        (
+            "deepspeed: {zero_optimization: {stage: 2, zero_quantized_weights: true}}",
+            "zero_quantized_weights",
+        ),
         ("deepspeed: {zero_optimization: {stage: 3, offload_param: {device: nvme}}}", "nvme"),
         ("deepspeed: {stage: 3}", "stage: not a key of DeepSpeed that Paceline knows"),
-        ("deepspeed: {zero_optimization: {stage: 2}, optimizer: {type: Lamb}}", "deepspeed: `optimizer.type: Lamb`"),
+        (
+            "deepspeed: {zero_optimization: {stage: 2}, optimizer: {type: Lamb}}",
+            "deepspeed: `optimizer.type: Lamb`",
+        ),
         ("fsdp: full_sard", "did you mean `full_shard`"),
         ("fsdp_config: {fsdp_shardng_strategy: FULL_SHARD}", "did you mean `sharding_strategy`"),
         ("fsdp_config: {xla: true}", "TPUs"),
         ("fsdp: full_shard\ntensor_parallel_size: 2", "number of shards"),
         ("num_processes: 5\nnum_machines: 2", "do not divide into 2 hosts"),
     ],
-)  # fmt: skip
+)
 def test_what_paceline_does_not_have_is_refused(
     load: Load, in_folder: Path, text: str, words: str
 ) -> None:
@@ -320,14 +365,14 @@ def test_a_json_beside_the_config_is_found(tmp_path: Path) -> None:
 def test_activation_checkpointing_of_fsdp_is_gradient_checkpointing(load: Load) -> None:
     text = (
         BASE
-        + "gradient_checkpointing: false\nfsdp: full_shard\nfsdp_config: {activation_checkpointing: true}"
+        + "gradient_checkpointing: false\nfsdp: full_shard\nfsdp_config: {activation_checkpointing:"
+        " true}"
     )
     assert load(text).config.train_args.gradient_checkpointing
     assert not load(text, ["gradient_checkpointing=false"]).config.train_args.gradient_checkpointing
 
 
 # -- whole files
-# --------------------------------------------------------------------------------------------------------------
 
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE

@@ -43,9 +43,17 @@ def test_no_sample_is_left_out_of_an_epoch(
 
 @pytest.mark.parametrize(
     ("args", "steps"),
-    [({}, 39), ({"num_train_epochs": 1}, 13), ({"num_train_epochs": 0.5}, 7), ({"num_train_epochs": 0.001}, 1),
-     ({"max_steps": 5}, 5), ({"max_steps": 5, "num_train_epochs": 9}, 5), ({"max_steps": -1}, 39), ({"max_steps": 1000}, 1000)],
-)  # fmt: skip
+    [
+        ({}, 39),
+        ({"num_train_epochs": 1}, 13),
+        ({"num_train_epochs": 0.5}, 7),
+        ({"num_train_epochs": 0.001}, 1),
+        ({"max_steps": 5}, 5),
+        ({"max_steps": 5, "num_train_epochs": 9}, 5),
+        ({"max_steps": -1}, 39),
+        ({"max_steps": 1000}, 1000),
+    ],
+)
 def test_steps(args: dict[str, Any], steps: int) -> None:
     found = resolve(**args)
     assert found.steps == steps
@@ -54,9 +62,16 @@ def test_steps(args: dict[str, Any], steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("args", "warmup"),
-    [({}, 0), ({"warmup_ratio": 0.1}, 4), ({"warmup_steps": 3}, 3), ({"warmup_steps": 3, "warmup_ratio": 0.9}, 3),
-     ({"warmup_steps": 0, "warmup_ratio": 0.9}, 0), ({"warmup_steps": 100}, 39), ({"warmup_ratio": 1.0}, 39)],
-)  # fmt: skip
+    [
+        ({}, 0),
+        ({"warmup_ratio": 0.1}, 4),
+        ({"warmup_steps": 3}, 3),
+        ({"warmup_steps": 3, "warmup_ratio": 0.9}, 3),
+        ({"warmup_steps": 0, "warmup_ratio": 0.9}, 0),
+        ({"warmup_steps": 100}, 39),
+        ({"warmup_ratio": 1.0}, 39),
+    ],
+)
 def test_warm_up(args: dict[str, Any], warmup: int) -> None:
     assert resolve(**args).warmup_steps == warmup
 
@@ -115,8 +130,8 @@ def test_for_a_person() -> None:
         resolve(tokens=5000, num_eval=3, warmup_ratio=0.1, gradient_accumulation_steps=2).lines()
     )
     for part in (
-        "16 samples = 4 a micro-batch × 2 accumulation × 2 ranks, about 800 tokens a step", "21 (7 an epoch, 3 epochs)",
-        "3 steps to learning rate 0.0001", "every 7 steps",
+        "16 samples = 4 a micro-batch × 2 accumulation × 2 ranks, about 800 tokens a step",
+        "21 (7 an epoch, 3 epochs)", "3 steps to learning rate 0.0001", "every 7 steps",
     ):  # fmt: skip
         assert part in text
     assert "× 1 rank\n" in "\n".join(resolve(world_size=1).lines())

@@ -109,7 +109,8 @@ def test_an_older_end_does_not_make_a_launcher_wait(tmp_path: Path) -> None:
 
 
 def test_of_many_launchers_at_once_one_gets_the_folder(tmp_path: Path) -> None:
-    """While launchers take, release and remove the lock in turn, no two hold it at the same time."""
+    """While launchers take, release and remove the lock in turn, no two hold it at the same
+    time."""
     root, holding, most, refused = tmp_path / "run", 0, 0, 0
     guard = threading.Lock()
 

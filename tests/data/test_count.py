@@ -1,4 +1,5 @@
-"""Counting words and tokens: the pieces of the three phases, each against what Python itself says."""
+"""Counting words and tokens: the pieces of the three phases, each against what Python itself
+says."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def save(path: Path, text: str | bytes) -> tuple[Path, int]:
 def corpus(folder: Path) -> tuple[list[tuple[Path, int]], Counter[str]]:
     """Files that are hard to cut, and what Python counts in them."""
     given = [
-        nasty(1, 6000), "", nasty(2, 3), "no line end", "one giant line " * 500, "\u3000".join("中文" * 200),
+        nasty(1, 6000), "", nasty(2, 3), "no line end", "one giant line " * 500,
+        "\u3000".join("中文" * 200),
         Path(json.__file__).read_text(encoding="utf-8"), "\n\n \u2028",
     ]  # fmt: skip
     files = [save(folder / f"{number}.txt", text) for number, text in enumerate(given)]
@@ -134,10 +136,15 @@ def test_compressed_files_and_fields(tmp_path: Path) -> None:
         ("a.txt", b"\xed\xa0\x80", ReadOptions(), "offset 0"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', ReadOptions(field="text"), "offset 14"),
         ("a.jsonl", b'{"text": "x"}\n{"text":\n', ReadOptions(field="text"), "no valid JSON"),
-        ("a.txt.gz", gzip.compress(b"some words", mtime=0)[:-9], ReadOptions(), "no whole gzip file"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"some words", mtime=0)[:-9],
+            ReadOptions(),
+            "no whole gzip file",
+        ),
         ("a.txt.gz", b"some words", ReadOptions(), "no whole gzip file"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_named(
     tmp_path: Path, name: str, raw: bytes, reading: ReadOptions, said: str
 ) -> None:

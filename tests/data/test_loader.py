@@ -25,8 +25,8 @@ def stack(samples):
 def run(first=0, last=6, rank=0, world=2, accumulation=2, workers=0, shares=None):
     order = SampleOrder(21, 8, seed=9)
     steps = train_steps(
-        Noisy(), order, stack, rank=rank, world_size=world, accumulation=accumulation, first_step=first, last_step=last,
-        options=LoaderOptions(num_workers=workers), shares=shares,
+        Noisy(), order, stack, rank=rank, world_size=world, accumulation=accumulation,
+        first_step=first, last_step=last, options=LoaderOptions(num_workers=workers), shares=shares,
     )  # fmt: skip
     return [[(batch.data, batch.weight, batch.samples) for batch in step] for step in steps]
 

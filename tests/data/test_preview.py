@@ -45,7 +45,8 @@ def test_rows_are_those_that_are_trained_on(length):
 
 def test_label_tokens_are_the_answer_and_its_end(tmp_path):
     config = config_of(written(tmp_path, {"messages": [
-        {"role": "user", "content": "What is a pace line?"}, {"role": "assistant", "content": "Riders in a row."},
+        {"role": "user", "content": "What is a pace line?"},
+        {"role": "assistant", "content": "Riders in a row."},
     ]}))  # fmt: skip
     (row,) = preview(config)["rows"]
     assert row["format"] == "messages"

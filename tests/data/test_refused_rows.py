@@ -37,7 +37,6 @@ def fails(path: Path, rows: list[Any], **more: Any) -> str:
 
 
 # -- preference data
-# ------------------------------------------------------------------------------------------------------
 PAIRS = {
     "trl": {"prompt": "q", "chosen": "a", "rejected": "b"},
     "trl, chats": {"prompt": [ASK], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]},
@@ -188,7 +187,6 @@ def test_the_command_ends_with_code_2_and_writes_nothing(
 
 
 # -- images, video, audio
-# -------------------------------------------------------------------------------------------------
 MEDIA = {
     "images": {"messages": CHAT, "images": ["a.png"]},
     "image": {"prompt": "q", "completion": "a", "image": {"bytes": "x", "path": "a.png"}},
@@ -234,9 +232,10 @@ def test_images_video_and_audio_are_refused(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "Use `<image>` in the prompt.", "How do I use the <image> tag in SVG?", "a < b and c > d", "<think>hm</think>",
-        "Parse this:\n<image>\n<url>x</url>\n</image>", "<svg><image href='a.png'/></svg>", 'He wrote "<image>" there.',
-        "```\n<image>\n```", "Write this:\n<div>\n<image>\n</div>", "What is <video>, an HTML element?",
+        "Use `<image>` in the prompt.", "How do I use the <image> tag in SVG?", "a < b and c > d",
+        "<think>hm</think>", "Parse this:\n<image>\n<url>x</url>\n</image>",
+        "<svg><image href='a.png'/></svg>", 'He wrote "<image>" there.', "```\n<image>\n```",
+        "Write this:\n<div>\n<image>\n</div>", "What is <video>, an HTML element?",
     ],
 )  # fmt: skip
 def test_talk_about_markup_is_text(text: str) -> None:
@@ -251,7 +250,6 @@ def test_placeholders_of_answers_and_of_ignored_images_are_text() -> None:
 
 
 # -- columns that must be used
-# --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("row", "name"),
     [

@@ -28,8 +28,10 @@ from paceline.models.builtin import builtin_tokenizer
 MODEL = "builtin:qwen2-micro"
 CHATS = [
     {"messages": [
-        {"role": "user", "content": f"What is {n} + {n}?"}, {"role": "assistant", "content": f"It is {2 * n}: süß."},
-        {"role": "user", "content": "And then?"}, {"role": "assistant", "content": f"Nothing, after {n}."},
+        {"role": "user", "content": f"What is {n} + {n}?"},
+        {"role": "assistant", "content": f"It is {2 * n}: süß."},
+        {"role": "user", "content": "And then?"},
+        {"role": "assistant", "content": f"Nothing, after {n}."},
     ]} for n in range(12)
 ]  # fmt: skip
 PAIRS = [{"prompt": f"Q{n}: ", "completion": f"answer number {n}"} for n in range(12)]
@@ -91,7 +93,6 @@ def bare_tokenizer(tmp_path: Path) -> str:
 
 
 # -- the mask
-# -------------------------------------------------------------------------------------------------------------
 def test_loss_on_every_answer_and_its_end_of_turn_alone(tmp_path: Path) -> None:
     tokens = prepare(save(tmp_path / "a.jsonl", CHATS))
     assert parts(tokens, 3) == [
@@ -181,7 +182,6 @@ def test_same_tokens_and_mask_as_transformers(tmp_path: Path) -> None:
 
 
 # -- pretraining
-# ----------------------------------------------------------------------------------------------------------
 def test_documents_are_cut_and_nothing_is_lost(tmp_path: Path) -> None:
     text = "\n".join(f"Line {n} of a long text." for n in range(200))
     (tmp_path / "a.txt").write_text(text)
@@ -214,18 +214,18 @@ def test_pretraining_on_chats_and_pairs(tmp_path: Path) -> None:
 
 
 # -- accounting
-# -----------------------------------------------------------------------------------------------------------
 def test_read_is_kept_plus_dropped(tmp_path: Path) -> None:
     rows = [
-        *PAIRS, {"prompt": "q", "completion": ""}, {"prompt": "q", "completion": None}, {"foo": 1}, "text", 7,
-        {"messages": [{"role": "user", "content": "q"}]},
+        *PAIRS, {"prompt": "q", "completion": ""}, {"prompt": "q", "completion": None}, {"foo": 1},
+        "text", 7, {"messages": [{"role": "user", "content": "q"}]},
     ]  # fmt: skip
     tokens = prepare(save(tmp_path / "a.jsonl", rows))
     counts = tokens.counts
     assert counts.read == len(rows) == counts.kept + sum(counts.dropped.values())
     assert counts.kept == tokens.num_train == 12
     assert counts.dropped == {
-        "empty answer": 2, "columns fit no format": 1, "not an object with columns": 2, "no assistant turn": 1,
+        "empty answer": 2, "columns fit no format": 1, "not an object with columns": 2,
+        "no assistant turn": 1,
     }  # fmt: skip
     assert f"first: line 13 of {tmp_path / 'a.jsonl'}" in said(tokens)
 
@@ -271,7 +271,6 @@ def test_label_counts_leave_the_first_position_out(tmp_path: Path) -> None:
 
 
 # -- bad input
-# ------------------------------------------------------------------------------------------------------------
 def test_columns_that_fit_no_format(tmp_path: Path) -> None:
     message = fails(save(tmp_path / "a.jsonl", [{"headline": "x", "body": "y"}]))
     assert "found: headline, body" in message
@@ -359,7 +358,6 @@ def test_a_broken_line_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
 
 
 # -- validation
-# -----------------------------------------------------------------------------------------------------------
 def test_split_is_fixed_by_the_seed_alone(tmp_path: Path) -> None:
     data = save(tmp_path / "a.jsonl", CHATS)
     first = prepare(data, split_dataset_ratio=0.25)
@@ -420,7 +418,6 @@ def test_validation_file(tmp_path: Path) -> None:
 
 
 # -- the cache
-# ------------------------------------------------------------------------------------------------------------
 def test_a_hit_is_the_same_and_imports_nothing_heavy(tmp_path: Path) -> None:
     data = save(tmp_path / "a.jsonl", [*CHATS, {"foo": 1}])
     first = prepare(data)
@@ -447,8 +444,10 @@ def test_a_hit_is_the_same_and_imports_nothing_heavy(tmp_path: Path) -> None:
 def test_the_key_follows_all_that_changes_the_tokens(tmp_path: Path, bare_tokenizer: str) -> None:
     data = save(tmp_path / "a.jsonl", PAIRS)
     folders = [
-        prepare(data).train_folder, prepare(data, "pretrain").train_folder, prepare(data, system="Be.").train_folder,
-        prepare(data, train_args={"max_length": 32}).train_folder, prepare(data, tokenizer=bare_tokenizer).train_folder,
+        prepare(data).train_folder, prepare(data, "pretrain").train_folder,
+        prepare(data, system="Be.").train_folder,
+        prepare(data, train_args={"max_length": 32}).train_folder,
+        prepare(data, tokenizer=bare_tokenizer).train_folder,
         prepare(data, train_args={"overlong": "drop"}).train_folder,
         prepare(data, train_args={"train_on_inputs": True}).train_folder,
         prepare(data, format="prompt_completion").train_folder, prepare(f"{data}#5").train_folder,
@@ -503,7 +502,6 @@ def test_a_killed_build_leaves_nothing_broken(tmp_path: Path) -> None:
 
 
 # -- the dataset
-# ----------------------------------------------------------------------------------------------------------
 def test_dataset_pickles_as_a_path_and_has_subsets(tmp_path: Path) -> None:
     tokens = prepare(save(tmp_path / "a.jsonl", CHATS), split_dataset_ratio=0.25)
     data = train_set(tokens)

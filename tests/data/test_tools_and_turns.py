@@ -70,7 +70,6 @@ def chat(**flags: Any) -> dict[str, Any]:
 
 
 # -- the loss of turns
-# ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("marked", [True, False], ids=["generation marks", "prefixes"])
 @pytest.mark.parametrize(
     "flag", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"train": False}, {"training": 0}]
@@ -181,14 +180,14 @@ def test_marks_that_come_twice_in_a_turn_keep_to_their_turn() -> None:
 
 
 # -- history
-# --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "names", [("query", "response"), ("prompt", "completion"), ("instruction", "output")]
 )
 @pytest.mark.parametrize(
     "history",
     [
-        [["q", "a"]], '[["q", "a"]]', [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        [["q", "a"]], '[["q", "a"]]',
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
         [{"human": "q", "assistant": "a"}],
     ],
 )  # fmt: skip
@@ -227,7 +226,6 @@ def test_chats_of_questions_with_answers_and_odd_keys() -> None:
 
 
 # -- tools
-# ----------------------------------------------------------------------------------------------------------------
 TOOL = {"name": "news", "description": "Get the news.", "parameters": {"type": "object"}}
 GLAIVE = {
     "conversations": [
@@ -241,14 +239,22 @@ GLAIVE = {
 OPENAI = {
     "messages": [
         {"role": "user", "content": "News?"},
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "c1", "type": "function", "function": {"name": "news", "arguments": '{"country": "US"}'}},
-        ]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "news", "arguments": '{"country": "US"}'},
+                },
+            ],
+        },
         {"role": "tool", "tool_call_id": "c1", "content": '{"headline": "Rain"}'},
         {"role": "assistant", "content": "It rains."},
     ],
     "tools": [{"type": "function", "function": TOOL}],
-}  # fmt: skip
+}
 SWIFT = {
     "messages": [
         {"role": "user", "content": "News?"},
@@ -280,7 +286,8 @@ def test_tools_and_calls_go_through_the_chat_template(tmp_path: Path, row: dict[
     tokens = prepare(tmp_path / "a.jsonl", [row])
     assert tokens.counts.dropped == {}
     assert labelled(tokens) == [
-        '<tool_call>{"name": "news", "arguments": {"country": "US"}}</tool_call><|im_end|>', "It rains.<|im_end|>",
+        '<tool_call>{"name": "news", "arguments": {"country": "US"}}</tool_call><|im_end|>',
+        "It rains.<|im_end|>",
     ]  # fmt: skip
     prompt = runs(tokens)[0][1]
     assert '"description": "Get the news."' in prompt
@@ -346,9 +353,17 @@ def test_a_call_ends_with_its_end_of_turn_token() -> None:
 
 def test_parallel_calls_and_an_answer_with_its_call_are_one_turn() -> None:
     call = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}
-    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Wait."}, call, call,
-                        {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"},
-                        {"role": "assistant", "content": "a"}]}  # fmt: skip
+    row = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "Wait."},
+            call,
+            call,
+            {"role": "tool", "content": "1"},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "a"},
+        ]
+    }
     messages = RowConverter("here")(row).messages or []
     assert [one["role"] for one in messages] == ["user", "assistant", "tool", "tool", "assistant"]
     assert (messages[1]["content"], len(messages[1]["tool_calls"])) == ("Wait.", 2)
@@ -411,7 +426,6 @@ def test_chats_with_tools_use_the_tokenizers_own_template_beside_a_named_one(
 
 
 # -- reasoning
-# ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "row",
     [
@@ -442,7 +456,6 @@ def test_reasoning_is_given_to_the_chat_template(tmp_path: Path, row: dict[str, 
 
 
 # -- the end of a turn
-# ----------------------------------------------------------------------------------------------------
 def test_white_space_after_the_end_of_turn_is_no_missing_end(tmp_path: Path) -> None:
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{%"

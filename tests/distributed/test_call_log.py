@@ -34,7 +34,8 @@ def test_the_last_calls_come_back_in_order() -> None:
     found = CallLogReader(os.getpid(), box.file).calls()
     assert [one["number"] for one in found] == [*range(9, 40), None]
     assert found[0] == {
-        "number": 9, "function": "all_reduce", "dtype": "float32", "numel": 4, "group": "0", "site": [where(CODE, 7)],
+        "number": 9, "function": "all_reduce", "dtype": "float32", "numel": 4, "group": "0",
+        "site": [where(CODE, 7)],
     }  # fmt: skip
 
 

@@ -36,7 +36,6 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- the CPU
-# --------------------------------------------------------------------------------------------------------------
 def test_the_cpu_when_asked_for() -> None:
     found = choose_devices(Parallel(device="cpu"))
     assert (found.type, found.count) == ("cpu", min(2, cpu_cores()))
@@ -79,7 +78,6 @@ def test_single_is_one_device() -> None:
 
 
 # -- accelerators
-# ---------------------------------------------------------------------------------------------------------
 @pytest.mark.usefixtures("four_gpus")
 def test_all_visible_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
@@ -110,7 +108,6 @@ def test_more_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- an outer launcher
-# ----------------------------------------------------------------------------------------------------
 def test_the_ranks_an_outer_launcher_gave() -> None:
     assert choose_devices(Parallel(device="cpu"), ranks_given=3).count == 3
     assert choose_devices(Parallel(device="cpu", num_gpus=3), ranks_given=3).count == 3

@@ -19,7 +19,8 @@ from paceline.distributed.environment import (
 )
 
 TORCHRUN = {
-    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1234",
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "here", "MASTER_PORT": "1234",
 }  # fmt: skip
 
 
@@ -79,12 +80,14 @@ def test_a_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 SLURM = {
-    "SLURM_JOB_ID": "123456", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1",
-    "SLURM_STEP_NODELIST": "gpu[003-004]-ib", "SLURM_JOB_NODELIST": "gpu[003-009]-ib",
+    "SLURM_JOB_ID": "123456", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[003-004]-ib",
+    "SLURM_JOB_NODELIST": "gpu[003-009]-ib",
 }  # fmt: skip
 TRAINER = {
-    "PET_NNODES": "4", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "mine-node-0-0.mine",
-    "PET_MASTER_PORT": "29500", "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "PET_NNODES": "4", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "2",
+    "PET_MASTER_ADDR": "mine-node-0-0.mine", "PET_MASTER_PORT": "29500",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
 }  # fmt: skip
 PYTORCH_JOB = {
     "RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "mine-master-0", "MASTER_PORT": "23456",

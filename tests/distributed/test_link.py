@@ -102,7 +102,8 @@ def test_seconds_of_an_all_reduce():
     assert link.all_reduce_s(2e6) == pytest.approx(6 * 0.01 + 3.0)
     assert Link(0.01, None, num_ranks=2).all_reduce_s(2e6) == pytest.approx(0.02)
     assert link.as_dict() == {
-        "latency_s": 0.01, "bandwidth_bytes_s": 1e6, "num_ranks": 4, "residual": 0.0, "sent_bytes": 0, "wall_s": 0.0,
+        "latency_s": 0.01, "bandwidth_bytes_s": 1e6, "num_ranks": 4, "residual": 0.0,
+        "sent_bytes": 0, "wall_s": 0.0,
     }  # fmt: skip
 
 

@@ -191,7 +191,6 @@ def test_packet_loss_and_distance_are_named(pytestconfig: pytest.Config) -> None
 
 
 # -- the evaluation alone
-# ----------------------------------------------------------------------------------------------------
 A = HostFacts(
     "a",
     "10.0.0.1",

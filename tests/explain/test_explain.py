@@ -84,9 +84,15 @@ def test_the_command_tells_the_ring_as_json_and_as_a_page(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("collective", "algorithm", "ranks", "elements"),
-    [("all-reduce", "halving", 3, 5), ("all-reduce", "tree", 4, 3), ("all-reduce", "naive", 3, 1), ("broadcast", "ring", 3, 2),
-     ("broadcast", "tree", 3, 4), ("all-reduce", "ring", 1, 4)],
-)  # fmt: skip
+    [
+        ("all-reduce", "halving", 3, 5),
+        ("all-reduce", "tree", 4, 3),
+        ("all-reduce", "naive", 3, 1),
+        ("broadcast", "ring", 3, 2),
+        ("broadcast", "tree", 3, 4),
+        ("all-reduce", "ring", 1, 4),
+    ],
+)
 def test_every_state_follows_from_the_messages(
     collective: str, algorithm: str, ranks: int, elements: int
 ) -> None:

@@ -22,7 +22,6 @@ EVERY = 4  # steps between two saves, and between two evaluations, of the runs o
 
 
 # -- moments: each True when it has come, False where the run has ended first
-# ------------------------------------------------
 
 Moment = Callable[[LiveRun, Random], bool]
 
@@ -74,7 +73,6 @@ def in_saving(run: LiveRun, _random: Random) -> bool:
 
 
 # -- deeds
-# ------------------------------------------------------------------------------------------------------------------
 
 Deed = Callable[[LiveRun, Random], None]
 Choice = Callable[[LiveRun, Random], list[psutil.Process]]
@@ -142,7 +140,6 @@ def stop_for(seconds: float, whom: Choice) -> Deed:
 
 
 # -- harm to the newest checkpoint between two lives
-# -------------------------------------------------------------------------
 
 
 def truncated(shard: Path) -> None:
@@ -165,7 +162,8 @@ Harm = Callable[[Path], str | None]
 
 
 def harm(how: Callable[[Path], None]) -> Harm:
-    """Of the newest checkpoint of a run's folder, one shard. Returns what the next life must say."""
+    """Of the newest checkpoint of a run's folder, one shard. Returns what the next life must
+    say."""
 
     def do(folder: Path) -> str:
         newest = max((folder / "checkpoints").glob("step-*"))
@@ -176,7 +174,6 @@ def harm(how: Callable[[Path], None]) -> Harm:
 
 
 # -- the faults
-# ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

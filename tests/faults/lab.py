@@ -27,9 +27,9 @@ BEGIN, END = "<!-- faults: begin -->\n", "<!-- faults: end -->"
 
 #: Of the runs of the lab: as small as a language model goes.
 SMALL = (
-    "model=builtin:qwen2-micro", "dataset=builtin:python-docs#120", "parallel.device=cpu", "parallel.num_gpus=2",
-    "per_device_train_batch_size=2", "max_length=64", "logging_steps=1", f"save_steps={EVERY}", "warmup_steps=3",
-    "recovery.max_restarts=20",
+    "model=builtin:qwen2-micro", "dataset=builtin:python-docs#120", "parallel.device=cpu",
+    "parallel.num_gpus=2", "per_device_train_batch_size=2", "max_length=64", "logging_steps=1",
+    f"save_steps={EVERY}", "warmup_steps=3", "recovery.max_restarts=20",
 )  # fmt: skip
 #: mode → words
 MODES = {
@@ -204,7 +204,6 @@ def left_behind(run: LiveRun, scratch: Path, ports: set[int]) -> list[str]:
 
 
 # -- the table
-# ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -258,7 +257,8 @@ def cells() -> dict[tuple[str, str], list[str]]:
 
 
 def write() -> None:
-    """Put the rows of this session into the page, in the place of those of the same fault and mode."""
+    """Put the rows of this session into the page, in the place of those of the same fault and
+    mode."""
     text = PAGE.read_text(encoding="utf-8")
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     known = {}

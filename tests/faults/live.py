@@ -63,7 +63,6 @@ class LiveRun:
         return self._said.read_text(errors="replace")
 
     # -- its processes
-    # --------------------------------------------------------------------------------------------------------
     @property
     def launcher(self) -> psutil.Process:
         return psutil.Process(self.process.pid)
@@ -117,7 +116,6 @@ class LiveRun:
         self._read = []
 
     # -- its events
-    # -----------------------------------------------------------------------------------------------------------
     def _size(self) -> int:
         with contextlib.suppress(OSError):
             return (self.folder / "events.jsonl").stat().st_size
@@ -141,7 +139,6 @@ class LiveRun:
         return sum(one["type"] == "step" for one in self.events())
 
     # -- time
-    # -----------------------------------------------------------------------------------------------------------------
     def wait(
         self, condition: Callable[[], object], timeout_s: float = _TIMEOUT_S, each_s: float = 0.005
     ) -> bool:

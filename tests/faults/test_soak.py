@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.soak]
 # for each mode
 KILLS = {"kill -9 of a rank": 50, "kill -9 of the launcher": 2, "kill -9 of the fork server": 2}
 EVALUATING = (
-    *SMALL, *MODES["ddp"], "max_steps=120", "split_dataset_ratio=0.2", "per_device_eval_batch_size=1", f"eval_steps={EVERY}",
-    "async_save=false",
+    *SMALL, *MODES["ddp"], "max_steps=120", "split_dataset_ratio=0.2",
+    "per_device_eval_batch_size=1", f"eval_steps={EVERY}", "async_save=false",
 )  # fmt: skip
 
 
@@ -231,8 +231,8 @@ def saves(run: LiveRun) -> list[Any]:
 
 PAIRS, AT_ONCE = 50, 5
 TINY = (
-    "model=builtin:mlp", "task=classify", "dataset=builtin:digits", "parallel.device=cpu", "parallel.num_gpus=2", "max_steps=4",
-    "save_steps=2",
+    "model=builtin:mlp", "task=classify", "dataset=builtin:digits", "parallel.device=cpu",
+    "parallel.num_gpus=2", "max_steps=4", "save_steps=2",
 )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from commands import digest, events, losses, report, run
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 WORDS = (
-    "model=builtin:qwen2-micro", "dataset=builtin:python-docs#240", "max_length=128", "max_steps=6", "learning_rate=3e-3",
-    "split_dataset_ratio=0.1",
+    "model=builtin:qwen2-micro", "dataset=builtin:python-docs#240", "max_length=128", "max_steps=6",
+    "learning_rate=3e-3", "split_dataset_ratio=0.1",
 )  # fmt: skip
 BATCH = 16
 

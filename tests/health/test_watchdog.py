@@ -30,7 +30,6 @@ from paceline.health.watchdog import Watchdog
 pytestmark = pytest.mark.alone
 
 # -- a small loop of steps on real ranks
-# -----------------------------------------------------------------------------------
 
 
 class Told:
@@ -195,7 +194,6 @@ def test_the_flight_recorder_of_torch_is_read() -> None:
 
 
 # -- whole runs
-# ------------------------------------------------------------------------------------------------------------
 
 TASK = """\
 import os, time
@@ -232,8 +230,9 @@ class Faulty(paceline.Task):
 def begin(tmp_path: Path, *words: str, num_ranks: int = 2) -> Any:
     (tmp_path / "faulty.py").write_text(TASK)
     return start(
-        "model=faulty", "dataset=made-by-the-task", f"task={tmp_path}/faulty.py:Faulty", f"output_dir={tmp_path}/run",
-        "parallel.device=cpu", f"parallel.num_gpus={num_ranks}", "per_device_train_batch_size=2", "logging_steps=1", *words,
+        "model=faulty", "dataset=made-by-the-task", f"task={tmp_path}/faulty.py:Faulty",
+        f"output_dir={tmp_path}/run", "parallel.device=cpu", f"parallel.num_gpus={num_ranks}",
+        "per_device_train_batch_size=2", "logging_steps=1", *words,
     )  # fmt: skip
 
 
@@ -286,8 +285,9 @@ def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(
 @pytest.mark.slow
 def test_different_collectives_end_the_run_and_both_places_are_shown(tmp_path: Path) -> None:
     process = begin(
-        tmp_path, "max_steps=30", "recovery.max_restarts=0", "recovery.hang_after_s=2", "recovery.hang_timeout_s=6",
-        "task_args.rank=1", "task_args.fault=other_collective", "task_args.from_step=12",
+        tmp_path, "max_steps=30", "recovery.max_restarts=0", "recovery.hang_after_s=2",
+        "recovery.hang_timeout_s=6", "task_args.rank=1", "task_args.fault=other_collective",
+        "task_args.from_step=12",
     )  # fmt: skip
     _, said = process.communicate(timeout=240)
     assert process.returncode == 1
@@ -300,7 +300,8 @@ def test_different_collectives_end_the_run_and_both_places_are_shown(tmp_path: P
 @pytest.mark.slow
 def test_another_size_is_told_though_gloo_ends_the_process_at_once(tmp_path: Path) -> None:
     process = begin(
-        tmp_path, "max_steps=30", "task_args.rank=1", "task_args.fault=other_size", "task_args.from_step=12"
+        tmp_path, "max_steps=30", "task_args.rank=1", "task_args.fault=other_size",
+        "task_args.from_step=12"
     )  # fmt: skip
     _, said = process.communicate(timeout=240)
     assert process.returncode == 1
@@ -315,8 +316,8 @@ def test_a_rank_slower_by_two_hundred_milliseconds_is_named_within_ten_steps(
     tmp_path: Path,
 ) -> None:
     process = begin(
-        tmp_path, "max_steps=45", "task_args.base_s=0.05", "task_args.rank=2", "task_args.fault=slow", "task_args.from_step=20",
-        num_ranks=4,
+        tmp_path, "max_steps=45", "task_args.base_s=0.05", "task_args.rank=2",
+        "task_args.fault=slow", "task_args.from_step=20", num_ranks=4,
     )  # fmt: skip
     _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said

@@ -101,7 +101,6 @@ def one_line(text: str, *parts: str) -> None:
 
 
 # -- the command
-# ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -131,15 +130,14 @@ def test_the_command(
 
 
 # -- the config
-# -----------------------------------------------------------------------------------------------------------
 def test_wrong_keys_types_and_ranges_of_a_file_all_at_once(here: Path, refused: Refused) -> None:
     (here / "c.yaml").write_text(
         "modle: m\ntrain_args:\n  learning_rate: fast\n  per_device_train_batch_size: 0\nlora: 3\n"
     )
     text = refused("c.yaml", defaults=False)
     for part in (
-        "c.yaml line 1:", "`modle`", "did you mean `model`", "c.yaml line 3:", "learning_rate: fast", "c.yaml line 4:",
-        "a whole number of at least 1", "c.yaml line 5:",
+        "c.yaml line 1:", "`modle`", "did you mean `model`", "c.yaml line 3:",
+        "learning_rate: fast", "c.yaml line 4:", "a whole number of at least 1", "c.yaml line 5:",
     ):  # fmt: skip
         assert part in text, text
 
@@ -203,7 +201,6 @@ def test_gpus_that_are_not_there(here: Path, refused: Refused) -> None:
 
 
 # -- the model
-# ------------------------------------------------------------------------------------------------------------
 def test_a_folder_that_is_no_model(here: Path, refused: Refused) -> None:
     (here / "notes").mkdir()
     (here / "notes" / "todo.txt").write_text("x")
@@ -268,7 +265,6 @@ def test_a_model_of_the_hub_without_a_network(refused: Refused) -> None:
 
 
 # -- the data
-# -------------------------------------------------------------------------------------------------------------
 def test_no_such_file(refused: Refused) -> None:
     one_line(refused("dataset=pears.jsonl"), "pears.jsonl", "did you mean `pairs.jsonl`")
 
@@ -327,7 +323,6 @@ def test_workers_that_train_separately_and_have_no_sample(here: Path, refused: R
 
 
 # -- the output folder
-# ----------------------------------------------------------------------------------------------------
 def test_output_dir_is_a_file_or_below_one(refused: Refused) -> None:
     one_line(refused(output_dir="pairs.jsonl"), "`output_dir: pairs.jsonl`", "is a file")
     one_line(refused(output_dir="pairs.jsonl/deep/run"), "below", "pairs.jsonl", "file")
@@ -416,12 +411,12 @@ def test_resume_from_what_is_no_checkpoint(here: Path, refused: Refused) -> None
 
 
 # -- what only the ranks can see
-# ------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_targets_that_fit_nothing(here: Path) -> None:
     done = run_command(
-        "model=builtin:qwen2-micro", "dataset=pairs.jsonl", "parallel.device=cpu", "max_steps=2", "output_dir=out/run",
-        "per_device_train_batch_size=2", "lora.enable=true", "lora.target_modules=[q_prj]", expect=2, cwd=here,
+        "model=builtin:qwen2-micro", "dataset=pairs.jsonl", "parallel.device=cpu", "max_steps=2",
+        "output_dir=out/run", "per_device_train_batch_size=2", "lora.enable=true",
+        "lora.target_modules=[q_prj]", expect=2, cwd=here,
     )  # fmt: skip
     error = done.stderr[done.stderr.index("error: ") :]
     one_line(error.rstrip(), "lora.target_modules", "q_prj", "q_proj")

@@ -54,8 +54,8 @@ def test_it_trains(tmp_path: Path, name: str) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     folder = tmp_path / "run"
     words = [
-        f"model={resolve_model('builtin:qwen2-micro')}", f"dataset={tmp_path / 'rows.json'}", f"output_dir={folder}",
-        "parallel.device=cpu", "max_steps=2", "dataloader_num_workers=0",
+        f"model={resolve_model('builtin:qwen2-micro')}", f"dataset={tmp_path / 'rows.json'}",
+        f"output_dir={folder}", "parallel.device=cpu", "max_steps=2", "dataloader_num_workers=0",
     ]  # fmt: skip
     config = CONFIGS / f"{name}.yaml"
     done = run(str(config), *words)

@@ -1,4 +1,5 @@
-"""Strategies that are chosen with other tools' settings train on real ranks, with the same losses."""
+"""Strategies that are chosen with other tools' settings train on real ranks, with the same
+losses."""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ def test_a_refused_model_ends_a_long_tokenization(
     }
     data.write_text((json.dumps(row) + "\n") * 200_000)
     config = {
-        "model": str(model), "tokenizer": "builtin:qwen2-micro", "dataset": str(data), "output_dir": str(tmp_path / "run"),
+        "model": str(model), "tokenizer": "builtin:qwen2-micro", "dataset": str(data),
+        "output_dir": str(tmp_path / "run"),
         "lora": {"enable": True, "target_modules": ["wq"]},
     }  # fmt: skip
     with pytest.raises(ConfigError, match="`wq`"):

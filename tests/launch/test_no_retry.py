@@ -61,20 +61,38 @@ def raised_by(call: Any) -> BaseException:
 
 
 WRONG = [
-    IndexError("index out of range in self"), ValueError("no"), TypeError("no"), KeyError("x"), AttributeError("no"),
-    AssertionError(), ZeroDivisionError("x"), UnicodeDecodeError("utf-8", b"x", 0, 1, "no"), MemoryError(),
+    IndexError("index out of range in self"),
+    ValueError("no"),
+    TypeError("no"),
+    KeyError("x"),
+    AttributeError("no"),
+    AssertionError(),
+    ZeroDivisionError("x"),
+    UnicodeDecodeError("utf-8", b"x", 0, 1, "no"),
+    MemoryError(),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-    RuntimeError("CUDA error: device-side assert triggered\\nCUDA kernel errors might be asynchronously reported"),
-    raised_by(lambda: torch.ones(2, 3) @ torch.ones(2, 3)), raised_by(lambda: torch.ones(3) + torch.ones(4)),
-    raised_by(lambda: torch.ones(6).view(4)), raised_by(lambda: torch.ones(2).double() @ torch.ones(2)),
+    RuntimeError(
+        "CUDA error: device-side assert triggered\\nCUDA kernel errors might be asynchronously"
+        " reported"
+    ),
+    raised_by(lambda: torch.ones(2, 3) @ torch.ones(2, 3)),
+    raised_by(lambda: torch.ones(3) + torch.ones(4)),
+    raised_by(lambda: torch.ones(6).view(4)),
+    raised_by(lambda: torch.ones(2).double() @ torch.ones(2)),
     raised_by(lambda: torch.nn.functional.embedding(torch.tensor([9]), torch.ones(4, 2))),
     raised_by(lambda: torch.nn.functional.cross_entropy(torch.ones(1, 3), torch.tensor([7]))),
-    raised_by(lambda: torch.nn.Linear(2, 2).load_state_dict({"weight": torch.ones(3, 3), "bias": torch.ones(2)})),
-    raised_by(lambda: torch.ones(2).backward()), raised_by(lambda: torch.cat([torch.ones(2, 3), torch.ones(2, 4)])),
-]  # fmt: skip
+    raised_by(
+        lambda: torch.nn.Linear(2, 2).load_state_dict(
+            {"weight": torch.ones(3, 3), "bias": torch.ones(2)}
+        )
+    ),
+    raised_by(lambda: torch.ones(2).backward()),
+    raised_by(lambda: torch.cat([torch.ones(2, 3), torch.ones(2, 4)])),
+]
 LINKS = [
     RuntimeError("Connection reset by peer"), RuntimeError("NCCL error in: unhandled system error"),
-    RuntimeError("CUDA error: an illegal memory access"), torch.distributed.DistBackendError("timed out"),
+    RuntimeError("CUDA error: an illegal memory access"),
+    torch.distributed.DistBackendError("timed out"),
 ]  # fmt: skip
 UNKNOWN = [
     RuntimeError("something else"),

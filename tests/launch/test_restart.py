@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 # Adapters with dropout, accumulation, loader processes, saves in the middle of an epoch.
 WORDS = (
     "lora.enable=true", "lora.dropout=0.1", "gradient_accumulation_steps=2",
-    "max_steps=24", "save_steps=4", "dataloader_num_workers=1", "warmup_steps=3", "parallel.num_gpus=3",
+    "max_steps=24", "save_steps=4", "dataloader_num_workers=1", "warmup_steps=3",
+    "parallel.num_gpus=3",
 )  # fmt: skip
 
 

@@ -11,9 +11,10 @@ from commands import MICRO, digest, events, losses, report, run, train
 pytestmark = pytest.mark.slow
 
 REPORT_KEYS = {
-    "status", "strategy", "world_size", "device", "steps", "epochs", "samples_seen", "train_tokens", "label_tokens",
-    "tokens_per_second", "time_to_first_step_s", "wall_s", "first_train_loss", "final_train_loss", "final_eval_loss",
-    "peak_memory_bytes", "state_memory_bytes", "traffic_bytes_per_step", "restarts", "resumed_from_step", "data",
+    "status", "strategy", "world_size", "device", "steps", "epochs", "samples_seen", "train_tokens",
+    "label_tokens", "tokens_per_second", "time_to_first_step_s", "wall_s", "first_train_loss",
+    "final_train_loss", "final_eval_loss", "peak_memory_bytes", "state_memory_bytes",
+    "traffic_bytes_per_step", "restarts", "resumed_from_step", "data",
 }  # fmt: skip
 
 LORA = ("lora.enable=true", "lora.rank=4", "bf16=true")
@@ -324,7 +325,8 @@ def test_without_shuffling_samples_come_in_file_order(tmp_path):
 
 
 def test_loader_workers_end_quietly_with_a_short_run(tmp_path):
-    """The workers have prefetched batches that no step takes, and evaluation has workers as well."""
+    """The workers have prefetched batches that no step takes, and evaluation has workers as
+    well."""
     done = train(
         tmp_path / "run", "max_steps=2", "dataloader_num_workers=2", "split_dataset_ratio=0.1"
     )

@@ -90,8 +90,9 @@ def test_one_row_with_the_defaults_and_a_split(
 
 def train(folder: Path, mode: str, num_ranks: int, *words: str) -> Path:
     run(
-        "model=builtin:qwen2-micro", save(folder, 2), "split_dataset_ratio=0.05", "learning_rate=1e-2", "max_steps=3",
-        f"output_dir={folder / mode}", "parallel.device=cpu", f"parallel.mode={mode}", f"parallel.num_gpus={num_ranks}", *words,
+        "model=builtin:qwen2-micro", save(folder, 2), "split_dataset_ratio=0.05",
+        "learning_rate=1e-2", "max_steps=3", f"output_dir={folder / mode}", "parallel.device=cpu",
+        f"parallel.mode={mode}", f"parallel.num_gpus={num_ranks}", *words,
     )  # fmt: skip
     return folder / mode
 

@@ -39,14 +39,34 @@ def write_checkpoint(folder: Path, text: str, num_shards: int = 2, **changes: An
     (folder / "qwen.tiktoken").write_text("\n".join(lines) + "\n")
     vocabulary = len(ranks) + len(SPECIAL) + 12
     config = {
-        "architectures": ["QWenLMHeadModel"], "model_type": "qwen", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS, "kv_channels": HIDDEN // HEADS, "intermediate_size": 2 * INNER, "vocab_size": vocabulary,
-        "seq_length": SEQ_LENGTH, "max_position_embeddings": 4 * SEQ_LENGTH, "rotary_emb_base": 10000, "rotary_pct": 1.0,
-        "layer_norm_epsilon": 1e-6, "no_bias": True, "tie_word_embeddings": False, "use_dynamic_ntk": True,
-        "use_logn_attn": True, "initializer_range": 0.02, "attn_dropout_prob": 0.0, "emb_dropout_prob": 0.0, "bf16": False,
-        "fp16": False, "scale_attn_weights": True,
-        "auto_map": {"AutoConfig": "configuration_qwen.QWenConfig", "AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel"},
-    } | changes  # fmt: skip
+        "architectures": ["QWenLMHeadModel"],
+        "model_type": "qwen",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "kv_channels": HIDDEN // HEADS,
+        "intermediate_size": 2 * INNER,
+        "vocab_size": vocabulary,
+        "seq_length": SEQ_LENGTH,
+        "max_position_embeddings": 4 * SEQ_LENGTH,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 1.0,
+        "layer_norm_epsilon": 1e-6,
+        "no_bias": True,
+        "tie_word_embeddings": False,
+        "use_dynamic_ntk": True,
+        "use_logn_attn": True,
+        "initializer_range": 0.02,
+        "attn_dropout_prob": 0.0,
+        "emb_dropout_prob": 0.0,
+        "bf16": False,
+        "fp16": False,
+        "scale_attn_weights": True,
+        "auto_map": {
+            "AutoConfig": "configuration_qwen.QWenConfig",
+            "AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel",
+        },
+    } | changes
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(
         json.dumps({"chat_format": "chatml", "max_new_tokens": 16, "top_p": 0.8})
@@ -148,7 +168,6 @@ def reference_logits(folder: Path, ids: Tensor) -> Tensor:
 
 
 # -- tokenizer
-# ----------------------------------------------------------------------------------------------------------------
 def train_ranks(text: str, num_merges: int) -> dict[bytes, int]:
     """Byte-pair ranks: the single bytes, then the most frequent pairs of the words of ``text``."""
     ranks = {bytes([byte]): byte for byte in range(256)}

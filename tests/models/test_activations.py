@@ -18,8 +18,9 @@ from paceline.models.shape.flops import language_flops
 from paceline.train.precision import checkpoint_activations
 
 WIDTHS = {
-    "model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "intermediate_size": 352, "vocab_size": 2048, "tie_word_embeddings": True,
+    "model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "intermediate_size": 352, "vocab_size": 2048,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 LENGTHS, LABELS = (150, 106), 130
 

@@ -76,8 +76,8 @@ def test_use_modelscope_names_every_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_
     config = Config.model_validate(values)
     assert (config.model, config.tokenizer) == ("modelscope:owner/model", "./folder/tokenizer")
     assert [source.path for source in config.sources()] == [
-        "modelscope:owner/rows", "modelscope:owner/rows#10", "data/rows", "data/later.jsonl", "alpaca-en",
-        "modelscope:owner/more",
+        "modelscope:owner/rows", "modelscope:owner/rows#10", "data/rows", "data/later.jsonl",
+        "alpaca-en", "modelscope:owner/more",
     ]  # fmt: skip
     # the config that a run writes loads again
     assert Config.model_validate(config.model_dump()) == config

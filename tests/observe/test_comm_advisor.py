@@ -122,7 +122,6 @@ def test_what_is_said_of_plain_ddp():
 
 
 # -- real steps
-# -------------------------------------------------------------------------------------------------------------
 WORDS, ROWS = 24, 48
 
 
@@ -134,7 +133,8 @@ class Plain(nn.Sequential):
 
 
 def steps(world, mode, link, more, steps=14):
-    """Train on real ranks, over a link of (bytes a second, seconds a message) where one is given."""
+    """Train on real ranks, over a link of (bytes a second, seconds a message) where one is
+    given."""
     if link is not None:
         world = Shaped.of(world, *link)
     config = Config(model="m", dataset="d", parallel={"mode": mode, "bucket_cap_mb": 0.01}, **more)
@@ -260,12 +260,12 @@ def test_the_data_axis_of_a_hybrid():
 
 
 # -- who is told
-# ------------------------------------------------------------------------------------------------------------
 def test_the_report_and_the_last_lines_tell():
     verdict = topk(FAST, Measured(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.04)))
     figures = {
-        "method": "topk", "ratio_sent": 50.0, "residual_norm": 1.5, "step_s": 0.35, "wait_s": 0.05, "wait_share": 1 / 7,
-        "steps_measured": 20, "method_s": 0.04, "ddp": verdict.ddp, "pays": verdict.pays, "why": verdict.why,
+        "method": "topk", "ratio_sent": 50.0, "residual_norm": 1.5, "step_s": 0.35, "wait_s": 0.05,
+        "wait_share": 1 / 7, "steps_measured": 20, "method_s": 0.04, "ddp": verdict.ddp,
+        "pays": verdict.pays, "why": verdict.why,
     }  # fmt: skip
     rows = {
         one["name"]: one["value"]

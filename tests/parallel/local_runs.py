@@ -1,4 +1,5 @@
-"""Training by workers of their own on real ranks: shared by the tests of `local_sgd` and `diloco`."""
+"""Training by workers of their own on real ranks: shared by the tests of `local_sgd` and
+`diloco`."""
 
 import torch
 from states import assemble, copied

@@ -1,4 +1,5 @@
-"""Shares of the micro-batches by speed: the arithmetic, and what is refused before anything starts."""
+"""Shares of the micro-batches by speed: the arithmetic, and what is refused before anything
+starts."""
 
 from __future__ import annotations
 

@@ -198,7 +198,6 @@ def test_the_data_axis_of_a_hybrid_with_what_serves_parts():
 
 
 # -- refused
-# ------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("mode", "axes", "method", "allowed"),
     [

@@ -182,7 +182,6 @@ def test_signsgd_is_the_vote_of_the_majority(results):
 
 
 # -- the parts, alone
-# ---------------------------------------------------------------------------------------------------------
 def test_largest_is_exact_with_and_without_a_sample():
     for seed, numel, count in (
         (0, 500_000, 5000),

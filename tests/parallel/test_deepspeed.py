@@ -165,8 +165,8 @@ def everything(world, stage, middle):
     dtypes = {str(value.dtype) for value in run.saved().whole.values()}
     world.barrier()
     return {
-        "losses": losses, "resumed": resumed, "moved": moved, "last": last, "resumed_last": resumed_last,
-        "evaluated": evaluated, "costs": costs, "dtypes": dtypes,
+        "losses": losses, "resumed": resumed, "moved": moved, "last": last,
+        "resumed_last": resumed_last, "evaluated": evaluated, "costs": costs, "dtypes": dtypes,
     }  # fmt: skip
 
 

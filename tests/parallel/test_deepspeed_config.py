@@ -91,16 +91,18 @@ AUTO_BATCH = {
     "gradient_clipping": "auto",
 }
 FP16 = {
-    "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
-    "min_loss_scale": 1,
+    "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
+    "hysteresis": 2, "min_loss_scale": 1,
 }  # fmt: skip
 STAGE_2 = {
-    "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": False, "reduce_scatter": True,
-    "reduce_bucket_size": 5e8, "contiguous_gradients": True, "round_robin_gradients": True,
+    "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": False,
+    "reduce_scatter": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True,
+    "round_robin_gradients": True,
 }  # fmt: skip
 STAGE_3 = {
-    "overlap_comm": False, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+    "overlap_comm": False, "contiguous_gradients": True, "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
     "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True,
 }  # fmt: skip
 ON_HOST = {"device": "cpu", "pin_memory": True}
@@ -130,9 +132,10 @@ ADAMW = {
     "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
 }
 AXOLOTL_3 = {
-    "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 0, "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "max_live_parameters": 0,
-    "max_reuse_distance": 0, "gather_16bit_weights_on_model_save": True,
+    "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 0,
+    "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto", "max_live_parameters": 0, "max_reuse_distance": 0,
+    "gather_16bit_weights_on_model_save": True,
 }  # fmt: skip
 QUANTIZED_OFF = {"zero_quantized_weights": False, "zero_quantized_gradients": False}
 #: In the style of the files that LLaMA-Factory, ms-swift and axolotl ship: (settings, stage,
@@ -141,81 +144,158 @@ STOCK = {
     "l z0": ({**LLAMA_FACTORY, "zero_optimization": {"stage": 0, **STAGE_2}}, 0, "none"),
     "l z2": ({**LLAMA_FACTORY, "zero_optimization": {"stage": 2, **STAGE_2}}, 2, "none"),
     "l z2 offload": (
-        {**LLAMA_FACTORY, "zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST, **STAGE_2}}, 2, "optimizer",
+        {
+            **LLAMA_FACTORY,
+            "zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST, **STAGE_2},
+        },
+        2,
+        "optimizer",
     ),
     "l z3": ({**LLAMA_FACTORY, "zero_optimization": {"stage": 3, **STAGE_3}}, 3, "none"),
     "l z3 offload": (
-        {**LLAMA_FACTORY, "zero_optimization": {"stage": 3, "offload_optimizer": ON_HOST, "offload_param": ON_HOST, **STAGE_3}},
-        3, "all",
+        {
+            **LLAMA_FACTORY,
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": ON_HOST,
+                "offload_param": ON_HOST,
+                **STAGE_3,
+            },
+        },
+        3,
+        "all",
     ),
     "l z3 partial offload": (
         {
-            **LLAMA_FACTORY, "zero_force_ds_cpu_optimizer": True,
-            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}, **STAGE_3},
+            **LLAMA_FACTORY,
+            "zero_force_ds_cpu_optimizer": True,
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "pin_memory": False},
+                **STAGE_3,
+            },
         },
-        3, "optimizer",
+        3,
+        "optimizer",
     ),
     "s zero0": ({**MS_SWIFT, "zero_optimization": {"stage": 0, **STAGE_2}}, 0, "none"),
-    "s zero1": ({**MS_SWIFT, "zero_optimization": {"stage": 1, "offload_optimizer": NOT_ON_HOST, **STAGE_2}}, 1, "none"),
-    "s zero2": ({**MS_SWIFT, "zero_optimization": {"stage": 2, "offload_optimizer": NOT_ON_HOST, **STAGE_2}}, 2, "none"),
+    "s zero1": (
+        {
+            **MS_SWIFT,
+            "zero_optimization": {"stage": 1, "offload_optimizer": NOT_ON_HOST, **STAGE_2},
+        },
+        1,
+        "none",
+    ),
+    "s zero2": (
+        {
+            **MS_SWIFT,
+            "zero_optimization": {"stage": 2, "offload_optimizer": NOT_ON_HOST, **STAGE_2},
+        },
+        2,
+        "none",
+    ),
     "s zero2 autotp of 1": (
-        {**MS_SWIFT, "tensor_parallel": {"autotp_size": 1}, "zero_optimization": {"stage": 2, **STAGE_2}}, 2, "none",
+        {
+            **MS_SWIFT,
+            "tensor_parallel": {"autotp_size": 1},
+            "zero_optimization": {"stage": 2, **STAGE_2},
+        },
+        2,
+        "none",
     ),
     "s zero3": (
         {
             **MS_SWIFT,
             "zero_optimization": {
-                "stage": 3, "offload_optimizer": NOT_ON_HOST, "offload_param": NOT_ON_HOST, **QUANTIZED_OFF, **STAGE_3,
+                "stage": 3,
+                "offload_optimizer": NOT_ON_HOST,
+                "offload_param": NOT_ON_HOST,
+                **QUANTIZED_OFF,
+                **STAGE_3,
             },
         },
-        3, "none",
+        3,
+        "none",
     ),
     "a zero1": (
         {
-            **AUTO_BATCH, "optimizer": ADAMW, "fp16": AXOLOTL_FP16, "bf16": {"enabled": "auto"},
+            **AUTO_BATCH,
+            "optimizer": ADAMW,
+            "fp16": AXOLOTL_FP16,
+            "bf16": {"enabled": "auto"},
             "zero_optimization": {"stage": 1, "overlap_comm": True},
         },
-        1, "none",
+        1,
+        "none",
     ),
     "a zero1 torch compile": (
         {
-            **AUTO_BATCH, "compile": {"disable": False, "backend": "inductor"}, "fp16": AXOLOTL_FP16,
+            **AUTO_BATCH,
+            "compile": {"disable": False, "backend": "inductor"},
+            "fp16": AXOLOTL_FP16,
             "zero_optimization": {"stage": 1, "overlap_comm": True},
         },
-        1, "none",
+        1,
+        "none",
     ),
     "a zero2": (
         {
-            **AUTO_BATCH, "fp16": AXOLOTL_FP16,
+            **AUTO_BATCH,
+            "fp16": AXOLOTL_FP16,
             "zero_optimization": {
-                "stage": 2, "offload_optimizer": {"device": "none"}, "contiguous_gradients": True, "overlap_comm": True,
+                "stage": 2,
+                "offload_optimizer": {"device": "none"},
+                "contiguous_gradients": True,
+                "overlap_comm": True,
             },
         },
-        2, "none",
+        2,
+        "none",
     ),
     "a zero3 bf16": ({**AXOLOTL, "zero_optimization": AXOLOTL_3}, 3, "none"),
     "a zero3 bf16, parameters on the host": (
-        {**AXOLOTL, "zero_force_ds_cpu_optimizer": False, "zero_optimization": {**AXOLOTL_3, "offload_param": ON_HOST}},
-        3, "all",
+        {
+            **AXOLOTL,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {**AXOLOTL_3, "offload_param": ON_HOST},
+        },
+        3,
+        "all",
     ),
     "a zero3 bf16, all on the host": (
-        {**AXOLOTL, "zero_optimization": {**AXOLOTL_3, "offload_optimizer": ON_HOST, "offload_param": ON_HOST}}, 3, "all",
+        {
+            **AXOLOTL,
+            "zero_optimization": {
+                **AXOLOTL_3,
+                "offload_optimizer": ON_HOST,
+                "offload_param": ON_HOST,
+            },
+        },
+        3,
+        "all",
     ),
     "accelerate": (
         {
-            **AUTO_BATCH, "fp16": {"enabled": True, "loss_scale": 0},
+            **AUTO_BATCH,
+            "fp16": {"enabled": True, "loss_scale": 0},
             "optimizer": {**ADAMW, "params": {"lr": "auto", "torch_adam": True}},
             "scheduler": {
                 "type": "WarmupDecayLR",
                 "params": {
-                    "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto",
+                    "warmup_min_lr": "auto",
+                    "warmup_max_lr": "auto",
+                    "warmup_num_steps": "auto",
+                    "total_num_steps": "auto",
                 },
             },
-            "steps_per_print": float("inf"), "zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST},
+            "steps_per_print": float("inf"),
+            "zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST},
         },
-        2, "optimizer",
+        2,
+        "optimizer",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STOCK)

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "strategies.md"
 BEGIN, END = "<!-- pairs: begin -->\n", "<!-- pairs: end -->"
 MODES = [
-    "single", "dp", "ddp", "zero1", "zero2", "zero3", "deepspeed-1", "deepspeed-2", "deepspeed-3", "tensor", "pipeline",
+    "single", "dp", "ddp", "zero1", "zero2", "zero3", "deepspeed-1", "deepspeed-2", "deepspeed-3",
+    "tensor", "pipeline",
 ]  # fmt: skip
 MICRO: dict[str, Any] = {
     "model": "builtin:qwen2-micro",

@@ -321,9 +321,10 @@ def test_what_cannot_be_served_is_refused(keys, words):
 @pytest.mark.soak
 def test_a_run_without_waiting_ends_with_a_whole_model(tmp_path: Path):
     words = [
-        "model=builtin:dlrm", "task=recommend", "dataset=builtin:clicks#2000", "split_dataset_ratio=0.2",
-        f"output_dir={tmp_path}/run", "parallel.mode=parameter_server", "parallel.device=cpu", "parallel.num_gpus=2",
-        "parameter_server.mode=bounded", "parameter_server.servers=2", "train_args.per_device_train_batch_size=16",
+        "model=builtin:dlrm", "task=recommend", "dataset=builtin:clicks#2000",
+        "split_dataset_ratio=0.2", f"output_dir={tmp_path}/run", "parallel.mode=parameter_server",
+        "parallel.device=cpu", "parallel.num_gpus=2", "parameter_server.mode=bounded",
+        "parameter_server.servers=2", "train_args.per_device_train_batch_size=16",
         "train_args.max_steps=12", "train_args.logging_steps=4",
     ]  # fmt: skip
     subprocess.run(

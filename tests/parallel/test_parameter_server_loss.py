@@ -73,11 +73,13 @@ def command(
     (tmp_path / "tasks.py").write_text(TASK)
     (tmp_path / "pids").mkdir(exist_ok=True)
     return [
-        sys.executable, "-m", "paceline", "sft", "model=builtin:dlrm", f"task={tmp_path}/tasks.py:{task}",
-        "dataset=builtin:clicks#3000", "split_dataset_ratio=0.2", f"output_dir={tmp_path}/{name}", "parallel.device=cpu",
-        "parallel.num_gpus=3", "train_args.per_device_train_batch_size=16", f"train_args.max_steps={steps}",
-        f"train_args.logging_steps={logging}", "train_args.optim=adagrad", "train_args.learning_rate=0.05",
-        "recovery.max_restarts=0", *more,
+        sys.executable, "-m", "paceline", "sft", "model=builtin:dlrm",
+        f"task={tmp_path}/tasks.py:{task}", "dataset=builtin:clicks#3000",
+        "split_dataset_ratio=0.2", f"output_dir={tmp_path}/{name}", "parallel.device=cpu",
+        "parallel.num_gpus=3", "train_args.per_device_train_batch_size=16",
+        f"train_args.max_steps={steps}", f"train_args.logging_steps={logging}",
+        "train_args.optim=adagrad", "train_args.learning_rate=0.05", "recovery.max_restarts=0",
+        *more,
     ]  # fmt: skip
 
 
@@ -89,8 +91,9 @@ def run(tmp_path: Path, name: str, task: str, *more: str) -> subprocess.Complete
 
 def served(tmp_path: Path, *kills: str) -> list[str]:
     return [
-        "parallel.mode=parameter_server", "parameter_server.servers=2", "parameter_server.on_worker_loss=go_on",
-        f"task_args.pids={tmp_path}/pids", f"task_args.kills={json.dumps(kills)}",
+        "parallel.mode=parameter_server", "parameter_server.servers=2",
+        "parameter_server.on_worker_loss=go_on", f"task_args.pids={tmp_path}/pids",
+        f"task_args.kills={json.dumps(kills)}",
     ]  # fmt: skip
 
 

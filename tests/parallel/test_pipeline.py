@@ -92,7 +92,8 @@ def image_step(number: int, model: Any) -> torch.Tensor:
 def compare(
     world: Communicator, model: nn.Module, step: Any, config: Config, steps: int = 1
 ) -> dict[str, Any]:
-    """Train nothing, but take the gradients of the whole model and of the pipeline; what differs."""
+    """Train nothing, but take the gradients of the whole model and of the pipeline; what
+    differs."""
     whole, count = copy.deepcopy(model), len(LENGTHS)
     expected = [step(number, whole) for number in range(count)]
     for loss in expected:

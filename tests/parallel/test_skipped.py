@@ -143,8 +143,18 @@ CASES = {
     "bf16 messages": (2, {"mode": "ddp", "compression": {"method": "bf16"}, **LINE}),
 }
 #: The rank whose gradient it was is known by the gradient itself.
-KNOWN = ("ddp", "ddp without clipping", "ddp with sgd", "ddp over a ring of our own", "zero1", "topk", "topk with sgd",
-         "powersgd", "signsgd", "bf16 messages")  # fmt: skip
+KNOWN = (
+    "ddp",
+    "ddp without clipping",
+    "ddp with sgd",
+    "ddp over a ring of our own",
+    "zero1",
+    "topk",
+    "topk with sgd",
+    "powersgd",
+    "signsgd",
+    "bf16 messages",
+)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,8 @@ from paceline.parallel.tensor.shard import TensorParallelizer, check_plan_sizes
 
 
 class Heads(nn.Module):
-    """Its own number of heads, a norm over each head, one input for two layers, biases everywhere."""
+    """Its own number of heads, a norm over each head, one input for two layers, biases
+    everywhere."""
 
     def __init__(self, norm=True):
         super().__init__()

@@ -29,8 +29,9 @@ def config(**keys: Any) -> Config:
 def wide(folder: Path, hidden: int = 2048, layers: int = 12) -> str:
     """A model's folder that holds its config.json alone: about 50 million parameters a layer."""
     widths = {
-        "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 1024, "tie_word_embeddings": True,
+        "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "vocab_size": 1024, "tie_word_embeddings": True,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(widths))
     return str(folder)

@@ -16,12 +16,13 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.slurm]
 
 # Loader processes, adapters with dropout, saves in the middle of an epoch.
 WORDS = (
-    *MICRO, "lora.enable=true", "lora.dropout=0.1", "dataloader_num_workers=1", "warmup_steps=3", "parallel.timeout_s=60",
-    "max_steps=24", "save_steps=4",
+    *MICRO, "lora.enable=true", "lora.dropout=0.1", "dataloader_num_workers=1", "warmup_steps=3",
+    "parallel.timeout_s=60", "max_steps=24", "save_steps=4",
 )  # fmt: skip
 # Steps of 0.1 s at least.
 _SLOW = (
-    *SLOW, "dataloader_num_workers=1", "warmup_steps=3", "parallel.timeout_s=60", "save_steps=0", "task_args.step_s=0.1",
+    *SLOW, "dataloader_num_workers=1", "warmup_steps=3", "parallel.timeout_s=60", "save_steps=0",
+    "task_args.step_s=0.1",
 )  # fmt: skip
 BRIEF = (*_SLOW, "max_steps=120")
 SAVING = (*(word for word in BRIEF if not word.startswith("save_steps")), "save_steps=10")

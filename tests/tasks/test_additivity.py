@@ -96,7 +96,8 @@ class NoLossInEvalMode(Regression):
 
 
 class InPlace(Regression):
-    """Changes its batch, draws from every generator, takes gradients itself, and counts its calls."""
+    """Changes its batch, draws from every generator, takes gradients itself, and counts its
+    calls."""
 
     calls = 0
 

@@ -1,4 +1,5 @@
-"""Schedules are transformers' own, as functions of the step; weight decay falls on matrices alone."""
+"""Schedules are transformers' own, as functions of the step; weight decay falls on matrices
+alone."""
 
 from __future__ import annotations
 
@@ -16,9 +17,12 @@ from paceline.train.optimizer import Schedule, build_optimizer, check_schedule, 
 
 KINDS = ["adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"]
 SCHEDULES: list[tuple[str, dict[str, Any]]] = [
-    ("linear", {}), ("cosine", {}), ("cosine", {"num_cycles": 1.5}), ("cosine_with_restarts", {"num_cycles": 3}),
-    ("cosine_with_min_lr", {"min_lr": 1e-4}), ("cosine_with_min_lr", {"min_lr_rate": 0.2}), ("polynomial", {"power": 2.0}),
-    ("constant", {}), ("constant_with_warmup", {}), ("inverse_sqrt", {}), ("warmup_stable_decay", {"num_decay_steps": 6}),
+    ("linear", {}), ("cosine", {}), ("cosine", {"num_cycles": 1.5}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("cosine_with_min_lr", {"min_lr": 1e-4}), ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+    ("polynomial", {"power": 2.0}),
+    ("constant", {}), ("constant_with_warmup", {}), ("inverse_sqrt", {}),
+    ("warmup_stable_decay", {"num_decay_steps": 6}),
 ]  # fmt: skip
 
 
@@ -106,8 +110,8 @@ def test_weight_decay_falls_on_matrices_alone(kind: str) -> None:
     }
     found = {name: decay[id(one)] for name, one in net.named_parameters()}
     assert found == {
-        "embed.weight": 0.1, "linear.weight": 0.1, "linear.bias": 0.0, "norm.weight": 0.0, "norm.bias": 0.0,
-        "conv.weight": 0.1, "conv.bias": 0.0,
+        "embed.weight": 0.1, "linear.weight": 0.1, "linear.bias": 0.0, "norm.weight": 0.0,
+        "norm.bias": 0.0, "conv.weight": 0.1, "conv.bias": 0.0,
     }  # fmt: skip
 
 

@@ -148,9 +148,15 @@ def test_key_biases_without_rotary_embedding_are_left_out_and_nothing_else() -> 
 
 
 def test_at_most_a_hundredth_is_left_out_and_only_what_is_small_in_every_step() -> None:
-    model = nn.ParameterDict({"large": nn.Parameter(torch.ones(2000, 1)), "never": nn.Parameter(torch.ones(3)),
-                              "tiny": nn.Parameter(torch.ones(5, 3)), "wide": nn.Parameter(torch.ones(10, 3)),
-                              "late": nn.Parameter(torch.ones(2, 2))})  # fmt: skip
+    model = nn.ParameterDict(
+        {
+            "large": nn.Parameter(torch.ones(2000, 1)),
+            "never": nn.Parameter(torch.ones(3)),
+            "tiny": nn.Parameter(torch.ones(5, 3)),
+            "wide": nn.Parameter(torch.ones(10, 3)),
+            "late": nn.Parameter(torch.ones(2, 2)),
+        }
+    )
     scale = {"tiny": 1e-12, "wide": 1e-11, "late": 1e-12, "large": 1.0, "never": 0.0}
 
     def loss(step: int) -> torch.Tensor:

@@ -60,8 +60,20 @@ class Crashing(DDPStrategy):
 
 
 def test_agreeing_modes_are_certified_with_their_costs(tmp_path: Path) -> None:
-    done = run(*MICRO, "--world-size", "2", "--modes", "single,ddp,zero1", "--steps", "6", "--output", str(tmp_path / "out"),
-               "--json", verb="verify", cwd=tmp_path)  # fmt: skip
+    done = run(
+        *MICRO,
+        "--world-size",
+        "2",
+        "--modes",
+        "single,ddp,zero1",
+        "--steps",
+        "6",
+        "--output",
+        str(tmp_path / "out"),
+        "--json",
+        verb="verify",
+        cwd=tmp_path,
+    )
     found = json.loads(done.stdout)
     assert (found["world_size"], found["reference"], found["ok"]) == (2, "single", True)
     assert [one["mode"] for one in found["modes"]] == ["single", "ddp", "zero1"]
@@ -186,7 +198,8 @@ def test_the_names_of_the_modes() -> None:
     assert "pipeline-1f1b" in names  # the other schedules; the config's own is `pipeline`
     assert "pipeline-gpipe" not in names
     assert hybrids(4) == [
-        "data2-shard2", "data2-tensor2", "data2-pipeline2", "shard2-tensor2", "shard2-pipeline2", "tensor2-pipeline2",
+        "data2-shard2", "data2-tensor2", "data2-pipeline2", "shard2-tensor2", "shard2-pipeline2",
+        "tensor2-pipeline2",
     ]  # fmt: skip
     assert "data2-tensor2-pipeline2" in hybrids(8)
     assert hybrids(3) == []

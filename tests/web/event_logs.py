@@ -68,13 +68,15 @@ def step_fields(step: int, ranks: int = 2, slow_rank: int | None = None) -> dict
     for rank in range(ranks):
         slow = 0.1 if rank == slow_rank else 0.0
         rows.append({
-            "rank": rank, "data_wait_s": 0.01, "comm_wait_s": 0.1 - slow, "data_s": 0.01 + slow, "forward_s": 0.05,
-            "backward_s": 0.1, "communication_s": 0.1 - slow, "optimizer_s": 0.02, "other_s": 0.02, "memory_bytes": 1000 + rank,
+            "rank": rank, "data_wait_s": 0.01, "comm_wait_s": 0.1 - slow, "data_s": 0.01 + slow,
+            "forward_s": 0.05, "backward_s": 0.1, "communication_s": 0.1 - slow,
+            "optimizer_s": 0.02, "other_s": 0.02, "memory_bytes": 1000 + rank,
         })  # fmt: skip
     return {
-        "step": step, "epoch": step / 100, "loss": 9 / step, "grad_norm": 1 / step, "learning_rate": 1e-3, "tokens": 4096,
-        "samples": 16, "step_time_s": 0.3, "data_wait_s": 0.01, "comm_wait_s": 0.1,
-        "memory_bytes": [1000 + n for n in range(ranks)], "ranks": rows, "traffic": {"all_reduce": 4000, "broadcast": 96},
+        "step": step, "epoch": step / 100, "loss": 9 / step, "grad_norm": 1 / step,
+        "learning_rate": 1e-3, "tokens": 4096, "samples": 16, "step_time_s": 0.3,
+        "data_wait_s": 0.01, "comm_wait_s": 0.1, "memory_bytes": [1000 + n for n in range(ranks)],
+        "ranks": rows, "traffic": {"all_reduce": 4000, "broadcast": 96},
     }  # fmt: skip
 
 

@@ -46,7 +46,8 @@ def test_no_request_that_the_document_allows_is_too_much(served: Served) -> None
     for operation in found:
 
         @settings(
-            max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
+            max_examples=10, deadline=None, derandomize=True, database=None,
+            phases=[Phase.explicit, Phase.generate],
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         @given(case=operation.as_strategy())

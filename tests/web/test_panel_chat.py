@@ -29,9 +29,17 @@ def folder(tmp_path_factory) -> Path:
     """A folder with two models: one with adapters that were trained, and a whole one, which is as
     it began."""
     place = tmp_path_factory.mktemp("runs")
-    words = ["model=builtin:qwen2-micro", "dataset=builtin:python-docs#120", "parallel.device=cpu", "parallel.num_gpus=1",
-             "max_steps=4", "max_length=64", "lora.enable=true", "learning_rate=1e-2", f"output_dir={place}/adapted",
-        ]  # fmt: skip
+    words = [
+        "model=builtin:qwen2-micro",
+        "dataset=builtin:python-docs#120",
+        "parallel.device=cpu",
+        "parallel.num_gpus=1",
+        "max_steps=4",
+        "max_length=64",
+        "lora.enable=true",
+        "learning_rate=1e-2",
+        f"output_dir={place}/adapted",
+    ]
     subprocess.run(
         [sys.executable, "-m", "paceline", "sft", *words], check=True, capture_output=True
     )

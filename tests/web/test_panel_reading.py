@@ -1,4 +1,5 @@
-"""Runs are found and read as they are: live, finished, empty, cut off, from another version, gone."""
+"""Runs are found and read as they are: live, finished, empty, cut off, from another version,
+gone."""
 
 from __future__ import annotations
 

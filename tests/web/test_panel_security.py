@@ -58,9 +58,9 @@ def test_the_machines_own_names_are_answered(served, host):
 @pytest.mark.parametrize(
     "host",
     [
-        "evil.example:{port}", "localhost.evil.example:{port}", "127.0.0.1.evil.example:{port}", "127.0.0.1:1", "127.0.0.1", "",
-        "localhost:{port}@evil.example", "192.168.1.5:{port}", "0.0.0.0:{port}", "127.0.0.1:{port}0", "[::1:{port}",
-        "127.0.0.1:{port}\x00",
+        "evil.example:{port}", "localhost.evil.example:{port}", "127.0.0.1.evil.example:{port}",
+        "127.0.0.1:1", "127.0.0.1", "", "localhost:{port}@evil.example", "192.168.1.5:{port}",
+        "0.0.0.0:{port}", "127.0.0.1:{port}0", "[::1:{port}", "127.0.0.1:{port}\x00",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/app.js"])
@@ -192,14 +192,14 @@ def test_bound_to_all_addresses_a_number_is_a_name_and_a_strange_word_is_not(ser
 @pytest.mark.parametrize(
     "path",
     [
-        "/../secret.txt", "/../../secret.txt", "/..%2fsecret.txt", "/%2e%2e/secret.txt", "/%2e%2e%2fsecret.txt",
-        "/..%5csecret.txt",
+        "/../secret.txt", "/../../secret.txt", "/..%2fsecret.txt", "/%2e%2e/secret.txt",
+        "/%2e%2e%2fsecret.txt", "/..%5csecret.txt",
         "/css/../../../secret.txt", "/%252e%252e/secret.txt", "//etc/passwd", "/etc/passwd", "/%00",
         "/css/%2e%2e/%2e%2e/app.py",
-        "/../app.py", "/../__init__.py", "/api/runs/..%2f..%2fsecret.txt", "/api/runs/../secret.txt",
-        "/api/runs/..%2fone/config",
-        "/api/runs/%2e%2e/config", "/api/runs//config", "/api/runs/one/config", "/api/runs/one%2fevents.jsonl",
-        "/.paceline-ui.json",
+        "/../app.py", "/../__init__.py", "/api/runs/..%2f..%2fsecret.txt",
+        "/api/runs/../secret.txt", "/api/runs/..%2fone/config",
+        "/api/runs/%2e%2e/config", "/api/runs//config", "/api/runs/one/config",
+        "/api/runs/one%2fevents.jsonl", "/.paceline-ui.json",
     ],
 )  # fmt: skip
 def test_no_path_leads_out(served, path):

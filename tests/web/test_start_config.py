@@ -83,9 +83,15 @@ def test_every_mistake_has_its_line_and_key(panel):
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("model: [a\n", 1), ("model: a\n\tdataset: b\n", 2), ("model: a\nmodel: b\n", 2), ("", None), ("- a\n", None),
-     ("model: !!python/object:os.system x\n", 1)],
-)  # fmt: skip
+    [
+        ("model: [a\n", 1),
+        ("model: a\n\tdataset: b\n", 2),
+        ("model: a\nmodel: b\n", 2),
+        ("", None),
+        ("- a\n", None),
+        ("model: !!python/object:os.system x\n", 1),
+    ],
+)
 def test_text_that_is_no_config_is_told(panel, text, line):
     found = panel.ask("/api/check", yaml=text)
     assert not found["ok"]
@@ -112,9 +118,20 @@ def test_an_edit_keeps_the_comments(panel):
 
 
 def test_nothing_starts_without_the_token(panel):
-    for path in ("check", "yaml", "plan", "steps", "start", "upload", "preview", "runs/0123456789ab/stop",
-                 "runs/0123456789ab/resume", "runs/0123456789ab/diff", "runs/0123456789ab/chat",
-                 "runs/0123456789ab/export"):  # fmt: skip
+    for path in (
+        "check",
+        "yaml",
+        "plan",
+        "steps",
+        "start",
+        "upload",
+        "preview",
+        "runs/0123456789ab/stop",
+        "runs/0123456789ab/resume",
+        "runs/0123456789ab/diff",
+        "runs/0123456789ab/chat",
+        "runs/0123456789ab/export",
+    ):
         assert panel.client.post(f"/api/{path}", json={}).status_code == 401, path
 
 

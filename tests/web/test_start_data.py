@@ -47,9 +47,16 @@ def test_an_upload_lies_in_the_folder_and_never_over_another(serve, tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [("../../etc/x.csv", "x.csv"), ("C:\\Users\\x y.CSV", "x_y.csv"), ("..%2Fx.json", "2Fx.json"), ("a\x00b.txt", "a_b.txt"),
-     ("数据.jsonl", "数据.jsonl"), ("-rf.md", "rf.md"), ("a" * 300 + ".csv", "a" * 100 + ".csv")],
-)  # fmt: skip
+    [
+        ("../../etc/x.csv", "x.csv"),
+        ("C:\\Users\\x y.CSV", "x_y.csv"),
+        ("..%2Fx.json", "2Fx.json"),
+        ("a\x00b.txt", "a_b.txt"),
+        ("数据.jsonl", "数据.jsonl"),
+        ("-rf.md", "rf.md"),
+        ("a" * 300 + ".csv", "a" * 100 + ".csv"),
+    ],
+)
 def test_a_name_is_reduced_to_a_safe_one(given, name):
     assert safe_name(given) == name
 

@@ -8,14 +8,16 @@ OTHER_TRAINING = ("local_sgd", "diloco", "parameter_server")
 
 #: Keys that change no number of the training; all others must stay as they were when a run goes on.
 FREE_KEYS = (
-    "output_dir", "checkpoint_dir", "resume", "report_to", "parallel.", "train_args.logging_steps", "train_args.save_steps",
-    "train_args.save_total_limit", "train_args.async_save", "train_args.eval_steps",
-    "train_args.per_device_eval_batch_size", "evaluation.",
-    "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor", "train_args.dataloader_pin_memory",
-    "train_args.gradient_checkpointing", "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
-    "recovery.max_restarts", "recovery.save_every_s", "recovery.on_save_error", "recovery.rejoin_s", "recovery.watchdog",
-    "recovery.hang_after_s", "recovery.hang_timeout_s", "recovery.check_replicas_steps", "recovery.max_skipped_steps",
-    "trust_remote_code", "parameter_server.servers", "parameter_server.dense", "parameter_server.on_worker_loss",
+    "output_dir", "checkpoint_dir", "resume", "report_to", "parallel.", "train_args.logging_steps",
+    "train_args.save_steps", "train_args.save_total_limit", "train_args.async_save",
+    "train_args.eval_steps", "train_args.per_device_eval_batch_size", "evaluation.",
+    "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor",
+    "train_args.dataloader_pin_memory", "train_args.gradient_checkpointing",
+    "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
+    "recovery.max_restarts", "recovery.save_every_s", "recovery.on_save_error", "recovery.rejoin_s",
+    "recovery.watchdog", "recovery.hang_after_s", "recovery.hang_timeout_s",
+    "recovery.check_replicas_steps", "recovery.max_skipped_steps", "trust_remote_code",
+    "parameter_server.servers", "parameter_server.dense", "parameter_server.on_worker_loss",
 )  # fmt: skip
 
 

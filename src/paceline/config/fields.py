@@ -67,7 +67,8 @@ def takes_none(info: FieldInfo) -> bool:
 
 
 def takes(info: FieldInfo, *kinds: type) -> bool:
-    """True where a member of the field's type is one of ``kinds`` (``list`` stands for any list)."""
+    """True where a member of the field's type is one of ``kinds`` (``list`` stands for any
+    list)."""
     return any(
         kind in kinds or get_origin(kind) in kinds
         for kind, _ in _parts(info.annotation, info.metadata)

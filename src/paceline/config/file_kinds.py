@@ -12,8 +12,8 @@ from paceline.config.entries import Problem
 from paceline.core.errors import ConfigError
 
 _ACCELERATE = (
-    "compute_environment", "distributed_type", "downcast_bf16", "main_training_function", "num_machines", "num_processes",
-    "rdzv_backend", "same_network",
+    "compute_environment", "distributed_type", "downcast_bf16", "main_training_function",
+    "num_machines", "num_processes", "rdzv_backend", "same_network",
 )  # fmt: skip
 
 

@@ -98,7 +98,8 @@ def load_stored(stored: Mapping[str, Any]) -> Config:
 
 
 def load_text(text: str, name: str) -> Loaded:
-    """As :func:`load_config`, of a config that is not in a file; ``name`` is what messages call it."""
+    """As :func:`load_config`, of a config that is not in a file; ``name`` is what messages call
+    it."""
     return _load(as_config(parse_yaml(text, name), Path(name)), Path(name), ())
 
 

@@ -22,7 +22,8 @@ _EXAMPLES = {
 
 
 def explain(error: ValidationError, data: dict[str, Any], find: Find) -> list[Problem]:
-    """One problem for each key the schema refuses. ``find`` gives the entry that set a native key."""
+    """One problem for each key the schema refuses. ``find`` gives the entry that set a native
+    key."""
     by_key: dict[str, list[dict[str, Any]]] = {}
     for one in error.errors(include_url=False):
         loc = one["loc"]

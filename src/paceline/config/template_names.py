@@ -13,7 +13,10 @@ _NAMES: dict[str, str] = {
     "smollm2": "smol",
     "smollm3": "",
     "llama2": "llama codellama",
-    "llama3": "llama3_1 llama3_2 llama3_3 llama3.1 llama3.2 llama3.3 llama31 llama32 llama33 llama-3 llama3_2_vision mllama",
+    "llama3": (
+        "llama3_1 llama3_2 llama3_3 llama3.1 llama3.2 llama3.3 llama31 llama32 llama33 llama-3"
+        " llama3_2_vision mllama"
+    ),
     "llama4": "",
     "mistral": "mistral_v2v3 mistral_nemo mistral_small mistral_2410 mixtral",
     "mistral_v1": "mistral_v0.1",
@@ -37,7 +40,7 @@ _NAMES: dict[str, str] = {
     "exaone": "exaone3 exaone3_5",
     "default": "",
     "empty": "",
-}  # fmt: skip
+}
 
 TEMPLATE_NAMES = tuple(_NAMES)
 _CANONICAL = {

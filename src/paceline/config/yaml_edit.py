@@ -115,7 +115,6 @@ def _number(text: str) -> int | float | None:
 
 
 # -- what the text says
-# -----------------------------------------------------------------------------------------------------
 def _native(text: str) -> dict[str, Any]:
     """Native key → value for what is written under such a key; keys of other tools under their own
     names."""
@@ -164,7 +163,6 @@ def _anew(native: dict[str, Any]) -> str:
 
 
 # -- places in the text
-# -----------------------------------------------------------------------------------------------------
 def _root(text: str) -> yaml.MappingNode | None:
     # its marks count characters; values are not read from it
     found = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -196,7 +194,8 @@ def _is_native(place: _Place, key: str) -> bool:
 
 
 def _end(text: str, place: _Place) -> int:
-    """Where the value ends, without what follows it (PyYAML lets a block reach up to the next key)."""
+    """Where the value ends, without what follows it (PyYAML lets a block reach up to the next
+    key)."""
     key, value = place.key, place.value
     if value.start_mark.index < key.end_mark.index:  # an alias: the node is that of its anchor
         match = re.compile(r"\s*:[^\n,}#]*").match(text, key.end_mark.index)

@@ -1,1 +1,2 @@
-"""Sources and formats, tokenising, packing, the sample order, the loader with a saveable position."""
+"""Sources and formats, tokenising, packing, the sample order, the loader with a saveable
+position."""

@@ -78,7 +78,8 @@ def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
 
 @contextmanager
 def _lock(final: Path) -> Iterator[bool]:
-    """Hold the entry's lock; yields False where the file system has no locks (some network homes)."""
+    """Hold the entry's lock; yields False where the file system has no locks (some network
+    homes)."""
     import fcntl
 
     folder = cache_dir() / "locks"

@@ -126,7 +126,6 @@ def open_images(given: str, seed: int) -> ImageIndex:
 
 
 # -- digits
-# ---------------------------------------------------------------------------------------------------------------
 def _digits_table() -> tuple[np.ndarray, np.ndarray]:
     """(pixels float32 [1797, 1, 8, 8] in [0, 1], digits int64 [1797]), read without importing
     scikit-learn, which is slow."""
@@ -150,7 +149,6 @@ def _digits_index() -> ImageIndex:
 
 
 # -- folders
-# --------------------------------------------------------------------------------------------------------------
 def _folder_index(folder: Path) -> ImageIndex:
     if not folder.is_dir():
         near = (
@@ -265,7 +263,6 @@ def _unreadable(file: Path) -> str | None:
 
 
 # -- samples
-# --------------------------------------------------------------------------------------------------------------
 class ImageDataset:
     """Samples (image float32 [channels, height, width], class int64 []), looked up by number.
 

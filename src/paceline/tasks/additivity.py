@@ -273,7 +273,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _random_states() -> list[tuple[Callable[[Any], object], Any]]:
-    """The random states that :func:`seed_everything` sets, each with the function that restores it."""
+    """The random states that :func:`seed_everything` sets, each with the function that restores
+    it."""
     states: list[tuple[Callable[[Any], object], Any]] = [
         (random.setstate, random.getstate()),
         (np.random.set_state, np.random.get_state()),

@@ -93,7 +93,6 @@ class Task:
         self.config = config
 
     # -- before any rank exists
-    # ---------------------------------------------------------------------------------------
     def check(self) -> None:
         """Raise :class:`~paceline.core.errors.ConfigError` for what can be seen to be wrong without
         reading the data."""
@@ -113,7 +112,6 @@ class Task:
         )
 
     # -- on every rank
-    # ------------------------------------------------------------------------------------------------
     prepared: Prepared | None = (
         None  #: set by the engine before ``build_datasets`` is called on a rank
     )
@@ -174,7 +172,6 @@ class Task:
         return {}
 
     # -- at the end
-    # ---------------------------------------------------------------------------------------------------
     def save_model(self, model: nn.Module, folder: Path) -> None:
         """Write the trained model into ``folder`` (there, empty). Default: ``model.safetensors`` of
         its state dict."""

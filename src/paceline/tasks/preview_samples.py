@@ -42,7 +42,8 @@ def preview_images(config: Config, rows: int) -> dict[str, Any]:
             else f"image {int(index.rows[number])} of {index.source}"
         )
         found.append({
-            "place": place, "label": index.classes[int(label)], "shape": list(image.shape), "image": _as_uri(image),
+            "place": place, "label": index.classes[int(label)], "shape": list(image.shape),
+            "image": _as_uri(image),
         })  # fmt: skip
     return {"task": config.task, "rows": found, "notices": [list(one) for one in prepared.notices]}
 

@@ -34,8 +34,9 @@ def create_app(panel: AppState) -> FastAPI:
         panel.close()
 
     app = FastAPI(
-        title="Paceline's panel", version=version("paceline"), lifespan=life, default_response_class=StrictJSONResponse,
-        openapi_url="/api/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False,
+        title="Paceline's panel", version=version("paceline"), lifespan=life,
+        default_response_class=StrictJSONResponse, openapi_url="/api/openapi.json", docs_url=None,
+        redoc_url=None, redirect_slashes=False,
     )  # fmt: skip
     app.state.panel = panel
     add_handlers(app)

@@ -17,8 +17,8 @@ class PanelServer(uvicorn.Server):
     def __init__(self, panel: AppState) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(panel), http=LinkedProtocol, ws="none", log_level="warning", access_log=False, server_header=False,
-                timeout_graceful_shutdown=3,
+                create_app(panel), http=LinkedProtocol, ws="none", log_level="warning",
+                access_log=False, server_header=False, timeout_graceful_shutdown=3,
             )
         )  # fmt: skip
         self.panel = panel

@@ -70,10 +70,14 @@ def _start(ranks: int, hosts: int) -> dict[str, Any]:
     sizes = {"data": ranks // 4, "shard": 2, "tensor": 2}
     places = list(product(*(range(size) for size in sizes.values())))
     mesh = [
-        {"rank": rank, "host": f"node-{rank * hosts // ranks}", "device": f"cuda:{rank % (ranks // hosts)}",
-         "coordinates": dict(zip(sizes, place, strict=True))}
+        {
+            "rank": rank,
+            "host": f"node-{rank * hosts // ranks}",
+            "device": f"cuda:{rank % (ranks // hosts)}",
+            "coordinates": dict(zip(sizes, place, strict=True)),
+        }
         for rank, place in enumerate(places)
-    ]  # fmt: skip
+    ]
     memory = {
         "parameters": 7.1e9,
         "gradients": 7.1e9,
@@ -82,8 +86,10 @@ def _start(ranks: int, hosts: int) -> dict[str, Any]:
         "total": 37.4e9,
     }
     return {
-        "strategy": "hybrid", "device": "cuda", "model": {"name": "Qwen/Qwen2-7B", "parameters": 7_615_616_512},
-        "mesh": {"axes": sizes, "ranks": mesh}, "pid": 1 << 22, "derived": {"steps": 2 * 200, "world_size": ranks},
+        "strategy": "hybrid", "device": "cuda",
+        "model": {"name": "Qwen/Qwen2-7B", "parameters": 7_615_616_512},
+        "mesh": {"axes": sizes, "ranks": mesh}, "pid": 1 << 22,
+        "derived": {"steps": 2 * 200, "world_size": ranks},
         "predicted": {"memory_bytes": memory, "traffic_bytes_per_step": 2.9e9},
     }  # fmt: skip
 
@@ -141,9 +147,9 @@ def _steps(
 def _rank(rank: int, slow: bool, chance: random.Random) -> dict[str, Any]:
     late = 0.1 if slow else 0.0
     return {
-        "rank": rank, "data_wait_s": 0.01 + late, "comm_wait_s": 0.12 - late, "data_s": 0.01 + late, "forward_s": 0.14,
-        "backward_s": 0.26 + 0.03 * chance.random(), "communication_s": 0.13 - late, "optimizer_s": 0.04, "other_s": 0.02,
-        "memory_bytes": 38e9,
+        "rank": rank, "data_wait_s": 0.01 + late, "comm_wait_s": 0.12 - late, "data_s": 0.01 + late,
+        "forward_s": 0.14, "backward_s": 0.26 + 0.03 * chance.random(),
+        "communication_s": 0.13 - late, "optimizer_s": 0.04, "other_s": 0.02, "memory_bytes": 38e9,
     }  # fmt: skip
 
 

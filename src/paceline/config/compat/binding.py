@@ -191,7 +191,8 @@ def _hinted(candidates: list[str], hints: Iterable[str]) -> str | None:
 
 
 def hints_of(entries: Iterable[ConfigEntry], file: Path | None) -> list[str]:
-    """Texts that often hold the method's name: the names of the run, and the file's last folders."""
+    """Texts that often hold the method's name: the names of the run, and the file's last
+    folders."""
     names = (
         "output_dir",
         "hub_model_id",

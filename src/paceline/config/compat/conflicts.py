@@ -55,7 +55,6 @@ def _higher(merge: Merge, target: str, by: Assignment) -> bool:
 
 
 # -- keys that act on another
-# ---------------------------------------------------------------------------------------------
 
 
 def _target_linear(merge: Merge, by: Assignment) -> tuple[str, str]:
@@ -354,7 +353,6 @@ _ACTS: dict[str, Callable[[Merge, Assignment], tuple[str, str]]] = {
 
 
 # -- keys that exclude each other
-# ---------------------------------------------------------------------------------------------
 
 #: (key given by an override, key of the file that would beat or contradict it, when)
 _EXCLUSIVE: list[tuple[str, str, Callable[[Any], bool]]] = [
@@ -401,7 +399,8 @@ def _warmup(merge: Merge, notices: Notices) -> None:
 
 
 def _lora(merge: Merge, notices: Notices) -> None:
-    """Say, or settle, what keys of LoRA mean in a config that does not say whether it trains LoRA."""
+    """Say, or settle, what keys of LoRA mean in a config that does not say whether it trains
+    LoRA."""
     given = [
         one
         for target, one in merge.winners.items()

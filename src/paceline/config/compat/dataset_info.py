@@ -13,15 +13,23 @@ from paceline.config.compat.conversion import UnsupportedValue
 FILE = "dataset_info.json"
 _SUFFIXES = ("", ".json", ".jsonl", ".csv", ".parquet", ".txt")
 #: their column → ours, in the alpaca and in the sharegpt format
-_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
-           "tools": "tools"}  # fmt: skip
+_ALPACA = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "history": "history",
+    "system": "system",
+    "tools": "tools",
+}
 _MEDIA = ("images", "videos", "audios")
 _ROLES = {
-    "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "function_tag": CALL, "system_tag": "system",
+    "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool",
+    "function_tag": CALL, "system_tag": "system",
 }  # fmt: skip
 _KNOWN = {
-    "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "file_name", "cloud_file_name", "formatting", "ranking", "subset",
-    "split", "folder", "num_samples", "revision", "columns", "tags",
+    "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "file_name", "cloud_file_name",
+    "formatting", "ranking", "subset", "split", "folder", "num_samples", "revision", "columns",
+    "tags",
 }  # fmt: skip
 
 

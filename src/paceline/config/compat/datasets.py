@@ -22,10 +22,12 @@ _BUILDERS = {
     "arrow": "arrow",
 }
 _COLUMNS = {  # their key → the column it names
-    "field": "text", "text_column": "text", "field_messages": "messages", "message_field_role": "role",
-    "message_field_content": "content", "field_instruction": "instruction", "field_input": "input", "field_output": "output",
-    "field_system": "system", "field_human": "prompt", "field_model": "completion", "field_tools": "tools",
-    "message_field_training": "weight", "message_field_training_detail": "train_detail", "field_thinking": "reasoning_content",
+    "field": "text", "text_column": "text", "field_messages": "messages",
+    "message_field_role": "role", "message_field_content": "content",
+    "field_instruction": "instruction", "field_input": "input", "field_output": "output",
+    "field_system": "system", "field_human": "prompt", "field_model": "completion",
+    "field_tools": "tools", "message_field_training": "weight",
+    "message_field_training_detail": "train_detail", "field_thinking": "reasoning_content",
     "field_chosen": "chosen", "field_rejected": "rejected",
 }  # fmt: skip
 _DROPPED_WORDS = (
@@ -63,8 +65,8 @@ _PROPERTIES = {
     "weight",
 }
 _FOREIGN = {
-    *_COLUMNS, *_DROPPED, *_LOSS, *_TEMPLATE, "type", "data_files", "id", "config", "message_property_mappings",
-    "sampling_ratio",
+    *_COLUMNS, *_DROPPED, *_LOSS, *_TEMPLATE, "type", "data_files", "id", "config",
+    "message_property_mappings", "sampling_ratio",
 }  # fmt: skip
 
 

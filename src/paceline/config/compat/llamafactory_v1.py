@@ -15,8 +15,8 @@ from paceline.core.errors import ConfigError, nearest
 
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", None: "auto"}
 _KEYS = (
-    "path", "file_name", "hf_hub_url", "dataset_dir", "source", "converter", "size", "num_samples", "weight", "split",
-    "streaming",
+    "path", "file_name", "hf_hub_url", "dataset_dir", "source", "converter", "size", "num_samples",
+    "weight", "split", "streaming",
 )  # fmt: skip
 
 

@@ -56,7 +56,6 @@ class Merge:
         self.below_file: list[Assignment] = []
 
     # -- one entry
-    # --------------------------------------------------------------------------------------------------------
     def take(self, meaning: KeyBinding) -> None:
         entry = meaning.entry
         if meaning.methods:
@@ -137,7 +136,6 @@ class Merge:
         return ((meaning.ignored.level, meaning.ignored.reason),)
 
     # -- all entries
-    # ------------------------------------------------------------------------------------------------------
     def settle_precedence(self) -> None:
         """Fill ``winners``: an override before the file, a strong value before a weak one; two that
         disagree are a problem."""
@@ -158,7 +156,8 @@ class Merge:
         self.drop_overridden_problems()
 
     def drop_overridden_problems(self) -> None:
-        """Move the problems of keys that an override sets anew from ``problems`` to ``overridden``."""
+        """Move the problems of keys that an override sets anew from ``problems`` to
+        ``overridden``."""
         self.overridden += [one for one in self.problems if self._overridden(one)]
         self.problems = [one for one in self.problems if one not in self.overridden]
 
@@ -220,7 +219,6 @@ class Merge:
         return None if winner is None or winner.value is RESET else winner.value
 
     # -- words
-    # ------------------------------------------------------------------------------------------------------------
     def notices(self) -> list[tuple[str, str]]:
         """One line for each foreign key, in the order written."""
         order = sorted(

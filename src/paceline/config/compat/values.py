@@ -28,7 +28,6 @@ from paceline.config.template_names import (
 )
 
 # -- the method
-# ----------------------------------------------------------------------------------------------------------
 
 _QUANTISED = (
     "4-bit and 8-bit loading are not there: the weights are loaded in full, which takes more memory"
@@ -133,7 +132,6 @@ def preference(value: Any) -> Conversion:
 
 
 # -- precision and device
-# ---------------------------------------------------------------------------------------------------
 
 
 def quantised(value: Any) -> Conversion:
@@ -175,7 +173,6 @@ def ranks(value: Any) -> Conversion:
 
 
 # -- the training
-# -------------------------------------------------------------------------------------------------------------
 
 _SAME_OPTIM = {"adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"}
 _EIGHT_BIT = re.compile(
@@ -434,7 +431,6 @@ def variables(value: Any) -> Conversion:
 
 
 # -- the order of samples
-# -------------------------------------------------------------------------------------------------
 
 
 def shuffle(value: Any) -> Conversion:

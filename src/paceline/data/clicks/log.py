@@ -138,7 +138,6 @@ def take_count(given: str) -> tuple[str, int | None]:
 
 
 # -- the cache
-# ------------------------------------------------------------------------------------------------------------
 def stored(parts: Any, make: Callable[[], tuple[ClickLog, dict[str, Any]]]) -> Path:
     """The folder in the cache of the log that ``parts`` (a JSON value) stands for; ``make`` gives
     it and what is to be kept beside it, where it is not there yet."""
@@ -196,7 +195,6 @@ def open_stored(folder: Path) -> ClickLog:
 
 
 # -- builtin:clicks
-# -------------------------------------------------------------------------------------------------------
 def builtin_clicks(name: str) -> Path:
     """The folder of `builtin:clicks` in the cache.
 

@@ -25,17 +25,48 @@ _LAYOUT = 2
 _ANSWER_CHARS = 600
 _DOCUMENT_CHARS = 6000
 #: Packages that hold tests, generated tables, or programs rather than a library.
-_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "__pycache__", "encodings", "site",
-            "this", "antigravity", "turtle", "tkinter", "distutils", "idle_test", "__phello__", "sre_compile", "sre_constants",
-            "sre_parse"}  # fmt: skip
+_SKIPPED = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "ensurepip",
+    "pydoc_data",
+    "__pycache__",
+    "encodings",
+    "site",
+    "this",
+    "antigravity",
+    "turtle",
+    "tkinter",
+    "distutils",
+    "idle_test",
+    "__phello__",
+    "sre_compile",
+    "sre_constants",
+    "sre_parse",
+}
 _QUESTIONS = {
-    "function": ["What does {name} do?", "Explain the Python function {name}.", "What is {name}{args} for?",
-                 "How does {name}{args} behave?"],
-    "method": ["What does the method {name} do?", "Explain {name} in Python.", "What happens when {name}{args} is called?",
-               "What is the method {name} for?"],
-    "class": ["What is the class {name}?", "Explain the Python class {name}.", "What is {name} used for?"],
+    "function": [
+        "What does {name} do?",
+        "Explain the Python function {name}.",
+        "What is {name}{args} for?",
+        "How does {name}{args} behave?",
+    ],
+    "method": [
+        "What does the method {name} do?",
+        "Explain {name} in Python.",
+        "What happens when {name}{args} is called?",
+        "What is the method {name} for?",
+    ],
+    "class": [
+        "What is the class {name}?",
+        "Explain the Python class {name}.",
+        "What is {name} used for?",
+    ],
     "module": ["What is the Python module {name} for?", "What does the module {name} offer?"],
-}  # fmt: skip
+}
 
 #: An answer begins with what the thing is and where it belongs, then quotes its docstring.
 _OPENINGS = {

@@ -314,9 +314,11 @@ def _folder_files(folder: Path, split: str) -> tuple[list[Path], list[tuple[str,
     """Data files below ``folder``, sorted; tables where there are any, else plain text; of named
     splits the one asked for."""
     every = sorted(
-        one for one in folder.rglob("*")
-        if one.is_file() and not any(part.startswith((".", "__")) for part in one.relative_to(folder).parts)
-    )  # fmt: skip
+        one
+        for one in folder.rglob("*")
+        if one.is_file()
+        and not any(part.startswith((".", "__")) for part in one.relative_to(folder).parts)
+    )
     data = [
         one
         for one in every

@@ -194,7 +194,6 @@ def _workers(sources: list[ResolvedSource]) -> int:
 
 
 # -- words
-# ----------------------------------------------------------------------------------------------------------------
 def _reasons(account: RowCounts) -> str:
     each = (
         f"{reason}: {number:,} (first: {account.first[reason]})"
@@ -216,12 +215,13 @@ def _nothing_kept(
         named = converter.named != "auto"
         fitting = fits_as({key: [{}] for key in columns}) if named else []
         return ConfigError(
-            f"the columns of `{source.label}` fit " + (f"not the format `{converter.named}`" if named else "no format")
+            f"the columns of `{source.label}` fit "
+            + (f"not the format `{converter.named}`" if named else "no format")
             + f"; found: {', '.join(columns) or 'none'}",
             allowed="; ".join(f"{name}: {needs}" for name, needs in FORMATS.items()),
             fix=(f"name the format `{fitting[0]}` or leave it out; " if fitting else "")
             + _COLUMNS_FIX,
-        )  # fmt: skip
+        )
     if dropped and set(dropped) <= {TOO_LONG, NO_ANSWER}:
         return ConfigError(
             f"every sample of `{source.label}` is too long: the shortest has"

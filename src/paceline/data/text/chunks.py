@@ -251,8 +251,9 @@ class ChunkEncoder:
             else:
                 samples.add(encoded, place)
         return EncodedChunk(
-            chunk.source, chunk.size_bytes, b"".join(samples.tokens), b"".join(samples.mask), samples.lengths,
-            samples.label_counts, samples.account, {name: getattr(converter, name) for name in COUNTERS},
+            chunk.source, chunk.size_bytes, b"".join(samples.tokens), b"".join(samples.mask),
+            samples.lengths, samples.label_counts, samples.account,
+            {name: getattr(converter, name) for name in COUNTERS},
             self.encoder.facts, self.encoder.refusals,
         )  # fmt: skip
 

@@ -158,7 +158,6 @@ class Encoder:
         return "\n\n".join(parts)
 
     # -- tokens
-    # -------------------------------------------------------------------------------------------------------
     def _encode_chats(self, chats: list[Rendered]) -> list[Encoded]:
         backend = self.tokenizer.backend
         if backend is None:

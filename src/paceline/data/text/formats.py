@@ -55,8 +55,10 @@ _SYSTEM = ("system", "system_prompt")
 _INPUT = ("input", "context")
 _ANSWER = ("output", "response", "completion", "answer")
 _PAIRS = (
-    ("prompt", "completion"), ("question", "answer"), ("query", "response"), ("prompt", "response"), ("question", "response"),
-    ("query", "answer"), ("prompt", "answer"), ("input", "output"), ("problem", "solution"), ("prompt", "output"),
+    ("prompt", "completion"), ("question", "answer"), ("query", "response"), ("prompt", "response"),
+    ("question", "response"),
+    ("query", "answer"), ("prompt", "answer"), ("input", "output"), ("problem", "solution"),
+    ("prompt", "output"),
 )  # fmt: skip
 _TEXT = ("text", "content", "story", "document")
 _TOOLS = ("tools", "functions")
@@ -74,9 +76,29 @@ FORMATS = {
     ),
     "text": "text",
 }
-_EXPECTED = {*_CHAT, *_SYSTEM, *_INPUT, *_ANSWER, *_TEXT, *(one for pair in _PAIRS for one in pair), *MUST_BE_USED, *MEDIA,
-             *LABELS, "instruction", "chosen", "rejected", "role", "content", "from", "value", "weight", "train_detail",
-             "tool_calls", "tool_call_id", "name"}  # fmt: skip
+_EXPECTED = {
+    *_CHAT,
+    *_SYSTEM,
+    *_INPUT,
+    *_ANSWER,
+    *_TEXT,
+    *(one for pair in _PAIRS for one in pair),
+    *MUST_BE_USED,
+    *MEDIA,
+    *LABELS,
+    "instruction",
+    "chosen",
+    "rejected",
+    "role",
+    "content",
+    "from",
+    "value",
+    "weight",
+    "train_detail",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+}
 
 
 def find_format(columns: Mapping[str, Any], pretrain: bool = False) -> str | None:
@@ -236,7 +258,6 @@ class RowConverter:
         return sample
 
     # -- columns
-    # ----------------------------------------------------------------------------------------------------------
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row under the expected names; an optional column that is read under another name is
         not read under its own."""
@@ -361,7 +382,6 @@ class RowConverter:
         return not self.pretrain if self.template is None else self.template.uses(name)
 
     # -- formats
-    # ----------------------------------------------------------------------------------------------------------
     def _pair(self, row: dict[str, Any]) -> tuple[Sample, tuple[str, ...]]:
         pairs = [pair for pair in _PAIRS if pair[0] in row and pair[1] in row]
         prompt_key, answer_key = next(

@@ -132,7 +132,6 @@ class MessageReader:
         return chat
 
     # -- one turn
-    # -------------------------------------------------------------------------------------------------------
     def _shape(self, keys: tuple[str, ...]) -> _Shape:
         roles = [key for key in self._role_keys if key in keys]
         contents = [key for key in self._content_keys if key in keys]
@@ -223,7 +222,6 @@ class MessageReader:
             raise template_lacks(name, key)
 
     # -- turns of a question with its answer
-    # ------------------------------------------------------------------------------
     def _add_exchange(self, turn: dict[str, Any], chat: Chat) -> None:
         for keys, role in ((_ASKS, "user"), (_ANSWERS, "assistant")):
             text = _first(turn, keys)

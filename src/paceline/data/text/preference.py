@@ -8,8 +8,19 @@ from typing import Any
 
 from paceline.data.sources.rows import Unsupported, holds_nothing
 
-_ANSWERS = ("response", "answer", "output", "completion", "text", "content", "message", "messages", "conversation",
-            "conversations", "responses")  # fmt: skip
+_ANSWERS = (
+    "response",
+    "answer",
+    "output",
+    "completion",
+    "text",
+    "content",
+    "message",
+    "messages",
+    "conversation",
+    "conversations",
+    "responses",
+)
 REJECTED = frozenset({
     "rejected", "reject", "dispreferred", "non_preferred_output",
     *(f"rejected_{word}" for word in _ANSWERS), *(f"{word}_rejected" for word in _ANSWERS),

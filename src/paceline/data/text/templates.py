@@ -93,8 +93,8 @@ def _bars(prefix: str = "") -> Format:
 
 def _deepseek3(prefers_own: bool) -> Format:
     return Format(
-        "<｜User｜>{}", "<｜Assistant｜>", "{}<｜end▁of▁sentence｜>", system="{}", prefix=BOS, prefers_own=prefers_own,
-        marks=("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+        "<｜User｜>{}", "<｜Assistant｜>", "{}<｜end▁of▁sentence｜>", system="{}", prefix=BOS,
+        prefers_own=prefers_own, marks=("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     )  # fmt: skip
 
 
@@ -122,42 +122,80 @@ FORMATS: dict[str, Format] = {
     "smollm2": _chatml("You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
     "smollm3": _chatml(prefers_own=True),
     "llama2": Format(
-        "[INST] {} [/INST]", "", " {} {eos}", system_in_user="<<SYS>>\n{}\n<</SYS>>\n\n", prefix=BOS, before_user=BOS
+        "[INST] {} [/INST]",
+        "",
+        " {} {eos}",
+        system_in_user="<<SYS>>\n{}\n<</SYS>>\n\n",
+        prefix=BOS,
+        before_user=BOS,
     ),
     "llama3": Format(
-        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>", "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "{}<|eot_id|>", system="<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>", prefix=BOS,
-        tool="<|start_header_id|>ipython<|end_header_id|>\n\n{}<|eot_id|>", marks=_LLAMA3,
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "{}<|eot_id|>",
+        system="<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
+        prefix=BOS,
+        tool="<|start_header_id|>ipython<|end_header_id|>\n\n{}<|eot_id|>",
+        marks=_LLAMA3,
     ),
     "llama4": Format(
-        "<|header_start|>user<|header_end|>\n\n{}<|eot|>", "<|header_start|>assistant<|header_end|>\n\n", "{}<|eot|>",
-        system="<|header_start|>system<|header_end|>\n\n{}<|eot|>", prefix=BOS,
+        "<|header_start|>user<|header_end|>\n\n{}<|eot|>",
+        "<|header_start|>assistant<|header_end|>\n\n",
+        "{}<|eot|>",
+        system="<|header_start|>system<|header_end|>\n\n{}<|eot|>",
+        prefix=BOS,
         tool="<|header_start|>ipython<|header_end|>\n\n{}<|eot|>",
         marks=("<|header_start|>", "<|header_end|>", "<|eot|>"),
     ),
     "mistral": Format("[INST] {}[/INST]", "", " {}{eos}", prefix=BOS, marks=("[INST]", "[/INST]")),
     "mistral_v1": Format("[INST] {} [/INST]", "", "{}{eos}", prefix=BOS),
-    "mistral_v3_tekken": Format("[INST]{}[/INST]", "", "{}{eos}", prefix=BOS, marks=("[INST]", "[/INST]")),
+    "mistral_v3_tekken": Format(
+        "[INST]{}[/INST]", "", "{}{eos}", prefix=BOS, marks=("[INST]", "[/INST]")
+    ),
     "mistral_v7_tekken": Format(
-        "[INST]{}[/INST]", "", "{}{eos}", system="[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]", prefix=BOS,
+        "[INST]{}[/INST]",
+        "",
+        "{}{eos}",
+        system="[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]",
+        prefix=BOS,
         marks=("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
     ),
     "gemma": Format(
-        "<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n", "{}<end_of_turn>", "\n", prefix=BOS,
+        "<start_of_turn>user\n{}<end_of_turn>\n",
+        "<start_of_turn>model\n",
+        "{}<end_of_turn>",
+        "\n",
+        prefix=BOS,
         marks=("<start_of_turn>", "<end_of_turn>"),
     ),
     "phi3": Format(
-        "<|user|>\n{}<|end|>\n", "<|assistant|>\n", "{}<|end|>", "\n", system="<|system|>\n{}<|end|>\n",
+        "<|user|>\n{}<|end|>\n",
+        "<|assistant|>\n",
+        "{}<|end|>",
+        "\n",
+        system="<|system|>\n{}<|end|>\n",
         marks=("<|user|>", "<|assistant|>", "<|end|>"),
     ),
     "phi4": Format(
-        "<|im_start|>user<|im_sep|>{}<|im_end|>", "<|im_start|>assistant<|im_sep|>", "{}<|im_end|>",
-        system="<|im_start|>system<|im_sep|>{}<|im_end|>", marks=("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
+        "<|im_start|>user<|im_sep|>{}<|im_end|>",
+        "<|im_start|>assistant<|im_sep|>",
+        "{}<|im_end|>",
+        system="<|im_start|>system<|im_sep|>{}<|im_end|>",
+        marks=("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
     ),
-    "zephyr": Format("<|user|>\n{}{eos}\n", "<|assistant|>\n", "{}{eos}", "\n", system="<|system|>\n{}{eos}\n"),
-    "vicuna": Format("USER: {} ", "ASSISTANT:", " {}{eos}", system="{} ", prefix=BOS, default_system=_VICUNA),
+    "zephyr": Format(
+        "<|user|>\n{}{eos}\n", "<|assistant|>\n", "{}{eos}", "\n", system="<|system|>\n{}{eos}\n"
+    ),
+    "vicuna": Format(
+        "USER: {} ", "ASSISTANT:", " {}{eos}", system="{} ", prefix=BOS, default_system=_VICUNA
+    ),
     "alpaca": Format(
-        "### Instruction:\n{}\n\n", "### Response:\n", "{}{eos}", "\n\n", system="{}\n\n", default_system=_ALPACA
+        "### Instruction:\n{}\n\n",
+        "### Response:\n",
+        "{}{eos}",
+        "\n\n",
+        system="{}\n\n",
+        default_system=_ALPACA,
     ),
     "deepseek": Format("User: {}\n\n", "Assistant:", " {}{eos}", system="{}\n\n", prefix=BOS),
     "deepseek3": _deepseek3(prefers_own=False),
@@ -165,24 +203,36 @@ FORMATS: dict[str, Format] = {
     "falcon": Format("User: {}\n", "Falcon:", " {}{eos}", "\n", system="{}\n"),
     "falcon3": _bars(),
     "cohere": Format(
-        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
-        "{}<|END_OF_TURN_TOKEN|>", system="<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{}<|END_OF_TURN_TOKEN|>", prefix=BOS,
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        "{}<|END_OF_TURN_TOKEN|>",
+        system="<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
+        prefix=BOS,
         marks=_COHERE,
     ),
     "tulu": _bars(),
     "olmo": _bars(BOS),
     "granite3": Format(
-        "<|start_of_role|>user<|end_of_role|>{}<|end_of_text|>\n", "<|start_of_role|>assistant<|end_of_role|>",
-        "{}<|end_of_text|>", "\n", system="<|start_of_role|>system<|end_of_role|>{}<|end_of_text|>\n",
+        "<|start_of_role|>user<|end_of_role|>{}<|end_of_text|>\n",
+        "<|start_of_role|>assistant<|end_of_role|>",
+        "{}<|end_of_text|>",
+        "\n",
+        system="<|start_of_role|>system<|end_of_role|>{}<|end_of_text|>\n",
         marks=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
     ),
     "exaone": Format(
-        "[|user|]{}\n", "[|assistant|]", "{}[|endofturn|]", "\n", system="[|system|]{}[|endofturn|]\n",
+        "[|user|]{}\n",
+        "[|assistant|]",
+        "{}[|endofturn|]",
+        "\n",
+        system="[|system|]{}[|endofturn|]\n",
         marks=("[|user|]", "[|assistant|]", "[|endofturn|]"),
     ),
-    "default": Format("Human: {}{eos}\n", "Assistant:", "{}{eos}", "\n", system="System: {}{eos}\n"),
+    "default": Format(
+        "Human: {}{eos}\n", "Assistant:", "{}{eos}", "\n", system="System: {}{eos}\n"
+    ),
     "empty": Format("{}", "", "{}{eos}", system="{}\n"),
-}  # fmt: skip
+}
 
 
 @cache
@@ -232,7 +282,8 @@ def template_source(name: str) -> str:
 
 
 def _expression(text: str, content: str = "message['content']") -> str:
-    """A format as a Jinja expression: literals joined with the content and the tokenizer's tokens."""
+    """A format as a Jinja expression: literals joined with the content and the tokenizer's
+    tokens."""
     variables = {"{}": content, BOS: "bos_token", EOS: "eos_token"}
     parts, rest = [], text
     while rest:
@@ -252,7 +303,6 @@ def _text(text: str, content: str) -> str:
 
 
 # -- the choice
-# -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

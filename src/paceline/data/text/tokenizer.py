@@ -19,8 +19,8 @@ QWEN2_WORDS = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _PATTERNS = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template*", "additional_chat_templates/*", "tokenization_*.py",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
+    "*.tiktoken", "chat_template*", "additional_chat_templates/*", "tokenization_*.py",
 )  # fmt: skip
 _HUB_TIMEOUT_S = 10.0
 

@@ -16,9 +16,9 @@ COMMON: dict[str, tuple[str, ...]] = {
     "data": ("dataset", "val_dataset", "split_dataset_ratio", "format", "train_args.max_length"),
     "training": (
         "train_args.learning_rate", "train_args.num_train_epochs", "train_args.max_steps",
-        "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps", "train_args.warmup_ratio",
-        "train_args.precision", "train_args.gradient_checkpointing", "train_args.save_steps", "train_args.eval_steps",
-        "train_args.seed",
+        "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
+        "train_args.warmup_ratio", "train_args.precision", "train_args.gradient_checkpointing",
+        "train_args.save_steps", "train_args.eval_steps", "train_args.seed",
     ),
     "lora": ("lora.enable", "lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules"),
     "devices": ("parallel.mode", "parallel.num_gpus", "parallel.device"),
@@ -26,16 +26,34 @@ COMMON: dict[str, tuple[str, ...]] = {
 
 #: What may be chosen where any text is taken; the first is no better than the others.
 SUGGESTED: dict[str, tuple[str, ...]] = {
-    "model": ("builtin:qwen2-tiny", "builtin:qwen2-micro", "builtin:small-cnn", "builtin:mlp", "builtin:dlrm"),
+    "model": (
+        "builtin:qwen2-tiny",
+        "builtin:qwen2-micro",
+        "builtin:small-cnn",
+        "builtin:mlp",
+        "builtin:dlrm",
+    ),
     "task": ("sft", "pretrain", "classify", "recommend"),
     "parallel.mode": (
-        "auto", "single", "dp", "ddp", "zero1", "zero2", "zero3", "deepspeed", "tensor", "pipeline", "hybrid", "local_sgd",
-        "diloco", "parameter_server",
+        "auto",
+        "single",
+        "dp",
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "deepspeed",
+        "tensor",
+        "pipeline",
+        "hybrid",
+        "local_sgd",
+        "diloco",
+        "parameter_server",
     ),
     "parallel.device": ("auto", "cpu", "cuda", "mps", "xpu"),
     "lora.target_modules": ("all-linear",),
     "parallel.num_gpus": ("auto", "1", "2", "4", "8"),
-}  # fmt: skip
+}
 
 PRESETS: list[dict[str, str]] = [
     {

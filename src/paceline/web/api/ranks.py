@@ -53,19 +53,36 @@ def ranks(
     numbers = sorted({rank for event in found for rank in _by_rank(event)})[:_MAX_RANKS]
     table = _tables(buckets, numbers)
     places = _places(run)
-    return StrictJSONResponse({
-        "step": [bucket[-1]["step"] for bucket in buckets],
-        "time": [finite(bucket[-1].get("time")) for bucket in buckets],
-        "step_time_s": [_mean([finite(one.get("step_time_s")) for one in bucket]) for bucket in buckets],
-        "ranks": [
-            {"rank": rank, **places.get(rank, {"host": None, "device": None}), **{name: table[name][rank] for name in table}}
-            for rank in numbers
-        ],
-        "slowest": slowest(table, [rank for rank in numbers if "role" not in places.get(rank, {})], buckets),
-        "devices": next((event["devices"] for event in reversed(found) if isinstance(event.get("devices"), list)), None),
-        "lines": lines,
-        "lines_read": len(found),
-    })  # fmt: skip
+    return StrictJSONResponse(
+        {
+            "step": [bucket[-1]["step"] for bucket in buckets],
+            "time": [finite(bucket[-1].get("time")) for bucket in buckets],
+            "step_time_s": [
+                _mean([finite(one.get("step_time_s")) for one in bucket]) for bucket in buckets
+            ],
+            "ranks": [
+                {
+                    "rank": rank,
+                    **places.get(rank, {"host": None, "device": None}),
+                    **{name: table[name][rank] for name in table},
+                }
+                for rank in numbers
+            ],
+            "slowest": slowest(
+                table, [rank for rank in numbers if "role" not in places.get(rank, {})], buckets
+            ),
+            "devices": next(
+                (
+                    event["devices"]
+                    for event in reversed(found)
+                    if isinstance(event.get("devices"), list)
+                ),
+                None,
+            ),
+            "lines": lines,
+            "lines_read": len(found),
+        }
+    )
 
 
 @router.get("/api/runs/{id}/heartbeats")
@@ -83,13 +100,18 @@ def heartbeats(request: Request, id: str) -> StrictJSONResponse:
         ("rank", "pid", "step", "heard_at", "moved_at"),
         ("host", "phase", "waits_for", "state"),
     )
-    return StrictJSONResponse({
-        "time": finite(told.get("time")),
-        "ranks": [
-            {**{name: finite(one.get(name)) for name in figures}, **{name: _words(one.get(name)) for name in words}}
-            for one in known[:_MAX_RANKS]
-        ],
-    })  # fmt: skip
+    return StrictJSONResponse(
+        {
+            "time": finite(told.get("time")),
+            "ranks": [
+                {
+                    **{name: finite(one.get(name)) for name in figures},
+                    **{name: _words(one.get(name)) for name in words},
+                }
+                for one in known[:_MAX_RANKS]
+            ],
+        }
+    )
 
 
 @router.get("/api/runs/{id}/traffic")
@@ -100,7 +122,8 @@ def traffic(
     end: Step = None,
     points: Points = 200,
 ) -> StrictJSONResponse:
-    """Bytes a step of the busiest rank, by collective; what was predicted beside what was measured."""
+    """Bytes a step of the busiest rank, by collective; what was predicted beside what was
+    measured."""
     panel = panel_of(request)
     run = panel.runs.get(id)
     lines, found = _steps(panel, run, start, end, 2 * points)
@@ -116,15 +139,23 @@ def traffic(
     sums = [sum(finite(one) or 0.0 for one in event["traffic"].values()) for event in found]
     measured = finite(told.get("measured"))
     foreseen = finite(told.get("predicted"))
-    return StrictJSONResponse({
-        "step": [bucket[-1]["step"] for bucket in buckets],
-        "by_collective": by_collective,
-        "predicted_bytes": foreseen if foreseen is not None else finite(predicted.get("traffic_bytes_per_step")),
-        "measured_bytes": measured if measured is not None else statistics.median(sums) if sums else None,
-        "compression": _compression(_dict(begun.get("config")), report),
-        "lines": lines,
-        "lines_read": len(found),
-    })  # fmt: skip
+    return StrictJSONResponse(
+        {
+            "step": [bucket[-1]["step"] for bucket in buckets],
+            "by_collective": by_collective,
+            "predicted_bytes": (
+                foreseen
+                if foreseen is not None
+                else finite(predicted.get("traffic_bytes_per_step"))
+            ),
+            "measured_bytes": (
+                measured if measured is not None else statistics.median(sums) if sums else None
+            ),
+            "compression": _compression(_dict(begun.get("config")), report),
+            "lines": lines,
+            "lines_read": len(found),
+        }
+    )
 
 
 def slowest(

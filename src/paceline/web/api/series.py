@@ -62,17 +62,22 @@ def series(
         )
     marks = [one for one in marks if one.type != "eval" and _within(one.step, start, end)]
     evals = [one for one in evals if _within(one.get("step"), start, end)]
-    return StrictJSONResponse({
-        **curves,
-        "evals": [_eval(one) for one in evals[-_MAX_EVALS:]],
-        "marks": [vars(one) for one in most_telling(marks, _MAX_MARKS)],
-        "left_out": {"marks": left_out + max(0, len(marks) - _MAX_MARKS), "evals": max(0, len(evals) - _MAX_EVALS)},
-        "num_steps": num_steps,
-        "exact": exact and every == 1,
-        "every": every,
-        "bytes": size,
-        "read": 1.0 if exact or not size else min(1.0, index.position / size),
-    })  # fmt: skip
+    return StrictJSONResponse(
+        {
+            **curves,
+            "evals": [_eval(one) for one in evals[-_MAX_EVALS:]],
+            "marks": [vars(one) for one in most_telling(marks, _MAX_MARKS)],
+            "left_out": {
+                "marks": left_out + max(0, len(marks) - _MAX_MARKS),
+                "evals": max(0, len(evals) - _MAX_EVALS),
+            },
+            "num_steps": num_steps,
+            "exact": exact and every == 1,
+            "every": every,
+            "bytes": size,
+            "read": 1.0 if exact or not size else min(1.0, index.position / size),
+        }
+    )
 
 
 @router.get("/api/runs/{id}/csv")

@@ -91,17 +91,32 @@ class _Worker:
     async def start(run: Path, device: str) -> _Worker:
         said = tempfile.TemporaryFile()  # noqa: SIM115  (the worker's, until it ends)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "paceline", "generate", str(run), "--serve", "--device", device),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=said, limit=_LINE_BYTES,
-            env={**os.environ, "NO_COLOR": "1"}, start_new_session=True, preexec_fn=end_with_parent,
-        )  # fmt: skip
+            *(
+                sys.executable,
+                "-m",
+                "paceline",
+                "generate",
+                str(run),
+                "--serve",
+                "--device",
+                device,
+            ),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=said,
+            limit=_LINE_BYTES,
+            env={**os.environ, "NO_COLOR": "1"},
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
         return _Worker(run, device, process, said)
 
     def serves(self, run: Path, device: str) -> bool:
         return self.process.returncode is None and (self.run, self.device) == (run, device)
 
     async def ready(self) -> dict[str, Any]:
-        """Wait for the model to be loaded: on which device, and whether its base can be asked too."""
+        """Wait for the model to be loaded: on which device, and whether its base can be asked
+        too."""
         while self._about is None:
             self._about = (await self._next()).get("ready")
         return self._about

@@ -1,4 +1,5 @@
-"""What the routes that start things share: the processes of this server, and which run an id means."""
+"""What the routes that start things share: the processes of this server, and which run an id
+means."""
 
 from __future__ import annotations
 

@@ -140,7 +140,8 @@ class RunLauncher:
             process = subprocess.Popen(
                 [sys.executable, "-m", "paceline", "sft", "--config", *words],
                 cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}, start_new_session=True,
+                env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
             )  # fmt: skip
         # no zombie is left behind
         threading.Thread(target=process.wait, name=f"wait-{run.name}", daemon=True).start()
@@ -207,7 +208,6 @@ def _remove(run: Path) -> None:
 
 
 # -- runs that go on, whoever started them
-# ----------------------------------------------------------------------------------
 def is_locked(run: Path) -> bool:
     """Return whether a run is starting or running in the folder."""
     if is_launching(RunDir(run)):

@@ -1,4 +1,5 @@
-"""The runs below a folder: found again and again, each known by an id that no path can be made of."""
+"""The runs below a folder: found again and again, each known by an id that no path can be made
+of."""
 
 from __future__ import annotations
 

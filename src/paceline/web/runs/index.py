@@ -36,7 +36,8 @@ _SAMPLED = 1200  # lines, for the overview
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """A rarer event, for the log and the time axis. ``step``: its own, or the last one before it."""
+    """A rarer event, for the log and the time axis. ``step``: its own, or the last one before
+    it."""
 
     time: float | None
     step: int | None

@@ -51,7 +51,8 @@ def parse_without_ranks(line: bytes) -> Event | None:
 
 
 def line_at(handle: IO[bytes], offset: int) -> bytes:
-    """The line that begins at ``offset``, without its end; empty where it is cut off or too long."""
+    """The line that begins at ``offset``, without its end; empty where it is cut off or too
+    long."""
     found, size = b"", _BLOCK_BYTES
     while len(found) < _LONGEST_BYTES:
         block = os.pread(handle.fileno(), size, offset + len(found))

@@ -133,7 +133,8 @@ async def _hung_up(receive: Receive) -> None:
 
 
 class LinkedProtocol(H11Protocol):
-    """HTTP whose requests know the connection they came by, which a :class:`SSEClient` writes to."""
+    """HTTP whose requests know the connection they came by, which a :class:`SSEClient` writes
+    to."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -1,4 +1,5 @@
-"""Where a run stands, for the list: from the ends of its event log, and from what is added to it."""
+"""Where a run stands, for the list: from the ends of its event log, and from what is added to
+it."""
 
 from __future__ import annotations
 

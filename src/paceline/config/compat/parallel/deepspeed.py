@@ -1,4 +1,5 @@
-"""The strategy and the settings that DeepSpeed's keys ask for, of other tools and Paceline's own."""
+"""The strategy and the settings that DeepSpeed's keys ask for, of other tools and Paceline's
+own."""
 
 from __future__ import annotations
 
@@ -30,9 +31,10 @@ _PRECISION_TARGETS = (BF16, FP16, DTYPE, MIXED, PRECISION)
 
 
 _ACCELERATE_DEEPSPEED = (
-    "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "deepspeed_multinode_launcher",
-    "deepspeed_moe_layer_cls_names", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_init_flag",
-    "zero3_save_16bit_model", "enable_msamp", "msamp_opt_level",
+    "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names", "offload_optimizer_nvme_path",
+    "offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model", "enable_msamp",
+    "msamp_opt_level",
 )  # fmt: skip
 
 

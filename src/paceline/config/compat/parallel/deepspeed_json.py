@@ -45,8 +45,9 @@ _OFFLOAD_DETAIL = "Paceline configures the offload"
 IGNORED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "comet", "comms_config", "comms_logger", "csv_monitor", "dump_state", "flops_profiler", "log_level",
-            "memory_breakdown", "monitor_config", "steps_per_print", "timers", "wall_clock_breakdown", "wandb",
+            "comet", "comms_config", "comms_logger", "csv_monitor", "dump_state", "flops_profiler",
+            "log_level", "memory_breakdown", "monitor_config", "steps_per_print", "timers",
+            "wall_clock_breakdown", "wandb",
         ),
         _LOGS,
     ),
@@ -83,16 +84,30 @@ REFUSED: dict[str, str] = {
     "torch_autocast": _DTYPES,
     "sequence_parallel": "Paceline does not split sequences over ranks",
     "sequence_parallel_size": "Paceline does not split sequences over ranks",
-    "tensor_parallel": "for tensor parallelism set `parallel.mode: hybrid` with `parallel.tensor` and `parallel.shard`",
+    "tensor_parallel": (
+        "for tensor parallelism set `parallel.mode: hybrid` with `parallel.tensor` and"
+        " `parallel.shard`"
+    ),
     **dict.fromkeys(
         (
-            "compression_training", "curriculum_learning", "data_efficiency", "disable_allgather", "eigenvalue", "elasticity",
-            "expert_parallel", "hybrid_engine", "pipeline", "progressive_layer_drop", "quantize_training", "sparse_attention",
-            "sparse_gradients", "weight_quantization",
+            "compression_training",
+            "curriculum_learning",
+            "data_efficiency",
+            "disable_allgather",
+            "eigenvalue",
+            "elasticity",
+            "expert_parallel",
+            "hybrid_engine",
+            "pipeline",
+            "progressive_layer_drop",
+            "quantize_training",
+            "sparse_attention",
+            "sparse_gradients",
+            "weight_quantization",
         ),
         _FEATURE,
     ),
-}  # fmt: skip
+}
 #: Values that mean "off" for keys of REFUSED whose off is not false or null.
 _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "gradient_predivide_factor": (1, 1.0),
@@ -102,13 +117,20 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
 #: Keys of `zero_optimization` without effect here.
 _IGNORED_ZERO: dict[str, str] = {
     **dict.fromkeys(
-        ("gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save"), "`model/` is always written in full"
+        ("gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save"),
+        "`model/` is always written in full",
     ),
-    **dict.fromkeys(("elastic_checkpoint", "load_from_fp32_weights", "pipeline_loading_checkpoint"), _CHECKPOINTS),
+    **dict.fromkeys(
+        ("elastic_checkpoint", "load_from_fp32_weights", "pipeline_loading_checkpoint"),
+        _CHECKPOINTS,
+    ),
     **dict.fromkeys(("log_trace_cache_warnings", "enable_sanity_checks"), _LOGS),
     **dict.fromkeys(
         (
-            "allgather_sequential", "memory_efficient_linear", "module_granularity_threshold", "override_module_apply",
+            "allgather_sequential",
+            "memory_efficient_linear",
+            "module_granularity_threshold",
+            "override_module_apply",
             "use_all_reduce_for_fetch_params",
         ),
         "it does not change the results",
@@ -116,7 +138,7 @@ _IGNORED_ZERO: dict[str, str] = {
     "cpu_offload_use_pin_memory": _OFFLOAD_DETAIL,
     "save_muon_momentum_buffer_in_memory": "it concerns the Muon optimizer",
     "compute_grad_norm": "the norm is always computed",
-}  # fmt: skip
+}
 #: Keys of `zero_optimization` that cannot be honored when they are on, with the values that mean
 #: "off".
 _REFUSED_ZERO: dict[str, tuple[Any, ...]] = {
@@ -204,7 +226,6 @@ class DeepSpeedJson:
         self.settings.append(Setting(name, value, target, value if sets is None else sets))
 
     # -- sections
-    # -----------------------------------------------------------------------------------------------------------
     def _top(self, key: str, value: Any) -> None:
         if key.startswith(("_", "$")) or key in ("comment", "description"):
             return

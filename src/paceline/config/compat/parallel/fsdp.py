@@ -26,14 +26,14 @@ _OTHER_WORDS = ("auto_wrap", "offload")
 #: always has.
 _WITHOUT_EFFECT = (
     "auto_wrap_policy", "backward_prefetch", "backward_prefetch_policy", "cpu_offload_pin_memory",
-    "cpu_ram_efficient_loading", "final_state_dict_type", "forward_prefetch", "ignored_modules", "limit_all_gathers",
-    "min_num_params", "save_policy", "state_dict_config", "state_dict_type", "sync_module_states",
-    "transformer_cls_names_to_wrap", "transformer_layer_cls_to_wrap", "use_orig_params", "version", "xla_fsdp_grad_ckpt",
-    "xla_fsdp_settings", "xla_fsdp_v2",
+    "cpu_ram_efficient_loading", "final_state_dict_type", "forward_prefetch", "ignored_modules",
+    "limit_all_gathers", "min_num_params", "save_policy", "state_dict_config", "state_dict_type",
+    "sync_module_states", "transformer_cls_names_to_wrap", "transformer_layer_cls_to_wrap",
+    "use_orig_params", "version", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "xla_fsdp_v2",
 )  # fmt: skip
 _READ = (
-    "sharding_strategy", "reshard_after_forward", "offload_params", "cpu_offload", "offload", "activation_checkpointing",
-    "mixed_precision", "mixed_precision_policy", "xla",
+    "sharding_strategy", "reshard_after_forward", "offload_params", "cpu_offload", "offload",
+    "activation_checkpointing", "mixed_precision", "mixed_precision_policy", "xla",
 )  # fmt: skip
 _NAME = re.compile(r"^fsdp2?(?:_(zero[23]))?(_offload)?$")
 

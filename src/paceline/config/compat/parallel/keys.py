@@ -15,8 +15,8 @@ BELOW_FILE = FILE - 1
 
 
 _NAMES = (
-    "_deepspeed", "_deepspeed_config", "_fsdp", "_fsdp_config", "_fsdp_version", "_fsdp_setting", "_distributed_type",
-    "_num_processes", "_hsdp",
+    "_deepspeed", "_deepspeed_config", "_fsdp", "_fsdp_config", "_fsdp_version", "_fsdp_setting",
+    "_distributed_type", "_num_processes", "_hsdp",
 )  # fmt: skip
 
 

@@ -65,7 +65,8 @@ def zero_stage(value: Any) -> Conversion:
 
 
 def fsdp(value: Any) -> Conversion:
-    """`fsdp` of transformers: words such as ``full_shard auto_wrap offload``, as text or as a list."""
+    """`fsdp` of transformers: words such as ``full_shard auto_wrap offload``, as text or as a
+    list."""
     value = as_bool(value)
     return Conversion({"_fsdp": "" if is_off(value) else value})
 
@@ -129,7 +130,6 @@ def num_processes(value: Any) -> Conversion:
 
 
 # -- sizes
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def size(target: str) -> Convert:
