@@ -48,8 +48,10 @@ PAINTED = "() => performance.getEntriesByName('first-contentful-paint')[0]?.star
 WATCH = """() => {
   const place = () => document.querySelector("[data-key='f.loss'] .figure-value")?.textContent;
   window.seen = {}; let last = place();
-  new MutationObserver(() => { const now = place(); if (now !== last) { last = now; window.seen[now] ??= Date.now(); } })
-    .observe(document.body, {subtree: true, childList: true, characterData: true});
+  new MutationObserver(() => {
+    const now = place();
+    if (now !== last) { last = now; window.seen[now] ??= Date.now(); }
+  }).observe(document.body, {subtree: true, childList: true, characterData: true});
 }"""
 
 

@@ -225,8 +225,8 @@ def as_markdown(result: dict[str, Any]) -> str:
         "",
         (
             "| mode | a step without | watchdog and heartbeats | its thread, of a core | a"
-            f" comparison of hashes | it, every {RecoveryConfig().check_replicas_steps} steps | together"
-            " | under 1 % |"
+            f" comparison of hashes | it, every {RecoveryConfig().check_replicas_steps} steps |"
+            " together | under 1 % |"
         ),
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]

@@ -222,20 +222,30 @@ def as_markdown(found: dict[str, Any], why: dict[str, str]) -> str:
     lines = [
         f"# A slow network, {found['link']['text']}: {found['date']}",
         "",
-        f"{found['hosts']} hosts (network namespaces), one CPU rank on each, of a machine of {machine['cores']} cores "
-        f"({machine['architecture']}), {machine['memory_gib']} GiB; Python {machine['python']}, torch {machine['torch']}.",
+        f"{found['hosts']} hosts (network namespaces), one CPU rank on each, of a machine of "
+        f"{machine['cores']} cores "
+        f"({machine['architecture']}), {machine['memory_gib']} GiB; Python {machine['python']}, "
+        f"torch {machine['torch']}.",
         "",
-        f"- the link: {link['how']}; measured before the training: round trip {1e3 * link['round_trip_s']:.2f} ms, one TCP "
-        f"stream {link['stream_bits_per_s'] / 1e6:.1f} Mbit/s (congestion control {link['tcp_congestion_control']}, "
+        f"- the link: {link['how']}; measured before the training: round trip "
+        f"{1e3 * link['round_trip_s']:.2f} ms, one TCP "
+        f"stream {link['stream_bits_per_s'] / 1e6:.1f} Mbit/s (congestion control "
+        f"{link['tcp_congestion_control']}, "
         f"tcp_slow_start_after_idle {link['tcp_slow_start_after_idle']})",
-        f"- the work: `examples/demo.yaml` with all {found['parameters']:,} parameters trained, float32, at a learning rate "
+        f"- the work: `examples/demo.yaml` with all {found['parameters']:,} parameters trained, "
+        "float32, at a learning rate "
         f"that stays after its warm-up; an evaluation every {found['evaluate_every']} steps",
-        "- seconds are those in training steps; evaluations, the start and the checkpoint are left out, for all alike",
-        f"- the mark: {found['mark']:.4f}, plain DDP's evaluation loss after {steps} steps; the others may take "
-        f"{found['extra_steps']} steps more to come to it, and so may `diloco`, whose communication in all is that of all its "
-        "steps. Between evaluations a line is drawn, and its first point at the mark counts, DDP's own too",
+        "- seconds are those in training steps; evaluations, the start and the checkpoint are left "
+        "out, for all alike",
+        f"- the mark: {found['mark']:.4f}, plain DDP's evaluation loss after {steps} steps; the "
+        "others may take "
+        f"{found['extra_steps']} steps more to come to it, and so may `diloco`, whose "
+        "communication in all is that of all its "
+        "steps. Between evaluations a line is drawn, and its first point at the mark counts, DDP's "
+        "own too",
         "",
-        f"| method | s/step | sent/step | s in communication, {steps} steps | loss after {steps} | loss at the end | "
+        f"| method | s/step | sent/step | s in communication, {steps} steps | loss after {steps} | "
+        "loss at the end | "
         "steps to the mark | s to the mark | × sooner | × less communication | × fewer bytes | |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
@@ -246,7 +256,8 @@ def as_markdown(found: dict[str, Any], why: dict[str, str]) -> str:
             human_bytes(row["bytes_per_step"]),
             f"{row['comm_s']:.1f}",
             f"{row['loss']:.4f} ({100 * row['loss_difference']:+.2f} %)",
-            f"{row['final_loss']:.4f} ({100 * row['final_loss_difference']:+.2f} %), step {row['final_steps']}",
+            f"{row['final_loss']:.4f} ({100 * row['final_loss_difference']:+.2f} %), step "
+            f"{row['final_steps']}",
             _or_dash(row["steps_to_mark"], ".0f"),
             _or_dash(row["seconds_to_mark"], ".1f"),
             _or_dash(row["sooner"], ".2f"),
@@ -260,7 +271,8 @@ def as_markdown(found: dict[str, Any], why: dict[str, str]) -> str:
         for one in found["goals"]:
             digits = ".4f" if one["what"] == "final_loss_difference" else ".2f"
             lines.append(
-                f"| `{one['method']}` | {WHAT[one['what']]} | {_or_dash(one['value'], digits)} | {one['bound']} | "
+                f"| `{one['method']}` | {WHAT[one['what']]} | {_or_dash(one['value'], digits)} | "
+                f"{one['bound']} | "
                 f"{'met' if one['met'] else 'missed'} |"
             )
     lines += ["", "The settings of each:", ""]
@@ -303,13 +315,16 @@ def as_svg(runs: dict[str, Run]) -> str:
     for index, name in enumerate(runs):
         colour = _COLOURS[index % len(_COLOURS)]
         legend.append(
-            f'<rect x="{x}" y="14" width="16" height="4" fill="{colour}"/><text x="{x + 22}" y="20">{escape(name)}</text>'
+            f'<rect x="{x}" y="14" width="16" height="4" fill="{colour}"/><text x="{x + 22}" '
+            f'y="20">{escape(name)}</text>'
         )
         x += 44 + 8 * len(name)
     total = left + 2 * width + gap + 20
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {top + height + 40}" font-family="sans-serif" '
-        f'font-size="12" fill="#333"><rect width="100%" height="100%" fill="#fff"/>{"".join(legend)}{"".join(panels)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {top + height + 40}" '
+        'font-family="sans-serif" '
+        'font-size="12" fill="#333"><rect width="100%" height="100%" '
+        f'fill="#fff"/>{"".join(legend)}{"".join(panels)}</svg>\n'
     )
 
 
@@ -327,7 +342,8 @@ def _panel(drawn: dict[str, Any], left: int, top: int, width: int, height: int, 
             f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{one["text"]}</text>'
         )
     lines = "".join(
-        f'<path d="{one["d"]}" stroke="{one["colour"]}" fill="none" stroke-width="2" vector-effect="non-scaling-stroke"/>'
+        f'<path d="{one["d"]}" stroke="{one["colour"]}" fill="none" stroke-width="2" '
+        'vector-effect="non-scaling-stroke"/>'
         for one in drawn["shapes"]
     )
     parts.append(

@@ -43,7 +43,10 @@ def main():
     model, data, folder, workers = sys.argv[1:]
     config = Config(model=model, dataset=data, train_args={"max_length": 1024})
     sources = [open_source(one) for one in config.sources()]
-    meta = build_entry(Path(folder), sources, config, "sft", Path(resolve_model(model)), AskedTemplate(), workers=int(workers))
+    path = Path(resolve_model(model))
+    meta = build_entry(
+        Path(folder), sources, config, "sft", path, AskedTemplate(), workers=int(workers)
+    )
     print(json.dumps(meta["tokens"]))
 
 if __name__ == "__main__":
@@ -61,14 +64,16 @@ def encode(tokenizer, batch):
         question = instruction + "\\n" + more if more else instruction
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
         texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
-    return {"input_ids": tokenizer(texts, add_special_tokens=False, truncation=True, max_length=1024)["input_ids"]}
+    encoded = tokenizer(texts, add_special_tokens=False, truncation=True, max_length=1024)
+    return {"input_ids": encoded["input_ids"]}
 
 def main():
     model, data, folder, workers = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = datasets.load_dataset("json", data_files=data, split="train", cache_dir=folder)
     names = rows.column_names
-    rows = rows.map(functools.partial(encode, tokenizer), batched=True, num_proc=int(workers), remove_columns=names)
+    encode_batch = functools.partial(encode, tokenizer)
+    rows = rows.map(encode_batch, batched=True, num_proc=int(workers), remove_columns=names)
     print(json.dumps(total(rows)))
 
 def total(rows):

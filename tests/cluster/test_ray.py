@@ -108,13 +108,15 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from paceline.core.errors import ConfigError
 from paceline.ray import TorchTrainer
 
-config = {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#64", "max_length": 64, "output_dir": "run",
-          "train_args": {"max_steps": 3}, "parallel": {"device": "cpu"}}
+config = {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#64", "max_length": 64,
+          "output_dir": "run", "train_args": {"max_steps": 3}, "parallel": {"device": "cpu"}}
 scaling = ScalingConfig(num_workers=2)
 run_config = RunConfig(storage_path=sys.argv[1], failure_config=FailureConfig(max_failures=2))
 trainer = TorchTrainer(config, scaling_config=scaling, run_config=run_config)
 results = trainer.results()
-print(json.dumps([[one["status"], one["report"]["steps"], one["report"]["final_train_loss"]] for one in results]))
+print(json.dumps([
+    [one["status"], one["report"]["steps"], one["report"]["final_train_loss"]] for one in results
+]))
 print(json.dumps(TorchTrainer(config, scaling_config=scaling).fit()["steps"]))  # done already
 try:
     TorchTrainer(config, overrides={"dataset": "nothing.jsonl"}, scaling_config=scaling).fit()
@@ -150,12 +152,15 @@ from ray.train.torch import TorchTrainer
 import paceline
 
 def loop():
-    report = paceline.train({"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#64", "max_length": 64,
-                             "output_dir": sys_argv[2], "train_args": {"max_steps": 3}, "parallel": {"device": "cpu"}})
+    report = paceline.train({
+        "model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#64", "max_length": 64,
+        "output_dir": sys_argv[2], "train_args": {"max_steps": 3}, "parallel": {"device": "cpu"},
+    })
     assert report["steps"] == 3 and report["world_size"] == 2, report
 
 sys_argv = sys.argv
-TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(storage_path=sys.argv[1])).fit()
+run_config = RunConfig(storage_path=sys.argv[1])
+TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run_config).fit()
 """
 
 

@@ -110,7 +110,8 @@ def test_the_hosts_meet_at_the_first_node_on_a_port_of_the_job(
     lines = script[script.index("first=$(") : script.index("\nsrun ")]
     stand_in = """scontrol() { case "$2" in
       hostnames) printf 'gpu003\\ngpu004\\n';;
-      node) echo "NodeName=$4 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.0.0.3 NodeHostName=gpu003 Version=22.05.8";;
+      node) echo "NodeName=$4 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.0.0.3" \\
+        "NodeHostName=gpu003 Version=22.05.8";;
     esac; }\n"""
     done = subprocess.run(
         ["bash", "-uc", f'{stand_in}{lines}\necho "$address:$port"'],

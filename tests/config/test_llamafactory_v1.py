@@ -32,7 +32,9 @@ max_new_tokens: 128
 """
 DATA = """
 identity: {path: data/identity.json, source: local, converter: alpaca}
-demo: {file_name: alpaca_en_demo.json, dataset_dir: data, converter: alpaca, num_samples: 500, weight: 0.5}
+demo:
+  {file_name: alpaca_en_demo.json, dataset_dir: data, converter: alpaca, num_samples: 500,
+   weight: 0.5}
 hub: {path: organization/name, source: hf_hub, split: test, size: 1000, streaming: false}
 """
 

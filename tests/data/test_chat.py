@@ -22,14 +22,17 @@ WITH_SYSTEM = (
 # has none.
 THINKING = """
 {%- set ns = namespace(last=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
         {%- set said = m.content.split('</think>')[-1].lstrip('\\n') %}
         {%- if loop.index0 > ns.last %}
             {%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
             {%- set thought = thought if '</think>' in m.content else '' %}
-            {{- '<|im_start|>assistant\\n<think>\\n' + thought + '\\n</think>\\n\\n' + said + '<|im_end|>\\n' }}
+            {{- '<|im_start|>assistant\\n<think>\\n' + thought -}}
+            {{- '\\n</think>\\n\\n' + said + '<|im_end|>\\n' }}
         {%- else %}
             {{- '<|im_start|>assistant\\n' + said + '<|im_end|>\\n' }}
         {%- endif %}

@@ -214,7 +214,10 @@ class Faulty(paceline.Task):
         time.sleep(args.get("base_s", 0.0))
         if int(os.environ["RANK"]) == args.get("rank"):
             self.fault(args["fault"], args["from_step"])
-        elif args.get("fault") in ("other_collective", "other_size") and self.calls == args["from_step"]:
+        elif (
+            args.get("fault") in ("other_collective", "other_size")
+            and self.calls == args["from_step"]
+        ):
             dist.all_reduce(torch.ones(10))
         return (model(batch[0]) ** 2).sum()
     def fault(self, fault, from_step):

@@ -45,7 +45,9 @@ ZERO_3 = {
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
-fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
+fsdp_config:
+  {fsdp_version: 2, fsdp_reshard_after_forward: true,
+   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
 main_training_function: main
 mixed_precision: 'no'
 num_machines: 1

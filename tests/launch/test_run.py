@@ -209,8 +209,9 @@ SCRIPT = """
 import json, os, pickle, signal, sys, threading
 import paceline
 
-config = {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#64", "output_dir": sys.argv[1],
-          "max_length": 64, "train_args": {"max_steps": 2}, "parallel": {"device": "cpu"}}
+config = {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#64",
+          "output_dir": sys.argv[1], "max_length": 64,
+          "train_args": {"max_steps": 2}, "parallel": {"device": "cpu"}}
 before = signal.getsignal(signal.SIGTERM)
 if sys.argv[2] == "stop":  # rank 1 alone gets the signal, and both ranks stop
     config["train_args"]["max_steps"] = 100000
@@ -218,7 +219,8 @@ if sys.argv[2] == "stop":  # rank 1 alone gets the signal, and both ranks stop
         threading.Timer(8.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
 try:
     report = paceline.train(config)
-    found = {"steps": report["steps"], "world_size": report["world_size"], "loss": report["final_train_loss"]}
+    found = {key: report[key] for key in ("steps", "world_size")}
+    found["loss"] = report["final_train_loss"]
 except paceline.core.errors.PacelineError as error:
     again = pickle.loads(pickle.dumps(error))
     found = {"kind": type(again).__name__, "text": str(again), "exit_code": again.exit_code}

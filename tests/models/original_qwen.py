@@ -22,7 +22,10 @@ from torch import Tensor
 from torch.nn import functional
 
 HIDDEN, LAYERS, HEADS, INNER, SEQ_LENGTH = 64, 2, 4, 96, 256
-WORDS = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+WORDS = (
+    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"""
+    r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
 SPECIAL = [
     "<|endoftext|>",
     "<|im_start|>",

@@ -270,8 +270,8 @@ def test_not_installed_is_said_with_the_command(tmp_path):
         " import DeepSpeed; "
     )
     check += (
-        "from paceline.distributed.mesh import ParallelDims; config = Config(model='m', dataset='d',"
-        " parallel={'deepspeed_stage': 3}); "
+        "from paceline.distributed.mesh import ParallelDims; config = Config(model='m',"
+        " dataset='d', parallel={'deepspeed_stage': 3}); "
     )
     check += "DeepSpeed.check(config, ParallelDims(data=2))"
     said = said_of(check, str(tmp_path))

@@ -21,7 +21,7 @@ from pathlib import Path
 from paceline.tasks.recommend import RecommendTask
 
 class Killer(RecommendTask):
-    '''Kills ranks: `kills` is a list of "RANK at LOSS", "RANK at eval", or "VICTIM by RANK at LOSS".'''
+    '''Kills ranks: `kills` lists "RANK at LOSS", "RANK at eval", or "VICTIM by RANK at LOSS".'''
     losses = evaluations = 0
 
     def build_datasets(self):
@@ -30,8 +30,10 @@ class Killer(RecommendTask):
 
     def due(self, now):
         for words in (one.split() for one in self.config.task_args["kills"]):
-            if (words[2] if "by" in words else words[0]) == os.environ["RANK"] and words[-1] == str(now):
-                os.kill(int((Path(self.config.task_args["pids"]) / words[0]).read_text()), signal.SIGKILL)
+            killer = words[2] if "by" in words else words[0]
+            if killer == os.environ["RANK"] and words[-1] == str(now):
+                pid = (Path(self.config.task_args["pids"]) / words[0]).read_text()
+                os.kill(int(pid), signal.SIGKILL)
 
     def loss(self, model, batch):
         self.losses += 1
@@ -48,7 +50,8 @@ class LeavesOut(RecommendTask):
     losses = 0
 
     def count(self, batch):
-        skipped = self.model_is_training and os.environ["RANK"] == "0" and self.losses + 1 == self.config.task_args["step"]
+        is_step = self.losses + 1 == self.config.task_args["step"]
+        skipped = self.model_is_training and os.environ["RANK"] == "0" and is_step
         return 0 if skipped else super().count(batch)
 
     def build_model(self):

@@ -44,7 +44,9 @@ def test_traffic_without_counts_is_a_bound_and_with_them_is_not(dense: str) -> N
             assert cost.traffic == {"all_reduce": dense_bytes, **rows}
         elif cost is bound:  # no server sends as much as a worker
             assert cost.traffic == {"pull": rows["pull"], "push": rows["push"] + dense_bytes}
-        else:  # both workers ask the first server for 3 rows of every micro-batch, and for its half of the other parameters
+        else:
+            # Both workers ask the first server for 3 rows of every micro-batch, and for its half of
+            # the other parameters.
             assert cost.traffic == {"pull": 2 * 3 * 4 * DIM * (2 + 1) + 2 * _larger_half(shape)}
 
 

@@ -43,7 +43,8 @@ ClusterName=paceline
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
-# A job that goes back into the queue waits for so many seconds (default: 120), for its old credentials must have run out.
+# A job that goes back into the queue waits for so many seconds (default: 120), for its old
+# credentials must have run out.
 AuthInfo=socket={folder}/munge.sock,cred_expire=5
 SlurmUser=root
 SlurmdUser=root

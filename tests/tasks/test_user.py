@@ -253,8 +253,11 @@ from paceline.core.errors import ConfigError
 from paceline.tasks.user import guard_model
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
 mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-for model in (DistributedDataParallel(nn.Linear(2, 2)), fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh),
-              FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))):
+for model in (
+    DistributedDataParallel(nn.Linear(2, 2)),
+    fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh),
+    FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")),
+):
     try:
         guard_model(model)
         print("passed")

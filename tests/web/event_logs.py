@@ -132,10 +132,13 @@ def _long_lines(steps: int, ranks: int, resume_at: int | None) -> Iterator[bytes
         for rank in range(ranks):
             figures = ", ".join(f'"{name}": {chance.random() * 0.1:.6f}' for name in _PHASES)
             parts.append(
-                f'{{"rank": {rank}, {figures}, "memory_bytes": {chance.randrange(1 << 30, 1 << 34)}}}'
+                f'{{"rank": {rank}, {figures}, '
+                f'"memory_bytes": {chance.randrange(1 << 30, 1 << 34)}}}'
             )
         memory = ", ".join(str(chance.randrange(1 << 30, 1 << 34)) for _ in range(ranks))
-        waits = f'"data_wait_s": {chance.random() * 0.1:.6f}, "comm_wait_s": {chance.random() * 0.1:.6f}'
+        waits = ", ".join(
+            f'"{name}": {chance.random() * 0.1:.6f}' for name in ("data_wait_s", "comm_wait_s")
+        )
         traffic = '"traffic": {"all_reduce": 4985408}'
         rows.append(
             f'{waits}, "memory_bytes": [{memory}], "ranks": [{", ".join(parts)}], {traffic}'
@@ -146,14 +149,24 @@ def _long_lines(steps: int, ranks: int, resume_at: int | None) -> Iterator[bytes
         at = now + step * 0.25
         loss = 2.0 + 7.0 / (1 + step / 5000) + chance.random() * 0.1
         yield (
-            f'{{"time": {at:.6f}, "type": "step", "step": {step}, "epoch": {step / 1000:.3f}, "learning_rate": 0.0001, '
-            f'"loss": {loss:.6f}, "grad_norm": {chance.random():.6f}, "tokens": 4096, "samples": 16, '
+            f'{{"time": {at:.6f}, "type": "step", "step": {step}, "epoch": {step / 1000:.3f}, '
+            f'"learning_rate": 0.0001, "loss": {loss:.6f}, "grad_norm": {chance.random():.6f}, '
+            '"tokens": 4096, "samples": 16, '
             f'"step_time_s": {0.25 + chance.random() * 0.01:.6f}, {rows[step % 64]}}}\n'
         ).encode()
         if step % 10_000 == 0:
-            yield f'{{"time": {at:.6f}, "type": "eval", "step": {step}, "loss": {loss:.4f}, "metrics": {{}}}}\n'.encode()
+            yield (
+                f'{{"time": {at:.6f}, "type": "eval", "step": {step}, "loss": {loss:.4f}, '
+                '"metrics": {}}\n'
+            ).encode()
         if step == resume_at and not went_back:
             went_back = True
-            yield f'{{"time": {at:.6f}, "type": "fault", "step": {step}, "ranks": [1], "reason": "killed"}}\n'.encode()
+            yield (
+                f'{{"time": {at:.6f}, "type": "fault", "step": {step}, "ranks": [1], '
+                '"reason": "killed"}\n'
+            ).encode()
             step //= 2
-            yield f'{{"time": {at:.6f}, "type": "resume", "step": {step}, "path": "checkpoints/step-{step:08d}"}}\n'.encode()
+            yield (
+                f'{{"time": {at:.6f}, "type": "resume", "step": {step}, '
+                f'"path": "checkpoints/step-{step:08d}"}}\n'
+            ).encode()

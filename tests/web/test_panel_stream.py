@@ -153,7 +153,8 @@ def test_viewers_that_do_not_read_cost_bounded_memory_and_no_time(serve, tmp_pat
     log = begin(tmp_path / "one")
     served = serve(tmp_path)
     id = served.the_run()
-    request = f"GET /api/runs/{id}/stream HTTP/1.1\r\nHost: 127.0.0.1:{served.panel.port}\r\n\r\n".encode()
+    host = f"127.0.0.1:{served.panel.port}"
+    request = f"GET /api/runs/{id}/stream HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
     asleep = [socket.create_connection(("127.0.0.1", served.panel.port)) for _ in range(100)]
     try:
         for one in asleep:

@@ -131,9 +131,10 @@ import sys
 from pathlib import Path
 import paceline.web.server
 from paceline.web.app import create_app
-from paceline.web.state import Panel
-create_app(Panel(Path("."), 8765)).openapi()
-heavy = {"torch", "transformers", "peft", "datasets", "sklearn", "paceline.train", "paceline.launch", "paceline.data"}
+from paceline.web.state import AppState
+create_app(AppState(Path("."), 8765)).openapi()
+heavy = {"torch", "transformers", "peft", "datasets", "sklearn"}
+heavy |= {"paceline.train", "paceline.launch", "paceline.data"}
 print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run(

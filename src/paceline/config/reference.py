@@ -37,43 +37,47 @@ train_args:
   num_train_epochs: 1
 ```
 
-**Completion in an editor.** Editors with the YAML language server (VS Code's YAML extension, Neovim, Helix, ...) complete and
-check keys as you type where the file's first line names the schema, as above: a path from the file's own folder, or a URL.
+**Completion in an editor.** Editors with the YAML language server (VS Code's YAML extension,
+Neovim, Helix, ...) complete and check keys as you type where the file's first line names the
+schema, as above: a path from the file's own folder, or a URL.
 
-**Precedence.** Defaults < file < command line. On the command line a key is `key=value`, `--key value` or `--key=value`,
-dotted for nested keys (`lora.rank=16`, `--lora.rank 16`), and `--flag` alone means true. Values are YAML: `[a, b]`,
-`{min_lr: 1e-6}`, `null`. An override changes the one key that it names; a list is replaced as a whole; `key=null` goes back
-to the default. Environment variables never change a value.
+**Precedence.** Defaults < file < command line. On the command line a key is `key=value`, `--key
+value` or `--key=value`, dotted for nested keys (`lora.rank=16`, `--lora.rank 16`), and `--flag`
+alone means true. Values are YAML: `[a, b]`, `{min_lr: 1e-6}`, `null`. An override changes the one
+key that it names; a list is replaced as a whole; `key=null` goes back to the default. Environment
+variables never change a value.
 
-**Mistakes.** An unknown key is refused with its line and the nearest key there is; all mistakes of a file are told at once.
-Keys of `train_args` may stand at the top level too.
+**Mistakes.** An unknown key is refused with its line and the nearest key there is; all mistakes of
+a file are told at once. Keys of `train_args` may stand at the top level too.
 """
 
 _BY_TOOL = """# Keys of other tools, by tool
 
-Generated from the tables by `python -m paceline.config.reference`; do not edit by hand. How to use the files of these tools:
-[coming from other tools](how-to/other-tools.md). The same keys by what becomes of them:
-[the config](config.md#keys-of-other-tools).
+Generated from the tables by `python -m paceline.config.reference`; do not edit by hand. How to use
+the files of these tools: [coming from other tools](how-to/other-tools.md). The same keys by what
+becomes of them: [the config](config.md#keys-of-other-tools).
 
 - A key of Paceline in the second column: it is read as that key.
 - `by value`: it sets nothing; what is reported depends on the value.
-- `warning`: it changes what is learned or how much memory is used, and has no effect here. The reason states what happens
-  instead.
+- `warning`: it changes what is learned or how much memory is used, and has no effect here. The
+  reason states what happens instead.
 - `info`: it has no effect here, and changes neither.
 - `refused`: it belongs to a training method that Paceline does not have.
 
-Keys of transformers' TrainingArguments that have the same name in Paceline (`learning_rate`, `max_steps`, …) are not listed.
+Keys of transformers' TrainingArguments that have the same name in Paceline (`learning_rate`,
+`max_steps`, …) are not listed.
 """
 
 _OTHER = """## Keys of other tools
 
-Keys of ms-swift, LLaMA-Factory, axolotl and TRL (with transformers' TrainingArguments) load at the top level, under
-`train_args`, or in the section they belong to; on the command line too. Each mapping is printed once, and so is each key that
-means nothing here: as a warning where it would have changed what is trained. Two spellings of one key that disagree are an
-error. What such a config leaves out has Paceline's defaults, not the other tool's.
+Keys of ms-swift, LLaMA-Factory, axolotl and TRL (with transformers' TrainingArguments) load at the
+top level, under `train_args`, or in the section they belong to; on the command line too. Each
+mapping is printed once, and so is each key that means nothing here: as a warning where it would
+have changed what is trained. Two spellings of one key that disagree are an error. What such a
+config leaves out has Paceline's defaults, not the other tool's.
 
-`path#N`, `id:subset#N` and lists in `dataset` are read as ms-swift writes them; `dataset: a,b` as LLaMA-Factory does;
-`datasets: [{path, type, ...}]` as axolotl does.
+`path#N`, `id:subset#N` and lists in `dataset` are read as ms-swift writes them; `dataset: a,b` as
+LLaMA-Factory does; `datasets: [{path, type, ...}]` as axolotl does.
 """
 
 

@@ -75,7 +75,8 @@ class Task:
 
             def loss(self, model, batch):
                 x, y = batch
-                return F.mse_loss(model(x), y, reduction="sum")   # the SUM over the batch, never the mean
+                # the SUM over the batch, never the mean
+                return F.mse_loss(model(x), y, reduction="sum")
 
     The config is ``self.config``; free settings stand in ``self.config.task_args``.
     """

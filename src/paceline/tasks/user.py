@@ -25,87 +25,38 @@ _NEEDED = ("build_datasets", "build_model", "loss")
 #: Methods of Lightning, transformers and of tutorials that Paceline does not call, and what to use
 #: instead.
 _NOT_CALLED = {
-    "the optimizer and its schedule come from `train_args` (`optim`, `learning_rate`, `lr_scheduler_type`)": (
-        "configure_optimizers",
-        "build_optimizer",
-        "build_optimizers",
-        "create_optimizer",
-        "create_scheduler",
-        "get_optimizer",
-        "make_optimizer",
-        "build_scheduler",
-        "build_lr_scheduler",
-        "configure_scheduler",
-        "create_optimizer_and_scheduler",
-        "optimizer_step",
-        "lr_scheduler_step",
-        "configure_gradient_clipping",
-        "clip_gradients",
-        "zero_grad",
-        "optimizer_zero_grad",
+    (
+        "the optimizer and its schedule come from `train_args` (`optim`, `learning_rate`, "
+        "`lr_scheduler_type`)"
+    ): (
+        "configure_optimizers build_optimizer build_optimizers create_optimizer create_scheduler "
+        "get_optimizer make_optimizer build_scheduler build_lr_scheduler configure_scheduler "
+        "create_optimizer_and_scheduler optimizer_step lr_scheduler_step "
+        "configure_gradient_clipping clip_gradients zero_grad optimizer_zero_grad"
     ),
-    "Paceline makes the loaders and the samplers; set `train_args` (`per_device_train_batch_size`, `shuffle`, `dataloader_num_workers`) and return the datasets from build_datasets": (
-        "train_dataloader",
-        "val_dataloader",
-        "test_dataloader",
-        "predict_dataloader",
-        "build_dataloader",
-        "build_dataloaders",
-        "make_dataloader",
-        "make_dataloaders",
-        "get_dataloader",
-        "get_dataloaders",
-        "get_train_dataloader",
-        "get_eval_dataloader",
-        "build_train_dataloader",
-        "build_val_dataloader",
-        "build_sampler",
-        "get_sampler",
-        "train_sampler",
-        "sampler",
-        "batch_sampler",
-        "get_train_sampler",
-        "dataloader",
-        "prepare_data",
+    (
+        "Paceline makes the loaders and the samplers; set `train_args` "
+        "(`per_device_train_batch_size`, `shuffle`, `dataloader_num_workers`) and return the "
+        "datasets from build_datasets"
+    ): (
+        "train_dataloader val_dataloader test_dataloader predict_dataloader build_dataloader "
+        "build_dataloaders make_dataloader make_dataloaders get_dataloader get_dataloaders "
+        "get_train_dataloader get_eval_dataloader build_train_dataloader build_val_dataloader "
+        "build_sampler get_sampler train_sampler sampler batch_sampler get_train_sampler "
+        "dataloader prepare_data"
     ),
     "the training loop calls loss(self, model, batch)": (
-        "training_step",
-        "train_step",
-        "compute_loss",
-        "forward",
-        "backward",
-        "train_epoch",
-        "train_one_epoch",
-        "fit",
-        "on_train_start",
-        "on_train_end",
-        "on_train_epoch_start",
-        "on_train_epoch_end",
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_before_optimizer_step",
-        "configure_callbacks",
-        "configure_model",
-        "training_epoch_end",
+        "training_step train_step compute_loss forward backward train_epoch train_one_epoch fit "
+        "on_train_start on_train_end on_train_epoch_start on_train_epoch_end on_train_batch_start "
+        "on_train_batch_end on_before_optimizer_step configure_callbacks configure_model "
+        "training_epoch_end"
     ),
     "evaluation calls evaluate(self, model, batch) and metrics(self, gathered)": (
-        "validation_step",
-        "val_step",
-        "test_step",
-        "predict_step",
-        "eval_step",
-        "compute_metrics",
-        "validation_epoch_end",
-        "on_validation_epoch_end",
-        "on_validation_start",
-        "on_validation_end",
-        "validate",
+        "validation_step val_step test_step predict_step eval_step compute_metrics "
+        "validation_epoch_end on_validation_epoch_end on_validation_start on_validation_end "
+        "validate"
     ),
-    "the collate function is collate(self, samples)": (
-        "collate_fn",
-        "data_collator",
-        "get_collate_fn",
-    ),
+    "the collate function is collate(self, samples)": ("collate_fn data_collator get_collate_fn"),
 }
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
@@ -335,7 +286,7 @@ def _contract_notices(kind: type[Task]) -> list[tuple[str, str]]:
     }
     notices = []
     for instead, names in _NOT_CALLED.items():
-        unused = [name for name in names if name in defined]
+        unused = [name for name in names.split() if name in defined]
         if unused:
             notices.append(
                 (
@@ -349,7 +300,7 @@ def _contract_notices(kind: type[Task]) -> list[tuple[str, str]]:
     hooks = {
         name for name, member in vars(Task).items() if not name.startswith("_") and callable(member)
     }
-    known = {name for names in _NOT_CALLED.values() for name in names}
+    known = {name for names in _NOT_CALLED.values() for name in names.split()}
     for name in sorted(defined - hooks - known):
         intended = nearest(name, hooks - defined, cutoff=0.85)
         if intended is not None:

@@ -1,5 +1,5 @@
-"""What each entry's key is: Paceline's own, another tool's, or unknown; and the errors for keys that
-have no place here."""
+"""What each entry's key is: Paceline's own, another tool's, or unknown; and the errors for keys
+that have no place here."""
 
 from __future__ import annotations
 

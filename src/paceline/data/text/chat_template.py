@@ -105,7 +105,8 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except Exception as error:  # templates are programs: undefined variables, wrong types, their own raise_exception
+        # Templates are programs: undefined variables, wrong types, their own raise_exception.
+        except Exception as error:
             raise TemplateRefused(str(error).strip() or type(error).__name__) from error
 
     def _accepted(self, messages: list[Message], tools: Tools) -> list[Message]:

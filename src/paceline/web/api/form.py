@@ -59,7 +59,8 @@ PRESETS: list[dict[str, str]] = [
     {
         "id": "first",
         "yaml": (
-            """# The first run: a small model learns from Python's own documentation. Nothing is downloaded.
+            """# The first run: a small model learns from Python's own documentation.
+# Nothing is downloaded.
 model: builtin:qwen2-tiny
 dataset: builtin:python-docs
 split_dataset_ratio: 0.05
@@ -75,7 +76,8 @@ train_args:
     {
         "id": "lora",
         "yaml": (
-            """# A pretrained model learns from your examples through low-rank adapters: little memory, a small result.
+            """# A pretrained model learns from your examples through low-rank adapters:
+# little memory, a small result.
 model: Qwen/Qwen2.5-0.5B-Instruct
 dataset: ./datasets/mine.jsonl
 split_dataset_ratio: 0.05
@@ -112,7 +114,8 @@ train_args:
     {
         "id": "pretrain",
         "yaml": (
-            """# Every token of plain text carries loss: a new model, or one that goes on to learn a language or a field.
+            """# Every token of plain text carries loss: a new model, or one that goes on to learn
+# a language or a field.
 model: builtin:qwen2-tiny
 task: pretrain
 dataset: builtin:python-source
@@ -145,7 +148,8 @@ train_args:
     {
         "id": "recommend",
         "yaml": (
-            """# The chance of a click, with embedding tables; your own log: a CSV file whose columns `recommend` names.
+            """# The chance of a click, with embedding tables; your own log: a CSV file
+# whose columns `recommend` names.
 model: builtin:dlrm
 task: recommend
 dataset: builtin:clicks
