@@ -148,17 +148,6 @@ def _verify(tokens: list[str], _: float) -> int:
     return result.exit_code
 
 
-def _explain(tokens: list[str], _: float) -> int:
-    from paceline.explain.run import TOPICS, explain, make_request
-
-    flags, tokens = _take_flags(tokens, "json", "debug")
-    values, tokens = _take_values(
-        tokens, {"ranks": int, "elements": int, "algorithm": str, "output": str}
-    )
-    topic = _exactly(tokens, "explain", " | ".join(TOPICS))[0]
-    return explain(make_request(topic, values), flags["json"])
-
-
 def _doctor(tokens: list[str], _: float) -> int:
     from paceline.config.overrides import split_cli
     from paceline.doctor.run import doctor, make_request
@@ -167,17 +156,6 @@ def _doctor(tokens: list[str], _: float) -> int:
     values, tokens = _take_values(tokens, {"ranks": str})
     path, overrides = split_cli(tokens)
     return doctor(make_request(path, overrides, values.get("ranks")), flags["json"])
-
-
-def _bench(tokens: list[str], _: float) -> int:
-    from paceline.bench.collectives import bench, make_request
-
-    flags, tokens = _take_flags(tokens, "json", "debug")
-    values, tokens = _take_values(
-        tokens, {"ranks": str, "sizes": str, "algorithms": str, "output": str}
-    )
-    what = _exactly(tokens, "bench", "collectives")[0]
-    return bench(make_request(what, values), flags["json"])
 
 
 def _data(tokens: list[str], _: float) -> int:
@@ -255,8 +233,6 @@ def _ray(tokens: list[str], _: float) -> int:
 
 _LEGACY: dict[str, Callable[[list[str], float], int]] = {
     "verify": _verify,
-    "explain": _explain,
-    "bench": _bench,
     "doctor": _doctor,
     "data": _data,
     "slurm": _slurm,

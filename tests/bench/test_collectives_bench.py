@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import run
+from commands import parse, run
 
-from paceline.bench.collectives import make_request, parse_size, table
+from paceline.bench.collectives import table
 from paceline.bench.measure import bus_bandwidth, fits, load
+from paceline.commands.bench import make_options
 from paceline.core.errors import ConfigError
 
 
@@ -78,31 +78,29 @@ def test_load_and_bus_bandwidth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "values", "allowed"),
+    ("tokens", "allowed"),
     [
-        ("colectives", {}, "collectives"),
-        ("collectives", {"ranks": "1"}, "2 to 16"),
-        ("collectives", {"ranks": "two"}, "2 to 16"),
-        ("collectives", {"ranks": ","}, "--ranks 2,4"),
-        ("collectives", {"sizes": "1XB"}, "KB, MB or GB"),
-        ("collectives", {"sizes": "0KB"}, "4B to 1GB"),
-        ("collectives", {"sizes": "9GB"}, "4B to 1GB"),
-        ("collectives", {"algorithms": "rnig"}, "native, ring, tree, halving, naive"),
-        ("collectives", {"output": "/no/such/folder/page.html"}, "a folder that exists"),
+        (["colectives"], "collectives"),
+        (["collectives", "--ranks", "1"], "2 to 16"),
+        (["collectives", "--ranks", "two"], "2 to 16"),
+        (["collectives", "--ranks", ","], "several with commas"),
+        (["collectives", "--sizes", "1XB"], "KB, MB or GB"),
+        (["collectives", "--sizes", "0KB"], "4B to 1GB"),
+        (["collectives", "--sizes", "9GB"], "4B to 1GB"),
+        (["collectives", "--algorithms", "rnig"], "native, ring, tree, halving, naive"),
+        (["collectives", "--output", "/no/such/folder/page.html"], "a folder that exists"),
     ],
 )
-def test_wrong_words(what: str, values: dict[str, Any], allowed: str) -> None:
+def test_wrong_arguments(tokens: list[str], allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_request(what, values)
+        parse("bench", *tokens)
     assert allowed in str(caught.value)
 
 
 def test_sizes() -> None:
-    assert [parse_size(text) for text in ("1KB", "64kb", "1.5MB", "25MiB", "7", "1M")] == [
-        1024,
-        65536,
-        1572864,
-        26214400,
-        4,
-        1 << 20,
-    ]
+    args = parse("bench", "collectives", "--sizes", "1KB,64kb,1.5MB,25MiB,7,1M", "--ranks", "4,2,4")
+    options = make_options(args)
+    assert options.sizes == (4, 1024, 65536, 1 << 20, 1572864, 26214400)
+    assert options.ranks == (2, 4)
+    assert ("broadcast", "halving") not in options.cases
+    assert ("all-reduce", "halving") in options.cases

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import parse
 
-from paceline.cli import _LEGACY, VERBS, build_parser, main
+from paceline.cli import _LEGACY, VERBS, main
 from paceline.config.load import load_config
 from paceline.config.overrides import split_cli
 from paceline.core.errors import ConfigError
@@ -34,11 +35,6 @@ def test_help_imports_nothing_heavy(verb: str) -> None:
     assert float(seconds) < 0.5
     assert done.stdout.startswith(f"usage: paceline {verb}".rstrip())
     assert "example:" in done.stdout
-
-
-def parse(*tokens: str) -> object:
-    command, rest = build_parser(tokens).resolve(tokens)
-    return command.parse(rest)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import end_by, run, start
+from commands import end_by, parse, run, start
 
+from paceline.commands.explain import make_options
 from paceline.core.errors import ConfigError
 from paceline.distributed.collectives.schedules import ALGORITHMS, sent
 from paceline.explain.page import render
-from paceline.explain.run import TOPICS, Request, make_request
+from paceline.explain.run import TOPICS, ExplainOptions
 from paceline.explain.topics import collective as told
 
 FIXED = {"algorithm", "ranks", "elements", "steps", "bytes_sent", "messages_sent", "result_ok"}
@@ -96,7 +97,7 @@ def test_the_command_tells_the_ring_as_json_and_as_a_page(tmp_path: Path) -> Non
 def test_every_state_follows_from_the_messages(
     collective: str, algorithm: str, ranks: int, elements: int
 ) -> None:
-    story = told.tell(Request(collective, ranks, elements, algorithm))
+    story = told.tell(ExplainOptions(collective, ranks, elements, algorithm))
     assert story["result_ok"]
     _replay(story)
     formula = sent(algorithm, ranks, elements, 4, collective)
@@ -121,22 +122,22 @@ def test_what_is_told_cannot_end_the_script() -> None:
 
 
 @pytest.mark.parametrize(
-    ("topic", "values", "allowed"),
+    ("tokens", "allowed"),
     [
-        ("all-reduc", {}, "all-reduce, broadcast, ddp, zero, dp"),
-        ("all-reduce", {"ranks": 0}, "1 to 16"),
-        ("all-reduce", {"ranks": -2}, "1 to 16"),
-        ("all-reduce", {"elements": 0}, "1 to 10,000"),
-        ("all-reduce", {"algorithm": "rign"}, "did you mean `ring`"),
-        ("broadcast", {"algorithm": "halving"}, "ring, tree, naive"),
-        ("ddp", {"ranks": 1}, "2 to 16"),
-        ("zero", {"elements": 5}, "--ranks"),
-        ("all-reduce", {"output": "/no/such/folder/page.html"}, "a folder that exists"),
+        (["all-reduc"], "all-reduce, broadcast, ddp, zero, dp"),
+        (["all-reduce", "--ranks", "0"], "1 to 16"),
+        (["all-reduce", "--ranks", "-2"], "1 to 16"),
+        (["all-reduce", "--elements", "0"], "1 to 10,000"),
+        (["all-reduce", "--algorithm", "rign"], "did you mean `ring`"),
+        (["broadcast", "--algorithm", "halving"], "ring, tree, naive"),
+        (["ddp", "--ranks", "1"], "2 to 16"),
+        (["zero", "--elements", "5"], "--ranks"),
+        (["all-reduce", "--output", "/no/such/folder/page.html"], "a folder that exists"),
     ],
 )
-def test_wrong_words(topic: str, values: dict[str, Any], allowed: str) -> None:
+def test_wrong_arguments(tokens: list[str], allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_request(topic, values)
+        make_options(parse("explain", *tokens))
     assert allowed in str(caught.value)
 
 

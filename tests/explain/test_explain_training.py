@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from paceline.explain.page import render
-from paceline.explain.run import Request
+from paceline.explain.run import ExplainOptions
 from paceline.explain.topics import ddp, dp, zero
 
 
@@ -30,7 +30,7 @@ def _page(topic: ModuleType, story: dict, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_ddp_tells_buckets_in_the_order_of_backward(tmp_path: Path) -> None:
-    story = ddp.tell(Request("ddp", 2, 0, ""))
+    story = ddp.tell(ExplainOptions("ddp", 2, 0, ""))
     assert story["result_ok"]
     assert sum(story["buckets"]) == 8 * (512 * 512 + 512) * 4
     for rank in range(2):
@@ -58,7 +58,7 @@ def test_ddp_tells_buckets_in_the_order_of_backward(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_dp_runs_the_replicas_at_the_same_time_between_copies(tmp_path: Path) -> None:
-    story = dp.tell(Request("dp", 3, 0, ""))
+    story = dp.tell(ExplainOptions("dp", 3, 0, ""))
     assert story["result_ok"]
     # weights to two devices, gradients back
     assert story["copied_bytes"] == 2 * 2 * 8 * (512 * 512 + 512) * 4
@@ -75,7 +75,7 @@ def test_dp_runs_the_replicas_at_the_same_time_between_copies(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_zero_measures_what_the_strategies_declare(tmp_path: Path) -> None:
-    story = zero.tell(Request("zero", 2, 0, ""))
+    story = zero.tell(ExplainOptions("zero", 2, 0, ""))
     assert story["result_ok"]
     held = {stage["mode"]: stage["ranks"][0] for stage in story["stages"]}
     assert list(held) == ["ddp", "zero1", "zero2", "zero3"]

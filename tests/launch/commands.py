@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -15,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from paceline.cli import build_parser
+
 MICRO = (
     "model=builtin:qwen2-micro",
     "dataset=builtin:python-docs#240",
@@ -22,6 +25,12 @@ MICRO = (
     "per_device_train_batch_size=4",
     "max_length=128",
 )
+
+
+def parse(*tokens: str) -> argparse.Namespace:
+    """The arguments of a command, without running it."""
+    parser, rest = build_parser(tokens).resolve(tokens)
+    return parser.parse(rest)
 
 
 def start(*words: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[str]:

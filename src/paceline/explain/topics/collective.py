@@ -12,7 +12,7 @@ from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
-    from paceline.explain.run import Request
+    from paceline.explain.run import ExplainOptions
 
 PRELOAD = ("paceline.distributed.collectives.run",)
 
@@ -51,9 +51,9 @@ _ABOUT_BROADCAST = {
 }
 
 
-def tell(request: Request) -> Story:
+def tell(options: ExplainOptions) -> Story:
     """What was recorded, as :func:`record`."""
-    return record(request.topic, request.algorithm, request.ranks, request.elements)
+    return record(options.topic, options.algorithm, options.ranks, options.elements)
 
 
 def surface(story: Story) -> Story:

@@ -13,7 +13,7 @@ from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
-    from paceline.explain.run import Request
+    from paceline.explain.run import ExplainOptions
 
 Story = dict[str, Any]
 
@@ -30,7 +30,7 @@ _COLOURS = {
 }
 
 
-def tell(request: Request) -> Story:
+def tell(options: ExplainOptions) -> Story:
     """A step of a small training on real ranks.
 
     Returns: ``topic, ranks, buckets`` (bytes of each, in the order in which backward fills them),
@@ -38,7 +38,7 @@ def tell(request: Request) -> Story:
     ``fills`` (when each gradient came), ``overlap`` (share of the all-reduces' time, on rank 0,
     that lay within backward) and ``result_ok`` (the gradients are those of one process).
     """
-    found = run_on_ranks(_record_rank, request.ranks)
+    found = run_on_ranks(_record_rank, options.ranks)
     begin = min(span["start"] for one in found for span in one["spans"])
     spans = timeline.shifted(
         [{**span, "rank": rank} for rank, one in enumerate(found) for span in one["spans"]], begin
@@ -55,7 +55,7 @@ def tell(request: Request) -> Story:
     inside = sum(max(0.0, min(span["end"], backward["end"]) - span["start"]) for span in reduces)
     return {
         "topic": "ddp",
-        "ranks": request.ranks,
+        "ranks": options.ranks,
         "buckets": found[0]["buckets"],
         "spans": timeline.in_order(spans),
         "fills": fills,

@@ -14,7 +14,7 @@ from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
-    from paceline.explain.run import Request
+    from paceline.explain.run import ExplainOptions
 
 Story = dict[str, Any]
 
@@ -38,18 +38,18 @@ _CAPTIONS = {
 }
 
 
-def tell(request: Request) -> Story:
+def tell(options: ExplainOptions) -> Story:
     """A step of a small training.
 
     Returns: ``topic, ranks`` (devices), ``spans`` (seconds from the start of the step; ``rank`` is
     the device), ``copied_bytes`` (between devices, in a step) and ``result_ok`` (the gradients are
     those of one process).
     """
-    found = run_on_ranks(_record, 1, request.ranks)[0]
+    found = run_on_ranks(_record, 1, options.ranks)[0]
     begin = min(span["start"] for span in found["spans"])
     return {
         "topic": "dp",
-        "ranks": request.ranks,
+        "ranks": options.ranks,
         "spans": timeline.in_order(timeline.shifted(found["spans"], begin)),
         "copied_bytes": found["copied_bytes"],
         "result_ok": found["ok"],

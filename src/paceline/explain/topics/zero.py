@@ -11,7 +11,7 @@ from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
-    from paceline.explain.run import Request
+    from paceline.explain.run import ExplainOptions
 
 Story = dict[str, Any]
 
@@ -40,7 +40,7 @@ _TOLERANCE = 0.02
 _STEPS = 2
 
 
-def tell(request: Request) -> Story:
+def tell(options: ExplainOptions) -> Story:
     """Two steps of a small training under each stage.
 
     Returns: ``topic, ranks, stages: [{mode, declared: {parameters, gradients, optimizer, traffic},
@@ -48,7 +48,7 @@ def tell(request: Request) -> Story:
     own word before the run, for the fullest rank; traffic is of a step, the busiest rank's) and
     ``result_ok`` (state measured within 2 % of what was declared).
     """
-    found = run_on_ranks(_measure_rank, request.ranks)
+    found = run_on_ranks(_measure_rank, options.ranks)
     stages = []
     for mode in STAGES:
         declared = found[0][mode]["declared"]
@@ -63,7 +63,7 @@ def tell(request: Request) -> Story:
         )
     return {
         "topic": "zero",
-        "ranks": request.ranks,
+        "ranks": options.ranks,
         "stages": stages,
         "result_ok": all(_as_declared(one) for one in stages),
     }

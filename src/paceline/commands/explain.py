@@ -1,0 +1,83 @@
+"""`paceline explain`: run an algorithm on real ranks and show it step by step."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+
+from paceline.commands.options import Choice, OptionParser, OutputFile, Text, WholeNumber
+from paceline.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_SIGINT, ConfigError
+from paceline.core.files import write_atomic
+from paceline.distributed.collectives.schedules import ALGORITHMS, check_algorithm
+from paceline.explain.run import TOPICS, ExplainOptions, record
+
+_MAX_RANKS = 16
+_MAX_ELEMENTS = 10_000
+
+
+def add_arguments(parser: OptionParser) -> None:
+    parser.add_argument(
+        "topic", type=Choice(tuple(TOPICS)), metavar="TOPIC", help="what is explained"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=WholeNumber(1, _MAX_RANKS),
+        metavar="N",
+        help="number of ranks; default: 4 for a collective, else 2",
+    )
+    parser.add_argument(
+        "--elements",
+        type=WholeNumber(1, _MAX_ELEMENTS),
+        metavar="N",
+        help="elements of the tensor of a collective; default: 2 for each rank",
+    )
+    parser.add_argument(
+        "--algorithm",
+        type=Text(", ".join(ALGORITHMS["all-reduce"])),
+        metavar="NAME",
+        help="algorithm of a collective; default: ring",
+    )
+    parser.add_argument(
+        "--output", type=OutputFile("an HTML file"), metavar="FILE", help="page that plays it"
+    )
+    parser.example = "paceline explain all-reduce --ranks 4 --algorithm tree --output tree.html"
+
+
+def run(args: Namespace) -> int:
+    """Record, print, and write the page. Exit code 1: the result was not what it must be."""
+    options = make_options(args)
+    try:
+        recording = record(options)
+    except KeyboardInterrupt:
+        print("\nstopped; the ranks are ended", file=sys.stderr)
+        return EXIT_SIGINT
+    if args.output is not None:
+        write_atomic(args.output, recording.page())
+        print(f"written: {args.output}", file=sys.stderr)
+    print(json.dumps(recording.as_dict()) if args.json else recording.text())
+    return EXIT_DONE if recording.is_correct else EXIT_FAILED
+
+
+def make_options(args: Namespace) -> ExplainOptions:
+    """Check which options the topic supports.
+
+    Raises:
+        ConfigError: an option that it does not support, or too few ranks.
+    """
+    topic = args.topic
+    if topic in ALGORITHMS:
+        algorithm = "ring" if args.algorithm is None else args.algorithm
+        check_algorithm(algorithm, topic)
+        ranks = args.ranks or 4
+        return ExplainOptions(topic, ranks, args.elements or 2 * ranks, algorithm)
+    for name in ("algorithm", "elements"):
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"`paceline explain {topic}` has no option `--{name}`",
+                allowed="--ranks, --output, --json",
+                fix="leave it out",
+            )
+    if args.ranks == 1:
+        raise ConfigError("`--ranks 1` is out of range", allowed=f"2 to {_MAX_RANKS}")
+    return ExplainOptions(topic, args.ranks or 2)
