@@ -19,7 +19,7 @@ import torch
 from ranks import free_port, run_ranks
 
 from paceline.checkpoint import store
-from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.events import EventLog
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
@@ -39,13 +39,15 @@ def alone() -> Communicator:
     return Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
 
 
-def saver_of(world: Communicator, folder: Path, first_step: int, background: bool) -> Saver:
-    saver = Saver(world, folder, KEEP, EventLog(None), background=background)
+def saver_of(
+    world: Communicator, folder: Path, first_step: int, background: bool
+) -> CheckpointManager:
+    saver = CheckpointManager(world, folder, KEEP, EventLog(None), background=background)
     saver.first_step = saver.last_step = first_step
     return saver
 
 
-def save(saver: Saver, step: int) -> None:
+def save(saver: CheckpointManager, step: int) -> None:
     world = saver.world
     saver.save(step, lambda: parts_of(step, world.rank, world.size), META, must_succeed=False)
     saver.finish()

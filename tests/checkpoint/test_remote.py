@@ -18,7 +18,7 @@ from ranks import free_port
 
 from paceline.checkpoint import store as checkpoint
 from paceline.checkpoint.remote import CheckpointStore, ClaimLostError, check_url, fetch_checkpoint
-from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import ConfigError
 from paceline.core.events import EventLog, read_events
 from paceline.distributed.communicator import Communicator
@@ -79,11 +79,11 @@ def parts_of(step: int) -> list[TensorShard]:
     return [TensorShard.whole("model/weight", torch.arange(5000, dtype=torch.float32) + step)]
 
 
-def saver_of(root: Path, place: str, keep: int | None = None) -> Saver:
+def saver_of(root: Path, place: str, keep: int | None = None) -> CheckpointManager:
     store = CheckpointStore(place)
     store.claim(root)
     world = Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
-    return Saver(
+    return CheckpointManager(
         world,
         root / "checkpoints",
         keep,
@@ -93,7 +93,7 @@ def saver_of(root: Path, place: str, keep: int | None = None) -> Saver:
     )
 
 
-def save(saver: Saver, *steps: int) -> None:
+def save(saver: CheckpointManager, *steps: int) -> None:
     for step in steps:
         saver.save(step, lambda: parts_of(step), META, must_succeed=True)  # noqa: B023
 

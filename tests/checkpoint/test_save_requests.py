@@ -15,7 +15,7 @@ from disks import disk
 from ranks import run_ranks
 
 from paceline.checkpoint import saver, store
-from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog, read_events
 from paceline.distributed.communicator import Communicator
@@ -48,30 +48,34 @@ def tried(root: Path) -> list[tuple[int, bool]]:
 
 # -- by the clock
 def test_a_save_that_is_due(tmp_path: Path) -> None:
-    with Saver(alone(), tmp_path, None, EventLog(None), background=False, every_s=3600.0) as one:
-        assert one.wish() == 0.0
+    with CheckpointManager(
+        alone(), tmp_path, None, EventLog(None), background=False, every_s=3600.0
+    ) as one:
+        assert one.next_request() == 0.0
         one.every_s = 1e-9
-        assert one.wish() == 1.0
-        one.hear(1.0, one.num_begun)
-        assert one.asked
+        assert one.next_request() == 1.0
+        one.accept_request(1.0, one.num_begun)
+        assert one.is_due(1)
         one.save(1, parts, META, must_succeed=False)
-        assert not one.asked
-        one.hear(1.0, 0)  # said before that save was begun
-        assert not one.asked
+        assert not one.is_due(1)
+        one.accept_request(1.0, 0)  # made before that save was begun
+        assert not one.is_due(1)
         one.every_s = None
-        assert one.wish() == 0.0
+        assert one.next_request() == 0.0
 
 
 def test_no_save_is_asked_for_beside_one_in_flight(tmp_path: Path) -> None:
     go_on = threading.Event()
-    with Saver(alone(), tmp_path, None, EventLog(None), background=True, every_s=1e-9) as one:
+    with CheckpointManager(
+        alone(), tmp_path, None, EventLog(None), background=True, every_s=1e-9
+    ) as one:
         original = one._copy.take
         one._copy.take = lambda found: [_Slow(part, go_on) for part in original(found)]  # type: ignore[method-assign]
         one.save(1, parts, META, must_succeed=False)
-        assert [one.wish() for _ in range(3)] == [0.0] * 3
+        assert [one.next_request() for _ in range(3)] == [0.0] * 3
         go_on.set()
         one.finish()
-        assert one.wish() == 1.0
+        assert one.next_request() == 1.0
     assert steps_of(tmp_path) == [1]
 
 
@@ -94,10 +98,10 @@ def limit(size_bytes: int) -> None:
     )
 
 
-def pausing(world: Communicator, root: Path, **more: Any) -> Saver:
+def pausing(world: Communicator, root: Path, **more: Any) -> CheckpointManager:
     saver._RETRY_S = 0.05
     events = EventLog(root / "events.jsonl") if world.is_rank_zero else EventLog(None)
-    return Saver(world, root / "checkpoints", None, events, pause=True, **more)
+    return CheckpointManager(world, root / "checkpoints", None, events, pause=True, **more)
 
 
 def half(world: Communicator, value: float) -> list[TensorShard]:
@@ -178,11 +182,11 @@ def test_a_save_that_failed_in_the_background_is_told_to_all(tmp_path: Path) -> 
                 one.poll()
                 time.sleep(0.01)
             threading.Timer(0.5, limit, [resource.RLIM_INFINITY]).start()
-            wish = one.wish()
-            assert wish > 1.0
-            assert one.wish() == 0.0  # once
-            one.hear(wish, one.num_begun)
-            assert one.asked
+            request = one.next_request()
+            assert request > 1.0
+            assert one.next_request() == 0.0  # once
+            one.accept_request(request, one.num_begun)
+            assert one.is_due(1)
             one.save(2, lambda: parts(2.0, 75_000), META, must_succeed=False)
         finally:
             limit(resource.RLIM_INFINITY)
@@ -215,7 +219,9 @@ def test_what_lies_beyond_the_step_it_went_on_from(tmp_path: Path) -> None:
     for step in (30, 40):
         (folder / store.name_of(step) / "meta.json").write_text("{}")
     assert store.newest_whole(folder)[0] == folder / "step-00000020"
-    with Saver(alone(), folder, 2, EventLog(tmp_path / "events.jsonl"), background=False) as one:
+    with CheckpointManager(
+        alone(), folder, 2, EventLog(tmp_path / "events.jsonl"), background=False
+    ) as one:
         one.first_step = one.last_step = 20
         assert steps_of(folder) == [10, 20, 30, 40]  # nothing is lost before there is something new
         one.save(25, parts, META, must_succeed=False)
@@ -234,7 +240,7 @@ def test_a_save_that_fails_removes_nothing(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         store.save(folder, step, {"model/weight": torch.ones(3)}, META)
     broken = [TensorShard("model/weight", torch.ones(2), (4,), (0,), flat=True)]
-    with Saver(alone(), folder, 1, EventLog(None), background=False) as one:
+    with CheckpointManager(alone(), folder, 1, EventLog(None), background=False) as one:
         one.first_step = one.last_step = 20
         with pytest.raises(RunError):
             one.save(25, lambda: broken, META, must_succeed=True)

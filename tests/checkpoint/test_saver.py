@@ -20,7 +20,7 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 
 from paceline.checkpoint import store
-from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog, read_events
 from paceline.core.files import sha256_file
@@ -98,7 +98,9 @@ def parts_of(
 
 def save_in_all_layouts(world: Communicator, root: Path) -> None:
     for layout in LAYOUTS:
-        saver = Saver(world, root / layout, None, EventLog(None), background=layout != "rows")
+        saver = CheckpointManager(
+            world, root / layout, None, EventLog(None), background=layout != "rows"
+        )
         saver.save(
             3,
             partial(parts_of, layout, world.rank, world.size, whole_state()),
@@ -189,7 +191,7 @@ def tried(events: Path) -> list[tuple[int, bool]]:
 def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
     live = torch.arange(4_000_000, dtype=torch.float32)
     events = EventLog(tmp_path / "events.jsonl")
-    with Saver(alone(), tmp_path / "checkpoints", 2, events, background=True) as saver:
+    with CheckpointManager(alone(), tmp_path / "checkpoints", 2, events, background=True) as saver:
         for step in (1, 2, 3):
             live.fill_(step)
             saver.save(
@@ -218,7 +220,7 @@ def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
     there is no more to be had."""
     live = torch.ones(1000)
     world = Communicator(RankEnv(0, 1, 0, 1), torch.device("cuda"))
-    with Saver(
+    with CheckpointManager(
         world, tmp_path / "checkpoints", None, EventLog(tmp_path / "events.jsonl"), background=True
     ) as saver:
         for step in (1, 2):
@@ -241,7 +243,9 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
         asked.append(1)
         return [TensorShard.whole("model/weight", torch.ones(3))]
 
-    with Saver(alone(), tmp_path / "checkpoints", None, events, background=True) as saver:
+    with CheckpointManager(
+        alone(), tmp_path / "checkpoints", None, events, background=True
+    ) as saver:
         saver.last_step = 4  # resumed
         saver.save(4, parts, META, must_succeed=True)
         assert not asked
@@ -287,7 +291,9 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
 def test_pieces_that_do_not_make_up_the_state(
     tmp_path: Path, parts: list[TensorShard], word: str
 ) -> None:
-    saver = Saver(alone(), tmp_path / "checkpoints", None, EventLog(None), background=False)
+    saver = CheckpointManager(
+        alone(), tmp_path / "checkpoints", None, EventLog(None), background=False
+    )
     with pytest.raises(RunError, match="could not be written") as caught:
         saver.save(1, lambda: parts, META, must_succeed=True)
     assert "model/weight" in str(caught.value)
@@ -320,14 +326,14 @@ def fail_on_a_rank(world: Communicator, root: Path) -> list[Any]:
     events = EventLog(root / "events.jsonl") if world.is_rank_zero else EventLog(None)
     said = []
 
-    def must(saver: Saver, step: int) -> str | None:
+    def must(saver: CheckpointManager, step: int) -> str | None:
         try:
             saver.save(step, lambda: a_third(world, float(step)), META, must_succeed=True)
         except RunError as error:
             return str(error)
         return None
 
-    with Saver(world, root / "checkpoints", None, events, background=True) as saver:
+    with CheckpointManager(world, root / "checkpoints", None, events, background=True) as saver:
         said.append(must(saver, 1))
         for broken in (2, 0):
             step = 2 if broken == 2 else 3
@@ -369,7 +375,9 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
 def save_two(world: Communicator, root: Path) -> list[str | None]:
     said: list[str | None] = []
     for step in (1, 2):
-        saver = Saver(world, root / "checkpoints", None, EventLog(None), background=step == 2)
+        saver = CheckpointManager(
+            world, root / "checkpoints", None, EventLog(None), background=step == 2
+        )
         saver.save(step, lambda: a_third(world, 1.0), META, must_succeed=False)
         try:
             saver.save(step, lambda: a_third(world, 1.0), META, must_succeed=True)
@@ -399,7 +407,9 @@ def test_a_disk_with_room_for_one(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     events = EventLog(tmp_path / "events.jsonl")
-    saver = Saver(alone(), tmp_path / "file" / "checkpoints", None, events, background=True)
+    saver = CheckpointManager(
+        alone(), tmp_path / "file" / "checkpoints", None, events, background=True
+    )
     saver.save(
         1, lambda: [TensorShard.whole("model/weight", torch.ones(3))], META, must_succeed=False
     )
@@ -413,7 +423,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 # -- killed in the middle
 def die_in_a_save(world: Communicator, root: Path, victim: int) -> None:
     events = EventLog(root / "events.jsonl") if world.is_rank_zero else EventLog(None)
-    saver = Saver(world, root / "checkpoints", None, events, background=True)
+    saver = CheckpointManager(world, root / "checkpoints", None, events, background=True)
     saver.save(1, lambda: a_third(world, 1.0), META, must_succeed=True)
     if world.rank == victim:
         # the kernel kills the process at that byte of its file
@@ -440,5 +450,5 @@ def test_a_run_killed_in_a_save(tmp_path: Path) -> None:
     (debris,) = folder.glob(".*")
     assert os.stat(debris / "state-00000-of-00001.safetensors").st_size == 100_000
     assert store.newest_whole(folder) == (folder / "step-00000001", [])
-    Saver(alone(), folder, None, EventLog(None), background=True)  # the next start
+    CheckpointManager(alone(), folder, None, EventLog(None), background=True)  # the next start
     assert [one.name for one in folder.iterdir()] == ["step-00000001"]

@@ -20,7 +20,7 @@ from commands import MICRO, digest, events, losses
 from ranks import run_ranks
 
 from paceline.checkpoint import store
-from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.transfer import open_checkpoint, transfer_text
 from paceline.config.load import load_config
 from paceline.core.errors import RunError
@@ -61,7 +61,7 @@ def num_elements(num_ranks: int) -> int:
     return FEW + ELEMENTS * (num_ranks - 1)
 
 
-def saver_of(world: Communicator, root: Path, background: bool = True) -> Saver:
+def saver_of(world: Communicator, root: Path, background: bool = True) -> CheckpointManager:
     """Rank 0 sees ``root``, the others do not."""
     folder = (
         root / "checkpoints"
@@ -69,7 +69,7 @@ def saver_of(world: Communicator, root: Path, background: bool = True) -> Saver:
         else root.parent / f"other-{world.rank}" / "checkpoints"
     )
     log = EventLog(root / "events.jsonl" if world.is_rank_zero else None)
-    return Saver(
+    return CheckpointManager(
         world,
         folder,
         None,
@@ -79,7 +79,7 @@ def saver_of(world: Communicator, root: Path, background: bool = True) -> Saver:
     )
 
 
-def save(saver: Saver, step: int, must_succeed: bool = False) -> str | None:
+def save(saver: CheckpointManager, step: int, must_succeed: bool = False) -> str | None:
     try:
         saver.save(step, lambda: a_share(step, saver.world), META, must_succeed=must_succeed)
         saver.finish()
@@ -165,7 +165,7 @@ def save_with_faults(world: Communicator, root: Path) -> list[str | None]:
     return found
 
 
-def flip_a_byte(saver: Saver) -> None:
+def flip_a_byte(saver: CheckpointManager) -> None:
     assert saver.side is not None
     send, done = saver.side._send, []
 
@@ -178,7 +178,7 @@ def flip_a_byte(saver: Saver) -> None:
     saver.side._send = flipped  # type: ignore[method-assign]
 
 
-def stall_once(saver: Saver) -> None:
+def stall_once(saver: CheckpointManager) -> None:
     """The sender's third chunk is late by more than the receiver waits."""
     side = saver.side
     assert side is not None
@@ -341,8 +341,8 @@ def run_job(env: RankEnv, job: RunSpec, other: Path | None, kill_at: int | None 
             job,
             config=job.config.model_copy(update={"output_dir": str(other)}),
             sees_run_folder=False,
+            resume_from=None,  # rank 0 says where the run resumes from
         )
-        job.resume_from = None  # rank 0 says where the run resumes from
     os.environ["RANK"] = str(env.rank)
     if kill_at is not None and env.rank == env.world_size - 1:
         threading.Thread(target=kill_after, args=(root, kill_at), daemon=True).start()

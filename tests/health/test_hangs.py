@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from paceline.health.hangs import Seen, find_hangs
+from paceline.health.hangs import RankStatus, find_hangs
 
 AFTER_S = 5.0
 
 
-def rank(number: int, **changes: Any) -> Seen:
+def rank(number: int, **changes: Any) -> RankStatus:
     fields = {
         "rank": number,
         "host": "a",
@@ -21,14 +21,14 @@ def rank(number: int, **changes: Any) -> Seen:
         "usual_s": 0.1,
         "still_s": 0.01,
     }
-    return Seen(**{**fields, **changes})
+    return RankStatus(**{**fields, **changes})
 
 
-def waiting(number: int, still_s: float = 8.0, **changes: Any) -> Seen:
+def waiting(number: int, still_s: float = 8.0, **changes: Any) -> RankStatus:
     return rank(number, still_s=still_s, waits_for="all_reduce number 7 of 3 ranks", **changes)
 
 
-def named(*ranks: Seen) -> list[int | None]:
+def named(*ranks: RankStatus) -> list[int | None]:
     return [one.rank for one in find_hangs(ranks, AFTER_S)]
 
 

@@ -14,12 +14,12 @@ import pytest
 from commands import MICRO, end_by, events, start, wait_for_step
 
 from paceline.health import heartbeat_file
-from paceline.health.hangs import Seen
-from paceline.health.heartbeat_file import Heartbeats
+from paceline.health.hangs import RankStatus
+from paceline.health.heartbeat_file import HeartbeatFile
 
 
-def seen(rank: int, **more: object) -> Seen:
-    return Seen(
+def seen(rank: int, **more: object) -> RankStatus:
+    return RankStatus(
         **{
             "rank": rank,
             "host": "one",
@@ -37,7 +37,7 @@ def test_what_was_told_last_is_in_the_file_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat_file, "_EVERY_S", 0.0)
-    file = Heartbeats(tmp_path / "heartbeats.json")
+    file = HeartbeatFile(tmp_path / "heartbeats.json")
     assert not file.path.exists()
     file.tell([seen(0, waits_for="all_reduce number 12 of 2 ranks"), seen(1)])
     file.tell([seen(0)])  # shorter than what was there
@@ -51,7 +51,7 @@ def test_what_was_told_last_is_in_the_file_whole(
 
 
 def test_it_is_told_now_and_then_only(tmp_path: Path) -> None:
-    file = Heartbeats(tmp_path / "heartbeats.json")
+    file = HeartbeatFile(tmp_path / "heartbeats.json")
     file.tell([seen(0)])
     file.tell([seen(0), seen(1)])
     assert len(json.loads(file.path.read_text())["ranks"]) == 1
@@ -59,11 +59,11 @@ def test_it_is_told_now_and_then_only(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
-    file = Heartbeats(tmp_path / "missing" / "heartbeats.json")
+    file = HeartbeatFile(tmp_path / "missing" / "heartbeats.json")
     file.tell([seen(0)])
     file.close()
     (tmp_path / "heartbeats.json").symlink_to(tmp_path / "elsewhere")
-    file = Heartbeats(tmp_path / "heartbeats.json")
+    file = HeartbeatFile(tmp_path / "heartbeats.json")
     file.tell([seen(0)])
     file.close()
     assert not (tmp_path / "elsewhere").exists()

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.health.stragglers import Busy, Straggler, StragglerJudge
+from paceline.health.stragglers import RankBusyTime, Straggler, StragglerDetector
 
 EVEN = dict.fromkeys(range(4), "stage 0")
 
 
 def run(
-    judge: StragglerJudge,
+    judge: StragglerDetector,
     steps: int,
     busy: Callable[[int, int], float],
     data: Callable[[int, int], float] = lambda rank, step: 0.0,
@@ -24,7 +24,7 @@ def run(
         times = {}
         for rank in judge.kinds:
             data_s = data(rank, step)
-            times[rank] = Busy(busy(rank, step) + data_s, data_s, 0.01)
+            times[rank] = RankBusyTime(busy(rank, step) + data_s, data_s, 0.01)
         found += judge.add(step, times)
     return found
 
@@ -52,13 +52,13 @@ def test_none_in_a_thousand_even_steps(
     world_size: int, base_s: float, spread: float, jump: float
 ) -> None:
     for seed in range(2):
-        judge = StragglerJudge(dict.fromkeys(range(world_size), "stage 0"))
+        judge = StragglerDetector(dict.fromkeys(range(world_size), "stage 0"))
         assert run(judge, 1000, noisy(seed, base_s, spread, jump)) == []
 
 
 def test_ranks_that_take_turns_in_being_slow_are_even() -> None:
     """As three ranks on two cores: some are always slower, but not one of them."""
-    judge = StragglerJudge(EVEN)
+    judge = StragglerDetector(EVEN)
     assert run(judge, 1000, lambda rank, step: 0.2 if (step // 3) % 4 == rank else 0.1) == []
 
 
@@ -68,7 +68,7 @@ def test_two_hundred_milliseconds_are_named_within_ten_steps(
     world_size: int, base_s: float
 ) -> None:
     even = noisy(3, base_s, 0.1)
-    judge = StragglerJudge(dict.fromkeys(range(world_size), "stage 0"))
+    judge = StragglerDetector(dict.fromkeys(range(world_size), "stage 0"))
     found = run(
         judge, 60, lambda rank, step: even(rank, step) + (0.2 if rank == 1 and step > 30 else 0)
     )
@@ -79,7 +79,7 @@ def test_two_hundred_milliseconds_are_named_within_ten_steps(
 
 def test_also_in_long_steps_that_are_even() -> None:
     even = noisy(5, 1.2, 0.01)
-    judge = StragglerJudge(EVEN)
+    judge = StragglerDetector(EVEN)
     found = run(
         judge, 40, lambda rank, step: even(rank, step) + (0.2 if rank == 2 and step > 30 else 0)
     )
@@ -90,13 +90,15 @@ def test_also_in_long_steps_that_are_even() -> None:
 def test_a_little_slower_for_long_is_named_as_well() -> None:
     even = noisy(9, 0.1, 0.05)
     found = run(
-        StragglerJudge(EVEN), 60, lambda rank, step: even(rank, step) + (0.05 if rank == 3 else 0)
+        StragglerDetector(EVEN),
+        60,
+        lambda rank, step: even(rank, step) + (0.05 if rank == 3 else 0),
     )
     assert [one.rank for one in found] == [3]
 
 
 def test_the_share_tells_the_cause() -> None:
-    judge = StragglerJudge(EVEN)
+    judge = StragglerDetector(EVEN)
     (found,) = run(judge, 20, noisy(1, 0.05, 0.1), lambda rank, step: 0.3 if rank == 1 else 0.01)
     assert found.share["data_s"] == pytest.approx(0.29, abs=0.01)
     assert found.share["compute_s"] < 0.05
@@ -105,7 +107,7 @@ def test_the_share_tells_the_cause() -> None:
 
 
 def test_said_again_when_it_has_grown_and_when_it_is_over() -> None:
-    judge = StragglerJudge(EVEN)
+    judge = StragglerDetector(EVEN)
     slow = {range(11, 40): 0.2, range(40, 80): 0.9}
     found = run(
         judge,
@@ -123,9 +125,9 @@ def test_said_again_when_it_has_grown_and_when_it_is_over() -> None:
 def test_stages_of_a_pipeline_are_compared_within_the_stage() -> None:
     kinds = {0: "stage 0", 1: "stage 0", 2: "stage 1", 3: "stage 1"}
     stages = {0: 0.1, 1: 0.1, 2: 0.5, 3: 0.5}
-    assert run(StragglerJudge(kinds), 300, lambda rank, step: stages[rank]) == []
+    assert run(StragglerDetector(kinds), 300, lambda rank, step: stages[rank]) == []
     found = run(
-        StragglerJudge(kinds),
+        StragglerDetector(kinds),
         60,
         lambda rank, step: stages[rank] + (0.3 if rank == 1 and step > 20 else 0),
     )
@@ -135,9 +137,9 @@ def test_stages_of_a_pipeline_are_compared_within_the_stage() -> None:
 def test_a_stage_without_an_equal_is_compared_with_its_own_first_steps() -> None:
     kinds = {0: "stage 0", 1: "stage 1"}
     stages = {0: 0.1, 1: 0.5}
-    assert run(StragglerJudge(kinds), 300, lambda rank, step: stages[rank]) == []
+    assert run(StragglerDetector(kinds), 300, lambda rank, step: stages[rank]) == []
     found = run(
-        StragglerJudge(kinds),
+        StragglerDetector(kinds),
         60,
         lambda rank, step: stages[rank] + (0.3 if rank == 0 and step > 30 else 0),
     )
@@ -146,6 +148,6 @@ def test_a_stage_without_an_equal_is_compared_with_its_own_first_steps() -> None
 
 
 def test_ranks_that_do_not_train_are_left_out() -> None:
-    judge = StragglerJudge({0: "stage 0", 1: "stage 0", 2: None})
+    judge = StragglerDetector({0: "stage 0", 1: "stage 0", 2: None})
     assert judge.kinds.keys() == {0, 1}
     assert [one.rank for one in run(judge, 20, lambda rank, step: 0.5 if rank == 1 else 0.1)] == [1]

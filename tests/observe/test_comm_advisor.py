@@ -16,9 +16,9 @@ from paceline.config.schema import Config
 from paceline.distributed.link import Link
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
-from paceline.observe.comm_advisor import Judge, Measured, Method, judge, judge_plain
+from paceline.observe.comm_advisor import CommAdvisor, Method, StepTimings, judge, judge_plain
 from paceline.observe.console import Progress, end_lines
-from paceline.observe.metrics import Meter
+from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.communication_table import communication_rows
 from paceline.parallel.comm_profile import CommTimes
 from paceline.parallel.registry import make_strategy
@@ -37,7 +37,7 @@ def topk(link, measured, beside=True, sends_s=None):
 
 
 def test_it_pays_where_plain_ddp_would_wait_longer():
-    found = topk(SLOW, Measured(20, 0.5, 0.2, 0.3, CommTimes(0.2, method_s=0.1)))
+    found = topk(SLOW, StepTimings(20, 0.5, 0.2, 0.3, CommTimes(0.2, method_s=0.1)))
     assert found.pays is True
     # The first bucket is full after half of backward, and each takes 2.02 s.
     assert found.ddp == pytest.approx({"all_reduce_s": 4.04, "wait_s": 3.94, "step_s": 4.24})
@@ -47,7 +47,7 @@ def test_it_pays_where_plain_ddp_would_wait_longer():
 
 
 def test_it_does_not_pay_where_backward_hides_what_the_method_saves():
-    found = topk(FAST, Measured(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.04)))
+    found = topk(FAST, StepTimings(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.04)))
     assert found.pays is False
     assert found.ddp["wait_s"] == pytest.approx(0.0202)  # the last bucket
     assert found.ddp["step_s"] == pytest.approx(0.3202)
@@ -56,7 +56,7 @@ def test_it_does_not_pay_where_backward_hides_what_the_method_saves():
 
 
 def test_a_small_gain_is_not_known():
-    found = topk(FAST, Measured(20, 0.315, 0.015, 0.3, CommTimes(0.2)))
+    found = topk(FAST, StepTimings(20, 0.315, 0.015, 0.3, CommTimes(0.2)))
     assert found.pays is None
     assert "too small to tell" in found.why
 
@@ -65,18 +65,20 @@ def test_work_beside_the_step_slows_it_down():
     """80 ms of work and 5 ms of waiting: 75 ms were taken from the step's only thread; of three, a
     third of it each."""
     for threads, taken in ((1, 0.075), (3, 0.025)):
-        found = topk(FAST, Measured(20, 0.305, 0.005, 0.3, CommTimes(0.2, method_s=0.08), threads))
+        found = topk(
+            FAST, StepTimings(20, 0.305, 0.005, 0.3, CommTimes(0.2, method_s=0.08), threads)
+        )
         assert found.ddp["step_s"] == pytest.approx(0.3202 - taken)
     found = topk(
-        FAST, Measured(20, 0.305, 0.005, 0.3, CommTimes(0.2, method_s=0.08), 3), beside=False
+        FAST, StepTimings(20, 0.305, 0.005, 0.3, CommTimes(0.2, method_s=0.08), 3), beside=False
     )
     assert found.ddp["step_s"] == pytest.approx(0.3202 - 0.08)  # part of the step itself
-    found = topk(FAST, Measured(20, 0.305, 0.005, 0.3, CommTimes(0.2, moments_s=0.01)))
+    found = topk(FAST, StepTimings(20, 0.305, 0.005, 0.3, CommTimes(0.2, moments_s=0.01)))
     assert found.ddp["step_s"] == pytest.approx(0.3302)  # what ddp's optimizer does
 
 
 def test_waiting_that_nothing_explains_would_be_ddps_too():
-    measured = Measured(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.01, moments_s=0.005))
+    measured = StepTimings(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.01, moments_s=0.005))
     found = topk(FAST, measured, sends_s=0.002)
     assert found.ddp["wait_s"] == pytest.approx(0.0202 + 0.033)
     assert found.ddp["step_s"] == pytest.approx(0.3 + 0.005 + 0.0202 + 0.033)
@@ -86,7 +88,7 @@ def test_waiting_that_nothing_explains_would_be_ddps_too():
     diloco = topk(FAST, measured, beside=False, sends_s=0.002)  # its work is no part of its waiting
     assert diloco.ddp["wait_s"] == pytest.approx(0.0202 + 0.048)
     explained = topk(
-        FAST, Measured(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.045)), sends_s=0.005
+        FAST, StepTimings(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.045)), sends_s=0.005
     )
     assert explained.pays is False
     assert "does not explain" not in explained.why
@@ -96,7 +98,7 @@ def test_waiting_that_nothing_explains_would_be_ddps_too():
     ("step_s", "pays"), [(3.0, True), (200.0, False), (4.0, None), (30.0, None)]
 )
 def test_where_waits_are_not_seen_bounds_decide(step_s, pays):
-    found = topk(SLOW, Measured(20, step_s, None, None, CommTimes(0.0)))
+    found = topk(SLOW, StepTimings(20, step_s, None, None, CommTimes(0.0)))
     assert found.pays is pays
     assert found.ddp == {"all_reduce_s": pytest.approx(4.04), "wait_s": None, "step_s": None}
 
@@ -108,9 +110,9 @@ def test_without_steps_nothing_is_known():
 
 
 def test_what_is_said_of_plain_ddp():
-    slow = Measured(20, 4.4, 4.0, 0.4, CommTimes(0.3))
+    slow = StepTimings(20, 4.4, 4.0, 0.4, CommTimes(0.3))
     # less than half of it
-    assert judge_plain(Measured(20, 0.4, 0.19, 0.21, CommTimes(0.3)), None, BUCKETS) is None
+    assert judge_plain(StepTimings(20, 0.4, 0.19, 0.21, CommTimes(0.3)), None, BUCKETS) is None
     assert judge_plain(None, None, BUCKETS) is None
     said = judge_plain(slow, SLOW, BUCKETS)
     assert said.startswith("communication takes 91 % of a step (4 s of 4.4 s)")
@@ -146,9 +148,9 @@ def steps(world, mode, link, more, steps=14):
     strategy.setup_optimizer(
         lambda named: build_optimizer(config.train_args, 1e-3, named, matrices)
     )
-    meter = Meter(world, time.time(), has_tokens=False)
+    meter = StepMetrics(world, time.time(), has_tokens=False)
     before = world.traffic.total
-    judge = Judge(strategy.comm_profile, world, meter, first_step=0, last_step=steps)
+    judge = CommAdvisor(strategy.comm_profile, world, meter, first_step=0, last_step=steps)
     opening, words = judge.opening(), []
     assert world.traffic.total == before
     batch = torch.arange(ROWS) % WORDS
@@ -166,7 +168,7 @@ def steps(world, mode, link, more, steps=14):
     figures = judge.report()
     sent = [meter.usual_traffic, strategy.comm_profile.sent_bytes]
     world.barrier()
-    return opening, words, figures, judge.said, sent
+    return opening, words, figures, judge.summary, sent
 
 
 SLOW_RATE = (5e4, 1e-3)  # so slow that a busy machine does not matter
@@ -261,7 +263,7 @@ def test_the_data_axis_of_a_hybrid():
 
 # -- who is told
 def test_the_report_and_the_last_lines_tell():
-    verdict = topk(FAST, Measured(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.04)))
+    verdict = topk(FAST, StepTimings(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.04)))
     figures = {
         "method": "topk", "ratio_sent": 50.0, "residual_norm": 1.5, "step_s": 0.35, "wait_s": 0.05,
         "wait_share": 1 / 7, "steps_measured": 20, "method_s": 0.04, "ddp": verdict.ddp,

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from paceline.observe.device_stats import NOTHING, DeviceReader, as_event
+from paceline.observe.device_stats import NOTHING, DeviceMonitor, as_event
 
 
 def readers() -> int:
@@ -15,14 +15,14 @@ def readers() -> int:
 
 
 def test_on_a_cpu_nothing_is_read() -> None:
-    reader = DeviceReader(torch.device("cpu"))
+    reader = DeviceMonitor(torch.device("cpu"))
     assert reader.last == NOTHING
     assert readers() == 0
     assert as_event([reader.last, reader.last]) == {}
 
 
 def test_what_does_not_answer_is_not_asked_again() -> None:
-    reader = DeviceReader(torch.device("cuda", 99))  # there is no such device anywhere
+    reader = DeviceMonitor(torch.device("cuda", 99))  # there is no such device anywhere
     for one in threading.enumerate():
         if one.name == "device-reader":
             one.join(timeout=30)

@@ -13,7 +13,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
-from paceline.observe.metrics import Meter
+from paceline.observe.metrics import StepMetrics
 
 PARTS = ("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", "other_s")
 STEPS = 3
@@ -23,7 +23,7 @@ def _steps(world: Communicator) -> dict[str, Any]:
     """Rank 1 is slow in its forward, so rank 0 waits in backward; and only rank 0 broadcasts more
     than the others know."""
     PROGRESS.start()
-    meter = Meter(world, time.time(), has_tokens=False)
+    meter = StepMetrics(world, time.time(), has_tokens=False)
     lengths = []
     for step in range(1, STEPS + 1):
         PROGRESS.begin_step(step)
@@ -45,7 +45,7 @@ def _steps(world: Communicator) -> dict[str, Any]:
     before = world.traffic.total
     figures = meter.gather(0.5, (float(world.rank),))
     assert world.traffic.total == before  # the line's own collective is no traffic of the training
-    return {"figures": figures, "step_s": sum(lengths) / STEPS, "told": meter.told}
+    return {"figures": figures, "step_s": sum(lengths) / STEPS, "told": meter.extra_by_rank}
 
 
 def test_the_parts_of_a_step_are_told_of_every_rank_and_add_up() -> None:
@@ -73,13 +73,17 @@ def test_traffic_is_that_of_the_rank_that_sends_most() -> None:
     assert "devices" not in figures  # on a CPU there is nothing to be told
 
 
-def _one_rank(**more: Any) -> tuple[Communicator, Meter]:
+def _one_rank(**more: Any) -> tuple[Communicator, StepMetrics]:
     world = Communicator(RankEnv(), torch.device("cpu"))
-    return world, Meter(world, time.time(), has_tokens=False, **more)
+    return world, StepMetrics(world, time.time(), has_tokens=False, **more)
 
 
 def _send(
-    world: Communicator, meter: Meter, within: int = 0, after: int = 0, name: str = "all_reduce"
+    world: Communicator,
+    meter: StepMetrics,
+    within: int = 0,
+    after: int = 0,
+    name: str = "all_reduce",
 ) -> None:
     meter.begin()
     if within:

@@ -224,7 +224,7 @@ def test_a_worker_that_trains_on_its_own_skips_its_own_step():
 def test_an_accelerators_optimizer_can_leave_a_step_out_by_itself(optim):
     """The flag that is read on the device: as fused optimizers take it, here on the CPU."""
     from paceline.distributed.environment import RankEnv
-    from paceline.train.precision import skips_on_device
+    from paceline.health.anomalies import skips_on_device
 
     config = Config(model="m", dataset="d", train_args={"optim": optim})
     model = Plain()

@@ -19,8 +19,9 @@ from paceline.distributed.communicator import (
     init_communicator,
 )
 from paceline.distributed.environment import RankEnv
+from paceline.health.replicas import align_replicas
 from paceline.parallel.registry import make_strategy
-from paceline.train.mixed_devices import align_replicas, check_mixed_devices, mixed_devices_notices
+from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 
 
 def world_of(*types: str) -> Communicator:
@@ -98,7 +99,7 @@ def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[floa
         model.weight.mul_(1 + 1e-6 * env.rank)  # as a device that rounds otherwise
         optimizer.state[model.weight]["exp_avg"].mul_(1 + 1e-6 * env.rank)
     before = model.weight.clone()
-    align_replicas(strategy, world)
+    align_replicas(strategy)
     kept = [before, model.weight, optimizer.state[model.weight]["exp_avg"]]
     return (
         sorted(told),

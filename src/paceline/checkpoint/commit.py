@@ -47,7 +47,7 @@ STALL_S = 900.0
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that was written."""
 
     path: Path
@@ -55,7 +55,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Writer:
+class ShardWriter:
     """A rank that takes part in a save: its process, and the bytes of its tensors."""
 
     host: str
@@ -63,7 +63,7 @@ class Writer:
     size_bytes: int
 
     @classmethod
-    def here(cls, parts: Sequence[TensorShard]) -> Writer:
+    def here(cls, parts: Sequence[TensorShard]) -> ShardWriter:
         return cls(_process_space(), os.getpid(), size_of(parts))
 
     @property
@@ -95,7 +95,7 @@ def _process_space() -> str:
     return " ".join(found)
 
 
-class PartFailed(Exception):
+class ShardWriteError(Exception):
     """A rank could not write what it owns."""
 
 
@@ -182,7 +182,7 @@ def has_failed(aside: Path) -> bool:
 
 def wait_for_parts(
     aside: Path,
-    writers: Sequence[Writer],
+    writers: Sequence[ShardWriter],
     patience_s: Callable[[], float] = lambda: STALL_S,
     tick: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
@@ -190,7 +190,7 @@ def wait_for_parts(
     they grow.
 
     Raises:
-        PartFailed: a rank could not write, or its process ended, or nothing has grown for
+        ShardWriteError: a rank could not write, or its process ended, or nothing has grown for
             ``patience_s()``.
     """
     seen, since, pause_s = -1, time.monotonic(), 0.001
@@ -230,17 +230,17 @@ def _outcome(aside: Path, rank: int, num_ranks: int) -> dict[str, Any]:
     for failed in aside.glob(f"rank-{rank:05d}.failed-*"):
         # a disk that is full may have no room for the words
         number = int(failed.name.rpartition("-")[2])
-        raise PartFailed(
+        raise ShardWriteError(
             (os.strerror(number) if number else failed.read_text() or "it is not known why") + who
         )
     if not _marker(aside, rank, "json").exists():
-        raise PartFailed(f"rank {rank} ended, or stopped writing, before its part was on disk")
+        raise ShardWriteError(f"rank {rank} ended, or stopped writing, before its part was on disk")
     return dict(json.loads(_marker(aside, rank, "json").read_text()))
 
 
 def commit(
     folder: Path, step: int, aside: Path, meta: dict[str, Any], said: Sequence[dict[str, Any]]
-) -> Saved:
+) -> SavedCheckpoint:
     """Give the folder its name, when every rank's file is in it.
 
     Raises:
@@ -279,7 +279,7 @@ def commit(
         raise
     fsync_dir(folder)
     shutil.rmtree(old, ignore_errors=True)
-    return Saved(final, sum(int(one["size_bytes"]) for one in files.values()))
+    return SavedCheckpoint(final, sum(int(one["size_bytes"]) for one in files.values()))
 
 
 def _write_synced(path: Path, raw: bytes) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from paceline.checkpoint import transfer
 from paceline.checkpoint.commit import (
     STALL_S,
-    Saved,
-    Writer,
+    SavedCheckpoint,
+    ShardWriter,
     commit,
     not_written,
     reason_of,
@@ -34,7 +34,7 @@ from paceline.parallel.state import TensorShard
 HURRY_S = 20.0
 
 
-class Flight:
+class InFlightSave:
     """Args: aside: the hidden folder it is written in; None where it could not be made. writers:
     all ranks, in order. keep: checkpoints that are kept; None: all. superseded: steps of
     checkpoints that an earlier life of the run wrote, beyond the one that this life goes on from.
@@ -52,7 +52,7 @@ class Flight:
         parts: Sequence[TensorShard],
         meta: dict[str, Any],
         aside: Path | None,
-        writers: Sequence[Writer],
+        writers: Sequence[ShardWriter],
         keep: int | None,
         superseded: frozenset[int],
         start: float,
@@ -75,7 +75,7 @@ class Flight:
         self.side, self.senders, self.store = side, senders, store
         self.blocked_s = 0.0
         self.wall_s: float | None = None
-        self.saved: Saved | None = None
+        self.saved: SavedCheckpoint | None = None
         self.error: RunError | ClaimLostError | None = None
         self.warnings: list[str] = []
         self.patience_s: float | None = None

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paceline.checkpoint.commit import Writer, clear_debris, prepare, reason_of, write_part
+from paceline.checkpoint.commit import ShardWriter, clear_debris, prepare, reason_of, write_part
 from paceline.checkpoint.format import name_of
-from paceline.checkpoint.in_flight import HURRY_S, Flight
+from paceline.checkpoint.in_flight import HURRY_S, InFlightSave
 from paceline.checkpoint.remote import CheckpointStore, ClaimLostError
-from paceline.checkpoint.staging import HostCopy
+from paceline.checkpoint.staging import StagingBuffer
 from paceline.checkpoint.store import committed, step_of
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
@@ -30,12 +30,12 @@ MakeParts = Callable[[], list[TensorShard]]
 _LONG_WAIT_S = 10.0
 #: How often a save is tried again while the run stands still for it.
 _RETRY_S = 5.0
-#: What the first rank may ask of all (:meth:`Saver.wish`): a save as any other, or one for which
-#: the run stands still.
-_SAVE, _STAND_STILL = 1.0, 2.0
+#: What rank 0 may request of all ranks (:meth:`CheckpointManager.next_request`): an ordinary save, or
+#: one for which training pauses.
+_SAVE, _PAUSE = 1.0, 2.0
 
 
-class Saver:
+class CheckpointManager:
     """Saves the state of a run below ``folder`` (``RUN/checkpoints``), each rank what it owns. Use
     it in a ``with``, so that what is being written when the training ends is waited for.
 
@@ -43,7 +43,8 @@ class Saver:
         keep: how many checkpoints are kept; None keeps all.
         background: let training go on while a save is written, from a copy in the host's memory of
             what this rank owns. One save is in flight at most.
-        every_s: ask for a save whenever so many seconds have passed since the last was begun.
+        every_steps: a save is due after this many steps; None or 0: never.
+        every_s: request a save whenever so many seconds have passed since the last was begun.
         pause: where a save cannot be written, stand still until it can be, or until ``stop()`` is
             true on some rank.
         side: the group over which ranks that do not see ``folder`` send what they own to rank 0;
@@ -59,6 +60,7 @@ class Saver:
         events: EventLog,
         *,
         background: bool,
+        every_steps: int | None = None,
         every_s: float | None = None,
         pause: bool = False,
         stop: Callable[[], bool] = lambda: False,
@@ -70,6 +72,7 @@ class Saver:
         self.keep = keep
         self.events = events
         self.background = background
+        self.every_steps = every_steps
         self.every_s = every_s
         self.pause = pause
         self.stop = stop
@@ -79,18 +82,18 @@ class Saver:
         self.last_step: int | None = None  # saved, or being saved in the background
         self.num_begun = 0  # saves; the last one at:
         self._since = time.monotonic()
-        self._asked = 0.0  # by the first rank, of all
+        self._request = 0.0  # of rank 0, to all ranks
         self._failed = False  # the first rank has a failed save to tell of
-        self._flight: Flight | None = None
+        self._flight: InFlightSave | None = None
         # of the last save in the background; known to rank 0 alone
         self._error: Failure | None = None
-        self._copy = HostCopy(world.device)
+        self._copy = StagingBuffer(world.device)
         self._said_unpinned = False
         if world.is_rank_zero:
             clear_debris(folder)
         self._found = {step_of(one) for one in committed(folder)}  # by earlier lives
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(
@@ -101,35 +104,40 @@ class Saver:
     ) -> None:
         self.finish(hurry=error is not None)
 
-    def wish(self) -> float:
-        """What this rank asks of all, to be told to each of them at the same step (:meth:`hear`):
-        on the first rank, and once each time, that a save is due by the clock, or that one failed
-        for which the run shall stand still. Else 0."""
+    def next_request(self) -> float:
+        """Return what rank 0 requests of all ranks, once each time; it is sent to every rank and
+        passed to :meth:`accept_request` there at the same step. That is a save that is due by the
+        clock, or a save for which training pauses because the last one failed; else 0."""
         if not self.world.is_rank_zero or self._flight is not None:
             return 0.0
         if self._failed:
             self._failed = False
-            return _STAND_STILL
+            return _PAUSE
         if self.every_s is None or time.monotonic() - self._since < self.every_s:
             return 0.0
         self._since = time.monotonic()
         return _SAVE
 
-    def hear(self, wish: float, num_begun: int) -> None:
-        """Keep a wish until the next save, which fulfils it. ``num_begun`` when it was uttered: a
-        save that was begun since then has fulfilled it."""
+    def accept_request(self, request: float, num_begun: int) -> None:
+        """Keep a request until the next save. ``num_begun``: of :attr:`num_begun` when the request
+        was made; a save that was begun since then has satisfied it."""
         if num_begun == self.num_begun:
-            self._asked = max(self._asked, wish)
+            self._request = max(self._request, request)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a save is requested, or due at this step; the same on all ranks."""
+        return self._request > 0 or bool(self.every_steps and step % self.every_steps == 0)
+
+    def resume_at(self, step: int, is_own: bool) -> None:
+        """The run continues from the checkpoint of ``step``, which lies in this run's folder if
+        ``is_own``."""
+        self.first_step = step
+        self.last_step = step if is_own else None
 
     @property
     def is_writing(self) -> bool:
         """Whether a save is being written beside the training."""
         return self._flight is not None
-
-    @property
-    def asked(self) -> bool:
-        """Whether a save is asked for now; the same on all ranks."""
-        return self._asked > 0
 
     def save(
         self, step: int, make_parts: MakeParts, meta: dict[str, Any], *, must_succeed: bool
@@ -147,7 +155,7 @@ class Saver:
     def _save(
         self, step: int, make_parts: MakeParts, meta: dict[str, Any], must_succeed: bool
     ) -> None:
-        asked, self._asked = self._asked, 0.0
+        request, self._request = self._request, 0.0
         if step == self.last_step:
             if not must_succeed:
                 return
@@ -159,7 +167,7 @@ class Saver:
         self._since = time.monotonic()
         self.num_begun += 1
         self._found.discard(step)
-        background = self.background and not must_succeed and asked != _STAND_STILL
+        background = self.background and not must_succeed and request != _PAUSE
         error = self._begin(step, make_parts, meta, background)
         if isinstance(error, ClaimLostError):
             raise error
@@ -237,7 +245,7 @@ class Saver:
         broken = self.side is not None and self.side.is_broken
         with uncounted():
             told: list[Any] = self.world.gather_objects(
-                (Writer.here(parts), aside, problem, self._copy.unpinned, idle, broken)
+                (ShardWriter.here(parts), aside, problem, self._copy.unpinned, idle, broken)
             )
         senders = self._senders(told)
         asides = [one[1] for one in told if one is not None and one[1] is not None]
@@ -259,11 +267,11 @@ class Saver:
         )
         if not asides and not problems:
             problems = [(0, "the rank that led it has ended")]
-        writers = [Writer.here(()) if one is None else one[0] for one in told]
+        writers = [ShardWriter.here(()) if one is None else one[0] for one in told]
         superseded = frozenset(one for one in self._found if one > self.first_step)
         aside = asides[0] if asides else None
         ways = (self.side, senders, self.store)
-        flight = Flight(
+        flight = InFlightSave(
             self.world,
             self.folder,
             step,
@@ -364,7 +372,7 @@ class Saver:
             level="warning",
         )
 
-    def _say(self, flight: Flight) -> None:
+    def _say(self, flight: InFlightSave) -> None:
         if not self.world.is_rank_zero:
             return
         saved = flight.saved

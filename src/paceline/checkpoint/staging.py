@@ -18,7 +18,7 @@ class _Block:
     used: int = 0
 
 
-class HostCopy:
+class StagingBuffer:
     """Copies of parts in the host's memory, pinned where there is an accelerator. The memory is
     kept for the next save.
 

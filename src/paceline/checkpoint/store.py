@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.commit import (
-    PartFailed,
-    Saved,
-    Writer,
+    SavedCheckpoint,
+    ShardWriteError,
+    ShardWriter,
     commit,
     not_written,
     prepare,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointReader",
-    "Saved",
+    "SavedCheckpoint",
     "committed",
     "find",
     "foreign_files",
@@ -61,7 +61,9 @@ __all__ = [
 _NAME = re.compile(r"step-(\d{8,})")
 
 
-def save(folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str, Any]) -> Saved:
+def save(
+    folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str, Any]
+) -> SavedCheckpoint:
     """Write a checkpoint of ``step`` below ``folder`` (``RUN/checkpoints``) out of whole tensors,
     in this process alone.
 
@@ -72,12 +74,12 @@ def save(folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str
     from paceline.parallel.state import TensorShard
 
     parts = [TensorShard.whole(name, one) for name, one in state.items()]
-    writer, aside = Writer.here(parts), None
+    writer, aside = ShardWriter.here(parts), None
     try:
         aside = prepare(folder, step, num_ranks=1)
         write_part(aside, 0, 1, parts)
         return commit(folder, step, aside, meta, wait_for_parts(aside, [writer]))
-    except (OSError, ValueError, PartFailed) as error:
+    except (OSError, ValueError, ShardWriteError) as error:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
         raise not_written(folder, step, writer.size_bytes, reason_of(error)) from error

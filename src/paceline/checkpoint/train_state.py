@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from paceline.checkpoint.transfer import OpenCheckpoint
 from paceline.core.errors import ConfigError
+from paceline.data.order import SampleOrder
 from paceline.models.shape.record import ModelShape
+from paceline.parallel.base import Strategy
+from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.state import StateReader, TensorShard
 
-if TYPE_CHECKING:
-    from paceline.train.trainer import Session
 
-
-def training_state(session: Session) -> list[TensorShard]:
-    """What this rank writes into a checkpoint: parameters, buffers and optimizer by the strategy;
-    schedule, random state and data position as numbers, by rank 0.
+def collect_train_state(
+    strategy: Strategy, step: int, order: SampleOrder, scaler: LossScaler | None
+) -> list[TensorShard]:
+    """Return what this rank writes into a checkpoint: parameters, buffers and optimizer by the
+    strategy; schedule, random state and data position as numbers, by rank 0.
 
     Random state is (seed, step): every draw is a function of them (see
-    :mod:`paceline.distributed.seeds`), so nothing else is needed to go on exactly.
+    :mod:`paceline.distributed.seeds`), so nothing else is needed to continue exactly.
     """
-    parts = session.strategy.state_shards()
-    if not session.world.is_rank_zero:
-        return parts
-    epoch, place = divmod(session.step, session.order.steps_per_epoch)
+    shards = strategy.state_shards()
+    if not strategy.world.is_rank_zero:
+        return shards
+    epoch, position = divmod(step, order.steps_per_epoch)
     numbers = {
-        "random/seed": session.config.train_args.seed,
-        "schedule/step": session.step,
+        "random/seed": order.seed,
+        "schedule/step": step,
         "data/epoch": epoch,
-        "data/position": place * session.order.batch_size,
+        "data/position": position * order.batch_size,
     }
-    tensors = {
-        name: torch.tensor(value) for name, value in numbers.items()
-    } | session.precision.state()
-    return parts + [TensorShard.whole(name, value) for name, value in tensors.items()]
+    tensors = {name: torch.tensor(value) for name, value in numbers.items()}
+    if scaler is not None:
+        tensors |= {f"scaler/{name}": value for name, value in scaler.state().items()}
+    return shards + [TensorShard.whole(name, value) for name, value in tensors.items()]
 
 
 #: Elements of each frozen parameter that its digest is made of: another model differs in nearly
@@ -101,28 +102,19 @@ def check_same_model(
         )
 
 
-def load_training_state(session: Session, source: StateReader, step: int) -> None:
-    """The reverse, on every rank."""
-    strategy = session.strategy
-    scaler = {
-        name: float(source.read(name, (), ()))
-        for name in source.tensors()
-        if name.startswith("scaler/")
-    }
-    session.precision.load_state(scaler)  # before what a strategy has of its own scale
-    strategy.load_state(source)
-    if not strategy.replicas_diverge and any(
-        name.startswith("local/") for name in source.tensors()
-    ):
-        strategy.notices.append(
-            (
-                "warning",
-                (
-                    "the checkpoint is of workers that trained on their own: this goes on from the"
-                    " mean of their parameters and the first one's optimizer; the rest of their"
-                    " state is dropped"
-                ),
-            )
+def load_train_state(strategy: Strategy, source: StateReader, scaler: LossScaler | None) -> None:
+    """Load a checkpoint into the strategy and the loss scaler, on every rank."""
+    names = source.tensors()
+    # before what a strategy keeps of its own scale
+    if scaler is not None and "scaler/scale" in names:
+        scale, growth_tracker = (
+            float(source.read(f"scaler/{name}", (), ())) for name in ("scale", "growth_tracker")
         )
-    session.step = session.first_step = step
-    session.saver.last_step = session.saver.first_step = step
+        scaler.load(scale, growth_tracker)
+    strategy.load_state(source)
+    if not strategy.replicas_diverge and any(name.startswith("local/") for name in names):
+        text = (
+            "the checkpoint is of workers that trained on their own: this goes on from the mean of"
+            " their parameters and the first one's optimizer; the rest of their state is dropped"
+        )
+        strategy.notices.append(("warning", text))

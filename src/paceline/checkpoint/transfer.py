@@ -35,8 +35,8 @@ from paceline.distributed.traffic import uncounted
 from paceline.parallel.state import StateReader
 
 if TYPE_CHECKING:
+    from paceline.parallel.base import Strategy
     from paceline.parallel.state import TensorShard
-    from paceline.train.trainer import Session
 
 Tick = Callable[[], None]
 
@@ -338,29 +338,33 @@ def _error_from(raw: dict[str, Any]) -> ConfigError | RunError:
 
 # -- what it costs
 # ------------------------------------------------------------------------------------------------------------
-def transfer_notices(session: Session, side: SideGroup | None) -> list[tuple[str, str]]:
-    """What travels to rank 0 at each save, as (level, text). A collective."""
+def transfer_notices(
+    strategy: Strategy, side: SideGroup | None, moment_bytes: int
+) -> list[tuple[str, str]]:
+    """Return what is sent to rank 0 at each save, as (level, text). A collective.
+
+    Args:
+        moment_bytes: of optimizer state per element of a parameter.
+    """
     if side is None:
         return []
-    strategy, moments = session.strategy, session.shape.optimizer_bytes_per_element
-    size_bytes = 0
-    for part in strategy.tensor_shards():
-        item = part.tensor.element_size()
-        if part.owned or strategy.replicas_diverge:
-            size_bytes += part.tensor.numel() * (item + (moments if part.key is not None else 0))
-        elif session.config.compression.chain and part.key is not None:
+    comm, config, size_bytes = strategy.world, strategy.config, 0
+    for shard in strategy.tensor_shards():
+        item = shard.tensor.element_size()
+        if shard.owned or strategy.replicas_diverge:
+            size_bytes += shard.tensor.numel() * (
+                item + (moment_bytes if shard.key is not None else 0)
+            )
+        elif config.compression.chain and shard.key is not None:
             # what compression keeps of the gradient until later
-            size_bytes += part.tensor.numel() * item
+            size_bytes += shard.tensor.numel() * item
     with uncounted():
-        sizes: list[Any] = session.world.gather_objects(size_bytes if side.is_remote else None)
+        sizes: list[Any] = comm.gather_objects(size_bytes if side.is_remote else None)
         rate = side.measure_bytes_per_s()
-    if not session.world.is_rank_zero:
+    if not comm.is_rank_zero:
         return []
-    return [
-        transfer_text(
-            [one for one in sizes if one is not None], rate, session.config.parallel.timeout_s
-        )
-    ]
+    remote_sizes = [size for size in sizes if size is not None]
+    return [transfer_text(remote_sizes, rate, config.parallel.timeout_s)]
 
 
 def transfer_text(

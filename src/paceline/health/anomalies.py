@@ -1,10 +1,9 @@
-"""Numbers that go wrong: an update without a finite gradient is skipped by every rank that would
-make it, and told of; too many in a row end the run. Replicas that drift:
-:mod:`paceline.health.replicas`; losses that jump: :mod:`paceline.health.loss_spikes`.
+"""Updates without a finite gradient: every rank that would make such an update skips it, and rank 0
+reports it; too many in a row end the run.
 
-On a CPU the gradient's norm is looked at before the update. An accelerator decides for itself where
-the optimizer can (torch's fused ones), and the host looks a step later: it never waits for the
-device.
+On a CPU the gradient's norm is read before the update. An accelerator decides for itself if the
+optimizer can (torch's fused ones), and the host reads the decision a step later, so it never waits
+for the device.
 """
 
 from __future__ import annotations
@@ -12,204 +11,205 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from paceline.config.schema.recovery import RecoveryConfig
 from paceline.core.errors import RunError
-from paceline.core.events import Event, effective_events
+from paceline.core.events import Event, EventLog, effective_events
 from paceline.core.formatting import counted
 from paceline.core.processes import host_name
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
-from paceline.health.loss_spikes import Spikes
-from paceline.health.replicas import check_replicas
-from paceline.train.precision import skips_on_device
-
-if TYPE_CHECKING:
-    from paceline.train.trainer import Session
+from paceline.parallel.base import Strategy
+from paceline.parallel.loss_scale import LossScaler
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """What is known of a step's gradient. Tensors are scalars on the device, not finite where
+class UpdateDecision:
+    """How the update of a step is decided. Tensors are scalars on the device, not finite if
     something was not.
 
     Args:
-        step: updates counted, with this one.
-        norm: of the whole gradient; None where ``made`` says whether it was finite.
-        made: whether the update was made, where the host knows.
-        loss: this rank's own.
-        own: this rank's own gradient, where it is known.
-        apart: the ranks train on their own, and each has skipped, or not, for itself.
+        grad_norm: of the whole gradient; None if the strategy decides by itself.
+        on_device: the device decides, and the host does not know.
+        local_grad: this rank's own gradient, if it is known.
+        is_local: the ranks train on their own, and each skips, or not, for itself.
     """
 
+    grad_norm: torch.Tensor | None
+    on_device: bool
+    local_grad: torch.Tensor | None
+    is_local: bool
+
+
+@dataclass(frozen=True)
+class _Update:
+    """A step's update. ``step``: updates counted, with this one; ``made``: whether it was made, if
+    the host knows; ``loss``: this rank's own."""
+
     step: int
-    norm: torch.Tensor | None
+    decision: UpdateDecision
     made: bool
     loss: torch.Tensor
-    own: torch.Tensor | None
-    apart: bool
 
     @property
-    def bad(self) -> bool:
-        return not self.made if self.norm is None else not _finite(self.norm)
+    def was_skipped(self) -> bool:
+        grad_norm = self.decision.grad_norm
+        return not self.made if grad_norm is None else not _is_finite(grad_norm)
 
 
-class Guard:
-    """Watches a session's numbers. Every rank has one, and they come to the same answers at the
-    same places."""
+class AnomalyDetector:
+    """Observes the gradients of a run. Every rank has one, and all of them reach the same result at
+    the same step. It never touches the optimizer.
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.settings = session.config.recovery
-        self.spikes = Spikes(session)
-        self.over: RunError | None = None  # why the run shall end
-        self._row: list[int] = []  # steps without an update, up to the last
-        self._unread: deque[_Verdict] = deque()
+    Args:
+        scaler: of float16 training.
+    """
+
+    def __init__(
+        self,
+        settings: RecoveryConfig,
+        strategy: Strategy,
+        scaler: LossScaler | None,
+        events: EventLog,
+    ) -> None:
+        self.settings = settings
+        self.strategy = strategy
+        self.comm: Communicator = strategy.world
+        self.scaler = scaler
+        self.events = events
+        self.error: RunError | None = None  # why the run must end
+        self._skipped_in_row: list[int] = []  # steps without an update, up to the last
+        self._pending: deque[_Update] = deque()
         # updates that this rank, training on its own, has skipped since the last log line
-        self._untold = 0
-        self._compared: int | None = None  # step at which replicas were compared last
+        self._local_skips = 0
 
     # -- a step
-    # -------------------------------------------------------------------------------------------------------------
-    def update(self, norm: torch.Tensor, loss: torch.Tensor) -> None:
-        """Make the step's update, if the gradient is finite. ``norm``: as the strategy told it;
-        ``loss``: of this rank. Where :attr:`over` is set then, the run shall end: :meth:`end`
-        raises it when the state is saved."""
-        session = self.session
-        strategy, precision = session.strategy, session.precision
-        apart = strategy.count_group is not session.world
-        own = strategy.local_grad_finite() if session.world.size > 1 else None
-        knows = strategy.handles_overflow
-        late = (
-            not knows
+    # ----------------------------------------------------------------------------------------------
+    def decide(self, grad_norm: torch.Tensor) -> UpdateDecision:
+        """Return how the update is decided. ``grad_norm``: as the strategy computed it."""
+        strategy = self.strategy
+        on_device = (
+            not strategy.handles_overflow
             and not strategy.needs_rollback_on_skip
-            and norm.device.type != "cpu"
-            and skips_on_device(strategy.optimizer, norm)
+            and grad_norm.device.type != "cpu"
+            and skips_on_device(strategy.optimizer, grad_norm)
+            # the ranks gather which of them skipped in the same step
+            and not self.comm.mixes_devices
         )
-        # the ranks gather who it was in the same step
-        late = late and not session.world.mixes_devices
-        seen = None if knows else norm
-        made = strategy.optimizer_step(lambda optimizer: precision.step(optimizer, seen, late))
-        if knows:
-            precision.settle(made)
-        self._unread.append(_Verdict(session.step + 1, seen, made, loss, own, apart))
-        while len(self._unread) > (1 if late else 0):
-            self._read(self._unread.popleft())
+        return UpdateDecision(
+            grad_norm=None if strategy.handles_overflow else grad_norm,
+            on_device=on_device,
+            local_grad=strategy.local_grad_finite() if self.comm.size > 1 else None,
+            is_local=strategy.count_group is not self.comm,
+        )
 
-    def after_step(self) -> None:
-        """Compare replicas, where it is time."""
-        every = self.settings.check_replicas_steps
-        if every and self.session.step % every == 0:
-            self._compare()
+    def record(self, step: int, decision: UpdateDecision, made: bool, loss: torch.Tensor) -> None:
+        """Record the update number ``step`` of the run. ``loss``: of this rank."""
+        self._pending.append(_Update(step, decision, made, loss))
+        while len(self._pending) > (1 if decision.on_device else 0):
+            self._read(self._pending.popleft())
 
-    def before_save(self) -> None:
-        """Nothing is saved of replicas that have drifted; and what is known late is known by then."""
-        while self._unread:
-            self._read(self._unread.popleft())
-        if self.settings.check_replicas_steps:
-            self._compare()
+    def flush(self) -> None:
+        """Read the updates that the device decided."""
+        while self._pending:
+            self._read(self._pending.popleft())
 
-    def end(self) -> None:
-        """Raises RunError where the run has no finite gradient any more."""
-        if self.over is not None:
-            raise self.over
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the run must end, because too many updates in a row were skipped."""
+        return self.error is not None
 
-    def _compare(self) -> None:
-        if self._compared != self.session.step:
-            self._compared = self.session.step
-            check_replicas(self.session)
+    def raise_if_exhausted(self) -> None:
+        """Raise RunError if the run has no finite gradient anymore."""
+        if self.error is not None:
+            raise self.error
 
-    # -- who skipped
-    # ----------------------------------------------------------------------------------------------------------
-    def _read(self, verdict: _Verdict) -> None:
-        if not verdict.bad:
-            self._row.clear()
+    # -- which rank skipped
+    # ----------------------------------------------------------------------------------------------
+    def _read(self, update: _Update) -> None:
+        if not update.was_skipped:
+            self._skipped_in_row.clear()
             return
-        if verdict.apart:
-            self._count(verdict.step, lost=not _finite(verdict.loss))
-            self._untold += 1
+        loss_is_finite = _is_finite(update.loss)
+        if update.decision.is_local:
+            self._count(update.step, loss_is_finite)
+            self._local_skips += 1
             return
+        local_grad = update.decision.local_grad
+        grad_is_finite = local_grad is None or _is_finite(local_grad)
         with uncounted():
-            told: list[Any] = self.session.world.gather_objects(
-                (
-                    not _finite(verdict.loss),
-                    verdict.own is not None and not _finite(verdict.own),
-                    host_name(),
-                )
+            by_rank: list[Any] = self.comm.gather_objects(
+                (loss_is_finite, grad_is_finite, host_name())
             )
-        losses, gradients = (
-            [rank for rank, one in enumerate(told) if one is not None and one[at]] for at in (0, 1)
+        bad_losses, bad_gradients = (
+            [rank for rank, row in enumerate(by_rank) if row is not None and not row[column]]
+            for column in (0, 1)
         )
-        scaler = self.session.precision.scaler
-        cause = (
-            "loss"
-            if losses
-            else "overflow"
-            if scaler is not None
-            else "gradient"
-            if gradients
-            else None
-        )
-        ranks = [] if cause == "overflow" else losses or gradients
-        self._count(verdict.step, lost=bool(losses))
-        whose = "" if self.session.world.size == 1 else _whose(cause, ranks, len(told))
-        self._tell(
-            verdict.step,
-            cause,
-            ranks,
-            [told[rank][2] for rank in ranks],
-            1,
-            _sentence(cause, whose),
-        )
-        self._judge(verdict.step, len(self._row), whose)
+        if bad_losses:
+            cause = "loss"
+        elif self.scaler is not None:
+            cause = "overflow"
+        else:
+            cause = "gradient" if bad_gradients else None
+        ranks = [] if cause == "overflow" else bad_losses or bad_gradients
+        self._count(update.step, not bad_losses)
+        whose = "" if self.comm.size == 1 else _whose(cause, ranks, len(by_rank))
+        hosts = [by_rank[rank][2] for rank in ranks]
+        self._report(update.step, cause, ranks, hosts, 1, _sentence(cause, whose))
+        self._check_limit(update.step, len(self._skipped_in_row), whose)
 
-    def _count(self, step: int, lost: bool) -> None:
-        """Count a skipped step. An overflow in float16 only counts once the loss scale is small.
-        ``lost``: the loss was not finite, so no scale would help."""
-        scaler = self.session.precision.scaler
-        if scaler is None or lost or float(scaler.scale) < 1:
-            self._row.append(step)
+    def _count(self, step: int, losses_are_finite: bool) -> None:
+        """Count a skipped step. An overflow in float16 only counts once the loss scale is small. If
+        a loss was not finite, no scale would help."""
+        if self.scaler is None or not losses_are_finite or float(self.scaler.scale) < 1:
+            self._skipped_in_row.append(step)
 
-    def own(self) -> tuple[float, float]:
-        """For the line that is gathered at a log line: updates that this rank alone has skipped
-        since the last, and how many steps in a row."""
-        return float(self._untold), float(len(self._row))
+    def local_counts(self) -> tuple[float, float]:
+        """Return what is gathered at a log line: updates that this rank alone has skipped since the
+        last one, and how many steps in a row."""
+        return float(self._local_skips), float(len(self._skipped_in_row))
 
-    def hear(self, rows: Sequence[Sequence[float]]) -> None:
-        """What :meth:`own` is on each rank."""
-        self._untold = 0
+    def report_local_skips(self, step: int, rows: Sequence[Sequence[float]]) -> None:
+        """Report the updates that single ranks skipped. ``rows``: :meth:`local_counts` by rank."""
+        self._local_skips = 0
         ranks = [rank for rank, row in enumerate(rows) if row[0] > 0]
         if ranks:
-            many = int(max(row[0] for row in rows))
+            updates = int(max(row[0] for row in rows))
             text = (
-                f"{_ranks(ranks)} skipped {counted(many, 'update')} up to this step, each its own:"
-                " the gradient was not finite"
+                f"{_ranks(ranks)} skipped {counted(updates, 'update')} up to this step, each its"
+                " own: the gradient was not finite"
             )
-            self._tell(self.session.step, "gradient", ranks, None, many, text)
-            self._judge(
-                self.session.step, int(max(row[1] for row in rows)), f", on {_ranks(ranks)}"
-            )
+            self._report(step, "gradient", ranks, None, updates, text)
+            self._check_limit(step, int(max(row[1] for row in rows)), f", on {_ranks(ranks)}")
 
-    def _tell(
+    def _report(
         self,
         step: int,
         cause: str | None,
         ranks: list[int],
         hosts: list[str] | None,
-        many: int,
+        updates: int,
         text: str,
     ) -> None:
-        more = {} if hosts is None else {"hosts": hosts}
-        self.session.events.emit(
-            "skipped", file_only=True, step=step, updates=many, ranks=ranks, cause=cause, **more
+        fields = {} if hosts is None else {"hosts": hosts}
+        self.events.emit(
+            "skipped",
+            file_only=True,
+            step=step,
+            updates=updates,
+            ranks=ranks,
+            cause=cause,
+            **fields,
         )
-        self.session.events.notice(f"step {step}: {text}", level="warning")
+        self.events.notice(f"step {step}: {text}", level="warning")
 
-    def _judge(self, step: int, in_row: int, whose: str) -> None:
-        if in_row < self.settings.max_skipped_steps or self.over is not None:
+    def _check_limit(self, step: int, in_row: int, whose: str) -> None:
+        if in_row < self.settings.max_skipped_steps or self.error is not None:
             return
-        self.over = RunError(
+        self.error = RunError(
             f"{counted(in_row, 'step')} in a row, up to step {step}, had no finite gradient{whose},"
             " and no update was made in them. The state with its last good weights is saved",
             allowed=f"fewer than `recovery.max_skipped_steps: {self.settings.max_skipped_steps}`",
@@ -222,19 +222,19 @@ class Guard:
             ),
         )
 
-    # -- kept with a checkpoint
-    # ----------------------------------------------------------------------------------------------
-    def meta(self) -> dict[str, Any]:
-        """What a run that goes on from a checkpoint must know, beside the state: goes into its
-        ``meta.json``."""
-        return self.spikes.meta()
 
-    def resume(self, meta: dict[str, Any], path: str) -> None:
-        """The reverse, of the checkpoint ``path``. Steps in a row are counted anew."""
-        self.spikes.resume(meta, path)
+def skips_on_device(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> bool:
+    """Return whether the optimizer can skip a step by a flag on the device of ``grad_norm``:
+    torch's fused ones."""
+    can_skip = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(can_skip) and all(
+        param.device == grad_norm.device
+        for group in optimizer.param_groups
+        for param in group["params"]
+    )
 
 
-def _finite(value: torch.Tensor) -> bool:
+def _is_finite(value: torch.Tensor) -> bool:
     return bool(value.isfinite())
 
 
@@ -258,6 +258,7 @@ def _sentence(cause: str | None, whose: str) -> str:
 
 
 def skipped_steps(events: Sequence[Event], step: int) -> int:
-    """For the report: updates that this run has skipped up to ``step``, over all its lives; none of
-    what was gone back over."""
-    return sum(one["updates"] for one in effective_events(events, "skipped") if one["step"] <= step)
+    """Return how many updates this run has skipped up to ``step``, over all its attempts, without
+    those that were rolled back."""
+    skipped = effective_events(events, "skipped")
+    return sum(event["updates"] for event in skipped if event["step"] <= step)

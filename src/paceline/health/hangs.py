@@ -32,7 +32,7 @@ _DEAD = frozenset({"T", "t", "Z", "X", "gone"})
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankStatus:
     """A rank, as this process sees it.
 
     Args:
@@ -62,7 +62,7 @@ class Hang:
     """Who holds up the others; ``rank`` None: they wait for one another. ``all_wait``: this one too
     is in a collective, or has ended."""
 
-    seen: Seen | None
+    seen: RankStatus | None
     since_s: float
     why: str
     all_wait: bool = False
@@ -83,7 +83,7 @@ class Hang:
         )
 
 
-def patience_s(one: Seen, hang_after_s: float) -> float:
+def patience_s(one: RankStatus, hang_after_s: float) -> float:
     """How long this rank may stand still before it is named, in seconds."""
     if one.silent_s >= hang_after_s and one.state in _DEAD:
         return hang_after_s
@@ -94,7 +94,7 @@ def patience_s(one: Seen, hang_after_s: float) -> float:
     return max(hang_after_s, _USUAL_STEPS * one.usual_s)
 
 
-def find_hangs(ranks: Sequence[Seen], hang_after_s: float) -> list[Hang]:
+def find_hangs(ranks: Sequence[RankStatus], hang_after_s: float) -> list[Hang]:
     """The ranks that hold up the others, the surest first:
 
     1. those that give no beats, or stand still without waiting for anyone, while some other rank
@@ -127,11 +127,11 @@ def find_hangs(ranks: Sequence[Seen], hang_after_s: float) -> list[Hang]:
     return [Hang(None, min(one.still_s for one in living), why, all_wait=True)]
 
 
-def _is_silent(one: Seen, hang_after_s: float) -> bool:
+def _is_silent(one: RankStatus, hang_after_s: float) -> bool:
     return one.silent_s >= hang_after_s
 
 
-def _of(one: Seen, hang_after_s: float) -> Hang:
+def _of(one: RankStatus, hang_after_s: float) -> Hang:
     if _is_silent(one, hang_after_s):
         fallback = (
             f"no beat from it for {one.silent_s:.0f} s (a link that is cut, or a host that is down"
@@ -141,10 +141,10 @@ def _of(one: Seen, hang_after_s: float) -> Hang:
     return Hang(one, one.still_s, "it is in no collective, and the others go on or wait for it")
 
 
-def _behind(ranks: Sequence[Seen]) -> list[tuple[Seen, str]]:
+def _behind(ranks: Sequence[RankStatus]) -> list[tuple[RankStatus, str]]:
     """(rank, why) of those that have issued fewer collectives of some group than others, most of
     all first."""
-    found: dict[int, tuple[int, Seen]] = {}
+    found: dict[int, tuple[int, RankStatus]] = {}
     for group in {name for one in ranks for name in one.issued}:
         members = [one for one in ranks if group in one.issued]
         most = max(one.issued[group] for one in members)
@@ -158,6 +158,6 @@ def _behind(ranks: Sequence[Seen]) -> list[tuple[Seen, str]]:
     return [(one, _lag_text(lag, one)) for lag, one in ordered]
 
 
-def _lag_text(lag: int, one: Seen) -> str:
+def _lag_text(lag: int, one: RankStatus) -> str:
     ending = "it has ended" if one.phase == "ended" else f"it waits for {one.waits_for}"
     return f"it is {counted(lag, 'collective')} behind; {ending}"

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.health.hangs import Seen
+from paceline.health.hangs import RankStatus
 
 #: Between two writes.
 _EVERY_S = 2.0
 
 
-class Heartbeats:
+class HeartbeatFile:
     """The file of one life of a run, written over in place: a new name every two seconds would make
     work for the disk of a run that saves.
 
@@ -30,7 +30,7 @@ class Heartbeats:
         self._size = 0
         self._told_at = -float("inf")
 
-    def tell(self, ranks: Sequence[Seen]) -> None:
+    def tell(self, ranks: Sequence[RankStatus]) -> None:
         """What one rank knows of all; too soon after the last time nothing is written. A disk that
         is full is no matter."""
         if time.monotonic() - self._told_at < _EVERY_S:
@@ -63,7 +63,7 @@ class Heartbeats:
                 self.path.unlink()
 
 
-def _as_dict(one: Seen, now: float) -> dict[str, Any]:
+def _as_dict(one: RankStatus, now: float) -> dict[str, Any]:
     """``heard_at``, ``moved_at``: its last beat and last sign of progress, in seconds since the
     epoch, by one clock for all."""
     return {

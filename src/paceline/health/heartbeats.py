@@ -24,7 +24,7 @@ import torch.distributed as dist
 from paceline.distributed.call_log import CallLogReader
 from paceline.distributed.progress import COLLECTIVE, PROGRESS, StepTimes, stack_of
 from paceline.distributed.segments import SegmentCounter, Segments
-from paceline.health.hangs import Seen
+from paceline.health.hangs import RankStatus
 from paceline.health.link_health import Pause
 
 #: How long the store may take to answer.
@@ -52,13 +52,13 @@ def reads(world_size: int, local_rank: int) -> bool:
     return world_size <= _ALL_READ or local_rank == 0
 
 
-class Beats:
+class HeartbeatExchange:
     """This rank's beats, written (:meth:`publish`); those of all ranks, read (:meth:`read`). For
     one thread.
 
     Args:
         kind: which ranks this one is like in its work (None: it does not train); see
-            :class:`~paceline.health.stragglers.StragglerJudge`.
+            :class:`~paceline.health.stragglers.StragglerDetector`.
         asks: the others shall tell their last calls.
     """
 
@@ -75,7 +75,7 @@ class Beats:
         self._told_steps: StepTimes | None = None
         self._told_before = 0
         self._steps: dict[int, tuple[int | None, list[StepTimes]]] = {}
-        self._peers = {one: Peer(one) for one in range(size)}
+        self._peers = {one: PeerState(one) for one in range(size)}
 
     def reconnect(self) -> None:
         """After an error the connection may hold answers to what was asked before."""
@@ -133,7 +133,7 @@ class Beats:
 
     # -- reading
     # -------------------------------------------------------------------------------------------------------
-    def read(self) -> list[Peer]:
+    def read(self) -> list[PeerState]:
         """All ranks that have given a beat so far, as this one knows them now, itself among them."""
         met = [
             one
@@ -195,7 +195,7 @@ class Beats:
 
 
 @dataclass
-class Peer:
+class PeerState:
     """A rank by its last beat. Times are of this process's clock: when it was heard, when it last
     made progress."""
 
@@ -255,9 +255,9 @@ class Peer:
             with contextlib.suppress(OSError):
                 self.box = CallLogReader(self.beat["pid"], self.beat["box"])
 
-    def seen(self, now: float) -> Seen:
+    def seen(self, now: float) -> RankStatus:
         beat = self.beat
-        return Seen(
+        return RankStatus(
             rank=self.rank,
             host=beat["host"],
             pid=beat["pid"],

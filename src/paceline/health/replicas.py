@@ -6,24 +6,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from paceline.core.errors import FaultError
+from paceline.core.events import EventLog
 from paceline.core.formatting import counted
 from paceline.core.processes import host_name
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import Strategy
 from paceline.parallel.state import local_tensor
-from paceline.train.mixed_devices import align_replicas
-
-if TYPE_CHECKING:
-    from paceline.train.trainer import Session
 
 
 @dataclass(frozen=True)
-class Drift:
+class ReplicaDivergence:
     """Replicas that differ.
 
     Args:
@@ -41,36 +38,35 @@ class Drift:
     num_compared: int
 
 
-def check_replicas(session: Session) -> None:
-    """Raise FaultError, on every rank, where some replicas differ. A collective; waits for the
+def check_replicas(strategy: Strategy, events: EventLog, step: int) -> None:
+    """Raise FaultError, on every rank, if some replicas differ. Replicas on devices of different
+    types are aligned instead, because such devices round differently. A collective; waits for the
     device."""
-    strategy, world = session.strategy, session.world
-    line = strategy.replica_group
-    if line is None:
+    comm, group = strategy.world, strategy.replica_group
+    if group is None:
         return
-    if world.mixes_devices:
-        align_replicas(strategy, world)
+    if comm.mixes_devices:
+        align_replicas(strategy)
         return
     with uncounted(), torch.no_grad():
-        found = compare(strategy)
-        # Other lines of the mesh learn of it too: all ranks end.
-        several = (
-            world.sum(float(found is not None))[0] > 0
-            if line.size < world.size
-            else found is not None
-        )
-        if not several:
+        divergence = compare(strategy)
+        is_divergent = divergence is not None
+        if group.size < comm.size:  # all ranks end, those of other groups too
+            is_divergent = comm.sum(float(is_divergent))[0] > 0
+        if not is_divergent:
             return
-        told = world.gather_objects((found, host_name()))
-    drifts = {one[0].ranks: one[0] for one in told if one is not None and one[0] is not None}  # type: ignore[index]
-    hosts = ["" if one is None else str(one[1]) for one in told]  # type: ignore[index]
-    ranks = sorted({rank for drift in drifts.values() for rank in drift.ranks})
-    first = next(iter(drifts.values()))
-    text = f"step {session.step}: " + "; ".join(_text(one, hosts) for one in drifts.values())
-    session.events.emit(
+        by_rank: list[Any] = comm.gather_objects((divergence, host_name()))
+    reports = [row for row in by_rank if row is not None and row[0] is not None]
+    divergences = {row[0].ranks: row[0] for row in reports}
+    hosts = ["" if row is None else str(row[1]) for row in by_rank]
+    ranks = sorted({rank for group_ranks in divergences for rank in group_ranks})
+    first = next(iter(divergences.values()))
+    text = "; ".join(_text(divergence, hosts) for divergence in divergences.values())
+    text = f"step {step}: {text}"
+    events.emit(
         "drift",
         file_only=True,
-        step=session.step,
+        step=step,
         ranks=ranks,
         hosts=[hosts[rank] for rank in ranks],
         parameter=first.parameter,
@@ -85,7 +81,17 @@ def check_replicas(session: Session) -> None:
     )
 
 
-def compare(strategy: Strategy) -> Drift | None:
+def align_replicas(strategy: Strategy) -> None:
+    """Copy rank 0's trained weights and optimizer state to all ranks. A collective. Does nothing if
+    replicas diverge between synchronizations."""
+    if strategy.replicas_diverge:
+        return
+    with uncounted(), torch.no_grad():
+        replicated = Strategy.replicated_tensors(strategy)
+        strategy.world.broadcast([tensor for _, tensor in replicated if tensor.dim() > 0])
+
+
+def compare(strategy: Strategy) -> ReplicaDivergence | None:
     """How this rank's replicas differ. A collective along
     :attr:`~paceline.parallel.base.Strategy.replica_group`."""
     line = strategy.replica_group
@@ -103,14 +109,16 @@ def compare(strategy: Strategy) -> Drift | None:
     return judge([tuple(row) for row in rows.tolist()], [name for name, _ in named], line.ranks)
 
 
-def judge(rows: Sequence[tuple[int, ...]], names: Sequence[str], ranks: Sequence[int]) -> Drift:
+def judge(
+    rows: Sequence[tuple[int, ...]], names: Sequence[str], ranks: Sequence[int]
+) -> ReplicaDivergence:
     """Who has drifted, of replicas with these sums (one row a rank): those that differ from the
     majority."""
     usual, votes = Counter(rows).most_common(1)[0]
     majority = 2 * votes > len(rows)
     bad = [place for place, row in enumerate(rows) if row != usual or not majority]
     differing = [place for place in range(len(names)) if len({row[place] for row in rows}) > 1]
-    return Drift(
+    return ReplicaDivergence(
         tuple(ranks[place] for place in bad),
         tuple(rank for place, rank in enumerate(ranks) if place not in bad),
         names[differing[0]],
@@ -136,7 +144,7 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _text(drift: Drift, hosts: Sequence[str]) -> str:
+def _text(drift: ReplicaDivergence, hosts: Sequence[str]) -> str:
     where = ", ".join(f"rank {rank} (host {hosts[rank]})" for rank in drift.ranks)
     what = (
         f"in {counted(drift.num_differing, 'tensor')} of {drift.num_compared:,}, the first"

@@ -37,7 +37,7 @@ _BASELINE = 10
 
 
 @dataclass(frozen=True)
-class Busy:
+class RankBusyTime:
     """Seconds of one step of one rank. ``busy_s``: all but the waits for others. Of them ``data_s``
     for data, and ``held_s`` without a core to run on."""
 
@@ -87,13 +87,15 @@ class Straggler:
 class _Record:
     """Of one rank: its step times beside the medians of the others, newest last."""
 
-    steps: deque[tuple[Busy, Busy]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    steps: deque[tuple[RankBusyTime, RankBusyTime]] = field(
+        default_factory=lambda: deque(maxlen=_WINDOW)
+    )
     first: list[float] = field(default_factory=list)
     named_s: float | None = None
     cause: str | None = None
 
 
-class StragglerJudge:
+class StragglerDetector:
     """Told of each step once (:meth:`add`), in order.
 
     Args:
@@ -108,7 +110,7 @@ class StragglerJudge:
         numbers = Counter(self.kinds.values())
         self._single = {rank for rank, kind in self.kinds.items() if numbers[kind] == 1}
 
-    def add(self, step: int, times: Mapping[int, Busy]) -> list[Straggler]:
+    def add(self, step: int, times: Mapping[int, RankBusyTime]) -> list[Straggler]:
         """Who is named at this step, or is no longer slow. ``times``: of all ranks that train."""
         if len(self.kinds) < 2:
             return []
@@ -208,17 +210,19 @@ _NAMES = ("busy_s", "own_s", "data_s", "wait_s")
 class _Sorted:
     """The times of a step over ranks, for the medians without one of them."""
 
-    def __init__(self, times: Iterable[Busy]) -> None:
+    def __init__(self, times: Iterable[RankBusyTime]) -> None:
         found = list(times)
         self._by_name = {name: sorted(getattr(one, name) for one in found) for name in _NAMES}
 
-    def median_without(self, one: Busy) -> Busy:
+    def median_without(self, one: RankBusyTime) -> RankBusyTime:
         found = {
             name: _median_without(values, getattr(one, name))
             for name, values in self._by_name.items()
         }
         held_s = max(0.0, found["busy_s"] - found["own_s"])
-        return Busy(found["busy_s"], min(found["data_s"], found["busy_s"]), found["wait_s"], held_s)
+        return RankBusyTime(
+            found["busy_s"], min(found["data_s"], found["busy_s"]), found["wait_s"], held_s
+        )
 
 
 def _median_without(ordered: list[float], value: float) -> float:
@@ -231,7 +235,7 @@ def _median_without(ordered: list[float], value: float) -> float:
 
 
 def _straggler(
-    rank: int, step: int, steps: list[tuple[Busy, Busy]], slower_by_s: float
+    rank: int, step: int, steps: list[tuple[RankBusyTime, RankBusyTime]], slower_by_s: float
 ) -> Straggler:
     share = {
         f"{name}_s": max(

@@ -29,12 +29,12 @@ from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS, StepTimes
-from paceline.health.hangs import Hang, Seen, find_hangs
-from paceline.health.heartbeat_file import Heartbeats
-from paceline.health.heartbeats import UNKNOWN_KIND, Beats, Peer, period_s, reads
+from paceline.health.hangs import Hang, RankStatus, find_hangs
+from paceline.health.heartbeat_file import HeartbeatFile
+from paceline.health.heartbeats import UNKNOWN_KIND, HeartbeatExchange, PeerState, period_s, reads
 from paceline.health.link_health import LinkJudge, Pause
 from paceline.health.mismatch import find_mismatch
-from paceline.health.stragglers import Busy, Straggler, StragglerJudge
+from paceline.health.stragglers import RankBusyTime, Straggler, StragglerDetector
 from paceline.parallel.base import Strategy
 
 _PERIOD_S = 0.4
@@ -69,7 +69,7 @@ class Watchdog:
         folder: Path | None = None,
     ) -> None:
         self.settings, self.world, self.stop, self.folder = settings, world, stop, folder
-        self.heartbeats: Heartbeats | None = None
+        self.heartbeats: HeartbeatFile | None = None
         self.timeout_s = settings.hang_timeout_s or timeout_s
         self.events: EventLog | None = None
         self.host = host_name()
@@ -84,12 +84,14 @@ class Watchdog:
         self._pauses: dict[int, Pause] = {}  # the last one of each rank that was reported
         self._ended = threading.Event()
         self._lock = threading.Lock()  # of the connection
-        self._beats: Beats | None = None
+        self._beats: HeartbeatExchange | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         if self.active:
-            self._beats = Beats(self.world.rank, self.world.size, self.host, os.getpid())
+            self._beats = HeartbeatExchange(
+                self.world.rank, self.world.size, self.host, os.getpid()
+            )
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
 
@@ -112,7 +114,7 @@ class Watchdog:
         """From here on the rank trains. ``events``: written by the rank that speaks."""
         self.world, self.events = strategy.world, events
         if self.folder is not None and events.path is not None:
-            self.heartbeats = Heartbeats(RunDir(self.folder).heartbeats)
+            self.heartbeats = HeartbeatFile(RunDir(self.folder).heartbeats)
         if self._beats is not None:
             # Stages of a pipeline have different work; all other ranks that train have the same.
             stage = self.world.coordinates.get("pipeline", 0) if strategy.has_data else None
@@ -197,7 +199,7 @@ class Watchdog:
 
     # -- hangs
     # ---------------------------------------------------------------------------------------------------------
-    def _judge_hangs(self, ranks: list[Seen]) -> None:
+    def _judge_hangs(self, ranks: list[RankStatus]) -> None:
         found = {one.rank: one for one in find_hangs(ranks, self.settings.hang_after_s)}
         self._found = {rank: self._found.get(rank, 0) + 1 for rank in found}
         sure = {rank: one for rank, one in found.items() if self._found[rank] >= _LOOKS}
@@ -276,7 +278,7 @@ class Watchdog:
 
     # -- stragglers
     # ----------------------------------------------------------------------------------------------------
-    def _judge_stragglers(self, peers: list[Peer]) -> None:
+    def _judge_stragglers(self, peers: list[PeerState]) -> None:
         assert self._beats is not None
         kinds = {one.rank: one.kind for one in peers}
         if len(peers) + len(self.world.lost) < self.world.size or UNKNOWN_KIND in kinds.values():
@@ -294,7 +296,7 @@ class Watchdog:
                 }
             self._say(one.text(host), "straggler_end" if one.even else "straggler", **fields)
 
-    def _judge_pauses(self, peers: list[Peer]) -> None:
+    def _judge_pauses(self, peers: list[PeerState]) -> None:
         for one in peers:
             pause = one.pause
             if pause is not None and pause != self._pauses.get(one.rank):
@@ -318,7 +320,7 @@ class Watchdog:
                     **fields,
                 )
 
-    def _judge_links(self, peers: list[Peer]) -> None:
+    def _judge_links(self, peers: list[PeerState]) -> None:
         now_s = time.perf_counter()
         for one in peers:
             found = self._links.add(one.rank, now_s, one.segments.sent, one.segments.resent)
@@ -397,7 +399,7 @@ class _Steps:
     """The steps of which all ranks have told their times, each once and in order."""
 
     def __init__(self) -> None:
-        self.judge: StragglerJudge | None = None
+        self.judge: StragglerDetector | None = None
         self._kinds: dict[int, str | None] = {}
         self._last = 0
 
@@ -405,7 +407,7 @@ class _Steps:
         self, kinds: dict[int, str | None], told: dict[int, list[StepTimes]]
     ) -> list[Straggler]:
         if self.judge is None or kinds != self._kinds:
-            self.judge, self._kinds = StragglerJudge(kinds), kinds
+            self.judge, self._kinds = StragglerDetector(kinds), kinds
             # a first step is no measure
             self._last = min((steps[0].step for steps in told.values() if steps), default=0)
         if len(told) < 2:
@@ -421,8 +423,8 @@ class _Steps:
         return found
 
 
-def _busy(one: StepTimes) -> Busy:
-    return Busy(max(0.0, one.wall_s - one.wait_s), one.data_s, one.wait_s, one.held_s)
+def _busy(one: StepTimes) -> RankBusyTime:
+    return RankBusyTime(max(0.0, one.wall_s - one.wait_s), one.data_s, one.wait_s, one.held_s)
 
 
 def flight_record() -> bytes | None:

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 
 from paceline.core import formatting
+from paceline.core.events import EventLog
 from paceline.distributed.link import Link, measure_link
 from paceline.distributed.traffic import uncounted
-from paceline.observe.metrics import Meter
+from paceline.observe.metrics import StepMetrics
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
-    from paceline.train.trainer import Session
+    from paceline.parallel.base import Strategy
 
 #: A gain of less is within what measuring and predicting can miss.
 _MARGIN = 0.05
@@ -34,7 +35,7 @@ _short = formatting.short_duration
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepTimings:
     """Seconds of a step, means over ``steps`` steps. Ranks that are early wait for the last one
     under any method, so in each step the rank that waits least tells what communication takes, and
     the one that computes longest when it can begin.
@@ -57,7 +58,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CommVerdict:
     """``pays``: None where it cannot be known. ``ddp``: what is predicted for plain ddp; None for
     what cannot be."""
 
@@ -78,7 +79,7 @@ class Method:
     sends_s: float | None = None
 
 
-def judge(method: Method, link: Link, measured: Measured | None) -> Verdict:
+def judge(method: Method, link: Link, measured: StepTimings | None) -> CommVerdict:
     """Compare the measured step with the one that plain ddp would make.
 
     That one computes as long as the measured one does without waiting for communication and without
@@ -97,7 +98,7 @@ def judge(method: Method, link: Link, measured: Measured | None) -> Verdict:
     sends = f"its all-reduce of {formatting.size(total)} would take {_short(all_reduce_s)}"
     ddp: dict[str, float | None] = {"all_reduce_s": all_reduce_s, "wait_s": None, "step_s": None}
     if measured is None:
-        return Verdict(None, "too few steps were made to measure what a step takes", ddp)
+        return CommVerdict(None, "too few steps were made to measure what a step takes", ddp)
     step_s = measured.step_s
     if measured.wait_s is None or measured.computing_s is None:
         return _judge_by_bounds(method.without, sends, all_reduce_s, step_s, ddp)
@@ -126,34 +127,38 @@ def judge(method: Method, link: Link, measured: Measured | None) -> Verdict:
             " would be its too"
         )
     if gain > _MARGIN:
-        return Verdict(True, f"{ours}; {theirs}", ddp)
+        return CommVerdict(True, f"{ours}; {theirs}", ddp)
     work = f"; {method.name} itself computes for {_short(spent.method_s)}"
     if gain <= 0:
-        return Verdict(False, f"{ours}; {theirs}{work}. Fix: {method.without}", ddp)
-    return Verdict(None, f"{ours}; {theirs}{work}. The difference is too small to tell", ddp)
+        return CommVerdict(False, f"{ours}; {theirs}{work}. Fix: {method.without}", ddp)
+    return CommVerdict(None, f"{ours}; {theirs}{work}. The difference is too small to tell", ddp)
 
 
 def _judge_by_bounds(
     without: str, sends: str, all_reduce_s: float, step_s: float, ddp: dict[str, float | None]
-) -> Verdict:
+) -> CommVerdict:
     """Without the seconds of waiting: plain ddp's step is no shorter than its all-reduce, and
     longer than the measured one by that at most."""
     ours = f"a step takes {_short(step_s)}"
     if all_reduce_s > (1 + _MARGIN) * step_s:
-        return Verdict(True, f"{ours}; plain ddp's could not be shorter than that: {sends}", ddp)
+        return CommVerdict(
+            True, f"{ours}; plain ddp's could not be shorter than that: {sends}", ddp
+        )
     if all_reduce_s <= _MARGIN * step_s:
-        return Verdict(
+        return CommVerdict(
             False, f"{ours}; plain ddp would add little at most: {sends}. Fix: {without}", ddp
         )
     hidden = "how much of it backward would hide is not seen from the host of an accelerator"
-    return Verdict(
+    return CommVerdict(
         None,
         f"{ours}; of plain ddp {sends}, and {hidden}. Train a few steps without: {without}",
         ddp,
     )
 
 
-def judge_plain(measured: Measured | None, link: Link | None, buckets: Sequence[int]) -> str | None:
+def judge_plain(
+    measured: StepTimings | None, link: Link | None, buckets: Sequence[int]
+) -> str | None:
     """What there is to say of plain ddp's communication; None where it is half of a step at most,
     or not known."""
     share = wait_share(measured)
@@ -182,7 +187,7 @@ def judge_plain(measured: Measured | None, link: Link | None, buckets: Sequence[
     )
 
 
-def wait_share(measured: Measured | None) -> float | None:
+def wait_share(measured: StepTimings | None) -> float | None:
     """Of a step, the share in which it waited; None where not known."""
     if measured is None or measured.wait_s is None or measured.step_s <= 0:
         return None
@@ -199,7 +204,7 @@ def rates(link: Link) -> str:
     return f"{rate}, {_short(link.latency_s)}"
 
 
-class Judge:
+class CommAdvisor:
     """Watches the steps of a run, and says whether its way of bringing replicas together pays.
 
     What is judged by begins after the first step of this life of the run, and after the method's
@@ -210,7 +215,7 @@ class Judge:
         self,
         exchange: CommProfile,
         world: Communicator,
-        meter: Meter,
+        meter: StepMetrics,
         first_step: int,
         last_step: int,
     ) -> None:
@@ -227,8 +232,8 @@ class Judge:
         )
         self._begun: list[tuple[float, float]] = []
         self._before = self._spent = CommTimes(0.0)
-        #: For a person, at the end; None where nothing needs to be said.
-        self.said: str | None = None
+        #: The conclusion, at the end of the run; None if there is nothing to report.
+        self.summary: str | None = None
         saves = exchange.method is not None
         #: Over which plain ddp would sum gradients, and over which the method sends.
         self.link = measure_link(exchange.group) if saves else None
@@ -295,7 +300,7 @@ class Judge:
             f"step {step}: {self.sentence(verdict)}",
         )
 
-    def measured(self) -> Measured | None:
+    def measured(self) -> StepTimings | None:
         """Over all ranks; None where too few steps were made."""
         # the same collectives on every rank
         if self.world.device.type != "cpu" or self.world.mixes_devices:
@@ -318,7 +323,7 @@ class Judge:
             self.world.wait(self.world.all_reduce(most, dist.ReduceOp.MAX))
         ranks = self.world.size
         computing_s, least = most.mean(dim=0).tolist()
-        return Measured(
+        return StepTimings(
             kept,
             step_s / ranks,
             -least,
@@ -327,12 +332,12 @@ class Judge:
             torch.get_num_threads(),
         )
 
-    def _measured_on_accelerators(self) -> Measured | None:
+    def _measured_on_accelerators(self) -> StepTimings | None:
         """Waits are not seen from the host, and single steps neither; what logging has waited for
         is."""
         if self.meter.train_steps < _FEWEST:
             return None
-        return Measured(
+        return StepTimings(
             self.meter.train_steps,
             self.meter.train_s / self.meter.train_steps,
             None,
@@ -344,7 +349,7 @@ class Judge:
         """Seconds that what the method sends in a step should take."""
         return line.seconds(self.exchange.messages, self.exchange.sent_bytes)
 
-    def _verdict(self, measured: Measured | None) -> Verdict:
+    def _verdict(self, measured: StepTimings | None) -> CommVerdict:
         assert self.link is not None
         assert self.line is not None
         exchange = self.exchange
@@ -354,7 +359,7 @@ class Judge:
         )
         return judge(method, self.link, measured)
 
-    def sentence(self, verdict: Verdict) -> str:
+    def sentence(self, verdict: CommVerdict) -> str:
         """For a person."""
         how = {True: "pays", False: "does not pay", None: "may or may not pay"}[verdict.pays]
         return f"{self.exchange.method} {how} on this link: {verdict.why}"
@@ -374,8 +379,8 @@ class Judge:
         if exchange.method is None:
             if share is not None and share > _MUCH:  # the same on all ranks
                 self.link = measure_link(exchange.group)
-            self.said = judge_plain(measured, self.link, exchange.bucket_bytes)
-            found = {"method": "none", **found, "pays": None, "why": self.said}
+            self.summary = judge_plain(measured, self.link, exchange.bucket_bytes)
+            found = {"method": "none", **found, "pays": None, "why": self.summary}
         else:
             verdict = self._verdict(measured)
             method_s = measured.spent.method_s if measured and measured.wait_s is not None else None
@@ -385,21 +390,24 @@ class Judge:
                 "pays": verdict.pays,
                 "why": verdict.why,
             }
-            self.said = self.sentence(verdict)
+            self.summary = self.sentence(verdict)
         return {
             "communication": found,
             **({"link": self.link.as_dict()} if self.link is not None else {}),
         }
 
 
-def make_judge(session: Session) -> Judge | None:
-    """Measure the link where the run's strategy saves traffic, and say what was found; None where
-    there is nothing to judge. A collective."""
-    exchange = session.strategy.comm_profile
-    if exchange is None:
+def make_advisor(
+    strategy: Strategy, metrics: StepMetrics, events: EventLog, first_step: int, last_step: int
+) -> CommAdvisor | None:
+    """Measure the link if the run's strategy saves traffic, and report the result; None if there is
+    nothing to advise on. A collective."""
+    profile = strategy.comm_profile
+    if profile is None:
         return None
-    made = Judge(exchange, session.world, session.meter, session.first_step, session.derived.steps)
-    opening = made.opening()
+    advisor = CommAdvisor(profile, strategy.world, metrics, first_step, last_step)
+    opening = advisor.opening()
     if opening is not None:
-        session.events.notice(opening[1], opening[0])
-    return made
+        level, text = opening
+        events.notice(text, level)
+    return advisor

@@ -23,7 +23,7 @@ _FIGURES: tuple[tuple[str, Callable[[Any], int], float], ...] = (
 )
 
 
-class DeviceReader:
+class DeviceMonitor:
     """A thread that reads the device every few seconds; a step only looks at :attr:`last`. It ends
     with this object."""
 
@@ -54,7 +54,7 @@ def _read(read: Callable[[Any], int], device: torch.device, divisor: float) -> f
 
 
 def as_event(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """What a ``step`` line says of the ranks' devices, given :attr:`DeviceReader.last` of each:
+    """What a ``step`` line says of the ranks' devices, given :attr:`DeviceMonitor.last` of each:
     ``devices``; nothing where none is known."""
     devices = []
     for rank, row in enumerate(rows):

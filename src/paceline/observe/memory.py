@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.core.events import EventLog
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import peak_since
 from paceline.parallel.base import Strategy, optimizer_tensors
@@ -21,8 +22,6 @@ from paceline.parallel.state import local_tensor, storage_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.train.trainer import Session
-
 #: Steps of this life of the run after which memory is what it will stay: the first makes the
 #: optimizer's state.
 STEPS_BEFORE = 2
@@ -30,10 +29,11 @@ _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
 _UNKNOWN = -1.0
 
 
-def emit_memory(session: Session) -> None:
+def emit_memory(strategy: Strategy, model: nn.Module, events: EventLog, step: int) -> None:
     """Measure, and emit the ``memory`` event; a collective."""
-    device = session.world.device
-    held = split_state(session.strategy, session.model, device)
+    comm = strategy.world
+    device = comm.device
+    held = split_state(strategy, model, device)
     activations, state = None, sum(held.values())
     peak = peak_since(device)
     if peak is not None:
@@ -45,14 +45,14 @@ def emit_memory(session: Session) -> None:
     }
     with uncounted():
         columns = [
-            session.world.gather_numbers(_UNKNOWN if mine[kind] is None else float(mine[kind]))
+            comm.gather_numbers(_UNKNOWN if mine[kind] is None else float(mine[kind]))
             for kind in _KINDS
         ]  # type: ignore[arg-type]
     ranks = [
         {kind: None if size < 0 else int(size) for kind, size in zip(_KINDS, row, strict=True)}
         for row in zip(*columns, strict=True)
     ]
-    session.events.emit("memory", step=session.step, ranks=ranks)
+    events.emit("memory", step=step, ranks=ranks)
 
 
 def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> dict[str, int]:

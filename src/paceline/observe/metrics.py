@@ -12,7 +12,7 @@ import torch
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import KINDS, uncounted
-from paceline.observe.device_stats import NOTHING, DeviceReader, as_event
+from paceline.observe.device_stats import NOTHING, DeviceMonitor, as_event
 
 #: Phases that a step is made of, as they are told of each rank; beside them its waits for others
 #: (communication) and the rest.
@@ -23,7 +23,7 @@ _SENT = (*KINDS, "other")
 _UNKNOWN = -1.0
 
 
-class Meter:
+class StepMetrics:
     """Adds up on the device; waits for it only where figures are asked for (:meth:`gather`).
 
     Args:
@@ -40,7 +40,7 @@ class Meter:
         has_tokens: bool,
         traffic_period: int = 1,
         serves: bool = False,
-        devices: DeviceReader | None = None,
+        devices: DeviceMonitor | None = None,
     ) -> None:
         self.world = world
         self.traffic_period = traffic_period
@@ -56,7 +56,7 @@ class Meter:
         self.last_step_s = self.last_wait_s = 0.0
         self.train_counts = [0.0, 0.0, 0.0]  # labels, tokens, samples after the first step
         self.all_counts = [0.0, 0.0, 0.0]
-        self.told: list[list[float]] = []  # by rank
+        self.extra_by_rank: list[list[float]] = []  # of the last :meth:`gather`
         self._sent_before = self._sent_at_line = world.traffic.so_far()
         # by collective, in the last steps
         self._sent: deque[dict[str, int]] = deque(maxlen=max(1, traffic_period))
@@ -118,9 +118,9 @@ class Meter:
         """Drop what was gathered since the last figures: it is of steps that count no longer."""
         self._reset()
 
-    def gather(self, grad_norm: float, more: Sequence[float] = ()) -> dict[str, Any]:
-        """Figures since the last call, over all ranks; a collective. ``more``: numbers of this
-        rank, which :attr:`told` then has of each."""
+    def gather(self, grad_norm: float, extra: Sequence[float] = ()) -> dict[str, Any]:
+        """Figures since the last call, over all ranks; a collective. ``extra``: numbers of this
+        rank, which :attr:`extra_by_rank` then has of each."""
         labels, tokens, samples = self._counts.tolist()
         if self.world.device.type != "cpu":
             mark = time.perf_counter()
@@ -138,10 +138,10 @@ class Meter:
         ]
         parts, sent = self._parts_s(), self._sent_by_kind(steps)
         device = NOTHING if self.devices is None else self.devices.last
-        table = self._table([*mine, *parts, *sent, *device, *more])
+        table = self._table([*mine, *parts, *sent, *device, *extra])
         ends = [len(mine), len(mine) + len(parts)]
         ends += [ends[1] + len(sent), ends[1] + len(sent) + len(device)]
-        self.told = [row[ends[3] :] for row in table]
+        self.extra_by_rank = [row[ends[3] :] for row in table]
         after_first = self._steps_done > 1
         for index, value in enumerate((labels, tokens, samples)):
             self.all_counts[index] += value

@@ -5,91 +5,102 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from paceline.core.events import EventLog
 from paceline.core.processes import host_name
 from paceline.models.shape.activations import Activations, dims_of, language_activations
-from paceline.observe.report.build import workload
-from paceline.tasks.language import LanguageTask
-
-if TYPE_CHECKING:
-    from paceline.train.run_spec import RunSpec
-    from paceline.train.trainer import Session
+from paceline.observe.run_info import RunInfo
 
 
-def announce(
-    session: Session, spec: RunSpec, notices: list[tuple[str, str]], resumed: str | None
+def emit_run_start(
+    info: RunInfo,
+    events: EventLog,
+    *,
+    resumed: tuple[str, int] | None,
+    failure: dict[str, Any] | None,
+    launcher_pid: int | None,
+    launcher_notices: Sequence[tuple[str, str]],
+    notices: Sequence[tuple[str, str]],
 ) -> None:
-    """Emit ``run_start`` and what follows it; a collective. ``notices``: (level, text) that nobody
-    has seen yet; ``resumed``: the checkpoint that the run goes on from."""
-    mesh = _mesh(session, spec)
-    if not session.world.is_rank_zero:
+    """Emit ``run_start`` and what follows it; a collective.
+
+    Args:
+        resumed: the checkpoint that the run continues from, and its step.
+        failure: the fields of the ``fault`` event, if a failure ended the attempt before this one.
+        launcher_notices: (level, text) of each message that the launcher has printed.
+        notices: (level, text) of each message that is not printed yet.
+    """
+    mesh = _mesh(info)
+    if not info.strategy.world.is_rank_zero:
         return
-    emit = session.events.emit
-    emit(
+    config = info.config
+    events.emit(
         "run_start",
-        config=spec.config.model_dump(mode="json"),
-        derived=spec.derived.as_dict(),
-        world_size=session.derived.world_size,
-        axes=asdict(spec.layout.axes),
+        config=config.model_dump(mode="json"),
+        derived=info.derived.as_dict(),
+        world_size=info.derived.world_size,
+        axes=asdict(info.layout.axes),
         mesh=mesh,
-        predicted=_predicted(session, spec),
-        device=str(session.world.device.type),
-        precision=spec.config.train_args.precision,
-        strategy=session.strategy.name,
+        predicted=_predicted(info, 0 if resumed is None else resumed[1]),
+        device=str(info.strategy.world.device.type),
+        precision=config.train_args.precision,
+        strategy=info.strategy.name,
         model={
-            "name": spec.config.model,
-            "parameters": sum(one.numel for one in session.shape.parameters),
-            "trainable_parameters": sum(one.numel for one in session.shape.trained),
+            "name": config.model,
+            "parameters": sum(param.numel for param in info.shape.parameters),
+            "trainable_parameters": sum(param.numel for param in info.shape.trained),
         },
-        data=spec.data.counts.as_dict(),
+        data=info.data_counts,
         versions=_versions(),
         pid=os.getpid(),
-        launcher=spec.launcher_pid,
+        launcher=launcher_pid,
         host=host_name(),
-        output_dir=str(session.run_dir.root),
-        resumed_from_step=session.first_step if resumed else None,
+        output_dir=str(info.run_dir.root),
+        resumed_from_step=None if resumed is None else resumed[1],
     )
-    if spec.failure is not None:
-        emit("fault", file_only=True, **spec.failure)
-    for level, text in spec.notices:
-        # by the launcher, while the ranks were starting
-        session.events.notice(text, level, file_only=True)
+    if failure is not None:
+        events.emit("fault", file_only=True, **failure)
+    for level, text in launcher_notices:
+        events.notice(text, level, file_only=True)
     for level, text in notices:
-        session.events.notice(text, level)
-    if resumed:
-        emit("resume", step=session.first_step, path=resumed)
+        events.notice(text, level)
+    if resumed is not None:
+        path, step = resumed
+        events.emit("resume", step=step, path=path)
 
 
-def _mesh(session: Session, spec: RunSpec) -> dict[str, Any]:
+def _mesh(info: RunInfo) -> dict[str, Any]:
     """``{axes: {name: size}, ranks: [{rank, host, device, coordinates: {axis: n}}]}``. A rank that
     has no share of the model's mesh has no coordinates, and a ``role``; one process that drives
     several devices names them all."""
-    strategy, axes = session.strategy, spec.layout.axes
-    devices = getattr(strategy, "devices", [session.world.device])
-    told: list[Any] = session.world.gather_objects((host_name(), ", ".join(map(str, devices))))
+    strategy, axes = info.strategy, info.layout.axes
+    comm = strategy.world
+    devices = getattr(strategy, "devices", [comm.device])
+    by_rank: list[Any] = comm.gather_objects((host_name(), ", ".join(map(str, devices))))
     ranks = []
-    for rank, (host, device) in enumerate(told):
-        places = session.world.axes.coordinates(rank) if rank < session.world.axes.size else {}
-        at = {axis: places[axis] for axis in asdict(axes) if axis in places}
-        role = strategy.rank_role(spec.config, axes, rank)
-        more = {} if role is None else {"role": role}
-        ranks.append({"rank": rank, "host": host, "device": device, "coordinates": at, **more})
+    for rank, (host, device) in enumerate(by_rank):
+        dims = comm.axes.coordinates(rank) if rank < comm.axes.size else {}
+        coordinates = {axis: dims[axis] for axis in asdict(axes) if axis in dims}
+        role = strategy.rank_role(info.config, axes, rank)
+        entry = {"rank": rank, "host": host, "device": device, "coordinates": coordinates}
+        ranks.append(entry if role is None else {**entry, "role": role})
     return {"axes": asdict(axes), "ranks": ranks}
 
 
-def _predicted(session: Session, spec: RunSpec) -> dict[str, Any]:
+def _predicted(info: RunInfo, step: int) -> dict[str, Any]:
     """What the strategy declares: bytes on the fullest rank, and bytes that the busiest rank sends
     in a step."""
-    work, kept = workload(session), _activations(session)
+    work, kept = info.workload(step), _activations(info)
     if kept is not None:
-        blocks = kept.blocks if len(session.shape.blocks) == kept.layers else ()
+        blocks = kept.blocks if len(info.shape.blocks) == kept.layers else ()
         work = replace(work, activation_bytes=kept.total, block_activation_bytes=blocks)
-    cost = session.strategy.estimate_cost(session.shape, spec.layout.axes, work, session.config)
+    cost = info.strategy.estimate_cost(info.shape, info.layout.axes, work, info.config)
     activations = None if kept is None else cost.activations
     memory = {
         "parameters": cost.parameters,
@@ -108,34 +119,34 @@ def _predicted(session: Session, spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _activations(session: Session) -> Activations | None:
+def _activations(info: RunInfo) -> Activations | None:
     """Of the fullest micro-batch; None where the model's widths do not tell, as with all that are
     no language models."""
-    model: Any = session.model
+    model: Any = info.model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     lengths, labels = (
-        getattr(session.train_dataset, name, None) for name in ("lengths", "label_counts")
+        getattr(info.train_dataset, name, None) for name in ("lengths", "label_counts")
     )
     dims = (
         dims_of(base.config.to_dict())
-        if isinstance(session.task, LanguageTask) and hasattr(base, "config")
+        if info.predicts_activations and hasattr(base, "config")
         else None
     )
     if dims is None or lengths is None or labels is None or not len(lengths):
         return None
-    many = min(len(lengths), max(1, round(session.derived.samples_per_micro_batch)))
+    many = min(len(lengths), max(1, round(info.derived.samples_per_micro_batch)))
     longest = np.partition(lengths, len(lengths) - many)[-many:]
     tokens = float(
-        longest.sum() if session.config.train_args.packing is not False else many * longest.max()
+        longest.sum() if info.config.train_args.packing is not False else many * longest.max()
     )
     return language_activations(
         dims,
-        session.config,
+        info.config,
         tokens,
         tokens * float(labels.sum() / lengths.sum()),
-        mask_bytes=4 if session.world.device.type == "cpu" else 1,
+        mask_bytes=4 if info.strategy.world.device.type == "cpu" else 1,
         fused_attention=getattr(base.config, "_attn_implementation", "sdpa") != "eager",
-        longest=min(tokens, session.config.train_args.max_length),
+        longest=min(tokens, info.config.train_args.max_length),
     )
 
 

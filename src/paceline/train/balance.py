@@ -17,21 +17,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
+from paceline.config.schema import Config
 from paceline.core import formatting
+from paceline.core.events import EventLog
 from paceline.core.formatting import counts_text, weighted_shares
 from paceline.data.loader import MicroBatch
+from paceline.data.pipeline import DataPipeline
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
+from paceline.observe.metrics import StepMetrics
 from paceline.parallel.balance import is_divisible, rank_weights, shares_by_speed, step_seconds
+from paceline.parallel.base import Strategy
 from paceline.tasks.base import num_positions
-from paceline.train.rank_loss import batches_of, close_batches
-
-if TYPE_CHECKING:
-    from paceline.train.trainer import Session
 
 _META = "balance"
 #: Steps that are not measured after the start and after a change, and steps of a measurement.
@@ -118,48 +119,48 @@ class Measured:
 
 @dataclass
 class Balancer:
-    """The shares of a session. ``shares``: micro-batches of each rank; None: equal."""
+    """Decides on the shares of the replicas, which :attr:`DataPipeline.shares` holds."""
 
-    session: Session
-    shares: tuple[int, ...] | None = None
+    config: Config
+    strategy: Strategy
+    data: DataPipeline
+    events: EventLog
+    metrics: StepMetrics
     phase: Phase = "fixed"
     _timer: ComputeTimer | None = field(default=None, init=False)
     _steps: list[StepTime] = field(default_factory=list, init=False)
     _positions: int = field(default=0, init=False)
     _wait_steps: int = field(default=_WARMUP_STEPS, init=False)
     _left: int = field(default=_MEASURED_STEPS, init=False)
-    _stored: dict[str, Any] | None = field(default=None, init=False)
     # shares, and seconds of a step
     _previous: tuple[tuple[int, ...], float] | None = field(default=None, init=False)
     _unsent: dict[str, Any] | None = field(default=None, init=False)
 
     # -- at the start
-    # -------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     @property
     def _num_micro_batches(self) -> int:
-        return self.session.strategy.num_replicas * self.session.accumulation
-
-    @property
-    def _equal(self) -> tuple[int, ...]:
-        return (self.session.accumulation,) * self.session.strategy.num_replicas
+        return self.data.num_replicas * self.data.accumulation
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Micro-batches of each rank."""
-        return self.shares or self._equal
+        return self.data.shares or self.data.equal_shares
 
-    def resume(self, meta: dict[str, Any]) -> None:
-        """Take the shares of a checkpoint's ``meta.json``, for :meth:`begin`."""
-        self._stored = meta.get(_META)
+    def begin(self, step: int, checkpoint_meta: dict[str, Any]) -> None:
+        """Decide on the shares to start with. A collective if weights are configured.
 
-    def begin(self) -> None:
-        """Decide on the shares to start with. A collective if weights are configured."""
-        session, balance = self.session, self.session.config.parallel.balance
-        stored = tuple(self._stored["shares"]) if self._stored is not None else None
-        possible = session.strategy.allows_unequal_shares and is_divisible(
-            session.strategy.num_replicas, self._num_micro_batches
+        Args:
+            step: the step that the run starts from.
+            checkpoint_meta: ``meta.json`` of the checkpoint that it resumes from; may be empty.
+        """
+        balance = self.config.parallel.balance
+        record = checkpoint_meta.get(_META)
+        stored = None if record is None else tuple(record["shares"])
+        is_supported = self.strategy.allows_unequal_shares and is_divisible(
+            self.data.num_replicas, self._num_micro_batches
         )
-        if balance == "equal" or not possible:
+        if balance == "equal" or not is_supported:
             if stored is not None and len(set(stored)) > 1:
                 reason = (
                     "`parallel.balance` is `equal` now"
@@ -167,31 +168,32 @@ class Balancer:
                     else "this run has too few micro-batches"
                 )
                 self._note(
+                    step,
                     "reset",
                     f"balance: the checkpoint's shares {counts_text(stored)} are not used:"
                     f" {reason}",
                 )
             return
         if isinstance(balance, list):
-            local_ranks: list[Any] = session.world.gather_objects(session.world.env.local_rank)
+            comm = self.strategy.world
+            local_ranks: list[Any] = comm.gather_objects(comm.env.local_rank)
             self._set(
                 tuple(
-                    weighted_shares(
-                        self._num_micro_batches, rank_weights(session.config, local_ranks)
-                    )
+                    weighted_shares(self._num_micro_batches, rank_weights(self.config, local_ranks))
                 )
             )
             self._note(
-                "weights", f"balance: micro-batches per step by weight: {counts_text(self.counts)}"
+                step,
+                "weights",
+                f"balance: micro-batches per step by weight: {counts_text(self.counts)}",
             )
         elif stored is None:
             self.phase = "first"
-        elif (
-            len(stored) == session.strategy.num_replicas and sum(stored) == self._num_micro_batches
-        ):
+        elif len(stored) == self.data.num_replicas and sum(stored) == self._num_micro_batches:
             self._set(stored)
-            self.phase = "fixed" if self._stored and self._stored.get("fixed") else "watch"
+            self.phase = "fixed" if record.get("fixed") else "watch"
             self._note(
+                step,
                 "checkpoint",
                 f"balance: micro-batches per step as in the checkpoint: {counts_text(stored)}",
             )
@@ -199,23 +201,23 @@ class Balancer:
             self.phase = "first"
             text = (
                 f"balance: the checkpoint's shares {counts_text(stored)} do not fit"
-                f" {len(self._equal)} ranks with {self._num_micro_batches} micro-batches per step:"
+                f" {self.data.num_replicas} ranks with {self._num_micro_batches} micro-batches per step:"
                 " equal shares, and speeds are measured again"
             )
-            self._note("reset", text)
+            self._note(step, "reset", text)
 
     def announce(self) -> None:
         """Emit the event of :meth:`begin`, after ``run_start``."""
         if self._unsent is not None:
-            self.session.events.emit("balance", **self._unsent)
+            self.events.emit("balance", **self._unsent)
             self._unsent = None
 
     def _set(self, shares: tuple[int, ...]) -> None:
-        self.shares = None if shares == self._equal else shares
+        self.data.set_shares(None if shares == self.data.equal_shares else shares)
 
-    def _note(self, reason: str, text: str, **fields: Any) -> None:
+    def _note(self, step: int, reason: str, text: str, **fields: Any) -> None:
         self._unsent = {
-            "step": self.session.step,
+            "step": step,
             "shares": list(self.counts),
             "reason": reason,
             **fields,
@@ -224,31 +226,27 @@ class Balancer:
 
     # -- a step
     # -------------------------------------------------------------------------------------------------------------
-    def first_micro_batch(self, num_micro_batches: int) -> int:
-        """Return the number, within the step, of this rank's first micro-batch."""
-        replica = self.session.strategy.replica
-        return replica * num_micro_batches if self.shares is None else sum(self.shares[:replica])
-
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> ComputeTimer | None:
         """Return a timer that was started, in steps that are measured."""
-        strategy = self.session.strategy
+        strategy = self.strategy
         self._timer = strategy.on_computed = None
         if self.phase == "fixed" or self._wait_steps > 0:
             return None
-        self._timer = ComputeTimer(self.session.world.device)
+        self._timer = ComputeTimer(strategy.world.device)
         self._positions = sum(_size(batch) for batch in micro_batches)
         strategy.on_computed = self._timer.end
         self._timer.begin()
         return self._timer
 
-    def after_step(self) -> None:
-        """Count a step; after the last one of a measurement, decide. A collective then."""
+    def end_step(self, step: int, is_disturbed: bool) -> None:
+        """Count a step, the number ``step`` of the run; after the last one of a measurement,
+        decide, which is a collective. ``is_disturbed``: a checkpoint is being written."""
         if self.phase == "fixed":
             return
         if self._wait_steps > 0:
             self._wait_steps -= 1
             return
-        self._record()
+        self._record(is_disturbed)
         self._left -= 1
         if self._left > 0:
             return
@@ -257,23 +255,21 @@ class Balancer:
         if measured is None:
             self._wait_steps = _INTERVAL_STEPS
         else:
-            self._decide(measured)
+            self._decide(step, measured)
 
-    def _record(self) -> None:
-        session = self.session
-        # a step without forward; or one beside a checkpoint's write
-        if self._timer is None or session.saver.is_writing:
+    def _record(self, is_disturbed: bool) -> None:
+        if self._timer is None or is_disturbed:  # no timer in a step without forward
             return
         compute_s = self._timer.seconds()
         if compute_s > 0 and self._positions > 0:
-            num_micro_batches = self.counts[session.strategy.replica]
+            num_micro_batches = self.counts[self.data.replica]
             self._steps.append(
-                StepTime(compute_s, session.meter.last_step_s, self._positions, num_micro_batches)
+                StepTime(compute_s, self.metrics.last_step_s, self._positions, num_micro_batches)
             )
 
     def _gather(self) -> Measured | None:
         """Return the medians over the steps; None if some rank has no time. A collective."""
-        world, steps = self.session.world, self._steps
+        comm, steps = self.strategy.world, self._steps
         local = [0.0, 0.0, 0.0]
         if steps:
             local = [
@@ -282,10 +278,10 @@ class Balancer:
                 / sum(step.num_micro_batches for step in steps),
                 statistics.median(step.step_s for step in steps),
             ]
-        table = torch.zeros(world.size, len(local), dtype=world.wide_dtype, device=world.device)
-        table[world.rank] = torch.tensor(local, dtype=world.wide_dtype)
+        table = torch.zeros(comm.size, len(local), dtype=comm.wide_dtype, device=comm.device)
+        table[comm.rank] = torch.tensor(local, dtype=comm.wide_dtype)
         with uncounted():
-            world.wait(world.all_reduce(table))
+            comm.wait(comm.all_reduce(table))
         rows: list[list[float]] = table.tolist()
         if min(row[0] for row in rows) <= 0:
             return None
@@ -294,32 +290,34 @@ class Balancer:
 
     # -- decisions
     # ----------------------------------------------------------------------------------------------------------
-    def _decide(self, measured: Measured) -> None:
+    def _decide(self, step: int, measured: Measured) -> None:
         if self.phase == "check":
-            self._check(measured)
+            self._check(step, measured)
             return
         proposed = tuple(shares_by_speed(self._num_micro_batches, measured.seconds))
         gain = step_seconds(self.counts, measured.seconds) / step_seconds(
             proposed, measured.seconds
         )
         if self.phase == "first" and gain < _MIN_GAIN:
-            self._emit("measured", f"{_times(measured.seconds)}: equal shares are kept", measured)
+            self._emit(
+                step, "measured", f"{_times(measured.seconds)}: equal shares are kept", measured
+            )
             self.phase, self._wait_steps = "watch", _INTERVAL_STEPS
         elif self.phase == "watch" and gain >= _MIN_LATER_GAIN:
             self.phase = "confirm"
         elif self.phase == "first" or (self.phase == "confirm" and gain >= _MIN_LATER_GAIN):
             before, self._previous = self.counts, (self.counts, measured.step_s)
-            self._change(proposed)
+            self._set(proposed)
             text = (
                 f"{_times(measured.seconds)}: {_change_text(before, proposed)}; predicted speedup"
                 f" {gain:.2f}×"
             )
-            self._emit("measured", text, measured, gain)
+            self._emit(step, "measured", text, measured, gain)
             self.phase, self._wait_steps = "check", _WARMUP_STEPS
         else:
             self.phase, self._wait_steps = "watch", _INTERVAL_STEPS
 
-    def _check(self, measured: Measured) -> None:
+    def _check(self, step: int, measured: Measured) -> None:
         """Keep new shares unless steps became longer."""
         assert self._previous is not None
         previous, step_s = self._previous
@@ -327,24 +325,21 @@ class Balancer:
         self.phase, self._wait_steps = "watch", _INTERVAL_STEPS
         if measured.step_s > _MAX_SLOWDOWN * step_s:
             before = self.counts
-            self._change(previous)
+            self._set(previous)
             self.phase = "fixed"
             text = (
                 f"a step takes {formatting.short_duration(measured.step_s)} instead of"
                 f" {formatting.short_duration(step_s)}: {_change_text(before, previous)} again, and"
                 " no more changes until the next start"
             )
-            self._emit("withdrawn", text, measured)
+            self._emit(step, "withdrawn", text, measured)
 
-    def _change(self, shares: tuple[int, ...]) -> None:
-        self._set(shares)
-        close_batches(self.session)
-        self.session.batches = batches_of(self.session)
-
-    def _emit(self, reason: str, text: str, measured: Measured, gain: float | None = None) -> None:
-        self.session.events.emit(
+    def _emit(
+        self, step: int, reason: str, text: str, measured: Measured, gain: float | None = None
+    ) -> None:
+        self.events.emit(
             "balance",
-            step=self.session.step,
+            step=step,
             shares=list(self.counts),
             reason=reason,
             seconds=[round(one, 7) for one in measured.seconds],
@@ -357,16 +352,16 @@ class Balancer:
     def meta(self) -> dict[str, Any]:
         """Return what goes into a checkpoint's ``meta.json``; empty before the shares are decided."""
         if (
-            self.session.config.parallel.balance == "equal"
+            self.config.parallel.balance == "equal"
             or self.phase == "first"
-            or len(self._equal) == 1
+            or self.data.num_replicas == 1
         ):
             return {}
         return {_META: {"shares": list(self.counts), "fixed": self.phase == "fixed"}}
 
     def figures(self) -> dict[str, Any]:
         """Return the report's ``balance``; empty with ``parallel.balance: equal``."""
-        if self.session.config.parallel.balance == "equal":
+        if self.config.parallel.balance == "equal":
             return {}
         return {"balance": {"shares": list(self.counts)}}
 

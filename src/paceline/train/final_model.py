@@ -13,39 +13,52 @@ from torch import nn
 from paceline.checkpoint import store
 from paceline.core.errors import RunError
 from paceline.core.files import human_bytes, replace_dir
+from paceline.core.run_dir import RunDir
 from paceline.parallel.base import load_whole
-from paceline.train.rank_loss import regroup
-from paceline.train.trainer import Session
+from paceline.train.state import RankContext, TrainComponents
 
 
-def save_model_folder(session: Session, build: Callable[[], nn.Module]) -> None:
-    """``model/`` appears whole, written by rank 0. A collective. ``build`` makes the model as the
-    task does.
+def save_model_folder(
+    ctx: RankContext,
+    components: TrainComponents,
+    build: Callable[[], nn.Module],
+    step: int,
+    handle_rank_loss: Callable[[], object],
+) -> None:
+    """Write ``model/``, which appears whole, on rank 0. A collective.
+
+    Args:
+        build: makes the model as the task does.
+        step: of the last checkpoint, which holds the model.
+        handle_rank_loss: called on every rank after the model was written.
 
     Raises:
         RunError: it could not be written.
     """
-    lost = None
-    while lost != session.world.lost:  # once more where the rank that wrote it was lost
-        lost = session.world.lost
-        with session.strategy.consolidated():
-            if session.world.is_rank_zero:
-                _write_model(session, build)
-        session.world.barrier()
-        regroup(session)
+    lost_ranks = None
+    while lost_ranks != ctx.comm.lost:  # again if the rank that wrote it was lost
+        lost_ranks = ctx.comm.lost
+        with components.strategy.consolidated():
+            if ctx.comm.is_rank_zero:
+                _write_model(ctx.run_dir, components, build, step)
+        ctx.comm.barrier()
+        handle_rank_loss()
 
 
-def _write_model(session: Session, build: Callable[[], nn.Module]) -> None:
-    final = session.run_dir.model
+def _write_model(
+    run_dir: RunDir, components: TrainComponents, build: Callable[[], nn.Module], step: int
+) -> None:
+    path = run_dir.checkpoints / store.name_of(step)
+    final = run_dir.model
     aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     for old in final.parent.glob(f".{final.name}.*.tmp"):
         shutil.rmtree(old, ignore_errors=True)
     try:
         aside.mkdir()
-        if not _save_from_parts(session, aside):
-            model = _whole_model(session, build)
+        if not _save_from_checkpoint(components, path, aside):
+            model = _whole_model(components, build, path)
             with _own_memory(model):
-                session.task.save_model(model, aside)
+                components.task.save_model(model, aside)
         replace_dir(aside, final)
     except store.write_errors() as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -74,25 +87,23 @@ def _own_memory(model: nn.Module) -> Iterator[None]:
             one.data = values
 
 
-def _save_from_parts(session: Session, folder: Path) -> bool:
-    """Write the model out of the last checkpoint's parts, where the task can, so that no process
-    holds it whole."""
-    if session.strategy.rank0_has_full_model:
+def _save_from_checkpoint(components: TrainComponents, path: Path, folder: Path) -> bool:
+    """Write the model from the shards of the last checkpoint, if the task can, so that no process
+    holds the whole model."""
+    if components.strategy.rank0_has_full_model:
         return False
-    with store.CheckpointReader(
-        session.run_dir.checkpoints / store.name_of(session.step)
-    ) as reader:
-        return session.task.save_from(reader, folder)
+    with store.CheckpointReader(path) as reader:
+        return components.task.save_from(reader, folder)
 
 
-def _whole_model(session: Session, build: Callable[[], nn.Module]) -> nn.Module:
-    """The trained model as the task built it: the one at hand, or, where it is spread over ranks, a
-    new one in the host's memory, filled from the checkpoint of the last step."""
-    if session.strategy.rank0_has_full_model:
-        return session.model
+def _whole_model(
+    components: TrainComponents, build: Callable[[], nn.Module], path: Path
+) -> nn.Module:
+    """Return the trained model as the task built it: the one at hand, or, if it is spread over
+    ranks, a new one in the host's memory, filled from the last checkpoint."""
+    if components.strategy.rank0_has_full_model:
+        return components.model
     model = build()
-    with store.CheckpointReader(
-        session.run_dir.checkpoints / store.name_of(session.step)
-    ) as reader:
+    with store.CheckpointReader(path) as reader:
         load_whole(model, reader)
     return model

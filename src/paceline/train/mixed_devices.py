@@ -11,11 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from paceline.core.errors import ConfigError
-from paceline.distributed.traffic import uncounted
-from paceline.parallel.base import Strategy
 from paceline.parallel.registry import strategy_class
 
 if TYPE_CHECKING:
@@ -77,14 +73,3 @@ def mixed_devices_notices(world: Communicator) -> list[tuple[str, str]]:
         " devices of different types round differently"
     )
     return [("info", text)]
-
-
-def align_replicas(strategy: Strategy, world: Communicator) -> None:
-    """Copy rank 0's trained weights and optimizer state to all ranks. A collective. Nothing for
-    replicas that train apart."""
-    if strategy.replicas_diverge:
-        return
-    with uncounted(), torch.no_grad():
-        world.broadcast(
-            [tensor for _, tensor in Strategy.replicated_tensors(strategy) if tensor.dim() > 0]
-        )

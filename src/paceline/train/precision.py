@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
+from paceline.health.anomalies import UpdateDecision
 from paceline.parallel.loss_scale import LossScaler
 
 
@@ -39,38 +40,26 @@ class Precision:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scaler is None else loss * self.scaler.scale.to(loss.device)
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None = None, late: bool = False
-    ) -> bool:
-        """Make the optimizer's step. False if it was skipped because the gradient's ``norm`` is not
-        finite; the loss scale is adapted. ``norm``: None if the strategy sees to that itself, and
-        :meth:`settle` is called afterwards. ``late``: the device decides, see
-        :func:`skips_on_device`; True is returned."""
-        if norm is None:
+    def step(self, optimizer: torch.optim.Optimizer, decision: UpdateDecision) -> bool:
+        """Make the optimizer's step and adapt the loss scale. Returns False if the step was skipped
+        because the gradient is not finite, True if the device decides. A strategy that decides by
+        itself calls :meth:`update_scale` afterwards."""
+        if decision.grad_norm is None:
             optimizer.step()
             return True
-        finite = norm.isfinite()
-        made = late or bool(finite)
-        if late:
-            _step_where(optimizer, finite)
-        elif made:
+        is_finite = decision.grad_norm.isfinite()
+        updates = decision.on_device or bool(is_finite)
+        if decision.on_device:
+            _step_where(optimizer, is_finite)
+        elif updates:
             optimizer.step()
-        self.settle(finite)
-        return made
+        self.update_scale(is_finite)
+        return updates
 
-    def settle(self, finite: torch.Tensor | bool) -> None:
-        """Adapt the loss scale to a step whose gradient was finite, or not."""
+    def update_scale(self, grad_is_finite: torch.Tensor | bool) -> None:
+        """Adapt the loss scale to a step."""
         if self.scaler is not None:
-            self.scaler.update(finite)
-
-    def state(self) -> dict[str, torch.Tensor]:
-        if self.scaler is None:
-            return {}
-        return {f"scaler/{name}": value for name, value in self.scaler.state().items()}
-
-    def load_state(self, numbers: dict[str, float]) -> None:
-        if self.scaler is not None and "scaler/scale" in numbers:
-            self.scaler.load(numbers["scaler/scale"], numbers["scaler/growth_tracker"])
+            self.scaler.update(grad_is_finite)
 
 
 def check_same_precision(world: Communicator, args: TrainArgs) -> None:
@@ -87,15 +76,6 @@ def check_same_precision(world: Communicator, args: TrainArgs) -> None:
             f"`precision: auto` is not the same on all ranks: {by_rank}",
             fix="set `train_args.precision`: `fp16-mixed` or `32` runs on all of them",
         )
-
-
-def skips_on_device(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> bool:
-    """Whether the optimizer can leave a step out by a flag on the device of ``norm``: torch's fused
-    ones."""
-    able = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(able) and all(
-        one.device == norm.device for group in optimizer.param_groups for one in group["params"]
-    )
 
 
 def _step_where(optimizer: Any, finite: torch.Tensor) -> None:

@@ -13,18 +13,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from paceline.config.schema import Config
+from paceline.core.events import EventLog
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 from paceline.models import attention
+from paceline.parallel.base import Strategy
+from paceline.tasks.base import Task
 from paceline.tasks.language import LanguageTask
-
-if TYPE_CHECKING:
-    from paceline.train.trainer import Session
+from paceline.train.precision import Precision
 
 #: Strategies whose forward all ranks run together, on the same input where they are given the same.
 _TOGETHER = ("zero2", "zero3", "tensor", "hybrid", "deepspeed")
@@ -50,35 +52,50 @@ class _Prompt:
     ends: frozenset[int | None]
 
 
-class Sampler:
-    """Makes the samples of one rank's session."""
+class SampleGenerator:
+    """Generates samples at evaluations.
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.settings = session.config.evaluation
-        wanted = (
-            isinstance(session.task, LanguageTask)
-            and self.settings.samples > 0
-            and session.eval_dataset is not None
+    Args:
+        dataset: the evaluation set; None if there is none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        model: Any,
+        strategy: Strategy,
+        precision: Precision,
+        dataset: Any | None,
+        events: EventLog,
+    ) -> None:
+        self.config = config
+        self.settings = config.evaluation
+        self.task = task
+        self.model = model
+        self.strategy = strategy
+        self.comm = strategy.world
+        self.precision = precision
+        self.dataset = dataset
+        self.events = events
+        self.active = (
+            isinstance(task, LanguageTask) and self.settings.samples > 0 and dataset is not None
         )
-        self.active = bool(wanted)
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._prompts: list[_Prompt] | None = None
         self._tokenizer: LoadedTokenizer
-        self._defaults: Any = None  # the model's own, of generating
+        self._defaults: Any = None  # the model's own generation config
         # Logits of a whole prompt can take more memory than a step of training.
-        self._last_logits = (
-            {"logits_to_keep": 1} if getattr(session.task, "picks_logits", False) else {}
-        )
+        self._last_logits = {"logits_to_keep": 1} if getattr(task, "picks_logits", False) else {}
 
-    def take(self, eval_wall_s: float) -> None:
-        """Generate, and emit a ``sample`` event; a collective, within an evaluation that took so
-        many seconds without it."""
+    def generate(self, step: int, eval_wall_s: float) -> None:
+        """Generate, and emit a ``sample`` event; a collective. ``eval_wall_s``: how long the rest
+        of the evaluation took."""
         if not self.active:
             return
         if (why := self._why_not()) is not None:
             self.active = False
-            self._say(
+            self._report(
                 "why not",
                 f"no samples are shown at evaluations: {why} (`evaluation.samples: 0` silences"
                 " this)",
@@ -92,7 +109,7 @@ class Sampler:
         wall_s = time.perf_counter() - began
         if problem is not None:
             self.active = False
-            self._say(
+            self._report(
                 "problem",
                 f"no samples are shown at evaluations: the model could not generate ({problem})",
             )
@@ -107,9 +124,9 @@ class Sampler:
             for number, one in enumerate(self._prompts)
             if number in answers
         ]
-        self.session.events.emit("sample", step=self.session.step, samples=samples, wall_s=wall_s)
+        self.events.emit("sample", step=step, samples=samples, wall_s=wall_s)
         if cut:
-            self._say(
+            self._report(
                 "cut",
                 f"the samples of this evaluation were cut short after {limit_s:.0f} s. {_FEWER}",
             )
@@ -118,22 +135,22 @@ class Sampler:
                 f"the samples of this evaluation took {wall_s:.1f} s, and all the rest of it"
                 f" {eval_wall_s:.1f} s"
             )
-            self._say("slow", f"{took}. {_FEWER}")
+            self._report("slow", f"{took}. {_FEWER}")
 
-    def _say(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            self.session.events.notice(text)
+    def _report(self, what: str, text: str) -> None:
+        if what not in self._reported:
+            self._reported.add(what)
+            self.events.notice(text)
 
     # -- who generates
     # ------------------------------------------------------------------------------------------------------
     def _why_not(self) -> str | None:
-        strategy, axes = self.session.strategy, self.session.world.axes
+        strategy, axes = self.strategy, self.comm.axes
         if strategy.rank0_has_full_model:
             return None
         if axes.pipeline > 1:
             return "each token would have to pass through all stages of the pipeline"
-        if self.session.config.parallel.sequence_parallel and axes.tensor > 1:
+        if self.config.parallel.sequence_parallel and axes.tensor > 1:
             return "with `parallel.sequence_parallel` a single token cannot be cut along the tokens"
         if strategy.name not in _TOGETHER:
             return f"with `parallel.mode: {strategy.name}` no rank holds the whole model"
@@ -142,12 +159,12 @@ class Sampler:
     @property
     def _together(self) -> bool:
         """All ranks work on each prompt."""
-        return not self.session.strategy.rank0_has_full_model
+        return not self.strategy.rank0_has_full_model
 
     def _mine(self, number: int) -> bool:
         """Whether this rank works on a prompt: any rank where all are known to hold the same whole
         weights, else the first."""
-        strategy, world = self.session.strategy, self.session.world
+        strategy, world = self.strategy, self.comm
         alike = strategy.replicas_diverge or strategy.replica_group is world
         return self._together or (
             number % world.size == world.rank if alike else world.is_rank_zero
@@ -157,16 +174,13 @@ class Sampler:
     # ------------------------------------------------------------------------------------------------------------
     def _read(self) -> None:
         """The same prompts at every evaluation: spread evenly over the validation data."""
-        session = self.session
-        assert session.task.prepared is not None
-        path = Path(session.task.prepared.handle.tokenizer_path)
-        self._defaults = getattr(_base(session.model), "generation_config", None)
-        self._tokenizer = load_tokenizer(path, session.config.trust_remote_code)
-        many = min(self.settings.samples, len(session.eval_dataset))
-        rows = [
-            session.eval_dataset[number * len(session.eval_dataset) // many]
-            for number in range(many)
-        ]
+        assert self.task.prepared is not None
+        assert self.dataset is not None
+        path = Path(self.task.prepared.handle.tokenizer_path)
+        self._defaults = getattr(_base(self.model), "generation_config", None)
+        self._tokenizer = load_tokenizer(path, self.config.trust_remote_code)
+        many = min(self.settings.samples, len(self.dataset))
+        rows = [self.dataset[number * len(self.dataset) // many] for number in range(many)]
         self._prompts = [
             self._prompt(row["input_ids"].tolist(), row["labels_mask"].tolist()) for row in rows
         ]
@@ -202,15 +216,16 @@ class Sampler:
     def _generate(self, deadline: float) -> tuple[dict[int, list[int]], bool, str | None]:
         """This rank's answers by number of the prompt, whether some were cut short, and what went
         wrong."""
-        session, found, cut = self.session, {}, False
+        found: dict[int, list[int]] = {}
+        cut = False
         assert self._prompts is not None
-        was_training = session.model.training
-        session.model.eval()
+        was_training = self.model.training
+        self.model.eval()
         try:
             with (
                 torch.no_grad(),
-                session.precision.autocast(),
-                _plain_attention(session.model),
+                self.precision.autocast(),
+                _plain_attention(self.model),
                 uncounted(),
             ):
                 for number, prompt in enumerate(self._prompts):
@@ -224,24 +239,24 @@ class Sampler:
             first = (str(error).strip().splitlines() or [""])[0][:200]
             return {}, cut, f"{type(error).__name__}: {first}"
         finally:
-            session.model.train(was_training)
+            self.model.train(was_training)
 
     def _answer(self, prompt: _Prompt, deadline: float) -> tuple[list[int], bool]:
         """The likeliest token each time, after the model's own penalty on repetition (as with
         `paceline generate`); and whether there was no time for more."""
-        session, answer = self.session, list[int]()
+        answer = list[int]()
         cache: Any = None
         new = prompt.given
 
         late = False
         while len(answer) < self.settings.max_new_tokens and not late:
             PROGRESS.tick()
-            rows = torch.tensor([new], device=session.world.device)
-            out = session.model(
+            rows = torch.tensor([new], device=self.comm.device)
+            out = self.model(
                 input_ids=rows, past_key_values=cache, use_cache=True, **self._last_logits
             )
             cache = getattr(out, "past_key_values", None)
-            told = torch.tensor([[*prompt.given, *answer]], device=session.world.device)
+            told = torch.tensor([[*prompt.given, *answer]], device=self.comm.device)
             answer.append(int(self._penalise(told, out.logits[:, -1].float()).argmax()))
             new = answer[-1:] if cache is not None else [*prompt.given, *answer]
             if self._agree(answer[-1] in prompt.ends):
@@ -249,7 +264,7 @@ class Sampler:
             late = self._agree(time.perf_counter() > deadline)
         if self._together:
             # puts away what was gathered for these forwards
-            session.strategy.evaluate(lambda model: {}, session.model)
+            self.strategy.evaluate(lambda model: {}, self.model)
         return answer, late
 
     def _penalise(self, told: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -263,15 +278,13 @@ class Sampler:
 
     def _agree(self, ends: bool) -> bool:
         """The same on all ranks where these work together: none may go on alone."""
-        return self.session.world.sum(float(ends))[0] > 0 if self._together else ends
+        return self.comm.sum(float(ends))[0] > 0 if self._together else ends
 
     def _gather(
         self, mine: dict[int, list[int]], cut: bool, problem: str | None
     ) -> tuple[dict[int, list[int]], bool, str | None]:
         told: list[Any] = [
-            one
-            for one in self.session.world.gather_objects((mine, cut, problem))
-            if one is not None
+            one for one in self.comm.gather_objects((mine, cut, problem)) if one is not None
         ]
         answers = {number: ids for found, _, _ in reversed(told) for number, ids in found.items()}
         problems = [one for _, _, one in told if one is not None]

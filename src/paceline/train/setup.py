@@ -4,17 +4,18 @@ folder, report."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from torch import nn
 
 from paceline.checkpoint.remote import CheckpointStore
-from paceline.checkpoint.saver import Saver
-from paceline.checkpoint.train_state import check_same_model, frozen_digest, load_training_state
+from paceline.checkpoint.saver import CheckpointManager
+from paceline.checkpoint.train_state import check_same_model, frozen_digest, load_train_state
 from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
 from paceline.config.load import to_yaml
 from paceline.config.schema import Config
@@ -26,33 +27,49 @@ from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.core.stop import StopFlag
 from paceline.data.loader import LoaderOptions
 from paceline.data.order import SampleOrder
+from paceline.data.pipeline import DataPipeline
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.seeds import seed_everything
 from paceline.distributed.side_group import SideGroup
+from paceline.health.anomalies import AnomalyDetector
+from paceline.health.loss_spikes import LossSpikeDetector
 from paceline.health.watchdog import Watchdog
 from paceline.models.shape.outline import Probe, outline
-from paceline.models.shape.record import ModelShape
-from paceline.observe.comm_advisor import make_judge
-from paceline.observe.device_stats import DeviceReader
-from paceline.observe.metrics import Meter
+from paceline.observe.comm_advisor import CommAdvisor, make_advisor
+from paceline.observe.device_stats import DeviceMonitor
+from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.build import build_report
 from paceline.observe.report.write import write_reports
-from paceline.observe.run_start import announce
-from paceline.parallel.base import Strategy
+from paceline.observe.run_info import RunInfo
+from paceline.observe.run_start import emit_run_start
 from paceline.parallel.registry import make_strategy
 from paceline.tasks import is_user_task, load_task
 from paceline.tasks.base import Task
+from paceline.tasks.language import LanguageTask
 from paceline.tasks.user import guard_model
+from paceline.train.balance import Balancer
+from paceline.train.callbacks import (
+    BalanceUpdate,
+    Callback,
+    CommAdvice,
+    MemoryReport,
+    ReplicaCheck,
+    SampleReport,
+    StepLogger,
+)
 from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of
 from paceline.train.precision import Precision, check_same_precision, checkpoint_activations
-from paceline.train.rank_loss import batches_of, close_batches, listeners
+from paceline.train.rank_loss import event_listeners
+from paceline.train.rollback import recent_losses_from, skipped_batches_from
 from paceline.train.run_spec import RunSpec
-from paceline.train.trainer import Session, train
+from paceline.train.sampling import SampleGenerator
+from paceline.train.state import RankContext, TrainComponents, TrainState
+from paceline.train.trainer import Trainer
 
 
 def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
@@ -60,71 +77,39 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     report on every rank, or on rank 0 only if a launcher of Paceline collects it."""
     axes = spec.layout.axes if spec.layout.num_processes > 1 else ParallelDims()
     PROGRESS.start(active=spec.config.recovery.watchdog, on_cpu=spec.device_type == "cpu")
-    world = init_communicator(env, spec.device_type, spec.config.parallel.timeout_s, axes)
+    comm = init_communicator(env, spec.device_type, spec.config.parallel.timeout_s, axes)
     run_dir = RunDir(Path(spec.config.output_dir))
-    events, logged = EventLog(None), ExitStack()
+    events, logging_context = EventLog(None), ExitStack()
     watchdog = Watchdog(
-        spec.config.recovery, spec.config.parallel.timeout_s, world, stop, run_dir.root
+        spec.config.recovery, spec.config.parallel.timeout_s, comm, stop, run_dir.root
     )
     watchdog.start()
     try:
-        check_mixed_devices(world, spec.config, spec.layout.strategy)
-        check_same_precision(world, spec.config.train_args)
-        side, spec = _open_side_group(spec, world)
-        # before anything is written: a model that cannot be had leaves no trace
-        built = build(spec, world)
-        world = built.strategy.world  # the same ranks, perhaps with other means to talk
+        check_mixed_devices(comm, spec.config, spec.layout.strategy)
+        check_same_precision(comm, spec.config.train_args)
+        side, spec = _open_side_group(spec, comm)
+        # before anything is written: a run whose model cannot be built leaves no trace
+        components, data, notices = build_components(spec, comm)
+        comm = components.strategy.world  # the same ranks, perhaps over other channels
         if spec.resume_from is not None:
             with open_checkpoint(Path(spec.resume_from), side) as opened:
-                check_same_model(opened, spec.resume_from, built.shape, built.frozen)
-        with _locked(run_dir, world):
-            if world.is_rank_zero:
+                digest = components.frozen_digest
+                check_same_model(opened, spec.resume_from, components.shape, digest)
+        with _locked(run_dir, comm):
+            if comm.is_rank_zero:
                 events = _open_events(spec, run_dir)
-                logged.enter_context(log_to_events(events, replaces_console=shows_progress()))
-            watchdog.watch(built.strategy, events)
-            session = begin(
-                spec,
-                world,
-                built,
-                run_dir,
-                events,
-                stop,
-                side,
-                _claim_store(spec, world, run_dir, events),
-            )
-            session.judge = make_judge(session)
-            # what is being written when the training ends, however it ends, is waited for
-            with session.saver:
-                status = _train(session, exits_by_itself=spec.launcher_pid is None)
-                PROGRESS.enter("saving")
-            if status == "done":
-                save_model_folder(session, lambda: _build_model(built.task, spec.config))
-            report = build_report(session, spec, status)
-            if world.is_rank_zero:
-                write_reports(run_dir, report)
-                reason = _stop_reason(stop) if status == "stopped" else None
-                network = session.judge.said if session.judge is not None else None
-                more = {"network": network} if network is not None else {}
-                events.emit(
-                    "run_end",
-                    status=status,
-                    step=session.step,
-                    reason=reason,
-                    wall_s=report["wall_s"],
-                    **more,
+                logging_context.enter_context(
+                    log_to_events(events, replaces_console=shows_progress())
                 )
-            if spec.reports_everywhere:
-                report = world.broadcast_object(report)  # type: ignore[assignment]
-            world.barrier()
-            built.strategy.close()
-            return {
-                "status": status,
-                "report": report if world.is_rank_zero or spec.reports_everywhere else None,
-            }
+            watchdog.watch(components.strategy, events)
+            ctx = RankContext(comm, run_dir, events, stop)
+            store = _claim_store(spec, ctx)
+            trainer = build_trainer(spec, ctx, components, data, notices, side, store)
+            return _run(trainer)
     except BaseException as caught:
         error = watchdog.explain(caught)
-        # the command line says the same, once, when all ranks have ended
-        if world.is_rank_zero and spec.launcher_pid is None:
+        # the launcher prints the same, once, when all ranks have ended
+        if comm.is_rank_zero and spec.launcher_pid is None:
             events.emit(
                 "run_end", file_only=True, status="failed", step=None, reason=_failure(error)[:2000]
             )
@@ -133,13 +118,87 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
         raise
     finally:
         watchdog.close()
-        logged.close()
+        logging_context.close()
         events.close()
         for listener in events.listeners:
             close = getattr(listener, "close", None)
             if close is not None:
                 close()
-        world.close()
+        comm.close()
+
+
+def _run(trainer: Trainer) -> dict[str, Any]:
+    """Train, save the model and write the report. Returns the result of :func:`run_rank`."""
+    spec, ctx, strategy = trainer.spec, trainer.ctx, trainer.strategy
+    state, events = trainer.state, ctx.events
+    advisor = make_advisor(strategy, trainer.metrics, events, state.first_step, spec.derived.steps)
+    trainer.callbacks += _monitoring(trainer, advisor)
+    with trainer.checkpoints:  # a save in flight is waited for, however the training ends
+        status = _train(trainer)
+        ctx.progress.enter("saving")
+    if status == "done":
+        build_model = partial(_build_model, trainer.components.task, spec.config)
+        save_model_folder(
+            ctx, trainer.components, build_model, state.step, trainer.handle_rank_loss
+        )
+    report: Any = build_report(
+        _run_info(spec, ctx, trainer.components, trainer.data),
+        trainer.metrics,
+        advisor,
+        status=status,
+        step=state.step,
+        resumed_from_step=state.first_step if spec.resume_from is not None else None,
+        skipped_batches=state.skipped_batches,
+        balance=trainer.balancer.figures(),
+    )
+    if ctx.comm.is_rank_zero:
+        write_reports(ctx.run_dir, report)
+        reason = _stop_reason(ctx.stop) if status == "stopped" else None
+        network = {} if advisor is None or advisor.summary is None else {"network": advisor.summary}
+        wall_s = report["wall_s"]
+        events.emit(
+            "run_end", status=status, step=state.step, reason=reason, wall_s=wall_s, **network
+        )
+    if spec.reports_everywhere:
+        report = ctx.comm.broadcast_object(report)
+    ctx.comm.barrier()
+    strategy.close()
+    has_report = ctx.comm.is_rank_zero or spec.reports_everywhere
+    return {"status": status, "report": report if has_report else None}
+
+
+def _train(trainer: Trainer) -> str:
+    """Train, then shut down the loader's workers. After a failure the latter is omitted if the
+    process ends at once anyway."""
+    try:
+        status = trainer.train()
+    except BaseException:
+        if trainer.spec.launcher_pid is None:
+            trainer.data.close()
+        raise
+    trainer.data.close()
+    return status
+
+
+def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]:
+    """Return the callbacks of a run, beside the logging of steps."""
+    spec, parts, events = trainer.spec, trainer.components, trainer.ctx.events
+    samples = SampleGenerator(
+        spec.config,
+        parts.task,
+        parts.model,
+        parts.strategy,
+        parts.precision,
+        trainer.data.eval_dataset,
+        events,
+    )
+    callbacks: list[Callback] = [
+        MemoryReport(parts.strategy, parts.model, events),
+        ReplicaCheck(parts.strategy, events, spec.config.recovery.check_replicas_steps),
+        BalanceUpdate(trainer.balancer, trainer.checkpoints),
+        SampleReport(samples),
+    ]
+    return callbacks if advisor is None else [*callbacks, CommAdvice(advisor, events)]
 
 
 def _open_side_group(spec: RunSpec, world: Communicator) -> tuple[SideGroup | None, RunSpec]:
@@ -151,35 +210,20 @@ def _open_side_group(spec: RunSpec, world: Communicator) -> tuple[SideGroup | No
     return side, replace(spec, resume_from=world.broadcast_object(spec.resume_from))
 
 
-def _claim_store(
-    spec: RunSpec, world: Communicator, run_dir: RunDir, events: EventLog
-) -> CheckpointStore | None:
-    """``checkpoint_dir``, on rank 0, which uploads."""
-    if spec.config.checkpoint_dir is None or not world.is_rank_zero:
+def _claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
+    """Return ``checkpoint_dir``, on rank 0, which uploads."""
+    if spec.config.checkpoint_dir is None or not ctx.comm.is_rank_zero:
         return None
     store = CheckpointStore(spec.config.checkpoint_dir)
-    before = store.claim(run_dir.root)
+    before = store.claim(ctx.run_dir.root)
     if before is not None:
         text = (
             f"`checkpoint_dir: {store.url}` was last written by the run in"
             f" {before.get('output_dir')} on host {before.get('host')}; this run takes it over, and"
             " that one ends at its next checkpoint if it still runs"
         )
-        events.notice(text, level="warning")
+        ctx.events.notice(text, level="warning")
     return store
-
-
-def _train(session: Session, exits_by_itself: bool) -> str:
-    """Train, then shut down the loader's workers. After a failure that is left out where the
-    process ends at once anyway."""
-    try:
-        status = train(session)
-    except BaseException:
-        if exits_by_itself:
-            close_batches(session)
-        raise
-    close_batches(session)
-    return status
 
 
 def _failure(error: BaseException) -> str:
@@ -208,51 +252,39 @@ def _locked(run_dir: RunDir, world: Communicator) -> Any:
 def _open_events(spec: RunSpec, run_dir: RunDir) -> EventLog:
     clear_debris(run_dir)
     write_atomic(run_dir.config, to_yaml(spec.config))
-    return EventLog(run_dir.events, listeners(spec.config, run_dir))
+    return EventLog(run_dir.events, event_listeners(spec.config, run_dir))
 
 
-@dataclass
-class Built:
-    """The model as the strategy has placed it, its shape before that, and what the optimizer must
-    know of it."""
-
-    task: Task
-    datasets: tuple[Any, Any | None]
-    model: nn.Module
-    shape: ModelShape
-    matrices: frozenset[str]
-    strategy: Strategy
-    notices: list[tuple[str, str]]
-    frozen: str | None  # digest of the weights that are not trained
-
-
-def build(
-    spec: RunSpec, world: Communicator, adjust: Callable[[nn.Module], object] | None = None
-) -> Built:
-    """The task and the model, placed; from torch's random state as the seed sets it. ``adjust`` may
-    change the model before that.
+def build_components(
+    spec: RunSpec, comm: Communicator, adjust: Callable[[nn.Module], object] | None = None
+) -> tuple[TrainComponents, DataPipeline, list[tuple[str, str]]]:
+    """Build what is trained and the data, from torch's random state as the seed sets it. Returns
+    the components, the data and (level, text) of each message.
 
     The order is fixed here, for every strategy: activation checkpointing is a switch on the blocks'
     own forward, so that whatever a strategy hangs on a block runs around it; then the strategy
     places the model.
+
+    Args:
+        adjust: may change the model before it is placed.
     """
-    _quiet_libraries(spec.config, world.device.type)
+    _quiet_libraries(spec.config, comm.device.type)
     task = load_task(spec.config)
     task.prepared = spec.data
-    strategy = make_strategy(spec.layout.strategy, spec.config, world)
+    strategy = make_strategy(spec.layout.strategy, spec.config, comm)
     with strategy.model_init_context():
         model = _build_model(task, spec.config)
     if adjust is not None:
         adjust(model)
     strategy.num_devices = spec.layout.axes.replicas if spec.layout.num_processes == 1 else 1
-    if not any(one.requires_grad for one in model.parameters()):
+    if not any(param.requires_grad for param in model.parameters()):
         raise RunError(
             "the model has no parameter to train: all are frozen",
             fix="set requires_grad on what shall be trained",
         )
     if strategy.rank0_has_full_model:
         # else a model that no single device holds stays on the CPU until it is cut
-        model.to(world.device)
+        model.to(comm.device)
     notices = task.setup(model)
     datasets = task.build_datasets()
     # on every rank: the loss may call collectives
@@ -260,11 +292,50 @@ def build(
         notices += _check_loss(task, model, datasets[0], spec.config)
     probe = _probe(task, datasets[0]) if spec.layout.axes.pipeline > 1 else None
     strategy.probe = None if probe is None else probe.run
-    shape, matrices = outline(model, spec.config, probe), matrices_of(model)
-    frozen = frozen_digest(model)
+    shape, decayed = outline(model, spec.config, probe), matrices_of(model)
+    digest = frozen_digest(model)
     placed = strategy.setup(model)
-    return Built(
-        task, datasets, placed, shape, matrices, strategy, notices + strategy.notices, frozen
+    notices += strategy.notices
+    args = spec.config.train_args
+    optimizer = strategy.setup_optimizer(
+        lambda named: build_optimizer(args, spec.derived.learning_rate, named, decayed)
+    )
+    precision = Precision(args, strategy.world)
+    strategy.use_scaler(precision.scaler)
+    schedule = Schedule(optimizer, args, spec.derived)
+    components = TrainComponents(
+        task, placed, shape, strategy, optimizer, schedule, precision, digest
+    )
+    return components, _build_data(spec, components, *datasets), notices
+
+
+def _build_data(
+    spec: RunSpec, components: TrainComponents, train_dataset: Any, eval_dataset: Any | None
+) -> DataPipeline:
+    args, strategy, task = spec.config.train_args, components.strategy, components.task
+    accumulation = spec.derived.gradient_accumulation_steps
+    if spec.layout.num_processes == 1:  # one process runs the micro-batches of all devices
+        accumulation *= spec.layout.axes.replicas
+    return DataPipeline(
+        train_dataset,
+        eval_dataset,
+        SampleOrder(
+            len(train_dataset),
+            spec.derived.global_batch_size,
+            args.seed,
+            _balance_lengths(train_dataset, task),
+            args.shuffle,
+        ),
+        task.collate,
+        LoaderOptions(
+            args.dataloader_num_workers,
+            args.dataloader_prefetch_factor,
+            args.dataloader_pin_memory and strategy.world.device.type != "cpu",
+        ),
+        last_step=spec.derived.steps,
+        accumulation=accumulation if strategy.has_data else 0,
+        replica=strategy.replica,
+        num_replicas=strategy.num_replicas,
     )
 
 
@@ -290,98 +361,104 @@ def _build_model(task: Task, config: Config) -> nn.Module:
     return model
 
 
-def begin(
+def build_trainer(
     spec: RunSpec,
-    world: Communicator,
-    built: Built,
-    run_dir: RunDir,
-    events: EventLog,
-    stop: StopFlag,
+    ctx: RankContext,
+    components: TrainComponents,
+    data: DataPipeline,
+    notices: Sequence[tuple[str, str]],
     side: SideGroup | None = None,
     store: CheckpointStore | None = None,
-) -> Session:
-    """Everything that a rank's training needs, at the step it shall go on from."""
-    config, args = spec.config, spec.config.train_args
-    task, strategy = built.task, built.strategy
-    train_dataset, eval_dataset = built.datasets
-    optimizer = strategy.setup_optimizer(
-        lambda named: build_optimizer(args, spec.derived.learning_rate, named, built.matrices)
+) -> Trainer:
+    """Build the trainer at the step that the run continues from, and emit the events of a start. A
+    collective."""
+    settings, strategy, events = spec.config.recovery, components.strategy, ctx.events
+    scaler = components.precision.scaler
+    metrics = StepMetrics(
+        ctx.comm,
+        _attempt_began(spec),
+        spec.data.train_tokens is not None,
+        strategy.traffic_period,
+        serves=not strategy.has_data,
+        devices=DeviceMonitor(ctx.device),
     )
-    precision = Precision(args, world)
-    strategy.use_scaler(precision.scaler)
-    options = LoaderOptions(
-        args.dataloader_num_workers,
-        args.dataloader_prefetch_factor,
-        args.dataloader_pin_memory and world.device.type != "cpu",
+    checkpoints = _build_checkpoints(spec, ctx, side, store)
+    num_notices = len(strategy.notices)
+    with ctx.progress.during("loading"):
+        state, path, meta = _resume(spec, ctx, components, checkpoints)
+    data.seek(state.step)
+    # what the checkpoint did not hold, or what it holds in vain
+    resume_notices = strategy.notices[num_notices:]
+    resume_notices += transfer_notices(strategy, side, components.shape.optimizer_bytes_per_element)
+    balancer = Balancer(spec.config, strategy, data, events, metrics)
+    balancer.begin(state.step, meta)
+    emit_run_start(
+        _run_info(spec, ctx, components, data),
+        events,
+        resumed=None if path is None else (path, state.first_step),
+        failure=spec.failure,
+        launcher_pid=spec.launcher_pid,
+        launcher_notices=spec.notices,
+        notices=[*notices, *resume_notices, *mixed_devices_notices(ctx.comm)],
     )
-    order = SampleOrder(
-        len(train_dataset),
-        spec.derived.global_batch_size,
-        args.seed,
-        _balance_lengths(train_dataset, task),
-        args.shuffle,
+    balancer.announce()
+    anomalies = AnomalyDetector(settings, strategy, scaler, events)
+    return Trainer(
+        spec,
+        ctx,
+        components,
+        state,
+        data,
+        metrics,
+        checkpoints,
+        anomalies,
+        LossSpikeDetector(settings),
+        balancer,
+        resumed_from=path,
+        callbacks=[StepLogger(metrics, anomalies, data.order, events)],
     )
-    session = Session(
-        config=config,
+
+
+def _build_checkpoints(
+    spec: RunSpec, ctx: RankContext, side: SideGroup | None, store: CheckpointStore | None
+) -> CheckpointManager:
+    args, settings = spec.config.train_args, spec.config.recovery
+    return CheckpointManager(
+        ctx.comm,
+        ctx.run_dir.checkpoints,
+        args.save_total_limit,
+        ctx.events,
+        background=args.async_save,
+        every_steps=spec.derived.save_every_steps,
+        every_s=settings.save_every_s,
+        pause=settings.on_save_error == "pause",
+        stop=lambda: ctx.stop.wanted,
+        side=side,
+        store=store,
+    )
+
+
+def _run_info(
+    spec: RunSpec, ctx: RankContext, components: TrainComponents, data: DataPipeline
+) -> RunInfo:
+    return RunInfo(
+        config=spec.config,
         derived=spec.derived,
-        world=world,
-        task=task,
-        model=built.model,
-        shape=built.shape,
-        strategy=strategy,
-        optimizer=optimizer,
-        schedule=Schedule(optimizer, args, spec.derived),
-        precision=precision,
-        order=order,
-        train_dataset=train_dataset,
-        batches=iter(()),
-        eval_dataset=eval_dataset,
-        loader_options=options,
-        events=events,
-        run_dir=run_dir,
-        stop=stop,
-        meter=Meter(
-            world,
-            _life_began(spec),
-            spec.data.train_tokens is not None,
-            strategy.traffic_period,
-            serves=not strategy.has_data,
-            devices=DeviceReader(world.device),
-        ),
-        saver=Saver(
-            world,
-            run_dir.checkpoints,
-            args.save_total_limit,
-            events,
-            background=args.async_save,
-            every_s=config.recovery.save_every_s,
-            pause=config.recovery.on_save_error == "pause",
-            stop=lambda: stop.wanted,
-            side=side,
-            store=store,
-        ),
-        fingerprint=spec.data.fingerprint,
-        frozen=built.frozen,
+        layout=spec.layout,
+        data_counts=spec.data.counts.as_dict(),
+        started_at=spec.started_at,
+        run_dir=ctx.run_dir,
+        strategy=components.strategy,
+        model=components.model,
+        shape=components.shape,
+        train_dataset=data.train_dataset,
+        order=data.order,
+        predicts_activations=isinstance(components.task, LanguageTask),
     )
-    said = len(strategy.notices)
-    with PROGRESS.during("loading"):
-        resumed = _resume(session, spec)
-    # what the checkpoint did not hold, or held in vain
-    notices = built.notices + strategy.notices[said:]
-    notices += transfer_notices(session, side) + mixed_devices_notices(world)
-    accumulation = spec.derived.gradient_accumulation_steps
-    if spec.layout.num_processes == 1:  # one process works on the micro-batches of all devices
-        accumulation *= spec.layout.axes.replicas
-    session.accumulation = accumulation if strategy.has_data else 0
-    session.balancer.begin()
-    session.batches = batches_of(session)
-    announce(session, spec, notices, resumed)
-    session.balancer.announce()
-    return session
 
 
-def _life_began(spec: RunSpec) -> float:
-    """When the command was given; in a later life, when the fault was seen that made it necessary."""
+def _attempt_began(spec: RunSpec) -> float:
+    """Return when the command was given; after a restart, when the failure was seen."""
     return spec.started_at if spec.failure is None else float(spec.failure["seen_at"])
 
 
@@ -390,20 +467,31 @@ def _balance_lengths(dataset: Any, task: Task) -> Any:
     return getattr(dataset, "lengths", None) if getattr(task, "packed", True) else None
 
 
-def _resume(session: Session, spec: RunSpec) -> str | None:
-    path = spec.resume_from
-    own = path is not None and Path(path).resolve().parent == session.run_dir.checkpoints.resolve()
-    said, own = session.world.broadcast_object((path, own))  # type: ignore[misc]
-    if said is None:
-        return None
-    path = str(said)
-    with open_checkpoint(Path(str(path)), session.saver.side) as opened:
-        load_training_state(session, opened, int(opened.meta["step"]))
-    session.guard.resume(opened.meta, str(path))
-    session.balancer.resume(opened.meta)
-    if not own:
-        session.saver.last_step = None  # saved, but not in this run's folder
-    return str(path)
+def _resume(
+    spec: RunSpec, ctx: RankContext, components: TrainComponents, checkpoints: CheckpointManager
+) -> tuple[TrainState, str | None, dict[str, Any]]:
+    """Load the checkpoint that the run resumes from. Returns the state, the checkpoint's path and
+    its ``meta.json``; without a checkpoint a new state, None and nothing. A collective."""
+    settings = spec.config.recovery
+    local_path = spec.resume_from
+    is_own = (
+        local_path is not None
+        and Path(local_path).resolve().parent == ctx.run_dir.checkpoints.resolve()
+    )
+    path, is_own = ctx.comm.broadcast_object((local_path, is_own))  # type: ignore[misc]
+    if path is None:
+        return TrainState(recent_losses=recent_losses_from({}, settings)), None, {}
+    with open_checkpoint(Path(path), checkpoints.side) as opened:
+        load_train_state(components.strategy, opened, components.precision.scaler)
+    step = int(opened.meta["step"])
+    checkpoints.resume_at(step, is_own)
+    state = TrainState(
+        step=step,
+        first_step=step,
+        skipped_batches=skipped_batches_from(opened.meta),
+        recent_losses=recent_losses_from(opened.meta, settings),
+    )
+    return state, path, opened.meta
 
 
 def _quiet_libraries(config: Config, device_type: str) -> None:

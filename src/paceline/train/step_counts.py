@@ -1,66 +1,71 @@
-"""What the ranks tell each other of a step while its first forward runs."""
+"""The global counts of a step, which are summed over all ranks while its first forward runs, and
+the sum of its losses."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import Any
 
 import torch
 
+from paceline.checkpoint.saver import CheckpointManager
+from paceline.core.errors import RunError
+from paceline.core.stop import StopFlag
 from paceline.data.loader import MicroBatch
+from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
-
-if TYPE_CHECKING:
-    from paceline.train.trainer import Session
+from paceline.observe.metrics import StepMetrics
+from paceline.parallel.base import Strategy
+from paceline.tasks.base import Task
 
 
 class StepCounts:
-    """Global sums over one step: the loss's count, tokens, samples, how many ranks wish to stop,
-    and the first one's wish to save. Where the strategy's replicas train on their own, the loss is
-    divided by their own count (``near``), and nobody waits for the global ones."""
+    """Global sums over one step: the loss's count, tokens, samples, how many ranks were asked to
+    stop, and rank 0's request to save.
 
-    def __init__(self, session: Session, micro_batches: list[MicroBatch]) -> None:
-        task, world = session.task, session.world
-        kept = [one for one in micro_batches if one.weight and session.strategy.reports_loss]
-        numbers = [
-            float(sum(task.count(one.data) for one in kept)),
-            float(sum(task.num_tokens(one.data) or 0 for one in kept)),
-            float(sum(one.samples for one in kept)),
-            float(session.stop.wanted),
-            session.saver.wish(),
-        ]
-        self.world = world
-        self.saves_begun = session.saver.num_begun
-        self.own = numbers[0]
-        self.tensor = torch.tensor(numbers, dtype=world.wide_dtype, device=world.device)
-        group = session.strategy.count_group
-        self.near: torch.Tensor | None = None
-        if group is not world:
-            self.near = self.tensor[0].clone()
-            world.wait(group.all_reduce(self.near))
-            self.near *= world.size // group.size
-        self.work = world.all_reduce(self.tensor)
+    If the strategy's replicas train on their own, the loss is divided by the count of their group
+    (``group_count``), and no rank waits for the global ones.
+
+    Args:
+        local: the sums of this rank, in this order.
+        num_saves: saves begun so far, which a request to save refers to.
+    """
+
+    def __init__(
+        self, local: list[float], comm: Communicator, group: Communicator, num_saves: int
+    ) -> None:
+        self.comm = comm
+        self.num_saves = num_saves
+        self.local_count = local[0]
+        self.tensor = torch.tensor(local, dtype=comm.wide_dtype, device=comm.device)
+        self.group_count: torch.Tensor | None = None
+        if group is not comm:
+            self.group_count = self.tensor[0].clone()
+            comm.wait(group.all_reduce(self.group_count))
+            self.group_count *= comm.size // group.size
+        self.work = comm.all_reduce(self.tensor)
         self._lock = threading.Lock()  # a strategy may run micro-batches in threads
         self._on_host: tuple[torch.Tensor, torch.Event] | None = None
 
     def denominator(self) -> torch.Tensor:
-        """What the loss is divided by: the global count, or its estimate from that of this rank's
-        group; a float32 scalar on the device, at least 1."""
-        count = self.read()[0] if self.near is None else self.near
+        """Return what the loss is divided by: the global count, or its estimate from that of this
+        rank's group; a float32 scalar on the device, at least 1."""
+        count = self.wait()[0] if self.group_count is None else self.group_count
         return count.clamp(min=1.0).float()
 
-    def read(self) -> torch.Tensor:
-        """The global sums, when they have come."""
+    def wait(self) -> torch.Tensor:
+        """Return the global sums when they have arrived."""
         with self._lock:
             if self.work is not None:
-                self.world.wait(self.work)
+                self.comm.wait(self.work)
                 self.work = None
                 self._copy_to_host()
         return self.tensor
 
     def _copy_to_host(self) -> None:
-        # On an accelerator the host must not wait for the whole step to learn of a stop: copy now,
-        # look later.
+        # On an accelerator the host must not wait for the whole step to read the stop request: copy
+        # now, read later.
         if self.tensor.device.type != "cpu":
             host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
             host.copy_(self.tensor, non_blocking=True)
@@ -68,17 +73,113 @@ class StepCounts:
             event.record()
             self._on_host = (host, event)
 
-    def stop_wanted(self) -> bool:
-        return self._number(3) > 0
+    @property
+    def stop_requested(self) -> bool:
+        return self._read(3) > 0
 
-    def save_wish(self) -> float:
-        """See :meth:`paceline.checkpoint.saver.Saver.wish`."""
-        return self._number(4)
+    @property
+    def save_request(self) -> float:
+        """See :meth:`paceline.checkpoint.saver.CheckpointManager.next_request`."""
+        return self._read(4)
 
-    def _number(self, place: int) -> float:
-        tensor = self.read()
+    def _read(self, index: int) -> float:
+        tensor = self.wait()
         if self._on_host is not None:
             tensor, event = self._on_host
             with PROGRESS.waiting("the device"):
                 event.synchronize()
-        return float(tensor[place])
+        return float(tensor[index])
+
+
+class CountQueue:
+    """The pending counts of the last steps. If no step needs its global counts, they are read some
+    steps late, so that no rank waits for them."""
+
+    def __init__(
+        self,
+        task: Task,
+        strategy: Strategy,
+        comm: Communicator,
+        stop: StopFlag,
+        checkpoints: CheckpointManager,
+        metrics: StepMetrics,
+    ) -> None:
+        self.task = task
+        self.strategy = strategy
+        self.comm = comm
+        self.stop = stop
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self._pending: deque[StepCounts] = deque()
+        self._current: StepCounts | None = None
+
+    def start(self, micro_batches: list[MicroBatch]) -> StepCounts:
+        """Start to sum the counts of a step, and wait for those of the steps that are as far back
+        as the strategy lets a rank be ahead."""
+        task, strategy = self.task, self.strategy
+        counted = [batch for batch in micro_batches if batch.weight and strategy.reports_loss]
+        local = [
+            float(sum(task.count(batch.data) for batch in counted)),
+            float(sum(task.num_tokens(batch.data) or 0 for batch in counted)),
+            float(sum(batch.samples for batch in counted)),
+            float(self.stop.wanted),
+            self.checkpoints.next_request(),
+        ]
+        group, num_saves = strategy.count_group, self.checkpoints.num_begun
+        self._current = StepCounts(local, self.comm, group, num_saves)
+        num_due = max(0, len(self._pending) - strategy.max_count_lag + 1)
+        for counts in list(self._pending)[:num_due]:
+            counts.wait()
+        return self._current
+
+    def settle(self, now: bool) -> bool:
+        """Add the counts that are due to the metrics: all of them with ``now``. Returns True if
+        some rank was asked to stop by then."""
+        assert self._current is not None
+        counts, self._current = self._current, None
+        self._pending.append(counts)
+        limit = 0 if now or counts.group_count is None else self.strategy.max_count_lag
+        stop = False
+        while len(self._pending) > limit:
+            counts = self._pending.popleft()
+            self.metrics.count(counts.wait())
+            stop = counts.stop_requested or stop
+            self.checkpoints.accept_request(counts.save_request, counts.num_saves)
+        return stop
+
+
+class LossAccumulator:
+    """The losses of a step's micro-batches. They are summed in the order of their numbers, because
+    some strategies run them in another order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._losses: dict[int, torch.Tensor] = {}
+
+    def add(self, number: int, loss: torch.Tensor) -> None:
+        self._losses[number] = loss.detach()
+
+    def total(self) -> torch.Tensor:
+        """Return the float32 sum over the micro-batches whose loss this rank computed."""
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        for number in sorted(self._losses):
+            total += self._losses[number]
+        return total
+
+
+def check_task_loss(loss: Any) -> None:
+    """Raise RunError if a task's loss is not a scalar with gradient. The first loss of a run shows
+    whether the task keeps its contract."""
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
+        return
+    if not isinstance(loss, torch.Tensor):
+        actual = f"a {type(loss).__name__}"
+    elif loss.dim() == 0:
+        actual = "a scalar without gradient"
+    else:
+        actual = f"a tensor of shape {tuple(loss.shape)}"
+    raise RunError(
+        f"the task's loss(model, batch) gave {actual}",
+        allowed="a scalar tensor with gradient: the sum of the loss over the batch",
+        fix='return e.g. F.cross_entropy(model(x), y, reduction="sum")',
+    )

@@ -1,311 +1,316 @@
-"""The training loop, to be read from top to bottom. Every rank runs it; rank 0 alone speaks and
-writes."""
+"""The training loop, to be read from top to bottom. Every rank runs it; rank 0 alone logs and writes
+reports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Literal
 
 import torch
 from torch import nn
 
-from paceline.checkpoint.saver import Saver
-from paceline.checkpoint.train_state import training_state
-from paceline.config.derive import ResolvedValues
-from paceline.config.schema import Config
-from paceline.core.errors import RunError
-from paceline.core.events import EventLog
-from paceline.core.run_dir import RunDir
-from paceline.core.stop import StopFlag
-from paceline.data.loader import LoaderOptions, MicroBatch
-from paceline.data.order import SampleOrder
-from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS
+from paceline.checkpoint.saver import CheckpointManager
+from paceline.checkpoint.train_state import collect_train_state, load_train_state
+from paceline.checkpoint.transfer import open_checkpoint
+from paceline.data.loader import MicroBatch
+from paceline.data.pipeline import DataPipeline
 from paceline.distributed.seeds import seed_everything
-from paceline.health.anomalies import Guard
-from paceline.models.shape.record import ModelShape
-from paceline.observe.comm_advisor import Judge
-from paceline.observe.memory import STEPS_BEFORE, emit_memory
-from paceline.observe.metrics import Meter, restart_peak
-from paceline.parallel.base import Strategy
-from paceline.tasks.base import Task
-from paceline.train.balance import Balancer
+from paceline.distributed.traffic import uncounted
+from paceline.health.anomalies import AnomalyDetector
+from paceline.health.loss_spikes import LossSpike, LossSpikeDetector
+from paceline.observe.metrics import StepMetrics
+from paceline.parallel.base import MicroStep
+from paceline.train.balance import Balancer, ComputeTimer
+from paceline.train.callbacks import Callback
 from paceline.train.evaluation import EvalResult, evaluate
-from paceline.train.optimizer import Schedule
-from paceline.train.precision import Precision
-from paceline.train.rank_loss import regroup
-from paceline.train.sampling import Sampler
-from paceline.train.step_counts import StepCounts
+from paceline.train.rank_loss import report_rank_loss, take_over_log
+from paceline.train.rollback import (
+    RollbackTarget,
+    find_rollback_target,
+    recent_losses_from,
+    report_no_rollback,
+    report_rollback,
+    rollback_meta,
+)
+from paceline.train.run_spec import RunSpec
+from paceline.train.state import RankContext, StepResult, TrainComponents, TrainState
+from paceline.train.step_counts import CountQueue, LossAccumulator, StepCounts, check_task_loss
 
 
 @dataclass
-class Session:
-    """Everything that a rank's training needs, put together by :mod:`paceline.train.setup`."""
+class Trainer:
+    """Trains on one rank. :mod:`paceline.train.setup` builds it.
 
-    config: Config
-    derived: ResolvedValues
-    world: Communicator
-    task: Task
-    model: nn.Module  # what the strategy made of it
-    shape: ModelShape  # as the task built it
-    strategy: Strategy
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    precision: Precision
-    order: SampleOrder
-    batches: Iterator[list[MicroBatch]]
-    train_dataset: Any
-    eval_dataset: Any
-    loader_options: LoaderOptions
-    events: EventLog
-    run_dir: RunDir
-    stop: StopFlag
-    meter: Meter
-    saver: Saver
-    fingerprint: str | None
-    frozen: str | None  # digest of the weights that are not trained
-    first_step: int = 0
-    step: int = 0  # updates made so far
-    said_nan: bool = False
-    said_memory: bool = False
-    eval_losses: dict[int, float] = field(default_factory=dict)
-    unread: list[StepCounts] = field(default_factory=list)  # on their way, of the step made last
-    judge: Judge | None = None  # of how replicas come together
-    accumulation: int = 1  # micro-batches of a step on this rank
-    # on the run's folder, where this rank came to hold it in the middle of the run
-    lock: Any = None
-    guard: Guard = field(init=False)  # of gradients, replicas and losses
-    sampler: Sampler = field(init=False)  # of what the model says at evaluations
-    balancer: Balancer = field(init=False)  # of the micro-batches of each rank
+    Args:
+        resumed_from: the checkpoint that this attempt of the run resumed from.
+        callbacks: called in this order, see :class:`~paceline.train.callbacks.Callback`.
+    """
+
+    spec: RunSpec
+    ctx: RankContext
+    components: TrainComponents
+    state: TrainState
+    data: DataPipeline
+    metrics: StepMetrics
+    checkpoints: CheckpointManager
+    anomalies: AnomalyDetector
+    spikes: LossSpikeDetector
+    balancer: Balancer
+    resumed_from: str | None = None
+    callbacks: list[Callback] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.guard = Guard(self)
-        self.balancer = Balancer(self)
-        self.sampler = Sampler(self)
+        parts, ctx = self.components, self.ctx
+        self.strategy = parts.strategy
+        self.counts = CountQueue(
+            parts.task, parts.strategy, ctx.comm, ctx.stop, self.checkpoints, self.metrics
+        )
+        self._has_reported_no_rollback = False
+        self._run_lock: IO[str] | None = None  # of the run's folder, taken over from another rank
 
+    def train(self) -> Literal["done", "stopped"]:
+        """Train to the last step, or until a stop is requested. Either way a checkpoint of the last
+        step is on disk afterwards."""
+        self.components.model.train()
+        state, last_step = self.state, self.spec.derived.steps
+        while state.step < last_step:
+            result = self.run_step()
+            self.checkpoints.poll()
+            if state.step == last_step or result.stop or self.anomalies.is_exhausted:
+                break
+            if self.is_eval_step():
+                self.evaluate()
+            if self.checkpoints.is_due(state.step):
+                self.save(must_succeed=False)
+        self.save(must_succeed=True)
+        self.anomalies.raise_if_exhausted()
+        self.handle_rank_loss()
+        if state.step < last_step:
+            return "stopped"
+        self.evaluate()
+        return "done"
 
-def train(session: Session) -> str:
-    """Train to the last step, or until a stop is asked for. Returns "done" or "stopped"; either way
-    a checkpoint of the last step made is on disk."""
-    session.model.train()
-    last = session.derived.steps
-    while session.step < last:
-        stopping = train_step(session)
-        session.guard.after_step()
-        session.balancer.after_step()
-        word = session.judge.after_step(session.step) if session.judge is not None else None
-        if word is not None:
-            session.events.notice(word[1], word[0])
-        session.saver.poll()
-        if session.step == last or stopping:
-            break
-        if (
-            session.eval_dataset is not None
-            and session.step % session.derived.eval_every_steps == 0
-        ):
-            run_evaluation(session)
-        save_steps = session.derived.save_every_steps
-        if session.saver.asked or (save_steps and session.step % save_steps == 0):
-            save_checkpoint(session, must_succeed=False)
-    save_checkpoint(session, must_succeed=True)
-    session.guard.end()
-    regroup(session)
-    if session.step < last:
-        return "stopped"
-    if session.eval_dataset is not None:
-        run_evaluation(session)
-    return "done"
+    def run_step(self) -> StepResult:
+        """Make one update, or skip its batch; and call the callbacks."""
+        for callback in self.callbacks:
+            callback.on_step_begin(self.state)
+        is_skipped = self.state.step in self.state.skipped_batches
+        result = self.skip_batch() if is_skipped else self.step()
+        for callback in self.callbacks:
+            callback.on_step_end(result, self.state)
+        return result
 
+    def step(self) -> StepResult:
+        """Make one update over a global batch. All ranks learn in the same step if one of them was
+        asked to stop."""
+        state, strategy, progress = self.state, self.strategy, self.ctx.progress
+        progress.begin_step(state.step + 1)
+        self.metrics.begin()
+        batches = [batch.to(self.ctx.device) for batch in self.data.next()]
+        self.metrics.data_ready()
+        progress.enter("forward")
+        counts = self.counts.start(batches)  # summed over the ranks while the first forward runs
+        losses = LossAccumulator(self.ctx.device)
+        timer = self.balancer.begin_step(batches)
+        strategy.set_token_counts(counts.local_count, counts.denominator)
+        strategy.forward_backward(self.micro_step(batches, counts, losses, timer), len(batches))
+        counts.denominator()  # an early pipeline stage computes no loss and waits here
+        progress.enter("optimizer")
+        loss = losses.total()
+        reported_loss = loss if strategy.reports_loss else torch.zeros_like(loss)
+        if self.roll_back_on_spike(reported_loss, counts.local_count):
+            stop = self.counts.settle(now=True)
+            self.metrics.forget()
+            return StepResult("rolled_back", stop)
+        strategy.unscale()
+        grad_norm = strategy.clip_grad_norm(self.spec.config.train_args.max_grad_norm)
+        learning_rate = self.components.lr_schedule.set_step(state.step)
+        self.update(grad_norm, loss)
+        state.step += 1
+        progress.end_step(disturbed=self.checkpoints.is_writing)
+        self.metrics.end(reported_loss, counts.local_count)
+        is_logged = self.is_log_step()
+        stop = self.counts.settle(now=is_logged)
+        self.handle_rank_loss()
+        return StepResult("updated", stop, grad_norm, learning_rate, is_logged)
 
-def train_step(session: Session) -> bool:
-    """One update over a global batch. True where some rank was asked to stop, or the numbers leave
-    no sense in going on: all ranks learn of it in the same step."""
-    config, world, task, meter, guard = (
-        session.config,
-        session.world,
-        session.task,
-        session.meter,
-        session.guard,
-    )
-    if guard.spikes.leave_out():
+    def micro_step(
+        self,
+        batches: list[MicroBatch],
+        counts: StepCounts,
+        losses: LossAccumulator,
+        timer: ComputeTimer | None,
+    ) -> MicroStep:
+        """Return the function that computes the loss of a micro-batch."""
+        task, precision = self.components.task, self.components.precision
+        progress, step = self.ctx.progress, self.state.step
+        seed = self.spec.config.train_args.seed
+        first_number, is_first_step = self.data.first_micro_batch, step == self.state.first_step
+
+        def micro_step(number: int, model: nn.Module) -> torch.Tensor:
+            batch = batches[number]
+            progress.enter("forward")
+            seed_everything(seed, "step", step, first_number + number)
+            with precision.autocast():
+                loss = task.loss(model, batch.data)
+            if is_first_step:
+                check_task_loss(loss)
+            loss = loss * batch.weight
+            losses.add(number, loss)
+            progress.enter("backward")
+            with nullcontext() if timer is None else timer.waiting():
+                denominator = counts.denominator()
+            return precision.scale(loss / denominator)
+
+        return micro_step
+
+    def update(self, grad_norm: torch.Tensor, loss: torch.Tensor) -> None:
+        """Make the optimizer's step if the gradient is finite. ``loss``: of this rank."""
+        precision = self.components.precision
+        decision = self.anomalies.decide(grad_norm)
+        updated = self.strategy.optimizer_step(partial(precision.step, decision=decision))
+        if decision.grad_norm is None:
+            precision.update_scale(updated)
+        self.anomalies.record(self.state.step + 1, decision, updated, loss)
+
+    def skip_batch(self) -> StepResult:
+        """Count the step without training on its batch."""
+        self.data.next()
+        self.state.step += 1
+        return StepResult("batch_skipped")
+
+    def is_log_step(self) -> bool:
+        step, derived = self.state.step, self.spec.derived
+        is_first_or_last = step in (self.state.first_step + 1, derived.steps)
+        return is_first_or_last or step % derived.log_every_steps == 0
+
+    def is_eval_step(self) -> bool:
+        if self.data.eval_dataset is None:
+            return False
+        return self.state.step % self.spec.derived.eval_every_steps == 0
+
+    def roll_back_on_spike(self, loss_sum: torch.Tensor, count: float) -> bool:
+        """Roll back if the loss jumped, instead of the update under way. A collective.
+
+        Args:
+            loss_sum, count: of this rank; the sums over all ranks count each sample once.
+        """
+        state, settings = self.state, self.spec.config.recovery
+        if not settings.rewind_on_spike:
+            return False
+        with uncounted():
+            total, global_count = self.ctx.comm.sum(float(loss_sum), count)
+        loss = total / max(global_count, 1.0)
+        spike = self.spikes.observe(loss, state.recent_losses)
+        if spike is not None and self.roll_back(spike):
+            return True
+        if math.isfinite(loss):
+            state.recent_losses.append(loss)
         return False
-    step = session.step
-    if step == session.first_step + STEPS_BEFORE - 1:
-        restart_peak(world.device)
-    PROGRESS.begin_step(step + 1)
-    meter.begin()
-    micro_batches = [one.to(world.device) for one in next(session.batches)]
-    meter.data_ready()
-    PROGRESS.enter("forward")
 
-    # The count divides the loss; it travels while the first forward runs. The wishes to stop and to
-    # save travel with it.
-    counts = StepCounts(session, micro_batches)
-    for earlier in session.unread[
-        : max(0, len(session.unread) - session.strategy.max_count_lag + 1)
-    ]:
-        earlier.read()  # sent a step ago, or as many as the strategy lets pass
-    first_number = session.balancer.first_micro_batch(len(micro_batches))
-    timer = session.balancer.begin_step(micro_batches)
-    # by micro-batch, and added in that order: some strategies run them in another
-    losses: dict[int, torch.Tensor] = {}
+    def roll_back(self, spike: LossSpike) -> bool:
+        """Go back to the checkpoint before the step under way, and skip its batch from now on.
+        Returns False if that was done too often since that checkpoint. A collective."""
+        state, comm, events = self.state, self.ctx.comm, self.ctx.events
+        settings, step = self.spec.config.recovery, state.step
+        self.checkpoints.finish()
+        target: Any = None
+        if comm.is_rank_zero:
+            target = find_rollback_target(self.ctx.run_dir, step, self.resumed_from)
+        target = comm.broadcast_object(target)
+        if target.is_exhausted(state.skipped_batches, settings):
+            if not self._has_reported_no_rollback:
+                self._has_reported_no_rollback = True
+                report_no_rollback(events, step, target, settings.max_restarts)
+            return False
+        state.skipped_batches.add(step)
+        report_rollback(events, step, spike, target)
+        self.strategy.optimizer_step(lambda _: False)
+        if target.path is None:
+            state.step += 1
+        else:
+            with self.ctx.progress.during("loading"):
+                self._load(target)
+        return True
 
-    def micro_step(number: int, model: nn.Module) -> torch.Tensor:
-        batch = micro_batches[number]
-        PROGRESS.enter("forward")
-        seed_everything(config.train_args.seed, "step", step, first_number + number)
-        with session.precision.autocast():
-            loss = task.loss(model, batch.data)
-        if step == session.first_step:
-            check_loss(loss)
-        loss = loss * batch.weight
-        losses[number] = loss.detach()
-        PROGRESS.enter("backward")
-        with nullcontext() if timer is None else timer.waiting():
-            denominator = counts.denominator()
-        return session.precision.scale(loss / denominator)
+    def _load(self, target: RollbackTarget) -> None:
+        state, strategy, events = self.state, self.strategy, self.ctx.events
+        num_notices = len(strategy.notices)
+        with open_checkpoint(Path(str(target.path)), self.checkpoints.side) as opened:
+            load_train_state(strategy, opened, self.components.precision.scaler)
+        state.step = int(opened.meta["step"])
+        state.first_step = min(state.first_step, state.step)
+        state.recent_losses = recent_losses_from(opened.meta, self.spec.config.recovery)
+        state.eval_losses = {
+            step: loss for step, loss in state.eval_losses.items() if step <= state.step
+        }
+        self.checkpoints.resume_at(state.step, target.is_own)
+        self.data.seek(state.step)
+        events.emit("resume", step=state.step, path=target.path)
+        for level, text in strategy.notices[num_notices:]:
+            events.notice(text, level)
 
-    session.strategy.set_token_counts(counts.own, counts.denominator)
-    session.strategy.forward_backward(micro_step, len(micro_batches))
-    # waited for here where this rank came to no loss (an early pipeline stage)
-    counts.denominator()
-    PROGRESS.enter("optimizer")
-    loss_sum = sum_in_order(losses, world.device)
-    told_sum = loss_sum if session.strategy.reports_loss else torch.zeros_like(loss_sum)
-    if guard.spikes.jumped(told_sum, counts.own) and guard.spikes.rewind():
-        stopping = read_counts(session, counts, now=True)
-        meter.forget()
-        return stopping
-    session.strategy.unscale()
-    grad_norm = session.strategy.clip_grad_norm(config.train_args.max_grad_norm)
-    learning_rate = session.schedule.set_step(step)
-    guard.update(grad_norm, loss_sum)
-    session.step += 1
-    PROGRESS.end_step(disturbed=session.saver.is_writing)
-    meter.end(told_sum, counts.own)
-    logging = session.step % session.derived.log_every_steps == 0
-    logging = logging or session.step in (session.first_step + 1, session.derived.steps)
-    stopping = read_counts(session, counts, now=logging)
-    regroup(session)
-    if logging:
-        log_step(session, grad_norm, learning_rate)
-    if session.step >= session.first_step + STEPS_BEFORE and not session.said_memory:
-        session.said_memory = True
-        emit_memory(session)
-    return stopping or guard.over is not None
+    def handle_rank_loss(self) -> bool:
+        """Continue without the ranks that were lost. Returns True if some were. Every rank gets the
+        same answer at the same place of the same step."""
+        losses = self.strategy.poll_rank_losses()
+        if not losses:
+            return False
+        num_left = self.strategy.num_replicas
+        self.data.reshard(self.strategy.replica, num_left)
+        if self.ctx.comm.is_rank_zero:
+            if self.ctx.events.path is None:
+                self._run_lock = take_over_log(self.spec.config, self.ctx, self.checkpoints)
+            accumulation = self.spec.derived.gradient_accumulation_steps
+            order, events = self.data.order, self.ctx.events
+            for loss in losses:
+                report_rank_loss(loss, self.state, order, accumulation, num_left, events)
+        return True
 
+    def evaluate(self) -> None:
+        """Evaluate at this step, unless that was done."""
+        state, parts = self.state, self.components
+        if self.data.eval_dataset is None or state.step in state.eval_losses:
+            return
+        result: EvalResult | None = None
+        while self.handle_rank_loss() or result is None:  # again if a rank was lost meanwhile
+            with self.ctx.progress.during("evaluation"), self.strategy.consolidated():
+                result = evaluate(
+                    parts.task,
+                    parts.model,
+                    parts.strategy,
+                    self.data.eval_dataset,
+                    self.spec.config,
+                    self.ctx.comm,
+                    parts.precision,
+                    self.data.options,
+                )
+                for callback in self.callbacks:
+                    callback.on_evaluation_end(result, state)
+        state.eval_losses[state.step] = result.loss
+        self.ctx.events.emit("eval", step=state.step, **asdict(result))
 
-def read_counts(session: Session, counts: StepCounts, now: bool) -> bool:
-    """Hand the global counts of this step to the meter. Where the step did not need them they stay
-    on their way (but for ``now``), and those of the step before are read. True where some rank had
-    asked to stop by then."""
-    session.unread.append(counts)
-    stopping = False
-    while len(session.unread) > (
-        0 if now or counts.near is None else session.strategy.max_count_lag
-    ):
-        earlier = session.unread.pop(0)
-        session.meter.count(earlier.read())
-        stopping = earlier.stop_wanted() or stopping
-        session.saver.hear(earlier.save_wish(), earlier.saves_begun)
-    return stopping
-
-
-def sum_in_order(losses: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Float32 sum over the micro-batches whose loss this rank has seen."""
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    for number in sorted(losses):
-        total += losses[number]
-    return total
-
-
-def check_loss(loss: Any) -> None:
-    """The first loss of a run shows whether the task keeps its contract."""
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
-        got = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else f"a {type(loss).__name__}"
-        )
-        if isinstance(loss, torch.Tensor) and loss.dim() == 0:
-            got = "a scalar without gradient"
-        raise RunError(
-            f"the task's loss(model, batch) gave {got}",
-            allowed="a scalar tensor with gradient: the sum of the loss over the batch",
-            fix='return e.g. F.cross_entropy(model(x), y, reduction="sum")',
-        )
-
-
-def log_step(session: Session, grad_norm: torch.Tensor, learning_rate: float) -> None:
-    """Gather the figures since the last such line and emit a ``step`` event. A collective: every
-    rank calls it."""
-    with PROGRESS.waiting("the device"):
-        norm = float(grad_norm)
-    figures = session.meter.gather(norm, session.guard.own())
-    session.guard.hear(session.meter.told)
-    event = {
-        "step": session.step,
-        "epoch": session.step / session.order.steps_per_epoch,
-        "learning_rate": learning_rate,
-        **figures,
-    }
-    session.events.emit("step", **event)
-    if figures["loss"] != figures["loss"] and not session.said_nan:
-        session.said_nan = True
-        session.events.notice(
-            f"step {session.step}: the loss is not a number; lower the learning rate or set"
-            " `precision: bf16-mixed`",
-            level="warning",
-        )
-
-
-def run_evaluation(session: Session) -> None:
-    """Evaluate now, once a step."""
-    if session.step in session.eval_losses:
-        return
-    result: EvalResult | None = None
-    # over the whole set: once more where a rank was lost meanwhile
-    while regroup(session) or result is None:
-        with PROGRESS.during("evaluation"), session.strategy.consolidated():
-            result = evaluate(
-                session.task,
-                session.model,
-                session.strategy,
-                session.eval_dataset,
-                session.config,
-                session.world,
-                session.precision,
-                session.loader_options,
-            )
-            session.sampler.take(result.wall_s)
-    session.eval_losses[session.step] = result.loss
-    session.events.emit(
-        "eval",
-        step=session.step,
-        loss=result.loss,
-        count=result.count,
-        wall_s=result.wall_s,
-        metrics=result.metrics,
-    )
-
-
-def save_checkpoint(session: Session, must_succeed: bool) -> None:
-    """Save the state of this step, unless it is saved. Where a save fails, training goes on with a
-    warning, unless it must succeed: then it is waited for, and every rank raises RunError."""
-    session.guard.before_save()
-    meta = {
-        **session.guard.meta(),
-        **session.balancer.meta(),
-        "strategy": session.strategy.name,
-        "world_size": session.derived.world_size,
-        "global_batch_size": session.derived.global_batch_size,
-        "fingerprint": session.fingerprint,
-        "frozen": session.frozen,
-        "config": session.config.model_dump(mode="json"),
-        "torch": torch.__version__,
-    }
-    session.saver.save(
-        session.step, lambda: training_state(session), meta, must_succeed=must_succeed
-    )
+    def save(self, *, must_succeed: bool) -> None:
+        """Save the state of this step, unless it is saved. If a save fails, training continues with
+        a warning, unless it must succeed: then it is waited for, and every rank raises RunError."""
+        self.anomalies.flush()
+        for callback in self.callbacks:
+            callback.before_checkpoint(self.state)
+        step, spec, scaler = self.state.step, self.spec, self.components.precision.scaler
+        collect = partial(collect_train_state, self.strategy, step, self.data.order, scaler)
+        meta = {
+            **rollback_meta(self.state, spec.config.recovery),
+            **self.balancer.meta(),
+            "strategy": self.strategy.name,
+            "world_size": spec.derived.world_size,
+            "global_batch_size": spec.derived.global_batch_size,
+            "fingerprint": spec.data.fingerprint,
+            "frozen": self.components.frozen_digest,
+            "config": spec.config.model_dump(mode="json"),
+            "torch": torch.__version__,
+        }
+        self.checkpoints.save(step, collect, meta, must_succeed=must_succeed)

@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ from paceline.parallel.cost import Workload
 from paceline.parallel.state import TensorShard
 from paceline.tasks.base import num_positions
 from paceline.train.run_spec import RunSpec
-from paceline.train.setup import begin, build
-from paceline.train.trainer import Session, train_step
+from paceline.train.setup import build_components, build_trainer
+from paceline.train.state import RankContext
+from paceline.train.trainer import Trainer
 from paceline.verify.negligible import GradientWatch, listing
 
 _POLL_S = 0.01
@@ -135,31 +136,30 @@ def _train(
     heard: list[Event] = []
     events = EventLog(None, [heard.append])
     with log_to_events(events, replaces_console=True):
-        built = build(trial.spec, world, adjust=turn_off_dropout)
+        components, data, notices = build_components(trial.spec, world, adjust=turn_off_dropout)
         run_dir = RunDir(Path(trial.spec.config.output_dir))  # of no run: nothing is written there
-        session = begin(trial.spec, world, built, run_dir, events, stop)
-        positions: list[float] = []
-        session.batches = _watched(session.batches, positions)
-        session.model.train()
-        watch = GradientWatch(session.strategy) if trial.number == 0 else None
-        for _ in range(certification.steps):
-            if train_step(session):
-                return {"status": "stopped"}
+        ctx = RankContext(components.strategy.world, run_dir, EventLog(None, [heard.append]), stop)
+    trainer = build_trainer(trial.spec, ctx, components, data, notices)
+    strategy, positions = trainer.strategy, list[float]()
+    trainer.data.observers.append(lambda batches: positions.append(_mean_positions(batches)))
+    components.model.train()
+    watch = GradientWatch(strategy) if trial.number == 0 else None
+    for _ in range(certification.steps):
+        if trainer.run_step().stop or trainer.anomalies.is_exhausted:
+            return {"status": "stopped"}
     steps = [one for one in heard if one["type"] == "step"]
     reference = Path(certification.folder) / "reference.safetensors"
     left_out = {} if watch is None else watch.negligible()
     if trial.number == 0:
-        save_reference(
-            session.strategy, reference, {name: mask for name, (_, mask) in left_out.items()}
-        )
+        save_reference(strategy, reference, {name: mask for name, (_, mask) in left_out.items()})
     return {
         "status": "done",
         "losses": [float(one["loss"]) for one in steps],
         "step_time_s": statistics.median(
             _after_first([float(one["step_time_s"]) for one in steps])
         ),
-        **_costs(session, trial.spec, positions),
-        "weights": distances(session.strategy, reference),
+        **_costs(trainer, positions),
+        "weights": distances(strategy, reference),
         "excluded": listing(left_out),
         "notices": [
             one["text"] for one in heard if one["type"] == "notice" and one["level"] == "warning"
@@ -172,27 +172,23 @@ def _after_first(values: list[Any]) -> list[Any]:
     return values[1:] or values
 
 
-def _watched(
-    batches: Iterator[list[MicroBatch]], positions: list[float]
-) -> Iterator[list[MicroBatch]]:
-    """``batches``, with the mean positions of a micro-batch of each step noted down."""
-    for micro_batches in batches:
-        positions.append(statistics.fmean(num_positions(one.data) for one in micro_batches))
-        yield micro_batches
+def _mean_positions(micro_batches: list[MicroBatch]) -> float:
+    return statistics.fmean(num_positions(batch.data) for batch in micro_batches)
 
 
-def _costs(session: Session, spec: RunSpec, positions: list[float]) -> dict[str, float]:
+def _costs(trainer: Trainer, positions: list[float]) -> dict[str, float]:
     """Predicted for the batches that this rank's replica really had, and measured: means over the
     steps after the first."""
+    spec, strategy = trainer.spec, trainer.strategy
     work = Workload(
         spec.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
     )
-    cost = session.strategy.estimate_cost(session.shape, spec.layout.axes, work, spec.config)
+    cost = strategy.estimate_cost(trainer.components.shape, spec.layout.axes, work, spec.config)
     return {
         "state_predicted": cost.state,
-        "state_measured": session.strategy.memory_bytes(),
+        "state_measured": strategy.memory_bytes(),
         "traffic_predicted": cost.traffic_per_step,
-        "traffic_measured": statistics.fmean(_after_first(session.meter.traffic_per_step)),
+        "traffic_measured": statistics.fmean(_after_first(trainer.metrics.traffic_per_step)),
     }
 
 

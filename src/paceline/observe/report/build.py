@@ -1,144 +1,146 @@
-"""The figures of ``report.json``, from the session and the events. What was not measured is None."""
+"""The figures of ``report.json``, from a run and its events. What was not measured is None."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
-from paceline.core.events import effective_steps, read_events
+from paceline.core.events import Event, effective_steps, read_events
+from paceline.data.order import SampleOrder
 from paceline.health.anomalies import skipped_steps
-from paceline.observe.metrics import memory_peak
-from paceline.parallel.cost import Workload
-from paceline.parallel.parameter_server.cost import distinct_ids
-from paceline.train.rank_loss import workers_lost
-
-if TYPE_CHECKING:
-    from paceline.train.run_spec import RunSpec
-    from paceline.train.trainer import Session
+from paceline.observe.comm_advisor import CommAdvisor
+from paceline.observe.metrics import StepMetrics, memory_peak
+from paceline.observe.run_info import RunInfo
 
 
-_COUNTED_STEPS = 8
+def build_report(
+    info: RunInfo,
+    metrics: StepMetrics,
+    advisor: CommAdvisor | None,
+    *,
+    status: str,
+    step: int,
+    resumed_from_step: int | None,
+    skipped_batches: Collection[int],
+    balance: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the report; rank 0's result is the one to write. A collective.
 
-
-def build_report(session: Session, spec: RunSpec, status: str) -> dict[str, Any]:
-    """A collective: every rank calls it; rank 0's result is the report."""
-    world, meter = session.world, session.meter
-    # of a rank that is lost: not known
-    peaks = [int(one) or None for one in world.gather_numbers(memory_peak(world.device))]
-    held = [int(one) for one in world.gather_numbers(session.strategy.memory_bytes())]
-    traffic = session.strategy.sent_in_a_step(meter.usual_traffic)
-    sent = [int(one) for one in world.gather_numbers(-1 if traffic is None else traffic)]
-    figures = session.strategy.report_metrics(max(sent) if max(sent) > 0 else None)
-    judged = session.judge.report() if session.judge is not None else {}
-    if judged:
-        judged["communication"] = {**judged["communication"], **figures.pop("communication", {})}
-    events = read_events(session.run_dir.events) if world.is_rank_zero else []
+    Args:
+        step: the step reached.
+        skipped_batches: steps whose batch was skipped after a loss spike, counted from 0.
+        balance: what the report says of ``parallel.balance``.
+    """
+    strategy, config, order = info.strategy, info.config, info.order
+    comm = strategy.world
+    # unknown (0) for a rank that was lost
+    peaks = [int(peak) or None for peak in comm.gather_numbers(memory_peak(comm.device))]
+    state_bytes = [int(size) for size in comm.gather_numbers(strategy.memory_bytes())]
+    traffic = strategy.sent_in_a_step(metrics.usual_traffic)
+    sent = [int(size) for size in comm.gather_numbers(-1 if traffic is None else traffic)]
+    figures = strategy.report_metrics(max(sent) if max(sent) > 0 else None)
+    advice = advisor.report() if advisor is not None else {}
+    if advice:
+        advice["communication"] = {**advice["communication"], **figures.pop("communication", {})}
+    events = read_events(info.run_dir.events) if comm.is_rank_zero else []
     steps = effective_steps(events)
-    cost = session.strategy.estimate_cost(
-        session.shape, spec.layout.axes, workload(session), session.config
-    )
-    lost = workers_lost(events, session.step)
-    left_out = session.guard.spikes.figures()
-    seen = samples_seen(session) - sum(one["samples_unseen"] for one in lost)
-    seen -= left_out["skipped_batches"]["samples"] if left_out else 0
-    tokens, labels = _tokens_seen(session)
-    evals = [event for event in events if event["type"] == "eval" and event["step"] <= session.step]
+    cost = strategy.estimate_cost(info.shape, info.layout.axes, info.workload(step), config)
+    losses = workers_lost(events, step)
+    skipped = _skipped_batches(order, skipped_batches)
+    seen = samples_seen(order, step) - sum(loss["samples_unseen"] for loss in losses)
+    seen -= skipped["skipped_batches"]["samples"] if skipped else 0
+    tokens, labels = _tokens_seen(info, step, skipped_batches)
+    evals = [event for event in events if event["type"] == "eval" and event["step"] <= step]
     starts = sum(1 for event in events if event["type"] == "run_start")
     return {
         "status": status,
-        "strategy": session.strategy.name,
-        "world_size": session.derived.world_size,
-        "device": world.device.type,
-        "precision": session.config.train_args.precision,
-        "steps": session.step,
-        "epochs": session.step / session.order.steps_per_epoch,
+        "strategy": strategy.name,
+        "world_size": info.derived.world_size,
+        "device": comm.device.type,
+        "precision": config.train_args.precision,
+        "steps": step,
+        "epochs": step / order.steps_per_epoch,
         "samples_seen": seen,
         "train_tokens": tokens,
         "label_tokens": labels,
-        "tokens_per_second": meter.tokens_per_second,
-        "samples_per_second": meter.samples_per_second,
-        "time_to_first_step_s": meter.time_to_first_step_s,
-        "wall_s": time.time() - spec.started_at,
+        "tokens_per_second": metrics.tokens_per_second,
+        "samples_per_second": metrics.samples_per_second,
+        "time_to_first_step_s": metrics.time_to_first_step_s,
+        "wall_s": time.time() - info.started_at,
         "first_train_loss": steps[0]["loss"] if steps else None,
         "final_train_loss": steps[-1]["loss"] if steps else None,
         "final_eval_loss": evals[-1]["loss"] if evals else None,
         "final_eval_metrics": evals[-1].get("metrics") if evals else None,
         **figures,
-        **judged,
-        **({"workers_lost": lost} if lost else {}),
-        **session.balancer.figures(),
+        **advice,
+        **({"workers_lost": losses} if losses else {}),
+        **balance,
         "peak_memory_bytes": peaks,
-        "state_memory_bytes": {"predicted": cost.state, "measured": max(held)},
+        "state_memory_bytes": {"predicted": cost.state, "measured": max(state_bytes)},
         "traffic_bytes_per_step": {
             "predicted": cost.traffic_per_step,
             "measured": max(sent) if max(sent) >= 0 else None,
-            # at most so much, and perhaps much less
+            # the prediction is an upper bound
             **({"bound": True} if cost.traffic_is_bound else {}),
         },
-        "skipped_steps": skipped_steps(events, session.step),
+        "skipped_steps": skipped_steps(events, step),
         "restarts": max(0, starts - 1),
-        "resumed_from_step": session.first_step if spec.resume_from is not None else None,
-        "data": {**spec.data.counts.as_dict(), **left_out},
+        "resumed_from_step": resumed_from_step,
+        "data": {**info.data_counts, **skipped},
     }
 
 
-def workload(session: Session) -> Workload:
-    """The mean work of a replica in a step."""
-    derived = session.derived
-    lengths = getattr(session.train_dataset, "lengths", None)
-    positions = derived.samples_per_micro_batch * (
-        1.0 if lengths is None else float(np.mean(lengths))
-    )
-    return Workload(derived.gradient_accumulation_steps, positions, distinct=_distinct_ids(session))
+def samples_seen(order: SampleOrder, step: int) -> int:
+    """Return the samples up to ``step``, over all attempts of the run."""
+    epochs, position = divmod(step, order.steps_per_epoch)
+    in_epoch = min(position * order.batch_size, order.num_samples)
+    return epochs * order.num_samples + in_epoch
 
 
-def _distinct_ids(session: Session) -> tuple[tuple[float, ...], ...]:
-    """How many ids a micro-batch asks of each table and server, counted in some micro-batches of
-    the run; empty where the data have no ids."""
-    of_rows = getattr(session.train_dataset, "distinct_ids", None)
-    if of_rows is None or session.strategy.name != "parameter_server" or session.step == 0:
-        return ()
-    order, parts = (
-        session.order,
-        session.derived.replicas * session.derived.gradient_accumulation_steps,
-    )
-    steps = sorted({session.step * number // _COUNTED_STEPS for number in range(_COUNTED_STEPS)})
-    batches = [
-        of_rows(part) for step in steps for part in order.micro_batches(step, parts) if len(part)
-    ]
-    return distinct_ids(
-        batches, session.train_dataset.tables, session.config.parameter_server.servers
-    )
+def workers_lost(events: Sequence[Event], step: int) -> list[dict[str, Any]]:
+    """Return the workers that this run has lost up to ``step``, over all its attempts, without
+    those of steps that were rolled back."""
+    losses: list[dict[str, Any]] = []
+    for event in events:
+        if event["type"] == "resume":
+            losses = [loss for loss in losses if loss["step"] <= event["step"]]
+        elif event["type"] == "worker_lost":
+            keys = ("step", "rank", "pid", "reason", "samples_unseen")
+            losses.append({key: event[key] for key in keys})
+    return [loss for loss in losses if loss["step"] <= step]
 
 
-def samples_seen(session: Session) -> int:
-    """Samples up to the step reached, over all lives of the run."""
-    epochs, place = divmod(session.step, session.order.steps_per_epoch)
-    return epochs * session.order.num_samples + min(
-        place * session.order.batch_size, session.order.num_samples
-    )
+def _skipped_batches(order: SampleOrder, steps: Collection[int]) -> dict[str, Any]:
+    """Return what the report's ``data`` says of skipped batches, with steps counted from 1; empty
+    if there are none."""
+    samples = sum(len(order.global_batch(step)) for step in steps)
+    if not samples:
+        return {}
+    return {"skipped_batches": {"steps": sorted(step + 1 for step in steps), "samples": samples}}
 
 
-def _tokens_seen(session: Session) -> tuple[int | None, int | None]:
-    """(tokens, label tokens) up to the step reached, over all lives; None where samples have none."""
-    dataset = session.train_dataset
+def _tokens_seen(
+    info: RunInfo, step: int, skipped_batches: Collection[int]
+) -> tuple[int | None, int | None]:
+    """Return (tokens, label tokens) up to ``step``, over all attempts; None if samples have none."""
+    dataset, order = info.train_dataset, info.order
     lengths, labels = getattr(dataset, "lengths", None), getattr(dataset, "label_counts", None)
     if lengths is None:
         return None, None
-    order = session.order
-    epochs, place = divmod(session.step, order.steps_per_epoch)
-    part = order.epoch_order(epochs)[: place * order.batch_size]
-    left_out = [order.global_batch(step) for step in sorted(session.guard.spikes.left_out)]
+    epochs, position = divmod(step, order.steps_per_epoch)
+    in_epoch = order.epoch_order(epochs)[: position * order.batch_size]
+    skipped = [order.global_batch(skipped_step) for skipped_step in sorted(skipped_batches)]
 
     def total(values: Any) -> int | None:
         if values is None:
             return None
         return int(
             epochs * np.sum(values)
-            + np.sum(values[part])
-            - sum(np.sum(values[batch]) for batch in left_out)
+            + np.sum(values[in_epoch])
+            - sum(np.sum(values[batch]) for batch in skipped)
         )
 
     return total(lengths), total(labels)

@@ -1,0 +1,110 @@
+"""The training batches of one rank, from any step on, and the evaluation set beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from paceline.data.loader import LoaderOptions, MicroBatch, train_steps
+from paceline.data.order import SampleOrder
+
+
+class DataPipeline:
+    """Yields this rank's micro-batches of each step. The iterator is created on demand, so that
+    :meth:`seek`, :meth:`reshard` and :meth:`set_shares` take effect at the next step.
+
+    Args:
+        train_dataset, eval_dataset: as the task built them; no evaluation if the latter is None.
+        order: which samples make up each step.
+        collate: turns a list of samples into a batch.
+        last_step: number of steps of the run.
+        accumulation: micro-batches of a step on this rank; 0 on a rank with no share of the batch.
+        replica, num_replicas: which share of the global batch this rank has, of how many.
+    """
+
+    def __init__(
+        self,
+        train_dataset: Any,
+        eval_dataset: Any | None,
+        order: SampleOrder,
+        collate: Callable[[Sequence[Any]], Any],
+        options: LoaderOptions,
+        *,
+        last_step: int,
+        accumulation: int,
+        replica: int,
+        num_replicas: int,
+    ) -> None:
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.order = order
+        self.collate = collate
+        self.options = options
+        self.last_step = last_step
+        self.accumulation = accumulation
+        self.replica = replica
+        self.num_replicas = num_replicas
+        #: Micro-batches of each replica; None: ``accumulation`` each.
+        self.shares: tuple[int, ...] | None = None
+        #: Called with the micro-batches of each step, before they are used.
+        self.observers: list[Callable[[list[MicroBatch]], None]] = []
+        self._step = 0  # that :meth:`next` yields
+        self._iterator: Iterator[list[MicroBatch]] | None = None
+
+    def next(self) -> list[MicroBatch]:
+        """Return this rank's micro-batches of the next step."""
+        if self._iterator is None:
+            self._iterator = self._iterate()
+        micro_batches = next(self._iterator)
+        self._step += 1
+        for observe in self.observers:
+            observe(micro_batches)
+        return micro_batches
+
+    def seek(self, step: int) -> None:
+        """Continue with the batches of ``step``, counted from 0."""
+        self.close()
+        self._step = step
+
+    def reshard(self, replica: int, num_replicas: int) -> None:
+        """Take another share of the global batches from the next step on."""
+        self.close()
+        self.replica, self.num_replicas = replica, num_replicas
+
+    def set_shares(self, shares: tuple[int, ...] | None) -> None:
+        """Set the micro-batches of each replica from the next step on; None: equal shares."""
+        self.close()
+        self.shares = shares
+
+    def close(self) -> None:
+        """Shut down the loader's worker processes. Without this they are killed when the rank's
+        process exits, and torch prints a traceback about them."""
+        close = getattr(self._iterator, "close", None)
+        self._iterator = None
+        if close is not None:
+            close()
+
+    @property
+    def equal_shares(self) -> tuple[int, ...]:
+        return (self.accumulation,) * self.num_replicas
+
+    @property
+    def first_micro_batch(self) -> int:
+        """The number, within a step, of this rank's first micro-batch."""
+        if self.shares is None:
+            return self.replica * self.accumulation
+        return sum(self.shares[: self.replica])
+
+    def _iterate(self) -> Iterator[list[MicroBatch]]:
+        return train_steps(
+            self.train_dataset,
+            self.order,
+            self.collate,
+            rank=self.replica,
+            world_size=self.num_replicas,
+            accumulation=self.accumulation,
+            first_step=self._step,
+            last_step=self.last_step,
+            options=self.options,
+            shares=self.shares,
+        )

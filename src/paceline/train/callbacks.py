@@ -1,0 +1,158 @@
+"""What observes a training at fixed points of the loop."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+
+from paceline.checkpoint.saver import CheckpointManager
+from paceline.core.events import EventLog
+from paceline.data.order import SampleOrder
+from paceline.distributed.progress import PROGRESS
+from paceline.health.anomalies import AnomalyDetector
+from paceline.health.replicas import check_replicas
+from paceline.observe.comm_advisor import CommAdvisor
+from paceline.observe.memory import STEPS_BEFORE, emit_memory
+from paceline.observe.metrics import StepMetrics, restart_peak
+from paceline.parallel.base import Strategy
+from paceline.train.balance import Balancer
+from paceline.train.evaluation import EvalResult
+from paceline.train.sampling import SampleGenerator
+from paceline.train.state import StepResult, TrainState
+
+
+class Callback:
+    """Base class of callbacks. They read the state and never assign to it. They run on every rank,
+    in the order of the list, and may issue collectives."""
+
+    def on_step_begin(self, state: TrainState) -> None:
+        pass
+
+    def on_step_end(self, result: StepResult, state: TrainState) -> None:
+        """Called after each step, also after a skipped batch and a rollback."""
+
+    def on_evaluation_end(self, result: EvalResult, state: TrainState) -> None:
+        """Called while the strategy still holds the weights that were evaluated."""
+
+    def before_checkpoint(self, state: TrainState) -> None:
+        pass
+
+
+class StepLogger(Callback):
+    """Gathers the figures since the last logged step and emits a ``step`` event."""
+
+    def __init__(
+        self, metrics: StepMetrics, anomalies: AnomalyDetector, order: SampleOrder, events: EventLog
+    ) -> None:
+        self.metrics = metrics
+        self.anomalies = anomalies
+        self.order = order
+        self.events = events
+        self._has_reported_nan = False
+
+    def on_step_end(self, result: StepResult, state: TrainState) -> None:
+        if not result.is_logged:
+            return
+        assert result.grad_norm is not None
+        with PROGRESS.waiting("the device"):
+            grad_norm = float(result.grad_norm)
+        figures = self.metrics.gather(grad_norm, self.anomalies.local_counts())
+        self.anomalies.report_local_skips(state.step, self.metrics.extra_by_rank)
+        event = {
+            "step": state.step,
+            "epoch": state.step / self.order.steps_per_epoch,
+            "learning_rate": result.learning_rate,
+            **figures,
+        }
+        self.events.emit("step", **event)
+        is_nan = figures["loss"] != figures["loss"]
+        if is_nan and not self._has_reported_nan:
+            self._has_reported_nan = True
+            self.events.notice(
+                f"step {state.step}: the loss is not a number; lower the learning rate or set"
+                " `precision: bf16-mixed`",
+                level="warning",
+            )
+
+
+class MemoryReport(Callback):
+    """Emits the ``memory`` event once, after the first steps of this attempt."""
+
+    def __init__(self, strategy: Strategy, model: nn.Module, events: EventLog) -> None:
+        self.strategy = strategy
+        self.model = model
+        self.events = events
+        self._is_done = False
+
+    def on_step_begin(self, state: TrainState) -> None:
+        if state.step == state.first_step + STEPS_BEFORE - 1:
+            restart_peak(self.strategy.world.device)
+
+    def on_step_end(self, result: StepResult, state: TrainState) -> None:
+        is_settled = state.step >= state.first_step + STEPS_BEFORE
+        if result.outcome == "updated" and is_settled and not self._is_done:
+            self._is_done = True
+            emit_memory(self.strategy, self.model, self.events, state.step)
+
+
+class ReplicaCheck(Callback):
+    """Compares replicas every so many steps and before each checkpoint, so that no state is saved
+    of replicas that diverged.
+
+    Args:
+        every_steps: 0: never.
+    """
+
+    def __init__(self, strategy: Strategy, events: EventLog, every_steps: int) -> None:
+        self.check = partial(check_replicas, strategy, events)
+        self.every_steps = every_steps
+        self._checked_step: int | None = None
+
+    def on_step_end(self, result: StepResult, state: TrainState) -> None:
+        if self.every_steps and state.step % self.every_steps == 0:
+            self._check_once(state.step)
+
+    def before_checkpoint(self, state: TrainState) -> None:
+        if self.every_steps:
+            self._check_once(state.step)
+
+    def _check_once(self, step: int) -> None:
+        if self._checked_step != step:
+            self._checked_step = step
+            self.check(step)
+
+
+class BalanceUpdate(Callback):
+    """Lets the balancer count the step, and change the shares of the ranks."""
+
+    def __init__(self, balancer: Balancer, checkpoints: CheckpointManager) -> None:
+        self.balancer = balancer
+        self.checkpoints = checkpoints
+
+    def on_step_end(self, result: StepResult, state: TrainState) -> None:
+        self.balancer.end_step(state.step, self.checkpoints.is_writing)
+
+
+class CommAdvice(Callback):
+    """Reports once whether the method that saves traffic pays on this link."""
+
+    def __init__(self, advisor: CommAdvisor, events: EventLog) -> None:
+        self.advisor = advisor
+        self.events = events
+
+    def on_step_end(self, result: StepResult, state: TrainState) -> None:
+        advice = self.advisor.after_step(state.step)
+        if advice is not None:
+            level, text = advice
+            self.events.notice(text, level)
+
+
+class SampleReport(Callback):
+    """Shows samples of a language model at each evaluation."""
+
+    def __init__(self, generator: SampleGenerator) -> None:
+        self.generator = generator
+
+    def on_evaluation_end(self, result: EvalResult, state: TrainState) -> None:
+        self.generator.generate(state.step, result.wall_s)
