@@ -99,8 +99,9 @@ def build_parser(names: Collection[str]) -> OptionParser:
         if name in names or any(alias in names for alias in aliases):
             module = import_module(f"paceline.commands.{name}")
             module.add_arguments(verb)
-            verb.set_defaults(run=module.run)
-            add_common(verb)
+            if not verb.commands:  # else the commands below it have theirs
+                verb.set_defaults(run=module.run)
+                add_common(verb)
     return parser
 
 
@@ -158,37 +159,6 @@ def _doctor(tokens: list[str], _: float) -> int:
     return doctor(make_request(path, overrides, values.get("ranks")), flags["json"])
 
 
-def _data(tokens: list[str], _: float) -> int:
-    from paceline.commands.data import COUNT_VALUES, check_action, count, make_request
-
-    flags, tokens = _take_flags(tokens, "json", "debug")
-    action = check_action(tokens)
-    if action == "count":
-        values, files = _take_values(tokens[1:], COUNT_VALUES)
-        return count(make_request(files, values), flags["json"])
-    if action == "preview":
-        return _data_preview(tokens[1:], flags["json"])
-    from paceline.commands.data_stats import show_stats
-
-    values, tokens = _take_values(tokens[1:], {"output": str})
-    return show_stats(tokens, values.get("output"), flags["json"])
-
-
-def _data_preview(tokens: list[str], as_json: bool) -> int:
-    from paceline.config.load import load_config
-    from paceline.config.overrides import split_cli
-    from paceline.models.positions import fit_length
-    from paceline.tasks.preview import as_text, preview
-
-    values, tokens = _take_values(tokens, {"rows": int})
-    loaded = fit_length(load_config(*split_cli(tokens)))
-    found = preview(loaded.config, **values)
-    for level, text in [*loaded.notices, *found["notices"]]:
-        print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr)
-    print(json.dumps(found, ensure_ascii=False) if as_json else as_text(found))
-    return EXIT_DONE
-
-
 def _slurm(tokens: list[str], _: float) -> int:
     from paceline.cluster.jobs.slurm import VALUES, check_slurm_options, make_request, slurm
     from paceline.config.overrides import split_cli
@@ -234,7 +204,6 @@ def _ray(tokens: list[str], _: float) -> int:
 _LEGACY: dict[str, Callable[[list[str], float], int]] = {
     "verify": _verify,
     "doctor": _doctor,
-    "data": _data,
     "slurm": _slurm,
     "kubernetes": _kubernetes,
     "ray": _ray,

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import end_by, run, start
+from commands import end_by, parse, run, start
 
-from paceline.commands.data import check_action, make_request, shown
+from paceline.commands.data_count import make_options
 from paceline.core.errors import ConfigError
+from paceline.core.formatting import printable
 
 
 def top(words: Counter[str], number: int) -> list[list[Any]]:
@@ -97,44 +98,41 @@ def test_without_ray_the_command_to_install_it_is_named(
     monkeypatch.setattr("paceline.data.count.ray_engine.find_spec", lambda name: None)
     (tmp_path / "a.txt").touch()
     with pytest.raises(ConfigError, match="pip install"):
-        make_request([str(tmp_path / "a.txt")], {"engine": "ray"})
+        make_options(parse("data", "count", str(tmp_path / "a.txt"), "--engine", "ray"))
 
 
 @pytest.mark.parametrize(
-    ("files", "values", "said"),
+    ("tokens", "message"),
     [
-        ([], {}, "no file is given"),
-        (["missing.txt"], {}, "there is no file"),
-        (["."], {}, "is a folder"),
-        (["/dev/null"], {}, "no plain file"),
-        (["a.txt", "--rank"], {}, "did you mean `--ranks`?"),
-        (["a.txt"], {"ranks": 0}, "1 to 64"),
-        (["a.txt"], {"ranks": -1}, "1 to 64"),
-        (["a.txt"], {"top": -1}, "0 to 100,000"),
-        (["a.txt"], {"memory": "10KB"}, "1.0 MiB or more"),
-        (["a.txt"], {"memory": "0.5MB"}, "1.0 MiB or more"),
-        (["a.txt"], {"by": "word"}, "did you mean `words`?"),
-        (["a.txt"], {"by": "tokens"}, "--tokenizer"),
-        (["a.txt"], {"tokenizer": "builtin:qwen2-micro"}, "--by tokens"),
-        (["a.txt"], {"by": "tokens", "tokenizer": "./nowhere/x"}, "does not exist"),
-        (["a.txt"], {"engine": "spark"}, "local, ray"),
-        (["a.txt"], {"errors": "ignore"}, "strict, replace"),
-        (["a.txt"], {"output": "nowhere/x.tsv"}, "a folder that exists"),
-        (["a.txt"], {"output": "a.txt"}, "one of the files to count"),
+        ([], "no file is given"),
+        (["missing.txt"], "there is no file"),
+        (["."], "is a folder"),
+        (["/dev/null"], "no plain file"),
+        (["a.txt", "--rank"], "did you mean `--ranks`?"),
+        (["a.txt", "--ranks", "0"], "1 to 64"),
+        (["a.txt", "--ranks", "-1"], "1 to 64"),
+        (["a.txt", "--top", "-1"], "0 to 100,000"),
+        (["a.txt", "--memory", "10KB"], "1.0 MiB or more"),
+        (["a.txt", "--memory", "0.5MB"], "1.0 MiB or more"),
+        (["a.txt", "--by", "word"], "did you mean `words`?"),
+        (["a.txt", "--by", "tokens"], "--tokenizer"),
+        (["a.txt", "--tokenizer", "builtin:qwen2-micro"], "--by tokens"),
+        (["a.txt", "--by", "tokens", "--tokenizer", "./nowhere/x"], "does not exist"),
+        (["a.txt", "--engine", "spark"], "local, ray"),
+        (["a.txt", "--errors", "ignore"], "strict, replace"),
+        (["a.txt", "--field", ""], "`--field` is empty"),
+        (["a.txt", "--output", "nowhere/x.tsv"], "a folder that exists"),
+        (["--output", "a.txt", "a.txt"], "one of the files to count"),
     ],
 )
-def test_wrong_words(
-    files: list[str],
-    values: dict[str, Any],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_wrong_arguments(
+    tokens: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a word")
     with pytest.raises(ConfigError) as caught:
-        make_request(files, values)
-    assert said in str(caught.value)
+        make_options(parse("data", "count", *tokens))
+    assert message in str(caught.value)
     assert (tmp_path / "a.txt").read_text() == "a word"
 
 
@@ -145,10 +143,10 @@ def test_wrong_input_ends_with_2(tmp_path: Path) -> None:
     done = run("count", str(path), "--ranks", "2", "--output", str(output), verb="data", expect=2)
     assert f"`{path}` is not UTF-8 text: byte 0xff at offset 11" in done.stderr
     assert not output.exists()
-    with pytest.raises(ConfigError, match="paceline data count FILE"):
-        check_action(["cont"])
-    with pytest.raises(ConfigError, match="`paceline data`"):
-        check_action([])
+    with pytest.raises(ConfigError, match="type `paceline data count`"):
+        parse("data", "cont")
+    with pytest.raises(ConfigError, match="`paceline data` needs a command"):
+        parse("data")
 
 
 def test_stats_of_a_dataset_alone(tmp_path: Path) -> None:
@@ -167,8 +165,8 @@ def test_stats_of_a_dataset_alone(tmp_path: Path) -> None:
 
 
 def test_a_word_does_nothing_to_the_terminal() -> None:
-    assert shown("a\x1b[31m\x00\ud800é") == "a\\x1b[31m\\x00\\ud800é"
-    assert shown("x" * 100) == "x" * 60 + "…"
+    assert printable("a\x1b[31m\x00\ud800é") == "a\\x1b[31m\\x00\\ud800é"
+    assert printable("x" * 100) == "x" * 60 + "…"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process table")

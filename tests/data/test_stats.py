@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.commands.data_page import render
-from paceline.commands.data_stats import table
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.stats import dataset_stats, histogram
+from paceline.data.stats_page import render
+from paceline.data.stats_text import table
 from paceline.data.text.prepare import cached_lengths, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer

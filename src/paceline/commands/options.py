@@ -216,8 +216,7 @@ class OptionParser(argparse.ArgumentParser):
         """As argparse's; an error of ``type`` names the option and the value."""
         reader = settings.get("type")
         if reader is not None:
-            is_option = names[0].startswith("-")
-            settings["type"] = _NamedType(names[0] if is_option else settings["metavar"], reader)
+            settings["type"] = _NamedType(names[0] if names[0].startswith("-") else "", reader)
             settings["help"] = _described(settings, reader.allowed)
         action = super().add_argument(*names, **settings)
         if action.option_strings:
@@ -331,7 +330,7 @@ class OptionParser(argparse.ArgumentParser):
 
 
 class _NamedType:
-    """An argument type whose errors name the option and the value."""
+    """An argument type whose errors name the option, if it is one, and the value."""
 
     def __init__(self, name: str, reader: ArgumentType) -> None:
         self.name = name
@@ -341,8 +340,9 @@ class _NamedType:
         try:
             return self.reader(text)
         except InvalidValue as error:
+            argument = f"{self.name} {text}".strip()
             raise ConfigError(
-                f"`{self.name} {text}` {error.reason}", allowed=error.allowed, fix=error.fix
+                f"`{argument}` {error.reason}", allowed=error.allowed, fix=error.fix
             ) from error
 
 

@@ -247,3 +247,13 @@ def data_line(data: dict[str, Any]) -> str:
 def counted(number: int, noun: str) -> str:
     """``1, "sample"`` → ``1 sample``; ``2000, "sample"`` → ``2,000 samples``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def printable(text: str, max_chars: int = 60) -> str:
+    """``text`` so that it does nothing to the terminal: characters that do not print are escaped,
+    and a long text is cut."""
+    shown = "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
+        for char in text[:max_chars]
+    )
+    return shown + ("…" if len(text) > max_chars else "")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from paceline.commands.data_stats import HEADS, facts, limit_rows, overlong_text
+from paceline.data.stats_text import HEADS, facts, limit_rows, overlong_text
 
 _WIDTH, _HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 22, 40
