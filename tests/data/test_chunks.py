@@ -286,8 +286,8 @@ def test_an_interrupted_tokenization_leaves_no_entry_and_no_process(tmp_path: Pa
     )
     code = (
         "import sys\nfrom paceline.config.schema import Config\nfrom paceline.data.text.prepare"
-        f" import prepare_tokens\nprepare_tokens(Config(model={MODEL!r}, dataset=sys.argv[1]),"
-        " 'sft')\n"
+        " import prepare_tokens\nfrom paceline.models.builtin import resolve_model\n"
+        f"prepare_tokens(Config(model={MODEL!r}, dataset=sys.argv[1]), 'sft', resolve_model)\n"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     process = subprocess.Popen(

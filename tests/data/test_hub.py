@@ -67,10 +67,11 @@ def hub() -> Iterator[ThreadingHTTPServer]:
 def prepare(dataset: str, hub: ThreadingHTTPServer, cache: Path) -> str:
     code = (
         "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare"
-        " import prepare_tokens; from paceline.core.errors import ConfigError\nconfig ="
+        " import prepare_tokens; from paceline.models.builtin import resolve_model; from"
+        " paceline.core.errors import ConfigError\nconfig ="
         f" Config(model='builtin:qwen2-micro', dataset={dataset!r})\ntry: t ="
-        " prepare_tokens(config, 'sft'); print(t.num_train, t.notices)\nexcept ConfigError as"
-        " error: print(error)\nprint('datasets' in sys.modules)"
+        " prepare_tokens(config, 'sft', resolve_model); print(t.num_train, t.notices)\nexcept"
+        " ConfigError as error: print(error)\nprint('datasets' in sys.modules)"
     )
     endpoint = f"http://127.0.0.1:{hub.server_port}"
     environment = {

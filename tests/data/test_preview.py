@@ -17,6 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.images import _digits_table
 from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
+from paceline.models.builtin import resolve_model
 from paceline.tasks import load_task
 from paceline.tasks.preview import MOST_TOKENS, preview
 
@@ -37,7 +38,7 @@ def written(folder, *rows: dict) -> str:
 def test_rows_are_those_that_are_trained_on(length):
     config = config_of("builtin:python-docs#12", **{"train_args.max_length": length})
     rows = [row for row in preview(config, rows=12)["rows"] if row["reason"] is None]
-    tokens = prepare_tokens(config, "sft")
+    tokens = prepare_tokens(config, "sft", resolve_model)
     trained = TokenDataset(tokens.train_folder)
     assert [row["num_tokens"] - row["cut_tokens"] for row in rows] == trained.lengths.tolist()
     assert [row["label_tokens"] for row in rows] == trained.label_counts.tolist()

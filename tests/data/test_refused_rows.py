@@ -18,6 +18,7 @@ from paceline.data.sources.rows import Unsupported
 from paceline.data.text.formats import RowConverter
 from paceline.data.text.media import find_placeholder
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens
+from paceline.models.builtin import resolve_model
 
 ASK = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -27,7 +28,9 @@ SHARE = [{"from": "human", "value": "q"}]
 
 def prepare(path: Path, rows: list[Any], task: Any = "sft", **more: Any) -> PreparedTokens:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return prepare_tokens(Config(model="builtin:qwen2-micro", dataset=str(path), **more), task)
+    return prepare_tokens(
+        Config(model="builtin:qwen2-micro", dataset=str(path), **more), task, resolve_model
+    )
 
 
 def fails(path: Path, rows: list[Any], **more: Any) -> str:
@@ -149,7 +152,9 @@ def test_the_message_names_the_row_the_method_and_a_way_that_works(tmp_path: Pat
         "ignore_columns": ["rejected"],
     }
     (tmp_path / "b.jsonl").write_text(json.dumps(rows[1]))
-    tokens = prepare_tokens(Config(model="builtin:qwen2-micro", dataset=source), "sft")
+    tokens = prepare_tokens(
+        Config(model="builtin:qwen2-micro", dataset=source), "sft", resolve_model
+    )
     assert tokens.counts.kept == 1
     assert (
         prepare(
@@ -289,13 +294,13 @@ def test_ignore_columns_of_the_top_level_and_of_a_source_add_up(tmp_path: Path) 
     config = Config(
         model="builtin:qwen2-micro", dataset=source, ignore_columns=["rejected", "nothing"]
     )
-    tokens = prepare_tokens(config, "sft")
+    tokens = prepare_tokens(config, "sft", resolve_model)
     assert tokens.counts.kept == 1
     said = [text.partition(": ")[2] for _, text in tokens.notices]
     assert "left out by `ignore_columns`: `rejected`, `images`" in said
     assert "no row has the columns of `ignore_columns` `nothing`" in said
     other = Config(model="builtin:qwen2-micro", dataset=source, ignore_columns=["rejected"])
-    assert prepare_tokens(other, "sft").train_folder != tokens.train_folder
+    assert prepare_tokens(other, "sft", resolve_model).train_folder != tokens.train_folder
     with pytest.raises(ConfigError, match="in `columns` and in `ignore_columns`"):
         RowConverter("here", columns={"text": "x"}, ignore_columns=["x"])
 
@@ -312,6 +317,8 @@ def test_nulls_of_arrow_are_no_columns(tmp_path: Path) -> None:
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     tokens = prepare_tokens(
-        Config(model="builtin:qwen2-micro", dataset=str(tmp_path / "a.parquet")), "sft"
+        Config(model="builtin:qwen2-micro", dataset=str(tmp_path / "a.parquet")),
+        "sft",
+        resolve_model,
     )
     assert (tokens.counts.kept, tokens.counts.excluded_turns) == (2, 0)

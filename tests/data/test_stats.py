@@ -17,6 +17,7 @@ from paceline.data.stats_text import table
 from paceline.data.text.prepare import cached_lengths, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
+from paceline.models.builtin import resolve_model
 
 MODEL = "builtin:qwen2-micro"
 CHATS = [
@@ -42,13 +43,15 @@ def chats(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("overlong", ["truncate", "drop"])
 def test_each_limit_is_what_training_then_does(chats: Path, overlong: str) -> None:
     # 40 cuts most of the samples: the figures come from the uncut ones all the same.
-    figures, _ = dataset_stats(config(chats, max_length=40, overlong=overlong))
+    figures, _ = dataset_stats(config(chats, max_length=40, overlong=overlong), resolve_model)
     assert figures["samples"] == 63
     assert figures["max_length"] == 40
     told = {one["max_length"]: one for one in figures["limits"]}
     assert sorted(told) == [40, 128, 256, 512, 1024, 2048, 4096, 8192]
     for limit in (40, 128):
-        prepared = prepare_tokens(config(chats, max_length=limit, overlong=overlong), "sft")
+        prepared = prepare_tokens(
+            config(chats, max_length=limit, overlong=overlong), "sft", resolve_model
+        )
         assert (
             0
             < told[limit]["samples_cut"]
@@ -63,8 +66,10 @@ def test_documents_are_cut_and_lose_lone_tokens_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = [{"text": "word " * number} for number in range(1, 300, 7)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    figures, _ = dataset_stats(config(path, task="pretrain", max_length=16))
-    prepared = prepare_tokens(config(path, task="pretrain", max_length=16), "pretrain")
+    figures, _ = dataset_stats(config(path, task="pretrain", max_length=16), resolve_model)
+    prepared = prepare_tokens(
+        config(path, task="pretrain", max_length=16), "pretrain", resolve_model
+    )
     told = figures["limits"][0]
     assert told["max_length"] == 16
     assert figures["tokens"] - told["tokens_lost"] == prepared.train_tokens
@@ -74,7 +79,7 @@ def test_documents_are_cut_and_lose_lone_tokens_alone(tmp_path: Path) -> None:
 
 def test_duplicates_vocabulary_and_lengths(chats: Path) -> None:
     given = config(chats, max_length=4096)
-    figures, prepared = dataset_stats(given)
+    figures, prepared = dataset_stats(given, resolve_model)
     samples = [
         tuple(one["input_ids"].tolist())
         for one in map(TokenDataset(prepared.train_folder).__getitem__, range(63))
@@ -88,7 +93,7 @@ def test_duplicates_vocabulary_and_lengths(chats: Path) -> None:
     assert figures["vocabulary"]["used"] == len({token for one in samples for token in one})
     assert figures["vocabulary"]["size"] == load_tokenizer(Path(prepared.tokenizer_path)).vocab_size
     # What the planner reads are the same lengths.
-    planned = cached_lengths(given, "sft")
+    planned = cached_lengths(given, "sft", resolve_model)
     assert planned is not None
     assert sorted(planned[0].tolist()) == sorted(map(len, samples))
     assert figures["label_tokens"] == int(planned[1].sum())
@@ -112,7 +117,7 @@ def test_the_histogram_holds_every_sample_once() -> None:
 
 
 def test_the_page_and_the_table_hold_the_figures(chats: Path) -> None:
-    figures, _ = dataset_stats(config(chats, max_length=64))
+    figures, _ = dataset_stats(config(chats, max_length=64), resolve_model)
     result = {"dataset": "</title><b>", **figures}
     page = render(result)
     assert "<b>" not in page
@@ -126,4 +131,7 @@ def test_the_page_and_the_table_hold_the_figures(chats: Path) -> None:
 
 def test_a_task_without_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="sft, pretrain"):
-        dataset_stats(Config(model="builtin:digits-cnn", dataset="builtin:digits", task="classify"))
+        dataset_stats(
+            Config(model="builtin:digits-cnn", dataset="builtin:digits", task="classify"),
+            resolve_model,
+        )

@@ -23,7 +23,7 @@ from paceline.core.files import cache_dir
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens, split_indices
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
-from paceline.models.builtin import builtin_tokenizer
+from paceline.models.builtin import builtin_tokenizer, resolve_model
 
 MODEL = "builtin:qwen2-micro"
 CHATS = [
@@ -46,7 +46,9 @@ def prepare(
     dataset: Any, task: Any = "sft", train_args: dict[str, Any] | None = None, **more: Any
 ) -> PreparedTokens:
     return prepare_tokens(
-        Config(**{"model": MODEL, "dataset": dataset, "train_args": train_args or {}, **more}), task
+        Config(**{"model": MODEL, "dataset": dataset, "train_args": train_args or {}, **more}),
+        task,
+        resolve_model,
     )
 
 
@@ -429,8 +431,9 @@ def test_a_hit_is_the_same_and_imports_nothing_heavy(tmp_path: Path) -> None:
     assert first.notices[:-1] == second.notices[:-1]
     code = (
         "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare"
-        f" import prepare_tokens; t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}),"
-        " 'sft'); assert 'from the cache' in t.notices[-1][1]; print({'torch', 'transformers',"
+        f" import prepare_tokens; from paceline.models.builtin import resolve_model\n"
+        f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft', resolve_model)\n"
+        "assert 'from the cache' in t.notices[-1][1]; print({'torch', 'transformers',"
         " 'datasets', 'tokenizers', 'jinja2', 'pyarrow'} & set(sys.modules))"
     )
     assert (
@@ -465,8 +468,9 @@ def test_processes_that_come_at_once_build_it_once(tmp_path: Path) -> None:
     )
     code = (
         "from paceline.config.schema import Config; from paceline.data.text.prepare import"
-        f" prepare_tokens; t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft');"
-        " print(t.train_folder, t.notices[-1][1])"
+        f" prepare_tokens; from paceline.models.builtin import resolve_model\n"
+        f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft', resolve_model)\n"
+        "print(t.train_folder, t.notices[-1][1])"
     )
     started = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -485,7 +489,8 @@ def test_a_killed_build_leaves_nothing_broken(tmp_path: Path) -> None:
     )
     code = (
         "from paceline.config.schema import Config; from paceline.data.text.prepare import"
-        f" prepare_tokens; prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft')"
+        f" prepare_tokens; from paceline.models.builtin import resolve_model\n"
+        f"prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft', resolve_model)"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
     tokens = cache_dir() / "tokens"

@@ -36,7 +36,7 @@ def loss_text(
     config = Config(
         model="builtin:qwen2-micro", tokenizer=str(folder), dataset=str(tmp_path / "rows.jsonl")
     )
-    tokens = prepare_tokens(config, task)  # type: ignore[arg-type]
+    tokens = prepare_tokens(config, task, resolve_model)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(folder)
     sample = TokenDataset(tokens.train_folder)[0]
     whole = tokenizer.decode(sample["input_ids"].tolist())

@@ -20,6 +20,7 @@ from paceline.data.text.formats import RowConverter
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
+from paceline.models.builtin import resolve_model
 
 MODEL = "builtin:qwen2-micro"
 CHATML = (
@@ -30,7 +31,9 @@ CHATML = (
 
 def prepare(path: Path, rows: list[Any], task: Any = "sft", **more: Any) -> PreparedTokens:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return prepare_tokens(Config(**{"model": MODEL, "dataset": str(path), **more}), task)
+    return prepare_tokens(
+        Config(**{"model": MODEL, "dataset": str(path), **more}), task, resolve_model
+    )
 
 
 def fails(path: Path, rows: list[Any], **more: Any) -> str:

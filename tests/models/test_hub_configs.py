@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import paceline
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.models.builtin import resolve_model
+from paceline.models.builtin import config_numbers, model_type, resolve_model
 from paceline.models.hub_configs import canonical_id, known_ids, read_config
-from paceline.models.language import config_numbers, model_type
 from paceline.models.shape.activations import dims_of
 from paceline.planner.upper_bound import at_most
 

@@ -192,6 +192,7 @@ def test_a_config_json_that_does_not_fit_together(
 
 def test_tokens_come_from_the_cache_where_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.data.text.prepare import prepare_tokens
+    from paceline.models.builtin import resolve_model
 
     small = config(dataset="builtin:python-docs#40", train_args={"max_length": 96})
     words = [
@@ -204,7 +205,7 @@ def test_tokens_come_from_the_cache_where_they_are(capsys: pytest.CaptureFixture
     ]
     assert main(["plan", *words]) == 0
     assert json.loads(capsys.readouterr().out)["tokens_per_micro_batch"] == 4 * 96
-    tokens = prepare_tokens(small, "sft")
+    tokens = prepare_tokens(small, "sft", resolve_model)
     assert main(["plan", *words]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tokens_per_micro_batch"] == pytest.approx(

@@ -34,10 +34,11 @@ def run(args: Namespace) -> int:
     from paceline.data.stats import dataset_stats
     from paceline.data.stats_page import render
     from paceline.data.stats_text import table
+    from paceline.models.builtin import resolve_model
     from paceline.models.positions import fit_length
 
     loaded = fit_length(load_config(*_with_model(*config_and_overrides(args))))
-    figures, prepared = dataset_stats(loaded.config)
+    figures, prepared = dataset_stats(loaded.config, resolve_model)
     print_notices([*loaded.notices, *prepared.notices])
     dataset = ", ".join(source.path for source in loaded.config.sources())
     result = {"dataset": dataset, **figures}

@@ -19,7 +19,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import open_source
-from paceline.data.text.prepare import PreparedTokens, TextTask, prepare_tokens
+from paceline.data.text.prepare import PreparedTokens, ResolveModel, TextTask, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
 
@@ -50,9 +50,11 @@ class Samples:
     vocabulary: np.ndarray
 
 
-def dataset_stats(config: Config) -> tuple[dict[str, Any], PreparedTokens]:
+def dataset_stats(
+    config: Config, resolve_model: ResolveModel
+) -> tuple[dict[str, Any], PreparedTokens]:
     """The figures of the config's `dataset` (what is held out for validation included), and its
-    preparation for training.
+    preparation for training. ``resolve_model``: see :func:`prepare_tokens`.
 
     Raises:
         ConfigError: a task whose samples have no tokens; whatever can be wrong with the data.
@@ -64,12 +66,12 @@ def dataset_stats(config: Config) -> tuple[dict[str, Any], PreparedTokens]:
             fix="give a config of such a task",
         )
     task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
-    prepared = prepare_tokens(config, task)
+    prepared = prepare_tokens(config, task, resolve_model)
     whole = prepared
     if _was_cut(prepared, config):
         args = config.train_args.model_copy(update={"max_length": NO_LIMIT, "overlong": "truncate"})
         whole = prepare_tokens(
-            config.model_copy(update={"train_args": args, "val_dataset": None}), task
+            config.model_copy(update={"train_args": args, "val_dataset": None}), task, resolve_model
         )
     dataset = TokenDataset(whole.train_folder)
     samples = read_samples(dataset)

@@ -31,7 +31,7 @@ def start_fork_server(config: Config) -> None:
     if config.parallel.mode in ("zero2", "zero3", "fsdp") or config.parallel.shard:
         modules.append("torch.distributed.fsdp")
     if config.task in ("sft", "pretrain"):
-        from paceline.models.language import model_type
+        from paceline.models.builtin import model_type
 
         modules += ["transformers.models.auto.modeling_auto", "transformers.optimization"]
         kind = model_type(config.model)

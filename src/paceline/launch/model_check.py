@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import Scratch, cache_dir, write_json_atomic
 from paceline.core.interruption import polling
 from paceline.data.cache import key_of
-from paceline.models.language import config_numbers
+from paceline.models.builtin import config_numbers
 
 if TYPE_CHECKING:
     from paceline.parallel.registry import ParallelLayout

@@ -20,8 +20,8 @@ from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
 from paceline.data.sources import modelscope
 from paceline.data.sources.builtin import builtin_dataset, python_version
-from paceline.data.text.tokenizer import QWEN2_WORDS
-from paceline.models.hub_configs import canonical_id
+from paceline.data.text.qwen_tokenizer import QWEN2_WORDS
+from paceline.models.hub_configs import canonical_id, read_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -256,3 +256,18 @@ def _rows(dataset: str) -> Iterator[dict[str, Any]]:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def config_numbers(name: str) -> dict[str, Any]:
+    """``config.json`` of a local folder or a well-known hub id, without importing anything; empty
+    if it cannot be read."""
+    try:
+        return read_config(resolve_model(name)) or {}
+    except ConfigError:  # reported by the task's own check
+        return {}
+
+
+def model_type(name: str) -> str | None:
+    """The ``model_type`` of a local folder or a well-known hub id; None if it cannot be read."""
+    found = config_numbers(name).get("model_type")
+    return found if isinstance(found, str) and found.isidentifier() else None

@@ -11,25 +11,11 @@ from paceline.core.hub import go_offline_if_unreachable
 from paceline.models import qwen
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import download_config, read_config, read_raw_config
+from paceline.models.positions import check_length
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-
-def config_numbers(name: str) -> dict[str, Any]:
-    """``config.json`` of a local folder or a well-known hub id, without importing anything; empty
-    if it cannot be read."""
-    try:
-        return read_config(resolve_model(name)) or {}
-    except ConfigError:  # reported by the task's own check
-        return {}
-
-
-def model_type(name: str) -> str | None:
-    """The ``model_type`` of a local folder or a well-known hub id; None if it cannot be read."""
-    found = config_numbers(name).get("model_type")
-    return found if isinstance(found, str) and found.isidentifier() else None
 
 
 def load_language_model(config: Config) -> nn.Module:
@@ -42,8 +28,6 @@ def load_language_model(config: Config) -> nn.Module:
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from paceline.models.positions import check_length
 
     name = str(Path(resolve_model(config.model)).expanduser())
     go_offline_if_unreachable(name)

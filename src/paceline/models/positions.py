@@ -10,7 +10,7 @@ from typing import Any
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.models.language import config_numbers
+from paceline.models.builtin import config_numbers
 
 #: Names of the number in a config.json, the most telling first.
 _KEYS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.config.schema import Config
+from paceline.models.builtin import resolve_model
 from paceline.models.shape.activations import Activations, language_activations
 from paceline.models.shape.flops import language_flops
 from paceline.parallel.cost import Workload
@@ -54,7 +55,8 @@ def micro_batch(config: Config) -> Batch:
         return Batch(size, size, has_tokens=False)
     from paceline.data.text.prepare import cached_lengths
 
-    found = cached_lengths(config, "pretrain" if config.task == "pretrain" else "sft")
+    task = "pretrain" if config.task == "pretrain" else "sft"
+    found = cached_lengths(config, task, resolve_model)
     if found is None or len(found[0]) == 0:
         longest = float(size * args.max_length)
         return Batch(longest, longest, sample=args.max_length, known=False)

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models import language
+from paceline.models.builtin import resolve_model
 from paceline.models.files import check_files, check_hub
 from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.tasks.base import Prepared, Task
@@ -41,7 +42,7 @@ class LanguageTask(Task):
         from paceline.data.text.prepare import prepare_tokens
 
         tokens = prepare_tokens(
-            self.config, "pretrain" if self.config.task == "pretrain" else "sft"
+            self.config, "pretrain" if self.config.task == "pretrain" else "sft", resolve_model
         )
         return Prepared(
             num_train=tokens.num_train,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +20,10 @@ from paceline.data.counts import DataCounts
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.templates import asked_template
 from paceline.data.text.tokenizer import find_tokenizer, tokenizer_fingerprint
-from paceline.models.builtin import resolve_model
 
 Notice = tuple[str, str]
 TextTask = Literal["sft", "pretrain"]
+ResolveModel = Callable[[str], str]
 
 _META = "meta.json"
 
@@ -59,9 +60,12 @@ class PreparedTokens:
     pad_token_id: int = 0
 
 
-def prepare_tokens(config: Config, task: TextTask) -> PreparedTokens:
+def prepare_tokens(config: Config, task: TextTask, resolve_model: ResolveModel) -> PreparedTokens:
     """Tokenise the config's data, or find it tokenised in the cache. Safe to call in several
     processes at once.
+
+    Args:
+        resolve_model: from a model's name in the config to a local folder or a hub id.
 
     Raises:
         ConfigError: everything that can be wrong with the data, the tokenizer or the chat template.
@@ -111,7 +115,9 @@ def prepare_tokens(config: Config, task: TextTask) -> PreparedTokens:
     )
 
 
-def cached_lengths(config: Config, task: TextTask) -> tuple[np.ndarray, np.ndarray] | None:
+def cached_lengths(
+    config: Config, task: TextTask, resolve_model: ResolveModel
+) -> tuple[np.ndarray, np.ndarray] | None:
     """(tokens, label tokens) of each sample of ``dataset``, int64 [num_samples], where it was
     tokenised before; else None. Reads no row and downloads nothing."""
     names = [

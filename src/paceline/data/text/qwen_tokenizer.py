@@ -19,6 +19,11 @@ from paceline.data.cache import build_once, fingerprint, key_of
 
 RANKS_FILE = "qwen.tiktoken"
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+#: How Qwen2's tokenizer cuts text into words before byte pairs are merged.
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _NUM_EXTRAS = 205
 _LAYOUT = 1
 #: ChatML with the system prompt that Qwen-7B-Chat was trained with where the chat has none.
@@ -83,8 +88,6 @@ def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
         normalizers,
         pre_tokenizers,
     )
-
-    from paceline.data.text.tokenizer import QWEN2_WORDS
 
     ranks = read_ranks(source / RANKS_FILE)
     letters = _byte_letters()

@@ -11,13 +11,8 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.hub import go_offline_if_unreachable
 from paceline.data.cache import fingerprint
-from paceline.data.text.qwen_tokenizer import converted_tokenizer, is_qwen_tokenizer
+from paceline.data.text.qwen_tokenizer import QWEN2_WORDS, converted_tokenizer, is_qwen_tokenizer
 
-#: How Qwen2's tokenizer cuts text into words before byte pairs are merged.
-QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
     "*.tiktoken", "chat_template*", "additional_chat_templates/*", "tokenization_*.py",

@@ -19,7 +19,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
-from paceline.models.language import config_numbers
+from paceline.models.builtin import config_numbers
 from paceline.models.tensor_plan.plan import check_sizes as check_heads
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import Range

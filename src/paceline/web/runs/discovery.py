@@ -38,19 +38,13 @@ class Run:
     def __init__(self, folder: Path, root: Path, notes: Notes) -> None:
         self.root = root
         self.run_dir = RunDir(root)
-        # Looked at again and again:
-        self.events, self.report, self.lock = (
-            self.run_dir.events,
-            self.run_dir.report,
-            self.run_dir.lock,
-        )
-        self.started = root / START
+        self.events, self.report = self.run_dir.events, self.run_dir.report
         relative = os.path.relpath(root, folder)
         self.id = run_id(relative)
         self.path = shown(relative)
         self.name = shown(root.name)
         self.index = RunIndex(self.events)
-        self.digest = RunSummary(self)
+        self.digest = RunSummary(self.run_dir)
         self._notes = notes
         self._lock = threading.Lock()
 

@@ -6,17 +6,15 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.events import Event
 from paceline.core.formatting import clean, finite, throughput
 from paceline.core.processes import holder_alive, process_alive
+from paceline.core.run_dir import RunDir
 from paceline.web.files import json_inside, open_inside, stat_inside, tail_inside
-from paceline.web.jobs.runs import OUTPUT
+from paceline.web.jobs.runs import OUTPUT, START
 from paceline.web.runs.log_lines import is_step, parse, parse_without_ranks
-
-if TYPE_CHECKING:
-    from paceline.web.runs.discovery import Run
 
 _WHOLE_BYTES = 1 << 20  # of a log longer than this the middle is not read
 _HEAD_BYTES = 1 << 16
@@ -31,8 +29,11 @@ class RunSummary:
     """What the list shows of one run. :meth:`refresh` reads what is new; nothing is read where size
     and time are as before."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        # Looked at again and again:
+        self.events, self.report_file, self.lock = run_dir.events, run_dir.report, run_dir.lock
+        self.started = run_dir.root / START
         self._key: tuple[int, ...] | None = None
         self._report_key: tuple[int, int] | None = None
         self._figures: dict[str, Any] | None = None
@@ -55,7 +56,7 @@ class RunSummary:
 
     def refresh(self) -> None:
         self._read_report()
-        found = stat_inside(self.run.events)
+        found = stat_inside(self.events)
         key = None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
         if key == self._key:
             return
@@ -67,7 +68,7 @@ class RunSummary:
         ):
             self._reset()
         self._key, self._figures = key, None
-        handle = open_inside(self.run.events) if found is not None else None
+        handle = open_inside(self.events) if found is not None else None
         if handle is not None:
             with handle:
                 self._read(handle.fileno(), found.st_size if found is not None else 0)
@@ -125,11 +126,11 @@ class RunSummary:
             self.end = event
 
     def _read_report(self) -> None:
-        found = stat_inside(self.run.report)
+        found = stat_inside(self.report_file)
         key = None if found is None else (found.st_size, found.st_mtime_ns)
         if key != self._report_key:
             self._report_key, self._figures = key, None
-            self.report = json_inside(self.run.report) if key is not None else None
+            self.report = json_inside(self.report_file) if key is not None else None
 
     # What follows from it.
 
@@ -218,11 +219,11 @@ class RunSummary:
 
     def _not_begun(self) -> tuple[str, str | None]:
         started = self._launcher_alive()
-        if started or holder_alive(self.run.run_dir):
+        if started or holder_alive(self.run_dir):
             return "waiting", None
         if started is False:
             said = (
-                (tail_inside(self.run.root / OUTPUT, 1 << 13) or b"")
+                (tail_inside(self.run_dir.root / OUTPUT, 1 << 13) or b"")
                 .decode("utf-8", errors="replace")
                 .strip()
             )
@@ -235,16 +236,16 @@ class RunSummary:
     def _starts_again(self) -> bool:
         """Whether a process has taken up a run that has ended."""
         ended_at = finite((self.end or {}).get("time")) or 0.0
-        lock = stat_inside(self.run.lock)
-        if lock is not None and lock.st_mtime > ended_at and holder_alive(self.run.run_dir):
+        lock = stat_inside(self.lock)
+        if lock is not None and lock.st_mtime > ended_at and holder_alive(self.run_dir):
             return True
-        told = stat_inside(self.run.started)
+        told = stat_inside(self.started)
         return told is not None and told.st_mtime > ended_at and bool(self._launcher_alive())
 
     def _launcher_alive(self) -> bool | None:
         """Whether the process is there that a panel started; None where none did, or on another
         host."""
-        told = json_inside(self.run.started) or {}
+        told = json_inside(self.started) or {}
         return process_alive(told) if told.get("pid") is not None else None
 
     def _going(self) -> tuple[str, str | None]:
@@ -252,7 +253,7 @@ class RunSummary:
         alive = process_alive(self.start)
         # the newest `run_start` may be one that was not read
         if alive is not True and not self.whole:
-            held = holder_alive(self.run.run_dir)
+            held = holder_alive(self.run_dir)
             alive = alive if held is None else held
         if alive is False and quiet_s > _QUIET_S:
             pid = self.start.get("pid")
