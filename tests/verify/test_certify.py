@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from paceline.core.errors import RunError
+from paceline.observe.report.certificate import excluded_text
 from paceline.parallel.state import TensorShard
 from paceline.tasks.base import num_positions
-from paceline.verify.certificate import excluded_text, weight_difference
+from paceline.verify.certificate import weight_difference
 from paceline.verify.negligible import GradientWatch, listing
 from paceline.verify.worker import distances, save_reference, turn_off_dropout
 

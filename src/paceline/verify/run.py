@@ -35,7 +35,6 @@ from paceline.verify.certificate import (
     combine,
     judge,
     not_run,
-    render_certificate,
 )
 from paceline.verify.modes import Mode, all_modes, make_mode, split_names, trial_config
 
@@ -421,6 +420,8 @@ def _write(certificate: dict[str, Any], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json_atomic(folder / "verify.json", certificate)
+        from paceline.observe.report.html import render_certificate
+
         write_atomic(folder / "verify.html", render_certificate(certificate))
         if run_dir.report.is_file():
             write_reports(run_dir, json.loads(run_dir.report.read_text()))

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core import formatting
-from paceline.verify.certificate import rows, summary
+from paceline.observe.report.certificate import rows, summary
 
 _WIDTH = 100
 _COLOURS = {"ok": "green", "not ok": "bold red", "refused": "yellow"}

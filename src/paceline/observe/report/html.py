@@ -10,10 +10,10 @@ from typing import Any
 
 from paceline.core import formatting
 from paceline.core.events import Event, effective_steps
+from paceline.observe.report.certificate import certificate_page
 from paceline.observe.report.charts import Plot, Point, Series, draw, raw_and_smooth
 from paceline.observe.report.communication_table import communication_rows
 from paceline.observe.report.rank_tables import memory_table, rank_table
-from paceline.verify.certificate import certificate_page
 
 _RANK_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 
@@ -68,6 +68,11 @@ def render_report(
         "versions": start.get("versions") or {},
     }
     return str(template("report.html.jinja").render(page))
+
+
+def render_certificate(certificate: dict[str, Any]) -> str:
+    """Return ``verify.html``: one page that opens offline. Every value is escaped."""
+    return str(template("certificate.html.jinja").render(certificate=certificate_page(certificate)))
 
 
 @cache

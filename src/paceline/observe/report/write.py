@@ -9,7 +9,7 @@ from typing import Any
 from paceline.core.events import Event, read_events
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.run_dir import RunDir
-from paceline.verify.certificate import certificate_page
+from paceline.observe.report.certificate import certificate_page
 
 REPORT_KEYS = (
     "status", "strategy", "world_size", "device", "steps", "epochs", "samples_seen", "train_tokens", "label_tokens",
