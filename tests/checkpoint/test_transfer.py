@@ -33,7 +33,7 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.side_group import CHUNK_BYTES, SideGroup
 from paceline.distributed.traffic import TRAFFIC
 from paceline.launch.layout import choose_layout
-from paceline.launch.preflight import plan_run
+from paceline.launch.preflight import prepare_run
 from paceline.parallel.state import TensorShard
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import run_rank
@@ -319,17 +319,15 @@ def job_of(values: dict[str, Any], num_ranks: int) -> RunSpec:
         num_ranks,
         "cpu",
         RankEnv(0, num_ranks, 0, num_ranks),
-        lambda level, text: None,
     )
-    plan = plan_run(
+    prepared = prepare_run(
         loaded,
         started_at=time.time(),
         layout=layout,
         device_type="cpu",
         devices=None,
-        say=lambda level, text: None,
     )
-    return plan.spec
+    return prepared.spec
 
 
 def run_job(env: RankEnv, job: RunSpec, other: Path | None, kill_at: int | None = None) -> str:

@@ -15,17 +15,14 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.core.events import EventLog
 from paceline.core.launch_lock import LaunchLock, is_launching
+from paceline.core.log import recorded_notices
 from paceline.core.run_dir import RunDir
 
 HOLD = (
     "import sys; from pathlib import Path\nfrom paceline.core.launch_lock import LaunchLock; from"
-    " paceline.core.run_dir import RunDir\nwith LaunchLock(RunDir(Path(sys.argv[1])), print):\n   "
+    " paceline.core.run_dir import RunDir\nwith LaunchLock(RunDir(Path(sys.argv[1]))):\n   "
     " print('held', flush=True); sys.stdin.read()"
 )
-
-
-def silent(_level: str, _text: str) -> None:
-    pass
 
 
 def holder(folder: Path) -> subprocess.Popen[bytes]:
@@ -38,12 +35,12 @@ def holder(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def test_the_second_launcher_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
-    with LaunchLock(RunDir(tmp_path), silent):
+    with LaunchLock(RunDir(tmp_path)):
         assert is_launching(RunDir(tmp_path))
         with pytest.raises(
             ConfigError, match=rf"in use by another run: process {os.getpid()} on .*`output_dir`"
         ) as error:
-            LaunchLock(RunDir(tmp_path), silent).__enter__()
+            LaunchLock(RunDir(tmp_path)).__enter__()
         assert Path(sys.argv[0]).name.removeprefix("__main__") in str(
             error.value
         ) or "paceline" in str(error.value)
@@ -52,35 +49,35 @@ def test_the_second_launcher_is_refused_and_the_first_is_named(tmp_path: Path) -
 
 def test_nothing_is_left_in_a_folder_that_was_not_used(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b" / "run"
-    with LaunchLock(RunDir(root), silent):
+    with LaunchLock(RunDir(root)):
         assert [one.name for one in root.iterdir()] == [".launch.lock"]
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()
-    with LaunchLock(RunDir(tmp_path / "mine"), silent):
+    with LaunchLock(RunDir(tmp_path / "mine")):
         pass
     assert [one.name for one in tmp_path.iterdir()] == ["mine"]
-    with LaunchLock(RunDir(root), silent):
+    with LaunchLock(RunDir(root)):
         (root / "config.yaml").write_text("x")
     assert [one.name for one in root.iterdir()] == ["config.yaml"]
 
 
 def test_a_refused_launcher_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
-    with LaunchLock(RunDir(tmp_path), silent):
+    with LaunchLock(RunDir(tmp_path)):
         before = (tmp_path / ".launch.lock").read_text()
         with pytest.raises(ConfigError):
-            LaunchLock(RunDir(tmp_path), silent).__enter__()
+            LaunchLock(RunDir(tmp_path)).__enter__()
         assert (tmp_path / ".launch.lock").read_text() == before
 
 
 def test_a_lock_left_by_a_killed_process_does_not_block(tmp_path: Path) -> None:
     other = holder(tmp_path)
     with pytest.raises(ConfigError, match=f"process {other.pid} "):
-        LaunchLock(RunDir(tmp_path), silent).__enter__()
+        LaunchLock(RunDir(tmp_path)).__enter__()
     os.kill(other.pid, signal.SIGKILL)
     other.communicate()
     assert str(other.pid) in (tmp_path / ".launch.lock").read_text()
     assert not is_launching(RunDir(tmp_path))
-    with LaunchLock(RunDir(tmp_path), silent):
+    with LaunchLock(RunDir(tmp_path)):
         assert str(os.getpid()) in (tmp_path / ".launch.lock").read_text()
 
 
@@ -90,13 +87,12 @@ def test_a_run_that_has_written_its_end_is_waited_for(tmp_path: Path) -> None:
     log.emit("run_end", status="done", step=1)
     log.close()
     assert not is_launching(RunDir(tmp_path))
-    texts: list[str] = []
     timer = threading.Timer(0.3, other.communicate)
     timer.start()
-    with LaunchLock(RunDir(tmp_path), lambda _level, text: texts.append(text)):
+    with recorded_notices() as recorder, LaunchLock(RunDir(tmp_path)):
         pass
     timer.join()
-    assert texts == [f"waiting for the run in {tmp_path} to exit…"]
+    assert recorder.messages == [f"waiting for the run in {tmp_path} to exit…"]
 
 
 def test_an_older_end_does_not_make_a_launcher_wait(tmp_path: Path) -> None:
@@ -104,8 +100,8 @@ def test_an_older_end_does_not_make_a_launcher_wait(tmp_path: Path) -> None:
     log.emit("run_end", status="done", step=1)
     log.close()
     time.sleep(0.01)  # the event's time is rounded
-    with LaunchLock(RunDir(tmp_path), silent), pytest.raises(ConfigError, match="in use"):
-        LaunchLock(RunDir(tmp_path), silent).__enter__()
+    with LaunchLock(RunDir(tmp_path)), pytest.raises(ConfigError, match="in use"):
+        LaunchLock(RunDir(tmp_path)).__enter__()
 
 
 def test_of_many_launchers_at_once_one_gets_the_folder(tmp_path: Path) -> None:
@@ -118,7 +114,7 @@ def test_of_many_launchers_at_once_one_gets_the_folder(tmp_path: Path) -> None:
         nonlocal holding, most, refused
         for _ in range(20):
             try:
-                with LaunchLock(RunDir(root), silent):
+                with LaunchLock(RunDir(root)):
                     with guard:
                         holding += 1
                         most = max(most, holding)

@@ -87,10 +87,11 @@ def test_notices_are_recorded_for_another_process(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "warning: new\n"
 
 
-def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_print_errors_only(capsys: pytest.CaptureFixture[str]) -> None:
     log.mute_console()
+    logger.warning("warning")
     logger.error("error")
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "error: error\n"
 
 
 def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,17 +13,19 @@ from pathlib import Path
 import pytest
 
 from paceline.config.load import load_config
+from paceline.core.network import interfaces
 from paceline.distributed.devices import cpu_cores
-from paceline.doctor.machine import (
-    check_clock,
-    check_open_files,
-    check_shared_memory,
-    check_threads,
-)
-from paceline.doctor.network import check_interface, check_port, interfaces
-from paceline.doctor.quick import quick_checks
+from paceline.doctor.machine import check_clock
+from paceline.doctor.network import check_interface
 from paceline.doctor.software import check_driver, check_packages, nvidia_driver
 from paceline.doctor.storage import check_disk, check_writing, existing
+from paceline.launch.host_checks import (
+    check_open_files,
+    check_port,
+    check_shared_memory,
+    check_threads,
+    quick_checks,
+)
 from paceline.planner import machine_profile
 
 
@@ -53,9 +55,9 @@ def test_a_low_limit_of_open_files_is_named() -> None:
 def test_shared_memory_matters_to_loader_processes_alone(tmp_path: Path) -> None:
     assert check_shared_memory(2, 0, accelerator=False).ok
     script = (
-        "from paceline.doctor import machine; import pathlib; machine._SHARED ="
-        " pathlib.Path('/')\nmachine._SHARED_BYTES = 1 << 60\nprint(machine.check_shared_memory(2,"
-        " 2, False).ok, machine.check_shared_memory(2, 0, False).ok)"
+        "from paceline.launch import host_checks as checks; import pathlib; checks._SHARED ="
+        " pathlib.Path('/')\nchecks._SHARED_BYTES = 1 << 60\nprint(checks.check_shared_memory(2,"
+        " 2, False).ok, checks.check_shared_memory(2, 0, False).ok)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -25,22 +25,22 @@ from paceline.doctor.host_report import evaluate
 
 _HOST = """
 import json, sys
-from paceline.doctor.hosts import Endpoint, check_own_port, inspect_endpoint_and_hosts
+from paceline.doctor.hosts import MeetingPoint, check_own_port, inspect_endpoint_and_hosts
 from paceline.doctor.hosts import reach_endpoint
 
 address, is_host, blocked_port = sys.argv[1], sys.argv[2] == "0", int(sys.argv[3])
 result = {}
 if blocked_port and not is_host:
-    endpoint = Endpoint("192.0.2.1", blocked_port, address, "eth0", False)
+    endpoint = MeetingPoint("192.0.2.1", blocked_port, address, "eth0", False)
     dropped = reach_endpoint(endpoint, silent_s=0.0)
-    endpoint = Endpoint("192.0.2.1", blocked_port + 1, address, "eth0", False)
+    endpoint = MeetingPoint("192.0.2.1", blocked_port + 1, address, "eth0", False)
     refused = reach_endpoint(endpoint, wait_s=0.0)
     result["endpoint"] = [dropped.as_dict(), refused.as_dict()]
 if blocked_port and is_host:
-    endpoint = Endpoint("192.0.2.1", blocked_port, address, "eth0", True)
+    endpoint = MeetingPoint("192.0.2.1", blocked_port, address, "eth0", True)
     result["own"] = check_own_port(endpoint).as_dict()
-endpoint = Endpoint("192.0.2.1", 29500, address, "eth0", is_host)
-report = inspect_endpoint_and_hosts(endpoint, (2, 2), [], None, print)
+endpoint = MeetingPoint("192.0.2.1", 29500, address, "eth0", is_host)
+report = inspect_endpoint_and_hosts(endpoint, (2, 2), [], None)
 result["checks"] = [check.as_dict() for check in report.checks]
 result |= {"links": report.links, "blocks": report.blocks_ranks}
 print(json.dumps(result))

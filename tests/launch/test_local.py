@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.local import LocalRun
+from paceline.launch.local import LocalLauncher
 
 
 def say_rank(job: Any, env: Any, stop: Any) -> dict[str, Any]:
@@ -20,13 +20,13 @@ def say_rank(job: Any, env: Any, stop: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_fork_server_that_dies_while_it_starts_the_ranks_is_a_fault() -> None:
-    lives = []
+    attempts = []
     job = SimpleNamespace(
         layout=SimpleNamespace(num_processes=2, strategy="ddp", axes=None), config=None
     )
 
     def follow(job: Any, outcome: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        lives.append(outcome)
+        attempts.append(outcome)
         return job, outcome
 
     multiprocessing.forkserver.ensure_running()
@@ -34,8 +34,8 @@ def test_a_fork_server_that_dies_while_it_starts_the_ranks_is_a_fault() -> None:
     os.kill(server, signal.SIGSTOP)  # it takes the request, and never answers
     killer = threading.Timer(1.0, os.kill, (server, signal.SIGKILL))
     killer.start()
-    outcome = LocalRun(job, 2, say_rank, follow).run()
+    outcome = LocalLauncher(job, 2, say_rank, follow).run()
     killer.join()
     assert (outcome["status"], outcome["report"]) == ("done", {"world_size": 2})
-    assert [(one["fault"], one["exit_code"]) for one in lives] == [(True, 1)]
-    assert "ended while it started them" in lives[0]["reason"]
+    assert [(one["fault"], one["exit_code"]) for one in attempts] == [(True, 1)]
+    assert "ended while it started them" in attempts[0]["reason"]

@@ -14,7 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
 from paceline.distributed.environment import RankEnv
-from paceline.launch.restart import Recovery
+from paceline.launch.restart import RestartPolicy
 from paceline.launch.worker import run_guarded
 
 TASK = """
@@ -122,9 +122,7 @@ def judged(
 ) -> list[tuple[bool, str]]:
     """(whether the ranks are started again, the text) for each outcome of one run, whose log has
     come to ``step``."""
-    recovery = Recovery(
-        Config(model="m", dataset="d", output_dir=str(folder)), None, lambda level, text: None
-    )
+    policy = RestartPolicy(Config(model="m", dataset="d", output_dir=str(folder)), None)
     found = []
     folder.mkdir()
     for outcome in outcomes:
@@ -132,7 +130,7 @@ def judged(
         if step is not None:
             log.emit("step", step=step)
         log.close()
-        fault, told = recovery.judge(outcome)
+        fault, told = policy.judge(outcome)
         found.append((fault is not None, told["text"]))
     return found
 

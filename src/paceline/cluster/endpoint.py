@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
-from paceline.doctor.network import interface_of
+from paceline.core.network import interface_of, is_local_address, source_address
 
 DEFAULT_PORT = 29500
 
@@ -120,25 +120,6 @@ def resolve_endpoint(config: Config) -> Endpoint:
     if interface is None:
         raise OSError(f"no network interface has the address {local_address}")
     return Endpoint(name, port, address, local_address, interface, is_local)
-
-
-def source_address(address: str, port: int) -> str:
-    """The address of this host from which packets to ``address`` are sent.
-
-    Raises:
-        OSError: there is no route.
-    """
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def is_local_address(address: str) -> bool:
-    """Return whether the address is one of this host's."""
-    return (
-        ipaddress.ip_address(address.split("%")[0]).is_loopback or interface_of(address) is not None
-    )
 
 
 def _is_literal(name: str) -> bool:

@@ -8,7 +8,8 @@ has found there.
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -20,24 +21,34 @@ from paceline.cluster.fingerprint import config_values, difference, plan_values,
 from paceline.cluster.rounds import Membership, Outcome, agree, config_problem, follow
 from paceline.core.errors import PacelineError
 from paceline.core.launch_lock import LaunchLock
+from paceline.core.log import (
+    configure_logging,
+    hide_on_console,
+    log_notices,
+    mute_console,
+    recorded_notices,
+)
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.mesh import ParallelDims
-from paceline.launch.preflight import LeaderPlan, Plan
+from paceline.launch.layout import choose_layout
+from paceline.launch.preflight import LeaderPlan, PreparedRun, prepare_run
+from paceline.launch.prepare import PreparedHost, TrainOptions, prepare_host
 from paceline.parallel.registry import ParallelLayout
+from paceline.tasks import load_task
 
 if TYPE_CHECKING:
-    from paceline.api import Options
     from paceline.config.load import Loaded
+    from paceline.distributed.environment import RankEnv
 
-Say = Callable[[str, str], None]
+logger = logging.getLogger(__name__)
 
 #: Strategies whose ranks may compute on devices of different types, over Gloo.
 MIXED_DEVICES = ("ddp", "local_sgd")
 _SEEN_WITHIN_S = 10.0
 #: File systems of one machine: what another host has written there is never seen.
 _LOCAL_FILE_SYSTEMS = frozenset(
-    {
+    [
         "ext2",
         "ext3",
         "ext4",
@@ -51,18 +62,24 @@ _LOCAL_FILE_SYSTEMS = frozenset(
         "ntfs3",
         "apfs",
         "ramfs",
-    }
+    ]
 )
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What an agent sends to its ranks. ``said``: what it has printed already."""
+    """What an agent sends to its ranks.
+
+    Args:
+        layout: what the agent chose for the ranks that it expects; None: nothing.
+        printed: messages that the agent has printed already.
+    """
 
     loaded: Loaded
-    options: Options
+    options: TrainOptions
     started_at: float
-    said: frozenset[str] = frozenset()
+    layout: ParallelLayout | None = None
+    printed: frozenset[str] = frozenset()
 
 
 class _Refused(Exception):
@@ -77,126 +94,134 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
     """Follow the round before, plan with the other ranks, and train."""
     from paceline.launch.worker import run_guarded
 
-    is_first = member.round.is_first
-
-    def say(level: str, text: str) -> None:
-        if is_first and text not in request.said:
-            # whoever read this has gone; the run continues
-            with contextlib.suppress(OSError, ValueError):
-                print(
-                    f"{'warning: ' if level == 'warning' else ''}{text}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-    restart = follow(member, request.loaded.config, say)
+    if member.round.is_first:
+        configure_logging()
+        hide_on_console(request.printed)
+    else:
+        mute_console()
+    restart = follow(member, request.loaded.config)
     if restart.failed is not None:
         return restart.failed
     with contextlib.ExitStack() as stack:
+        is_first_round = restart.is_first and request.options.fault is None
         try:
-            is_first_round = restart.is_first and request.options.fault is None
-            plan = _plan(request, member, is_first_round, restart.global_batch_size, say, stack)
+            with recorded_notices() as recorder:
+                log_notices(logger, request.loaded.notices)
+                prepared = _prepare(
+                    request, member, is_first_round, restart.global_batch_size, stack
+                )
         except _Refused as refused:
             return refused.outcome
-        if plan.finished is not None:
-            return {"status": "finished", "exit_code": 0, "report": plan.finished}
+        if prepared.finished is not None:
+            return {"status": "finished", "exit_code": 0, "report": prepared.finished}
         if member.round.env.local_rank == 0:
             member.folder.write_state(
-                global_batch_size=plan.spec.derived.global_batch_size,
-                resume_from=plan.spec.resume_from,
+                global_batch_size=prepared.spec.derived.global_batch_size,
+                resume_from=prepared.spec.resume_from,
             )
-        launcher = member.agent_pid if member.can_restart else None
-        fault = restart.fault or request.options.fault
-        spec = replace(plan.spec, failure=fault, launcher_pid=launcher, reports_everywhere=True)
+        spec = replace(
+            prepared.spec,
+            notices=list(recorder.notices),
+            failure=restart.fault or request.options.fault,
+            launcher_pid=member.agent_pid if member.can_restart else None,
+            reports_everywhere=True,
+        )
         return run_guarded(spec, member.round.env, stop)
 
 
-def _plan(
-    request: RunRequest, member: Membership, is_first_round: bool, global_batch_size: int | None, say: Say,
+def _prepare(
+    request: RunRequest,
+    member: Membership,
+    is_first_round: bool,
+    global_batch_size: int | None,
     stack: contextlib.ExitStack,
-) -> Plan:  # fmt: skip
-    """The plan of all ranks. A collective.
+) -> PreparedRun:
+    """Prepare the run on all ranks alike. A collective.
+
+    Args:
+        stack: gets the lock of the run's folder.
 
     Raises:
         _Refused: a rank has found a mistake, or the hosts differ.
     """
-    from paceline.api import prepare_host
-    from paceline.launch.layout import choose_layout
-    from paceline.launch.preflight import plan_run
-    from paceline.tasks import load_task
-
-    round_, env = member.round, member.round.env
-
-    def together(name: str, action: Callable[[], Any]) -> Any:
-        """Every rank's action; where one fails, all end."""
-        result, problem = None, None
-        try:
-            result = action()
-        except PacelineError as error:
-            problem = config_problem(error.paragraph(), error.exit_code)
-        refused = agree(member, name, problem)
-        if refused is not None:
-            raise _Refused(refused)
-        return result
-
-    def prepare() -> Any:
-        host = prepare_host(request.loaded, env, say)
-        # each host tokenizes at the same time, into its own cache
-        load_task(host.loaded.config).prepare()
-        return host
-
-    host = together("prepared", prepare)
+    round_ = member.round
+    host = _on_all_ranks(member, "prepared", lambda: _prepare_host(request, round_.env))
     _compare(round_, "fingerprint", {**software(), **config_values(request.loaded.config)})
-    config, devices = host.loaded.config, host.devices
-    if round_.is_first:
-        run_dir = RunDir(Path(config.output_dir))
-    together(
-        "locked", lambda: stack.enter_context(LaunchLock(run_dir, say)) if round_.is_first else None
-    )
-    sees_folder = _sees_run_folder(member, Path(config.output_dir))
+    run_dir = RunDir(Path(host.loaded.config.output_dir))
+    _on_rank_zero(member, "locked", lambda: stack.enter_context(LaunchLock(run_dir)))
+    sees_folder = _sees_run_folder(member, run_dir.root)
 
-    def plan(layout: ParallelLayout, leader: LeaderPlan | None) -> Plan:
-        return plan_run(
+    def prepare(layout: ParallelLayout, leader: LeaderPlan | None) -> PreparedRun:
+        return prepare_run(
             host.loaded,
             started_at=request.started_at,
             layout=layout,
-            device_type=devices.type,
-            devices=devices,
-            say=say,
+            device_type=host.devices.type,
+            devices=host.devices,
             allow_config_change=request.options.allow_config_change,
             global_batch_size=global_batch_size,
-            life=1 if is_first_round else 2,
+            attempt=1 if is_first_round else 2,
             leader=leader,
         )
 
-    planned = together(
-        "leader",
-        lambda: (
-            plan(choose_layout(config, env.world_size, devices.type, env, say), None)
-            if round_.is_first
-            else None
-        ),
+    leading = _on_rank_zero(
+        member, "leader", lambda: prepare(_layout(request, host, round_.env), None)
     )
-    word = round_.broadcast("plan", _described(planned) if round_.is_first else None)
-    if word["finished"] is not None:
-        return Plan(None, None, word["finished"])
-    layout = ParallelLayout(
-        word["layout"]["strategy"],
-        ParallelDims(**word["layout"]["axes"]),
-        word["layout"]["num_processes"],
+    plan = round_.broadcast("plan", _described(leading) if round_.is_first else None)
+    if plan["finished"] is not None:
+        return PreparedRun(None, None, plan["finished"])
+    axes = ParallelDims(**plan["layout"]["axes"])
+    layout = ParallelLayout(plan["layout"]["strategy"], axes, plan["layout"]["num_processes"])
+    leader = LeaderPlan(plan["resume_from"], plan["global_batch_size"])
+    prepared = _on_all_ranks(
+        member, "planned", lambda: leading if round_.is_first else prepare(layout, leader)
     )
-    leader = LeaderPlan(word["resume_from"], word["global_batch_size"])
-    mine = together("planned", lambda: planned if round_.is_first else plan(layout, leader))
-    _compare(round_, "plans", plan_values(mine.spec))
+    _compare(round_, "plans", plan_values(prepared.spec))
     if layout.strategy not in MIXED_DEVICES:
-        _compare(round_, "devices", {"device": devices.type})
-    return replace(mine, spec=replace(mine.spec, sees_run_folder=sees_folder))
+        _compare(round_, "devices", {"device": host.devices.type})
+    return replace(prepared, spec=replace(prepared.spec, sees_run_folder=sees_folder))
 
 
-def _described(plan: Plan) -> dict[str, Any]:
-    if plan.finished is not None:
-        return {"finished": plan.finished}
-    spec = plan.spec
+def _prepare_host(request: RunRequest, env: RankEnv) -> PreparedHost:
+    host = prepare_host(request.loaded, env)
+    # Each host tokenizes at the same time, into its own cache.
+    load_task(host.loaded.config).prepare()
+    return host
+
+
+def _layout(request: RunRequest, host: PreparedHost, env: RankEnv) -> ParallelLayout:
+    """What the agent chose, if all the ranks that it expected are here; else a new choice."""
+    if request.layout is not None and request.layout.num_processes == env.world_size:
+        return request.layout
+    return choose_layout(host.loaded.config, env.world_size, host.devices.type, env)
+
+
+def _on_all_ranks(member: Membership, name: str, action: Callable[[], Any]) -> Any:
+    """Run ``action``. Where it fails on a rank, all ranks end. A collective.
+
+    Raises:
+        _Refused: it failed on some rank.
+    """
+    result, problem = None, None
+    try:
+        result = action()
+    except PacelineError as error:
+        problem = config_problem(error.paragraph(), error.exit_code)
+    refused = agree(member, name, problem)
+    if refused is not None:
+        raise _Refused(refused)
+    return result
+
+
+def _on_rank_zero(member: Membership, name: str, action: Callable[[], Any]) -> Any:
+    """As :func:`_on_all_ranks`, but ``action`` runs on rank 0 alone. Returns None elsewhere."""
+    return _on_all_ranks(member, name, action if member.round.is_first else lambda: None)
+
+
+def _described(prepared: PreparedRun) -> dict[str, Any]:
+    if prepared.finished is not None:
+        return {"finished": prepared.finished}
+    spec = prepared.spec
     return {
         "finished": None,
         "layout": asdict(spec.layout),
@@ -258,8 +283,6 @@ def _sees(file: Path, token: str) -> bool:
 
 def _is_on_a_local_disk(folder: Path) -> bool:
     """Whether what another host writes into ``folder`` can never be seen here, or is seen at once."""
-    import os
-
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent

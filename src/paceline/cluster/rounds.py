@@ -7,9 +7,10 @@ The same code runs under Paceline's own agent (:mod:`paceline.cluster.elastic`),
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,13 @@ from paceline.cluster.failures import AgentFolder, Record, first_failure, watch_
 from paceline.cluster.ranks import HostEntry, Round, enter_round
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_FAILED, EXIT_USAGE
+from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import host_name
-from paceline.launch.restart import Recovery
+from paceline.launch.restart import RestartPolicy
 
-Say = Callable[[str, str], None]
 Outcome = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -131,13 +134,13 @@ class Restart:
     global_batch_size: int | None = None
 
 
-def follow(member: Membership, config: Config, say: Say) -> Restart:
+def follow(member: Membership, config: Config) -> Restart:
     """Decide on rank 0, from the records of all ranks, whether the run continues after the round
     before. A collective."""
     round_ = member.round
     records = round_.gather("records", member.record)
     states = round_.gather("states", member.folder.read_state())
-    decision = _decide(member, records, _latest(states), config, say) if round_.is_first else None
+    decision = _decide(member, records, _latest(states), config) if round_.is_first else None
     decision = round_.broadcast("restart", decision)
     policy = decision.pop("policy")
     if round_.env.local_rank == 0:
@@ -160,11 +163,11 @@ def _latest(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _decide(
-    member: Membership, records: list[Record], state: dict[str, Any], config: Config, say: Say
+    member: Membership, records: list[Record], state: dict[str, Any], config: Config
 ) -> dict[str, Any]:
     round_ = member.round
     previous_hosts = state.get("hosts", [])
-    policy = Recovery(config, state.get("resume_from"), say, state.get("recovery"))
+    policy = RestartPolicy(config, state.get("resume_from"), state.get("recovery"))
     failure = first_failure(records, round_.hosts, previous_hosts) if previous_hosts else None
     fault, failed = None, None
     if failure is not None and failure.outcome.get("is_final"):
@@ -175,11 +178,13 @@ def _decide(
             fault["seen_at"] = failure.time
         failed = {**outcome, "is_final": True} if fault is None else None
     elif previous_hosts and len(previous_hosts) != len(round_.hosts):
-        say(
-            "info",
-            f"the run continues on {len(round_.hosts)} ranks; there were {len(previous_hosts)}",
+        logger.info(
+            "the run continues on %d ranks; there were %d",
+            len(round_.hosts),
+            len(previous_hosts),
+            extra=CONSOLE_ONLY,
         )
-        policy.begin()
+        policy.begin_attempt()
     return {
         "policy": policy.state(),
         "is_first": not previous_hosts,

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from paceline.core.errors import ConfigError
 from paceline.core.events import tail_events
+from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import pid_alive
 from paceline.core.run_dir import RunDir
 
-Say = Callable[[str, str], None]
+logger = logging.getLogger(__name__)
 
 #: How long to wait for a run that has written its end and whose process is still exiting.
 _ENDING_S = 15.0
@@ -40,15 +41,14 @@ class LaunchLock:
 
     Args:
         run_dir: its folder is created if it does not exist.
-        say: gets (level, text) of what to report.
 
     Raises:
         ConfigError: another process holds the lock (the message names it), or the folder cannot be
             written.
     """
 
-    def __init__(self, run_dir: RunDir, say: Say) -> None:
-        self.run_dir, self.say = run_dir, say
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
         self._handle: IO[str] | None = None
         self._created: list[Path] = []
 
@@ -100,7 +100,9 @@ class LaunchLock:
                 raise self._in_use(holder)
             if ending and not waiting:
                 waiting = True
-                self.say("info", f"waiting for the run in {self.run_dir.root} to exit…")
+                logger.info(
+                    "waiting for the run in %s to exit…", self.run_dir.root, extra=CONSOLE_ONLY
+                )
             time.sleep(_POLL_S)
 
     def _lock(self, handle: IO[str]) -> bool:
@@ -109,10 +111,11 @@ class LaunchLock:
         except OSError as error:
             if not is_unsupported(error):
                 return False
-            self.say(
-                "warning",
-                f"the file system of {self.run_dir.root} does not support locks ({error.strerror}):"
-                " Paceline cannot prevent a second run in this folder",
+            logger.warning(
+                "the file system of %s does not support locks (%s): Paceline cannot prevent a"
+                " second run in this folder",
+                self.run_dir.root,
+                error.strerror,
             )
         return True
 

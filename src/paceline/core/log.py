@@ -28,7 +28,6 @@ CONSOLE_ONLY = {"is_notice": False}
 #: Carries the level to the processes that this one starts.
 _LEVEL_VARIABLE = "PACELINE_LOG_LEVEL"
 _YELLOW, _RED, _RESET = "\x1b[33m", "\x1b[31m", "\x1b[0m"
-_MUTED = logging.CRITICAL + 1
 _PACKAGE_LOGGER = logging.getLogger("paceline")
 
 
@@ -62,11 +61,11 @@ def configure_logging(level: str | None = None, quiet: bool = False) -> None:
 
 
 def mute_console() -> None:
-    """Print nothing: another rank prints the same."""
+    """Print errors only: another rank prints the rest."""
     configure_logging()
     console = _console_handler()
     if console is not None:
-        console.setLevel(_MUTED)
+        console.setLevel(logging.ERROR)
 
 
 def hide_on_console(messages: Iterable[str]) -> None:
@@ -106,8 +105,8 @@ class ConsoleHandler(logging.Handler):
             return
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         line = clean(f"{prefix}{message}")
-        # standard error may be closed: the run continues
-        with suppress(OSError, ValueError, AttributeError):
+        # Standard error may be closed, or a signal may interrupt another write: the run continues.
+        with suppress(OSError, ValueError, AttributeError, RuntimeError):
             if prefix and _has_colors():
                 line = f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{line}{_RESET}"
             sys.stderr.write(f"{line}\n")

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,23 @@ def end_with_parent() -> None:
     nothing is done)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with_launcher() -> None:
+    """End this process as soon as the launcher or the fork server is gone, however they went."""
+    import multiprocessing.connection
+
+    end_with_parent()  # the fork server, which itself ends with the launcher
+    launcher = multiprocessing.parent_process()
+    if launcher is None:
+        return
+    sentinel = launcher.sentinel
+
+    def watch() -> None:
+        multiprocessing.connection.wait([sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
 def end_by_parent_alone(number: int) -> None:
@@ -71,6 +88,21 @@ def hidden_main() -> Iterator[None]:
                 _hidden[0].update(kept)  # for the block that ends last
             else:
                 names.update(kept)
+
+
+@contextmanager
+def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the block, and restore them after it."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def host_name() -> str:
@@ -126,9 +158,6 @@ def pid_alive(pid: int, began_before: float | None = None) -> bool:
     except (OSError, StopIteration, ValueError, IndexError):
         return True
     return fields[0] != "Z" and (began_before is None or born < began_before + 2.0)
-
-
-__all__ = ["available_memory", "host_name"]
 
 
 def available_memory() -> int:

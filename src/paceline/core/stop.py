@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paceline.core.errors import EXIT_FAILED
+from paceline.core.log import CONSOLE_ONLY
+
+logger = logging.getLogger(__name__)
 
 # A terminal and a launcher may both pass on one Ctrl-C; signals this close together are one.
 _SAME_SIGNAL_S = 1.0
@@ -97,5 +100,5 @@ def handlers_restored() -> Iterator[None]:
 
 
 def _end_by_fault(text: str, blamed: Sequence[int]) -> None:
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    logger.error(text, extra=CONSOLE_ONLY)
     os._exit(EXIT_FAILED)

@@ -30,7 +30,7 @@ class HostFacts:
     not known.
     versions: name → version; "none" for what is not installed.
     checks: results of the checks of this host alone, as :meth:`Check.as_dict
-    <paceline.doctor.check.Check.as_dict>`.
+    <paceline.core.check.Check.as_dict>`.
     gradient_bytes: size of the config's gradients; None if it is not known.
     """
 

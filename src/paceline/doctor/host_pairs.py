@@ -8,9 +8,9 @@ the store are JSON.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +24,8 @@ from paceline.doctor.host_probe import TOKEN_BYTES, Probe, Responder, probe, try
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "paceline/preflight"
 #: In each round every host measures with at most one other host.
@@ -62,7 +64,6 @@ def inspect_hosts(
     is_endpoint: bool,
     hosts: tuple[int, int],
     wait_s: float,
-    say: Callable[[str], None] = lambda text: None,
 ) -> Findings:
     """Measure between all hosts; each of them calls this once.
 
@@ -89,9 +90,8 @@ def inspect_hosts(
         everyone = [HostFacts.from_dict(peer["facts"]) for peer in peers]
         if count == 1:
             return Findings(everyone, hosts[1])
-        say(
-            f"measuring between {counted(count, 'host')}: {', '.join(one.name for one in everyone)}"
-        )
+        names = ", ".join(host.name for host in everyone)
+        logger.info("measuring between %s: %s", counted(count, "host"), names)
         reach = _reach(board, index, peers)
         probes, num_unmeasured = _probe_all(board, index, peers, reach)
         findings = Findings(everyone, hosts[1], reach, probes, num_unmeasured)

@@ -3,6 +3,7 @@ process on each host."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -14,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.clock import MAX_SKEW_S
 from paceline.cluster.exposure import public_address_warning, public_listener_warning
+from paceline.core.check import Check, broken, doubtful, well
 from paceline.core.errors import ConfigError, RunError
-from paceline.doctor.check import Check, broken, doubtful, well
+from paceline.core.network import interface_of, source_address
 from paceline.doctor.host_facts import collect_facts
 from paceline.doctor.host_pairs import inspect_hosts
 from paceline.doctor.host_probe import try_port
 from paceline.doctor.host_report import evaluate, host_links, local_checks
-from paceline.doctor.network import interface_of, own_address
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -36,17 +37,15 @@ _TRY_TIMEOUT_S = 3.0
 #: that nothing listens on.
 _OTHER_PORTS = (22, 80, 443, 9)
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
-class Endpoint:
-    """Where the hosts meet.
+class MeetingPoint:
+    """The address at which the hosts meet, as this host reaches it.
 
     Args:
-        address: of the host with the endpoint; resolved.
-        local_address, interface: this host's, on the way there.
-        is_host: this host has the endpoint.
+        address: resolved.
+        local_address, interface: this host's, on the way to ``address``.
+        is_host: this host serves the meeting.
     """
 
     address: str
@@ -76,11 +75,10 @@ class HostsReport:
 
 
 def inspect_endpoint_and_hosts(
-    endpoint: Endpoint,
+    endpoint: MeetingPoint,
     hosts: tuple[int, int],
     checks: list[Check],
     gradient_bytes: int | None,
-    say: Say,
 ) -> HostsReport:
     """Reach the endpoint, then measure between the hosts. ``checks``: what this host found of
     itself."""
@@ -104,7 +102,6 @@ def inspect_endpoint_and_hosts(
         hosts,
         [one.as_dict() for one in (*checks, rendezvous)],
         gradient_bytes,
-        say,
     )
     del store  # the launcher of the ranks opens its own on the same port
     _wait_until_closed(endpoint)
@@ -113,17 +110,16 @@ def inspect_endpoint_and_hosts(
 
 def inspect_over_store(
     store: Store,
-    endpoint: Endpoint,
+    endpoint: MeetingPoint,
     hosts: tuple[int, int],
     checks: list[dict[str, Any]],
     gradient_bytes: int | None,
-    say: Say,
 ) -> HostsReport:
     """The preflight over a store that all hosts already reach."""
     facts = collect_facts(endpoint.local_address, endpoint.interface, checks, gradient_bytes)
     try:
         findings = inspect_hosts(
-            store, facts, is_endpoint=endpoint.is_host, hosts=hosts, wait_s=WAIT_S, say=say
+            store, facts, is_endpoint=endpoint.is_host, hosts=hosts, wait_s=WAIT_S
         )
     except RunError as error:
         return HostsReport(
@@ -146,7 +142,7 @@ def inspect_over_store(
 # -- under an outer launcher
 # -----------------------------------------------------------------------------------------------
 def inspect_from_ranks(
-    env: RankEnv, examine: Callable[[str], tuple[list[Check], int | None]], say: Say
+    env: RankEnv, examine: Callable[[str], tuple[list[Check], int | None]]
 ) -> tuple[HostsReport | None, bool]:
     """The same from ranks that an outer launcher started, before they form a process group. Every
     rank calls it.
@@ -167,13 +163,9 @@ def inspect_from_ranks(
     verdicts = PrefixStore("paceline/preflight", store)
     report = None
     if env.local_rank == 0:
-        local = own_address(address)
-        # the endpoint's name leads to the loopback on its own host
-        if local is None or local.startswith("127."):
-            local = own_address() or "127.0.0.1"
-        endpoint = Endpoint(
-            address, port, local, interface_of(local) or "an unknown interface", env.rank == 0
-        )
+        local = _address_towards(address)
+        interface = interface_of(local) or "an unknown interface"
+        endpoint = MeetingPoint(address, port, local, interface, env.rank == 0)
         num_hosts = int(os.environ.get("GROUP_WORLD_SIZE", env.world_size // env.local_world_size))
         checks, gradient_bytes = examine(address)
         report = inspect_over_store(
@@ -182,7 +174,6 @@ def inspect_from_ranks(
             (num_hosts, num_hosts),
             [one.as_dict() for one in checks],
             gradient_bytes,
-            say,
         )
         if env.rank == 0:
             verdicts.set("verdict", json.dumps(report.blocks_ranks))
@@ -191,7 +182,7 @@ def inspect_from_ranks(
 
 # -- the endpoint
 # ----------------------------------------------------------------------------------------------------------
-def check_own_port(endpoint: Endpoint) -> Check | None:
+def check_own_port(endpoint: MeetingPoint) -> Check | None:
     """On the endpoint host: None if it can listen on the endpoint's port and connect to it, else
     what prevents it."""
     family = socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET
@@ -218,7 +209,7 @@ def check_own_port(endpoint: Endpoint) -> Check | None:
 
 
 def reach_endpoint(
-    endpoint: Endpoint, wait_s: float = WAIT_S, silent_s: float = _SILENT_S
+    endpoint: MeetingPoint, wait_s: float = WAIT_S, silent_s: float = _SILENT_S
 ) -> Check | None:
     """Wait until the endpoint's port accepts connections. None when it does, else which port is
     blocked and by what.
@@ -240,7 +231,7 @@ def reach_endpoint(
         time.sleep(0.5)
 
 
-def diagnose_endpoint(endpoint: Endpoint, outcome: str) -> Check:
+def diagnose_endpoint(endpoint: MeetingPoint, outcome: str) -> Check:
     """Why the rendezvous port cannot be reached. ``outcome``: of
     :func:`~paceline.doctor.host_probe.try_port`."""
     where = f"port {endpoint.port} of {endpoint.address}"
@@ -273,7 +264,7 @@ def diagnose_endpoint(endpoint: Endpoint, outcome: str) -> Check:
     )
 
 
-def open_endpoint_store(endpoint: Endpoint) -> Store:
+def open_endpoint_store(endpoint: MeetingPoint) -> Store:
     """The store that the endpoint host serves.
 
     Raises:
@@ -298,7 +289,7 @@ def open_endpoint_store(endpoint: Endpoint) -> Store:
         ) from error
 
 
-def _wait_until_closed(endpoint: Endpoint) -> None:
+def _wait_until_closed(endpoint: MeetingPoint) -> None:
     """On the other hosts, wait until the endpoint host has closed this store: the ranks meet in a
     new one."""
     until = time.monotonic() + 5.0
@@ -306,3 +297,14 @@ def _wait_until_closed(endpoint: Endpoint) -> None:
         if try_port(endpoint.address, endpoint.port, timeout_s=1.0) != "open":
             return
         time.sleep(0.05)
+
+
+def _address_towards(endpoint: str) -> str:
+    """This host's address on the way to the endpoint."""
+    # The endpoint's name leads to the loopback on its own host.
+    for towards in (endpoint, None):
+        with contextlib.suppress(OSError):
+            address = source_address(towards)
+            if not address.startswith("127."):
+                return address
+    return "127.0.0.1"

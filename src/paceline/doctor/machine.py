@@ -1,4 +1,4 @@
-"""What this host gives to a run: memory, threads, clocks, and the limits of a process."""
+"""What this host gives to a run: memory and clocks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from paceline.core.check import Check, doubtful, well
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted
 from paceline.core.processes import available_memory
-from paceline.distributed.devices import cpu_cores
-from paceline.doctor.check import Check, doubtful, well
 
-_SHARED = Path("/dev/shm")
-#: Below this loader processes and NCCL run out of it: a container gets 64 MB where nobody asks for
-#: more.
-_SHARED_BYTES = 1 << 30
-#: Ranks, loader processes, their pipes, and the files of a checkpoint.
-_OPEN_FILES = 1024
 #: State of adjtimex(2): the clock is not synchronised.
 _TIME_ERROR = 5
 _SLOWED = (
@@ -31,28 +23,6 @@ _SLOWED = (
 def check_memory() -> Check:
     """Free memory of this host. What a config needs of it is for `paceline plan` to say."""
     return well("memory", f"{human_bytes(available_memory())} free")
-
-
-def check_threads(num_ranks: int) -> Check:
-    """Threads and cores: too many threads a rank is the commonest way to make a CPU slow."""
-    cores = cpu_cores()
-    said = {
-        name: os.environ[name]
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-        if os.environ.get(name)
-    }
-    value = f"{counted(cores, 'core')}, " + (
-        ", ".join(f"{name}={count}" for name, count in said.items()) or "shared by the ranks"
-    )
-    each = max((int(count) for count in said.values() if count.isdecimal()), default=0)
-    if each * num_ranks > cores:
-        return doubtful(
-            "threads",
-            f"{value}: {counted(num_ranks, 'rank')} × {counted(each, 'thread')} on"
-            f" {counted(cores, 'core')}",
-            f"unset {' and '.join(said)}, or set OMP_NUM_THREADS={max(1, cores // num_ranks)}",
-        )
-    return well("threads", value)
 
 
 def check_clock(several_hosts: bool = False) -> Check:
@@ -102,36 +72,6 @@ def check_frequency() -> Check:
         "frequency",
         f"governor {governor}" if governor else "nothing holds it back that can be seen",
     )
-
-
-def check_shared_memory(num_ranks: int, loader_workers: int, accelerator: bool) -> Check:
-    """/dev/shm, through which loader processes hand over batches and the GPUs of a host speak."""
-    if not _SHARED.is_dir():
-        return well("shared_memory", "no /dev/shm on this system")
-    total = shutil.disk_usage(_SHARED)
-    value = f"{human_bytes(total.free)} of {human_bytes(total.total)} free"
-    if total.free < _SHARED_BYTES and (loader_workers > 0 or (accelerator and num_ranks > 1)):
-        advice = "start the container with `--shm-size=8g` (or `--ipc=host`)"
-        return doubtful(
-            "shared_memory",
-            value,
-            advice + (", or set `dataloader_num_workers: 0`" if loader_workers else ""),
-        )
-    return well("shared_memory", value)
-
-
-def check_open_files() -> Check:
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    value = f"{soft:,} at once" + (f", up to {hard:,} by `ulimit -n`" if hard != soft else "")
-    if 0 <= soft < _OPEN_FILES:
-        return doubtful(
-            "open_files",
-            value,
-            f"type `ulimit -n {min(hard, 4096) if hard > 0 else 4096}` before the run",
-        )
-    return well("open_files", value)
 
 
 def _read(path: str) -> str | None:

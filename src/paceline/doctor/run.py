@@ -4,6 +4,7 @@ have."""
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,21 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
+from paceline.core.check import Check, broken, doubtful, well
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, PacelineError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
-from paceline.doctor.check import Check, broken, doubtful, well
-from paceline.doctor.machine import (
-    check_clock,
-    check_frequency,
-    check_memory,
+from paceline.core.log import configure_logging, log_notices
+from paceline.doctor.machine import check_clock, check_frequency, check_memory
+from paceline.doctor.network import check_host_name, check_interface
+from paceline.doctor.software import check_driver, check_packages
+from paceline.doctor.storage import check_cache, check_disk, check_writing
+from paceline.launch.host_checks import (
     check_open_files,
+    check_port,
     check_shared_memory,
     check_threads,
 )
-from paceline.doctor.network import check_host_name, check_interface, check_port
-from paceline.doctor.software import check_driver, check_packages
-from paceline.doctor.storage import check_cache, check_disk, check_writing
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from paceline.cluster.rounds import Membership
@@ -99,8 +102,8 @@ def doctor(request: Request, as_json: bool) -> int:
     """
     from paceline.distributed.environment import outer_launcher, scheduled_host, with_scheduler
 
-    for level, text in request.loaded.notices:
-        _say_level(level, text)
+    configure_logging()
+    log_notices(logger, request.loaded.notices)
     outer = outer_launcher()
     parallel = with_scheduler(
         request.loaded.config.parallel, scheduled_host() if outer is None else None
@@ -116,7 +119,7 @@ def doctor(request: Request, as_json: bool) -> int:
     if several:
         between = _between_hosts(request, devices)
         if between.blocks_ranks and not between.is_first:
-            _say(
+            logger.info(
                 "the checks between the hosts found what would make a run fail; the endpoint host"
                 " prints it"
             )
@@ -131,7 +134,7 @@ def doctor(request: Request, as_json: bool) -> int:
         request.loaded.config, devices.type, request.given, 60.0, outer is not None, gradients
     )
     if between is not None and between.blocks_ranks:
-        _say("no ranks were started, because a run between these hosts would fail")
+        logger.info("no ranks were started, because a run between these hosts would fail")
     elif outer is not None or several or devices.count > 1:
         outcome = _on_ranks(job, devices, outer)
         if outcome["status"] == "stopped":
@@ -173,7 +176,7 @@ def doctor(request: Request, as_json: bool) -> int:
 def _between_hosts(request: Request, devices: Devices) -> HostsReport:
     """Look at this host, and measure between all hosts before a rank is started."""
     from paceline.cluster.endpoint import check_endpoint, is_listening, resolve_endpoint
-    from paceline.doctor.hosts import Endpoint, inspect_endpoint_and_hosts
+    from paceline.doctor.hosts import MeetingPoint, inspect_endpoint_and_hosts
 
     config = request.loaded.config
     check_endpoint(config.parallel)
@@ -191,11 +194,11 @@ def _between_hosts(request: Request, devices: Devices) -> HostsReport:
         and config.parallel.node_rank in ("auto", 0)
         and not is_listening(address, port, timeout_s=1.0)
     )
-    endpoint = Endpoint(address, port, resolved.local_address, resolved.interface, is_host)
+    endpoint = MeetingPoint(address, port, resolved.local_address, resolved.interface, is_host)
     checks, gradients = examine_host(
         config, request.given and is_host, devices.type, devices.count, address
     )
-    return inspect_endpoint_and_hosts(endpoint, config.parallel.hosts, checks, gradients, _say)
+    return inspect_endpoint_and_hosts(endpoint, config.parallel.hosts, checks, gradients)
 
 
 def examine_host(
@@ -242,7 +245,9 @@ def _sizes(config: Config) -> tuple[int, int, int] | None:
     try:
         shape = describe(config).shape
     except PacelineError as error:
-        _say(f"the model could not be looked at, so its size is not known: {error.paragraph()}")
+        logger.info(
+            f"the model could not be looked at, so its size is not known: {error.paragraph()}"
+        )
         return None
     trained = sum(one.size_bytes for one in shape.trained)
     state = round(sum(one.numel for one in shape.trained) * shape.optimizer_bytes_per_element)
@@ -332,7 +337,7 @@ def _look_at_hosts(
         return checks, gradients, {}, False
     from paceline.doctor.hosts import inspect_from_ranks
 
-    report, fatal = inspect_from_ranks(env, examine, _say)
+    report, fatal = inspect_from_ranks(env, examine)
     if report is None:
         return [], None, {}, fatal
     return (
@@ -415,12 +420,12 @@ def _on_ranks(job: Examination, devices: Devices, outer: RankEnv | None) -> dict
         stop.install(sigint=True)
         return run_guarded(job, outer, stop, examine_rank)
     if job.config.parallel.hosts != (1, 1):
-        from paceline.cluster.elastic import ElasticRun
+        from paceline.cluster.elastic import HostAgent
 
-        return ElasticRun(job.config, devices.count, examine_member, job, _say_level).run()
-    from paceline.launch.local import LocalRun
+        return HostAgent(job.config, devices.count, examine_member, job).run()
+    from paceline.launch.local import LocalLauncher
 
-    ranks = LocalRun(job, devices.count, examine_rank)
+    ranks = LocalLauncher(job, devices.count, examine_rank)
     ranks.on_stop = "ending"
     return ranks.run()
 
@@ -447,7 +452,7 @@ def _devices(request: Request, outer: RankEnv | None) -> Devices:
         parallel, ranks_given=None if outer is None else outer.local_world_size
     )
     for _, text in devices.notices:
-        _say(text)
+        logger.info(text)
     return devices
 
 
@@ -467,9 +472,9 @@ def _keep(device_type: str, measured: dict[str, Any] | None) -> None:
             link["bandwidth_bytes_s"],
         )
     except OSError as error:
-        _say(f"warning: the measurements could not be kept for the planner: {error}")
+        logger.warning("the measurements could not be kept for the planner: %s", error)
     else:
-        _say(f"kept for `paceline plan`: {path}")
+        logger.info("kept for `paceline plan`: %s", path)
 
 
 # -- for a person
@@ -517,11 +522,3 @@ def _verdict(checks: list[Check]) -> str:
     if fatal:
         return f"\na run would fail: {', '.join(fatal)}{tail}"
     return f"\n{counted(len(checks), 'check')}, nothing that would make a run fail{tail}"
-
-
-def _say_level(level: str, text: str) -> None:
-    _say(f"{'warning: ' if level == 'warning' else ''}{text}")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

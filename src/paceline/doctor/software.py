@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from paceline.config.schema import Config
-from paceline.doctor.check import Check, broken, doubtful, well
+from paceline.core.check import Check, broken, doubtful, well
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 

@@ -9,8 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from paceline.core.check import Check, broken, doubtful, well
 from paceline.core.files import cache_dir, human_bytes
-from paceline.doctor.check import Check, broken, doubtful, well
 
 _TRIAL_BYTES = 8 << 20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
+from paceline.core.log import CONSOLE_ONLY
 from paceline.parallel.registry import (
     ParallelLayout,
     check_strategy,
@@ -21,18 +22,17 @@ from paceline.parallel.registry import (
 if TYPE_CHECKING:
     from paceline.distributed.environment import RankEnv
 
-Say = Callable[[str, str], None]
+logger = logging.getLogger(__name__)
 
 
 def choose_layout(
-    config: Config, num_devices: int, device_type: str, outer: RankEnv | None, say: Say
+    config: Config, num_devices: int, device_type: str, outer: RankEnv | None
 ) -> ParallelLayout:
     """The layout for ``num_devices`` devices: as the config says, or, with ``mode: auto``, the
     fastest that fits in memory.
 
     Args:
         outer: the rank that an outer launcher gave this process.
-        say: gets (level, text) of each thing a person should know.
 
     Raises:
         ConfigError: the axes do not make that number of ranks; or the strategy cannot run this
@@ -43,7 +43,7 @@ def choose_layout(
         from paceline.planner.choose import pick
 
         chosen, why = pick(config, num_devices, device_type=device_type)
-        say("info", f"strategy: {chosen.text()}, chosen by `mode: auto`: {why}")
+        text = f"strategy: {chosen.text()}, chosen by `mode: auto`: {why}"
     else:
         if outer is not None:  # it has started the serving ranks too
             num_devices -= strategy_class(name).num_extra_ranks(config)
@@ -53,7 +53,9 @@ def choose_layout(
                 fix="start more ranks, or lower `parameter_server.servers`",
             )
         chosen = layout(config.parallel, num_devices, name)
-        say("info", f"strategy: {chosen.text()}")
+        text = f"strategy: {chosen.text()}"
+    # The `run_start` event holds it.
+    logger.info(text, extra=CONSOLE_ONLY)
     if chosen.num_processes == 1 and outer is not None and outer.world_size > 1:
         raise ConfigError(
             f"`parallel.mode: {name}` runs in one process, and the outer launcher started"

@@ -1,27 +1,30 @@
-"""A run on this host: its ranks, the signals of the person who started it, and its lives, where a
-fault ends one."""
+"""A run on this host: its ranks, the signals of the person who started it, and the next attempt
+where a fault ends one."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from paceline.core.errors import EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM
+from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM
+from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import hidden_main
-from paceline.launch.rank_processes import Place, RankProcesses, open_store
-from paceline.launch.worker import RunRank
+from paceline.launch.rank_processes import RankProcesses, RankRange, open_store
+from paceline.launch.worker import RunRank, failed_outcome
 
-#: What follows a life that a fault has ended: the spec of the next one; None where there is none,
-#: with the outcome as it shall be told.
+logger = logging.getLogger(__name__)
+
+#: What follows an attempt that a fault has ended: the spec of the next one; None where there is none,
+#: with the outcome as it shall be reported.
 Follow = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 
 
-class LocalRun:
+class LocalLauncher:
     """Runs a spec on ``num_ranks`` ranks of this host and says what became of them."""
 
     def __init__(
@@ -32,20 +35,20 @@ class LocalRun:
         follow: Follow | None = None,
     ) -> None:
         """``run_rank``: what a rank does with the spec; default: the training of a
-        :class:`~paceline.train.run_spec.RunSpec`. ``follow``: default: no life follows."""
+        :class:`~paceline.train.run_spec.RunSpec`. ``follow``: default: no further attempt."""
         self.spec = spec
         self.more = () if run_rank is None else (run_rank,)
         self.num_ranks = num_ranks
         self.follow = follow
         self.on_stop = "finishing this step and saving a checkpoint"  # what a person is told then
-        self.signals = Signals(lambda: self.on_stop)
+        self.signals = SignalForwarder(lambda: self.on_stop)
 
     def run(self) -> dict[str, Any]:
         """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves
         no process and no file."""
         with self.signals, hidden_main():
             while True:
-                outcome = self._live()
+                outcome = self._run_attempt()
                 if (
                     self.follow is None
                     or outcome["status"] != "failed"
@@ -57,28 +60,24 @@ class LocalRun:
                     return outcome
                 self.spec, self.num_ranks = following, following.layout.num_processes
 
-    def _live(self) -> dict[str, Any]:
+    def _run_attempt(self) -> dict[str, Any]:
         try:
             store = open_store()
-            place = Place(0, self.num_ranks, self.num_ranks, "127.0.0.1", store.port)
+            rank_range = RankRange(0, self.num_ranks, self.num_ranks, "127.0.0.1", store.port)
             ranks = RankProcesses(
-                self.spec, place, *self.more, expendable=expendable(self.spec), store=store
+                self.spec, rank_range, *self.more, expendable=expendable(self.spec), store=store
             )
             with ranks:
                 return live(ranks, self.spec, self.signals)
         except (OSError, RuntimeError) as error:
-            text = f"the ranks could not be started: {error}"
-            return {
-                "status": "failed",
-                "exit_code": EXIT_FAILED,
-                "text": text,
-                "traceback": "",
-                "report": None,
-            }
+            return failed_outcome(f"the ranks could not be started: {error}")
 
 
 def live(
-    ranks: RankProcesses, spec: Any, signals: Signals, tick: Callable[[], None] = lambda: None
+    ranks: RankProcesses,
+    spec: Any,
+    signals: SignalForwarder,
+    tick: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Start the ranks, wait until the last has ended, and say what became of them. ``tick`` is
     called now and then."""
@@ -92,18 +91,18 @@ def live(
     return outcome_of(ranks, spec, signals.number)
 
 
-class Signals:
+class SignalForwarder:
     """SIGINT, SIGTERM and SIGHUP to the launcher: the first asks all ranks to stop, a second ends
     everything at once."""
 
     def __init__(self, on_stop: Callable[[], str]) -> None:
         self.number: int | None = None
         self.on_stop = on_stop
-        self.on_haste: Callable[[int], None] = lambda number: None  # told once the ranks are gone
+        self.on_haste: Callable[[int], None] = lambda number: None  # called once the ranks are gone
         self._ranks: RankProcesses | None = None
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> SignalForwarder:
         if threading.current_thread() is threading.main_thread():
             numbers = [signal.SIGINT, signal.SIGTERM] + (
                 [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
@@ -119,7 +118,7 @@ class Signals:
     def to(self, ranks: RankProcesses) -> Any:
         """For the while, these ranks are asked to stop."""
         self._ranks = ranks
-        if self.number is not None:  # it came between two lives
+        if self.number is not None:  # it came between two attempts
             ranks.pass_on(self.number)
         try:
             yield
@@ -139,10 +138,7 @@ class Signals:
             os._exit(stop_code(self.number))
         self.number = number
         name = signal.Signals(number).name
-        with contextlib.suppress(OSError):
-            print(
-                f"\n{name}: {self.on_stop()}; once more ends at once", file=sys.stderr, flush=True
-            )
+        logger.info("\n%s: %s; once more ends at once", name, self.on_stop(), extra=CONSOLE_ONLY)
         if self._ranks is not None:
             self._ranks.pass_on(number)
 
@@ -171,77 +167,65 @@ def _role(spec: Any, rank: int) -> str:
 def outcome_of(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> dict[str, Any]:
     """What became of the ranks of this host. For a failure ``fault`` says whether going back to a
     checkpoint may mend it: True, False, or None where it is not known."""
-    outcomes = {rank: one for rank, one in ranks.outcomes().items() if rank not in ranks.told}
-    failures = sorted(
-        (one for one in outcomes.values() if one["status"] == "failed"), key=lambda one: one["time"]
-    )
+    outcomes = {rank: o for rank, o in ranks.outcomes().items() if rank not in ranks.lost_ranks}
+    failures = [outcome for outcome in outcomes.values() if outcome["status"] == "failed"]
+    # What tells of more than the rank that reports it comes first.
+    failures.sort(key=lambda outcome: (not outcome.get("of_all"), outcome["time"]))
     lost = ranks.lost()
-    # what tells of more than the rank that says it
-    failures.sort(key=lambda one: not one.get("of_all"))
     if lost and not (failures and failures[0].get("of_all")):
         return _failed_by(lost, ranks, spec)
     if failures:
-        first = failures[0]
-        of_the_run = first["exit_code"] == 2 or first.get("of_all") or first.get("every_rank")
-        said = first["text"] if of_the_run else f"rank {first['rank']} failed. {first['text']}"
-        return {
-            **first,
-            "text": said + _lost_earlier(ranks, spec),
-            "report": None,
-            "ranks": first.get("blamed") or [first["rank"]],
-        }
-    if len(outcomes) + len(ranks.told) < ranks.place.num_ranks:
+        return _failed_with(failures[0], ranks, spec)
+    if len(outcomes) + len(ranks.lost_ranks) < ranks.rank_range.num_ranks:
         if stopped_by is not None:
             return {"status": "stopped", "exit_code": stop_code(stopped_by), "report": None}
-        return {
-            "status": "failed",
-            "exit_code": EXIT_FAILED,
-            "text": "the ranks were ended",
-            "traceback": "",
-            "report": None,
-        }
-    first = next(
-        (one for _, one in sorted(outcomes.items()) if one["report"] is not None),
-        outcomes[min(outcomes)],
-    )
-    if first["status"] == "stopped" and stopped_by is not None:
-        first["exit_code"] = stop_code(stopped_by)
-    return first
+        return failed_outcome("the ranks were ended")
+    reported = [outcome for _, outcome in sorted(outcomes.items()) if outcome["report"] is not None]
+    outcome = reported[0] if reported else outcomes[min(outcomes)]
+    if outcome["status"] == "stopped" and stopped_by is not None:
+        outcome["exit_code"] = stop_code(stopped_by)
+    return outcome
+
+
+def _failed_with(failure: dict[str, Any], ranks: RankProcesses, spec: Any) -> dict[str, Any]:
+    """The outcome of an attempt that ended because a rank reported this failure."""
+    is_of_run = failure["exit_code"] == 2 or failure.get("of_all") or failure.get("every_rank")
+    text = failure["text"] if is_of_run else f"rank {failure['rank']} failed. {failure['text']}"
+    return {
+        **failure,
+        "text": text + _lost_earlier(ranks, spec),
+        "report": None,
+        "ranks": failure.get("blamed") or [failure["rank"]],
+    }
 
 
 def _cut_start(stopped_by: int | None) -> dict[str, Any]:
-    """The outcome of a life that ended before all its ranks were there: multiprocessing starts the
+    """The outcome of an attempt that ended before all its ranks were there: multiprocessing starts the
     fork server anew."""
     if stopped_by is not None:
         return {"status": "stopped", "exit_code": stop_code(stopped_by), "report": None}
     text = "the process from which the ranks are forked ended while it started them"
-    return {
-        "status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": "", "report": None,
-        "fault": True, "ranks": [], "reason": text,
-    }  # fmt: skip
+    return failed_outcome(text, fault=True, ranks=[], reason=text)
 
 
 def _failed_by(lost: list[int], ranks: RankProcesses, spec: Any) -> dict[str, Any]:
-    """The outcome of a life that ended because these ranks were gone without a word."""
+    """The outcome of an attempt that ended because these ranks were gone without a word."""
     names = "; ".join(
         f"rank {rank}{_role(spec, rank)} (process {ranks.processes[rank].pid})"
         f" {ranks.how_it_ended(rank)}"
         for rank in lost
     )
     text = f"{names}. The other ranks were stopped.{_lost_earlier(ranks, spec)}"
-    return {
-        "status": "failed", "exit_code": EXIT_FAILED, "text": text, "traceback": "", "report": None,
-        "fault": True, "ranks": lost, "reason": names, "gone": True,
-    }  # fmt: skip
+    return failed_outcome(text, fault=True, ranks=lost, reason=names, gone=True)
 
 
 def _lost_earlier(ranks: RankProcesses, spec: Any) -> str:
     """The ranks that the run had gone on without, for a person."""
-    told = [
-        f"rank {rank}{_role(spec, rank)} (process {one['pid']}), {one['reason']}"
-        for rank, one in ranks.told.items()
+    texts = [
+        f"rank {rank}{_role(spec, rank)} (process {lost['pid']}), {lost['reason']}"
+        for rank, lost in ranks.lost_ranks.items()
     ]
-    return f" Lost earlier: {'; '.join(told)}." if told else ""
+    return f" Lost earlier: {'; '.join(texts)}." if texts else ""
 
 
 def stop_code(number: int) -> int:

@@ -11,12 +11,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.core.errors import PacelineError, RunError
-from paceline.core.processes import end_with_parent
+from paceline.core.processes import end_with_launcher, hidden_main
 from paceline.launch.fork_server import keep_server_files
 from paceline.launch.rank_processes import open_store
 
@@ -71,7 +70,7 @@ def run_on_ranks(
     processes: list[Any] = []
     pipes = []
     try:
-        with _without_main():
+        with hidden_main():
             for rank in range(num_ranks):
                 mine, theirs = context.Pipe(duplex=False)
                 process = context.Process(
@@ -145,7 +144,7 @@ def _rank(
     args: tuple[Any, ...],
     timeout_s: float,
 ) -> None:
-    _end_with_command()
+    end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
@@ -165,29 +164,3 @@ def _rank(
         pipe.send((False, f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"))
     else:
         pipe.send((True, value))
-
-
-def _end_with_command() -> None:
-    end_with_parent()  # the fork server, which itself ends with the command
-    command = multiprocessing.parent_process()
-    if command is None:
-        return
-
-    def watch() -> None:
-        multiprocessing.connection.wait([command.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="command-watch", daemon=True).start()
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """multiprocessing would run the caller's script again in every rank; here it finds none."""
-    names = vars(sys.modules["__main__"])
-    kept = {name: names[name] for name in ("__file__", "__spec__") if name in names}
-    names.pop("__file__", None)
-    names["__spec__"] = None
-    try:
-        yield
-    finally:
-        names.update(kept)

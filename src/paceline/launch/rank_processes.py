@@ -1,4 +1,4 @@
-"""The ranks of this host in one life of a run: from their start until the last of them has ended.
+"""The ranks of this host in one attempt of a run: from their start until the last of them has ended.
 
 They are plain processes of the fork server and meet at a store that belongs to the launcher, not to
 a rank. On one host this launcher is used instead of torch's elastic agent, because it restarts the
@@ -29,7 +29,7 @@ _GRACE_S = 4.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RankRange:
     """Where this host's ranks stand among all.
 
     Args:
@@ -61,27 +61,27 @@ class RankProcesses:
     def __init__(
         self,
         spec: Any,
-        place: Place,
+        rank_range: RankRange,
         *more: Any,
         expendable: frozenset[int] = frozenset(),
         store: Any = None,
     ) -> None:
-        self.place = place
+        self.rank_range = rank_range
         self.expendable = expendable
         self.store = store
         self._scratch = Scratch()
         self.folder = self._scratch.path
         # rank that the others go on without → pid, reason
-        self.told: dict[int, dict[str, Any]] = {}
+        self.lost_ranks: dict[int, dict[str, Any]] = {}
         self._failed_at: float | None = None
         self._gone: list[int] = []  # without a word, when the first failure was seen
         self._killed: set[int] = set()  # by this launcher
         context = multiprocessing.get_context("forkserver")
         self.processes: dict[int, Any] = {
-            place.first_rank + number: context.Process(
-                target=_rank, args=(number, place, spec, str(self.folder), *more)
+            rank_range.first_rank + number: context.Process(
+                target=_rank, args=(number, rank_range, spec, str(self.folder), *more)
             )
-            for number in range(place.num_ranks)
+            for number in range(rank_range.num_ranks)
         }
 
     def __enter__(self) -> RankProcesses:
@@ -89,24 +89,22 @@ class RankProcesses:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        for one in self.processes.values():
-            if one.pid is not None:
-                one.join(5.0)
+        for process in self.processes.values():
+            if process.pid is not None:
+                process.join(5.0)
         self._scratch.close()
 
     def start(self) -> None:
-        for one in self.processes.values():
-            one.start()
+        for process in self.processes.values():
+            process.start()
 
-    # -- while they run
-    # -------------------------------------------------------------------------------------------------------
     def wait(self, seconds: float) -> bool:
         """Look after the ranks for so long, or until the last has ended. True where it has."""
-        living = [one.sentinel for one in self.processes.values() if one.is_alive()]
+        living = [process.sentinel for process in self.processes.values() if process.is_alive()]
         if living:
             multiprocessing.connection.wait(living, timeout=seconds)
         self._end_stuck_ranks()
-        return not any(one.is_alive() for one in self.processes.values())
+        return not any(process.is_alive() for process in self.processes.values())
 
     @property
     def failing(self) -> bool:
@@ -122,26 +120,27 @@ class RankProcesses:
     def kill(self, wait_s: float = 0.0) -> None:
         """``wait_s``: for so long at most, until they are gone."""
         living = {
-            rank: one
-            for rank, one in self.processes.items()
-            if one.pid is not None and one.is_alive()
+            rank: process
+            for rank, process in self.processes.items()
+            if process.pid is not None and process.is_alive()
         }
-        for rank, one in living.items():
+        for rank, process in living.items():
             self._killed.add(rank)
-            _send(one.pid, signal.SIGKILL)
-        deadline, left = time.monotonic() + wait_s, [one.sentinel for one in living.values()]
+            _send(process.pid, signal.SIGKILL)
+        deadline, left = (
+            time.monotonic() + wait_s,
+            [process.sentinel for process in living.values()],
+        )
         while left and (seconds := deadline - time.monotonic()) > 0:
             gone = multiprocessing.connection.wait(left, timeout=seconds)
-            left = [one for one in left if one not in gone]
+            left = [sentinel for sentinel in left if sentinel not in gone]
 
-    # -- what became of them
-    # --------------------------------------------------------------------------------------------------
     def pids(self) -> dict[int, int]:
         """Process of each rank that has come as far as to say so."""
         found = {}
-        for number in range(self.place.num_ranks):
+        for number in range(self.rank_range.num_ranks):
             with contextlib.suppress(OSError, ValueError):
-                found[self.place.first_rank + number] = int(
+                found[self.rank_range.first_rank + number] = int(
                     pid_file(self.folder, number).read_text()
                 )
         return found
@@ -149,9 +148,9 @@ class RankProcesses:
     def outcomes(self) -> dict[int, dict[str, Any]]:
         """What each rank that has ended left behind."""
         found = {}
-        for number in range(self.place.num_ranks):
+        for number in range(self.rank_range.num_ranks):
             with contextlib.suppress(OSError, ValueError):
-                found[self.place.first_rank + number] = json.loads(
+                found[self.rank_range.first_rank + number] = json.loads(
                     outcome_file(self.folder, number).read_text()
                 )
         return found
@@ -165,11 +164,11 @@ class RankProcesses:
     def _lost_by_now(self) -> list[int]:
         ended = [
             rank
-            for rank, one in self.processes.items()
-            if one.exitcode is not None and rank not in self._killed
+            for rank, process in self.processes.items()
+            if process.exitcode is not None and rank not in self._killed
         ]
         outcomes = self.outcomes()  # read now: a rank leaves its word before it ends
-        return [rank for rank in ended if rank not in outcomes and rank not in self.told]
+        return [rank for rank in ended if rank not in outcomes and rank not in self.lost_ranks]
 
     def how_it_ended(self, rank: int) -> str:
         """For a person, of a process that left no word: ``was killed by SIGKILL``."""
@@ -183,16 +182,14 @@ class RankProcesses:
         why = " (often: out of memory; see `dmesg`)" if -code == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{why}"
 
-    # -- ranks that fail
-    # ------------------------------------------------------------------------------------------------------
     def _end_stuck_ranks(self) -> None:
         # A rank may wait for a dead one inside a collective that never ends.
         if self._failed_at is None:
             lost, outcomes = self._lost_by_now(), self.outcomes()
             ended = {
                 *lost,
-                *(rank for rank, one in outcomes.items() if one["status"] == "failed"),
-            } - self.told.keys()
+                *(rank for rank, outcome in outcomes.items() if outcome["status"] == "failed"),
+            } - self.lost_ranks.keys()
             if ended and not self._do_without(sorted(ended), outcomes):
                 self._failed_at = time.monotonic()
                 self._gone = lost
@@ -201,17 +198,17 @@ class RankProcesses:
 
     def _do_without(self, ended: list[int], outcomes: dict[int, dict[str, Any]]) -> bool:
         """Tell the other ranks to go on without these. False where they cannot."""
-        gone = {*ended, *self.told}
+        gone = {*ended, *self.lost_ranks}
         if not (
             gone <= self.expendable and gone != self.expendable and self.store.check([MEETING_KEY])
         ):
             return False
         for rank in ended:
-            said = outcomes.get(rank)
-            failed = None if said is None else said["text"].split(" To fix:")[0].rstrip(".")
+            outcome = outcomes.get(rank)
+            failed = None if outcome is None else outcome["text"].split(" To fix:")[0].rstrip(".")
             reason = self.how_it_ended(rank) if failed is None else f"failed: {failed}"
-            self.told[rank] = {"pid": self.processes[rank].pid, "reason": reason}
-        self.store.set(LOST_KEY, json.dumps(self.told))
+            self.lost_ranks[rank] = {"pid": self.processes[rank].pid, "reason": reason}
+        self.store.set(LOST_KEY, json.dumps(self.lost_ranks))
         return True
 
 
@@ -239,18 +236,18 @@ def open_store(port: int = 0, address: str = "127.0.0.1") -> Any:
         )
 
 
-def _rank(number: int, place: Place, spec: Any, folder: str, *more: Any) -> None:
+def _rank(number: int, rank_range: RankRange, spec: Any, folder: str, *more: Any) -> None:
     numbers = {
-        "RANK": place.first_rank + number,
+        "RANK": rank_range.first_rank + number,
         "LOCAL_RANK": number,
-        "WORLD_SIZE": place.world_size,
-        "LOCAL_WORLD_SIZE": place.num_ranks,
-        "MASTER_PORT": place.port,
+        "WORLD_SIZE": rank_range.world_size,
+        "LOCAL_WORLD_SIZE": rank_range.num_ranks,
+        "MASTER_PORT": rank_range.port,
     }
     os.environ.update({name: str(value) for name, value in numbers.items()})
     # The store is a launcher's: no rank opens one.
-    os.environ.update(MASTER_ADDR=place.address, TORCHELASTIC_USE_AGENT_STORE="True")
-    os.environ.update(place.environment)
+    os.environ.update(MASTER_ADDR=rank_range.address, TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(rank_range.environment)
     worker_main(spec, folder, *more)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from paceline.checkpoint import store
 from paceline.config.schema import Config
 from paceline.core.events import Event, EventLog, tail_events
 from paceline.core.formatting import counted
+from paceline.core.log import CONSOLE_ONLY, recorded_notices
 from paceline.core.run_dir import RunDir
+from paceline.train.run_spec import RunSpec
 
-Say = Callable[[str, str], None]
+logger = logging.getLogger(__name__)
 
 _AGAIN = " To go on: give the same command again; it resumes from the newest checkpoint."
 _REPEATS = (
@@ -27,35 +29,34 @@ _REPEATS_WITHOUT_CHECKPOINT = (
 )
 
 
-class Recovery:
+class RestartPolicy:
     """Counts the faults of a run and decides what follows each.
 
     A fault without a new checkpoint since the one before counts against ``recovery.max_restarts``;
     whatever gets on may go on.
 
     Args:
-        resume_from: the checkpoint that the run's first life began from.
+        resume_from: the checkpoint that the run's first attempt began from.
         state: of :meth:`state`, where another process has counted the faults so far.
     """
 
     def __init__(
-        self, config: Config, resume_from: str | None, say: Say, state: dict[str, Any] | None = None
+        self, config: Config, resume_from: str | None, state: dict[str, Any] | None = None
     ) -> None:
         self.config = config
         self.run_dir = RunDir(Path(config.output_dir))
-        self.say = say
         self._first = resume_from
         self._restarts = 0  # since the newest checkpoint
         self._newest = self._newest_step()
         self._last_text = ""
-        self._started = self._begun = time.time()  # the command; the life under way
+        self._started = self._attempt_started = time.time()  # the command; this attempt
         if state is not None:
             self._restarts, self._newest, self._last_text = (
                 state["restarts"],
                 state["newest"],
                 state["last_text"],
             )
-            self._started, self._begun = state["started"], state["begun"]
+            self._started, self._attempt_started = state["started"], state["begun"]
 
     def state(self) -> dict[str, Any]:
         """What the process that judges the next fault needs (JSON)."""
@@ -64,20 +65,24 @@ class Recovery:
             "newest": self._newest,
             "last_text": self._last_text,
             "started": self._started,
-            "begun": self._begun,
+            "begun": self._attempt_started,
         }
 
-    def begin(self) -> None:
-        """A new life begins without a fault."""
-        self._begun = time.time()
+    def begin_attempt(self) -> None:
+        """A new attempt begins without a fault."""
+        self._attempt_started = time.time()
 
-    def follow(self, spec: Any, outcome: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The spec of the next life, or None with the outcome as it shall be told."""
+    def follow(
+        self, spec: RunSpec, outcome: dict[str, Any]
+    ) -> tuple[RunSpec | None, dict[str, Any]]:
+        """The spec of the next attempt, or None with the outcome as it shall be reported."""
         fault, outcome = self.judge(outcome)
         if fault is None:
             return None, outcome
-        resume, notices = self.resume_from()
-        return replace(spec, resume_from=resume, failure=fault, notices=notices), outcome
+        with recorded_notices() as recorder:
+            resume_from = self._resume_from()
+        notices = list(recorder.notices)
+        return replace(spec, resume_from=resume_from, failure=fault, notices=notices), outcome
 
     def judge(self, outcome: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """What is to be told of a fault after which the ranks shall be started again; None where
@@ -88,13 +93,13 @@ class Recovery:
             self._restarts, self._newest, self._last_text = 0, newest, ""
         why_not = self._why_not(outcome, made)
         if why_not is not None:
-            told = {**outcome, "text": outcome["text"] + why_not}
+            text = outcome["text"] + why_not
             if self._would_repeat(outcome, made):
-                told["text"] += _REPEATS if newest is not None else _REPEATS_WITHOUT_CHECKPOINT
+                text += _REPEATS if newest is not None else _REPEATS_WITHOUT_CHECKPOINT
             elif outcome.get("fault") is not False:
-                told["text"] += _AGAIN
-            self._end("failed", told["text"], made)
-            return None, told
+                text += _AGAIN
+            self._end("failed", text, made)
+            return None, {**outcome, "text": text}
         self._restarts += 1
         self._last_text = _kind(outcome)
         allowed = self.config.recovery.max_restarts
@@ -105,12 +110,17 @@ class Recovery:
             else f" ({counted(max(0, made - (newest or 0)), 'step')} to be made again)"
         )
         reason = str(outcome.get("reason") or outcome["text"]).rstrip(".")
-        self.say(
-            "warning",
-            f"{reason}. All ranks go back to {back}{lost}; restart {self._restarts} of {allowed}"
-            " without a new one",
+        # The `fault` event holds it.
+        logger.warning(
+            "%s. All ranks go back to %s%s; restart %d of %d without a new one",
+            reason,
+            back,
+            lost,
+            self._restarts,
+            allowed,
+            extra=CONSOLE_ONLY,
         )
-        self._begun = time.time()
+        self._attempt_started = time.time()
         return {
             "ranks": outcome.get("ranks", []),
             "hosts": outcome.get("hosts", []),
@@ -147,14 +157,12 @@ class Recovery:
             )
         return None
 
-    def resume_from(self) -> tuple[str | None, list[tuple[str, str]]]:
-        """The newest whole checkpoint, or that which the first life began from; and what is to be
-        said of damaged ones."""
-        path, wrong = store.newest_whole(self.run_dir.checkpoints)
-        notices = [("warning", f"a checkpoint is passed over: {text}") for text in wrong]
-        for level, text in notices:
-            self.say(level, text)
-        return (self._first if path is None else str(path)), notices
+    def _resume_from(self) -> str | None:
+        """The newest whole checkpoint, or that which the first attempt began from."""
+        path, damaged = store.newest_whole(self.run_dir.checkpoints)
+        for text in damaged:
+            logger.warning("a checkpoint is passed over: %s", text)
+        return self._first if path is None else str(path)
 
     def _newest_step(self) -> int | None:
         found = store.committed(self.run_dir.checkpoints)
@@ -162,14 +170,18 @@ class Recovery:
         return store.step_of(found[-1]) if found else None
 
     def _last_step(self) -> int | None:
-        """The last step that this life has logged."""
-        steps = [one["step"] for one in self._events() if one["type"] == "step"]
+        """The last step that this attempt has logged."""
+        steps = [event["step"] for event in self._events() if event["type"] == "step"]
         return steps[-1] if steps else None
 
     def _events(self) -> list[Event]:
-        return [one for one in tail_events(self.run_dir.events) if one["time"] >= self._begun]
+        return [
+            event
+            for event in tail_events(self.run_dir.events)
+            if event["time"] >= self._attempt_started
+        ]
 
-    def cut(self, number: int) -> None:
+    def end_at_once(self, number: int) -> None:
         """A second signal has ended the ranks at once."""
         name = signal.Signals(number).name
         self._end(
@@ -179,8 +191,10 @@ class Recovery:
     def _end(self, status: str, reason: str, made: int | None) -> None:
         """The ranks are gone: their log gets its end from here, where they had begun one and not
         ended it."""
-        told = [one for one in tail_events(self.run_dir.events) if one["time"] >= self._started]
-        if told and told[-1]["type"] != "run_end":
+        events = [
+            event for event in tail_events(self.run_dir.events) if event["time"] >= self._started
+        ]
+        if events and events[-1]["type"] != "run_end":
             log = EventLog(self.run_dir.events)
             log.emit("run_end", status=status, step=made, reason=reason[:2000])
             log.close()

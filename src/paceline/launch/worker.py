@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,7 +26,7 @@ from paceline.core.errors import (
 )
 from paceline.core.files import write_atomic
 from paceline.core.log import configure_logging, mute_console
-from paceline.core.processes import end_with_parent
+from paceline.core.processes import end_with_launcher
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import RankEnv, from_environment
 from paceline.train.setup import run_rank
@@ -63,6 +60,14 @@ _OF_THE_PROGRAM = re.compile(
 #: What a rank does: (spec, who it is, whether it shall stop) → {"status": "done" | "stopped",
 #: "report": …}. ``spec.config`` is its config.
 RunRank = Callable[[Any, RankEnv, StopFlag], dict[str, Any]]
+
+
+def failed_outcome(text: str, exit_code: int = EXIT_FAILED, **fields: Any) -> dict[str, Any]:
+    """The outcome of a run or a rank that failed. ``fields``: see :func:`run_guarded`."""
+    return {
+        "status": "failed", "exit_code": exit_code, "text": text, "traceback": "", "report": None,
+        **fields,
+    }  # fmt: skip
 
 
 def outcome_file(folder: Path, local_rank: int) -> Path:
@@ -204,18 +209,3 @@ def write_outcome(folder: Path, env: RankEnv, outcome: dict[str, Any]) -> None:
         outcome_file(folder, env.local_rank),
         json.dumps({**outcome, "rank": env.rank, "time": time.time()}),
     )
-
-
-def end_with_launcher() -> None:
-    """End this process as soon as the launcher or the fork server is gone, however they went."""
-    end_with_parent()  # the fork server, which itself ends with the launcher
-    launcher = multiprocessing.parent_process()
-    if launcher is None:
-        return
-    sentinel = launcher.sentinel
-
-    def watch() -> None:
-        multiprocessing.connection.wait([sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

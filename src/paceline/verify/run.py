@@ -3,10 +3,9 @@ what they said."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import shutil
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +25,7 @@ from paceline.core.errors import (
     RunError,
 )
 from paceline.core.files import write_atomic, write_json_atomic
+from paceline.core.log import configure_logging, log_notices
 from paceline.core.run_dir import RunDir
 from paceline.parallel.registry import OTHER_TRAINING
 from paceline.verify.certificate import (
@@ -37,6 +37,8 @@ from paceline.verify.certificate import (
     not_run,
 )
 from paceline.verify.modes import Mode, all_modes, make_mode, split_names, trial_config
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from paceline.distributed.devices import Devices
@@ -79,16 +81,15 @@ def verify(loaded: Loaded, request: Request) -> Certified:
     from paceline.tasks import load_task
 
     _check(request)
-    for level, text in loaded.notices:
-        _say(level, text)
+    configure_logging()
+    log_notices(logger, loaded.notices)
     config = _calm(loaded.config, request.steps)
     devices = _devices(config, request.world_size)
     parallel, notices = without_idle_offload(config.parallel, devices.type)
     config = config.model_copy(update={"parallel": parallel})
-    for level, text in notices:
-        _say(level, text)
+    log_notices(logger, notices)
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
-    _say("info", f"{precision}; all modes are compared in it")
+    logger.info(f"{precision}; all modes are compared in it")
     names = _names(config, devices.count, request.modes)
     start_fork_server(
         config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": "zero3"})})
@@ -144,17 +145,14 @@ def _calm(config: Config, steps: int) -> Config:
         update={"max_steps": steps, "logging_steps": 1, "save_steps": 0}
     )
     if config.lora.enable and config.lora.dropout:
-        _say(
-            "info",
-            f"dropout off: lora.dropout {config.lora.dropout:g} → 0; so are all others in the"
-            " model",
+        logger.info(
+            "dropout off: lora.dropout %g → 0; so are all others in the model", config.lora.dropout
         )
     lora = config.lora.model_copy(update={"dropout": 0.0})
     if config.compression.chain:
-        _say(
-            "info",
-            f"compression off: compression.method {config.compression.text} → none; it is another"
-            " training",
+        logger.info(
+            "compression off: compression.method %s → none; it is another training",
+            config.compression.text,
         )
     off: dict[str, Any] = {
         "val_dataset": None,
@@ -177,14 +175,9 @@ def _devices(config: Config, world_size: int | None) -> Devices:
         update["device"] = "cpu"  # as with `num_gpus: auto`, and said so
     devices = choose_devices(config.parallel.model_copy(update=update))
     for level, text in devices.notices:
-        _say(
-            level,
-            (
-                text
-                if config.parallel.device == "cpu"
-                else text.replace("asked for by `parallel.device: cpu`", "no GPU was found")
-            ),
-        )
+        if config.parallel.device != "cpu":
+            text = text.replace("asked for by `parallel.device: cpu`", "no GPU was found")
+        log_notices(logger, [(level, text)])
     if devices.count < 2:
         raise ConfigError(
             "one device leaves nothing to compare",
@@ -252,19 +245,18 @@ def _check_mode(mode: Mode, config: Config) -> None:
 
 def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> RunSpec:
     """The spec of `ddp`: its global batch is that of all the others."""
-    from paceline.launch.preflight import plan_run
+    from paceline.launch.preflight import prepare_run
 
     config = loaded.config.model_copy(update={"output_dir": str(folder / "run")})
     mode = make_mode("ddp", config, devices.count)
-    plan = plan_run(
+    prepared = prepare_run(
         Loaded(config.model_copy(update={"parallel": mode.parallel}), [], loaded.path),
         started_at=time.time(),
         layout=mode.layout,
         device_type=devices.type,
         devices=devices,
-        say=_say,
     )
-    return plan.spec
+    return prepared.spec
 
 
 def _trials(
@@ -317,19 +309,19 @@ def _run(
 ) -> dict[str, dict[str, Any]] | int:
     """Each mode's figures, by name; or the exit code, where a signal ended it. The ranks run all
     modes one after another; where one fails, they are started again for those that are left."""
-    from paceline.launch.local import LocalRun
+    from paceline.launch.local import LocalLauncher
     from paceline.verify.worker import Certification, certify_rank, result_file
 
     failures: dict[str, dict[str, Any]] = {}
     left = trials
     while left:
-        ranks = LocalRun(
+        ranks = LocalLauncher(
             Certification(left, steps, len(trials), str(folder)), num_ranks, certify_rank
         )
         ranks.on_stop = "finishing this step"
         outcome = ranks.run()
         if outcome["status"] == "stopped":
-            _say("info", "stopped; nothing is certified")
+            logger.info("stopped; nothing is certified")
             return int(outcome["exit_code"])
         files = {
             one.number: [result_file(folder, one.number, rank) for rank in range(num_ranks)]
@@ -346,7 +338,7 @@ def _run(
                 f"the reference `{REFERENCE}`, which the others are held against, did not train:"
                 f" {text}"
             )
-        _say("warning", f"[{failed.number + 1}/{len(trials)}] {failed.name}: failed: {text}")
+        logger.warning(f"[{failed.number + 1}/{len(trials)}] {failed.name}: failed: {text}")
         failures[failed.name] = {"status": "failed", "reason": text}
         left = left[left.index(failed) + 1 :]
     found = {}
@@ -430,12 +422,7 @@ def _write(certificate: dict[str, Any], folder: Path) -> None:
             f"the certificate could not be written to {folder}: {error}",
             fix="give another `--output`",
         ) from error
-    _say("info", f"written: {folder / 'verify.html'}, {folder / 'verify.json'}")
-
-
-def _say(level: str, text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever read this has gone
-        print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
+    logger.info(f"written: {folder / 'verify.html'}, {folder / 'verify.json'}")
 
 
 __all__ = ["Certified", "PacelineError", "Request", "verify"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +41,8 @@ from paceline.train.setup import build_components, build_trainer
 from paceline.train.state import RankContext
 from paceline.train.trainer import Trainer
 from paceline.verify.negligible import GradientWatch, listing
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.01
 # A mode that is refused is refused on all its ranks at about the same time. Where one alone
@@ -101,7 +103,7 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
             if not _all_have_done(certification, trial, env, found, stop):
                 return {"status": "stopped", "report": None}
             if world.is_rank_zero:
-                _say(certification, trial, found)
+                _log(certification, trial, found)
         return {"status": "done", "report": None}
     finally:
         world.close()
@@ -324,18 +326,11 @@ def _all_have_done(
         time.sleep(_POLL_S)
 
 
-def _say(certification: Certification, trial: Trial, found: dict[str, Any]) -> None:
+def _log(certification: Certification, trial: Trial, found: dict[str, Any]) -> None:
     text = "refused"
     if found["status"] == "done":
         text = (
             f"{certification.steps} steps, loss {found['losses'][-1]:.6g},"
             f" {found['step_time_s']:.3g} s a step"
         )
-    try:
-        print(
-            f"[{trial.number + 1}/{certification.total}] {trial.name}: {text}",
-            file=sys.stderr,
-            flush=True,
-        )
-    except (OSError, ValueError):  # whoever read this has gone
-        return
+    logger.info("[%d/%d] %s: %s", trial.number + 1, certification.total, trial.name, text)

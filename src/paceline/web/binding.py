@@ -8,6 +8,7 @@ import os
 import socket
 
 from paceline.core.errors import ConfigError, RunError
+from paceline.core.network import source_address
 
 PORT = 8765
 _TRIES = 50  # ports after the one asked for
@@ -55,16 +56,8 @@ def is_loopback(host: str) -> bool:
 def shown_host(host: str) -> str:
     """How a browser reaches a server bound to ``host``."""
     if host in ("0.0.0.0", "::", ""):
-        return _own_address() or socket.gethostname()
-    return f"[{host}]" if ":" in host else host
-
-
-def _own_address() -> str | None:
-    """The address under which others reach this machine, as far as its routes tell. Nothing is
-    sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
+            return source_address()
         except OSError:
-            return None
+            return socket.gethostname()
+    return f"[{host}]" if ":" in host else host

@@ -29,6 +29,7 @@ from paceline.core.errors import (
     RunError,
     StoppedError,
 )
+from paceline.core.processes import temporary_environment
 
 if TYPE_CHECKING:
     from ray.train import RunConfig, ScalingConfig
@@ -198,7 +199,8 @@ class TorchTrainer:
             )
             # Relative paths of the config are the driver's; and Ray's own copy of what is printed
             # would come twice.
-            with _environment(RAY_CHDIR_TO_TRIAL_DIR="0", RAY_TRAIN_ENABLE_PRINT_PATCH="0"):
+            quiet = {"RAY_CHDIR_TO_TRIAL_DIR": "0", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+            with temporary_environment(quiet):
                 try:
                     trainer.fit()
                 except Exception as error:
@@ -337,20 +339,6 @@ def _temporary_storage(run_config: RunConfig | None) -> Iterator[str | None]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # -- a cluster for the command line

@@ -4,9 +4,9 @@ read."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster.outer_agent import run_under_agent
 from paceline.cluster.ray.record import Attempt, WorkerPlace
 from paceline.config.load import Loaded
 from paceline.core.errors import EXIT_USAGE, ConfigError, PacelineError
 from paceline.core.events import tail_events
+from paceline.core.log import CONSOLE_ONLY, configure_logging
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
+from paceline.launch.prepare import TrainOptions
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 #: So long a worker with a final failure waits for the others to find the same one, before Ray ends
@@ -57,6 +62,7 @@ def train_worker(task: WorkerTask) -> dict[str, Any]:
     import ray
     import ray.train
 
+    configure_logging()
     failed = ray.get(task.record.final_failure.remote())
     if failed is not None:
         return _final(failed)
@@ -80,8 +86,6 @@ def train_worker(task: WorkerTask) -> dict[str, Any]:
 def _run(task: WorkerTask, attempt: Attempt) -> dict[str, Any]:
     import ray
 
-    from paceline.api import Options, run
-
     run_dir = RunDir(Path(task.loaded.config.output_dir))
     is_first = os.environ["RANK"] == "0"
     if is_first and attempt.lost_folder_of is not None and not run_dir.is_run():
@@ -95,15 +99,18 @@ def _run(task: WorkerTask, attempt: Attempt) -> dict[str, Any]:
     if fault is not None:
         fault, started_at = {**fault, "step": _last_step(run_dir)}, float(fault["seen_at"])
         if is_first:
-            _say(
-                f"warning: {fault['reason']}. Ray has started the workers again (restart"
-                f" {fault['restart']})"
+            logger.warning(
+                "%s. Ray has started the workers again (restart %d)",
+                fault["reason"],
+                fault["restart"],
+                extra=CONSOLE_ONLY,
             )
     if is_first:
-        _say(f"Ray nodes: {_nodes(ray.get(task.record.places.remote()))}")
-    options = Options(allow_config_change=task.allow_config_change, fault=fault)
+        nodes = _nodes(ray.get(task.record.places.remote()))
+        logger.info("Ray nodes: %s", nodes, extra=CONSOLE_ONLY)
+    options = TrainOptions(allow_config_change=task.allow_config_change, fault=fault)
     with _reporting(task, run_dir) if is_first else contextlib.nullcontext():
-        result = run(_for_ranks(task.loaded), options, started_at)
+        result = run_under_agent(_for_ranks(task.loaded), options, started_at)
     return {
         "status": (result.report or {}).get("status", "stopped"),
         "exit_code": result.exit_code,
@@ -115,8 +122,6 @@ def _for_ranks(loaded: Loaded) -> Loaded:
     return replace(loaded, notices=loaded.notices if os.environ["RANK"] == "0" else [])
 
 
-# -- numbering
-# ----------------------------------------------------------------------------------------------------------------
 def _begin_attempt(task: WorkerTask) -> Attempt:
     """Enter the working directory, and number the ranks so that rank 0 stays on its node. A
     collective of all workers."""
@@ -222,8 +227,6 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-# -- the end
-# ------------------------------------------------------------------------------------------------------------------
 def _fail_finally(task: WorkerTask, ray_rank: int, error: PacelineError) -> dict[str, Any]:
     """Return the failure, if all workers have one; else raise it: the others wait for this worker,
     and Ray must end them."""
@@ -297,8 +300,3 @@ def _nodes(places: list[dict[str, Any]]) -> str:
         f"{names[node]} with rank{'s' if len(of_node) > 1 else ''} {' '.join(of_node)}"
         for node, of_node in ranks.items()
     )
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, PacelineError, RunError
+from paceline.core.processes import temporary_environment
 from paceline.data.count.job import CountResult, CountSpec, MapSeen, tables, write_table
 from paceline.data.count.runs import Row, decoded, encoded
 from paceline.data.count.shards import TextShard, plan_shards
@@ -58,7 +59,8 @@ def count_on_ray(job: CountSpec, num_cpus: int, output: Path | None) -> CountRes
         ConfigError, RunError: as the local engine does.
     """
     # Ray writes to its log as it starts; what a person sees is ours to say.
-    with _environment(_QUIET), _cluster(num_cpus) as ray:
+    quiet = {name: value for name, value in _QUIET.items() if name not in os.environ}
+    with temporary_environment(quiet), _cluster(num_cpus) as ray:
         started = time.perf_counter()
         found, words = CountResult(), _dataset(ray, job, num_cpus, output is not None)
         try:
@@ -166,18 +168,6 @@ def _take_note(key: bytes, count: int, found: CountResult) -> None:
         found.spilled_bytes += count
     elif key == _REPLACED:
         found.replaced += count
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: value for name, value in values.items() if name not in os.environ})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
 
 
 @contextmanager

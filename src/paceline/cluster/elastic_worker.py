@@ -1,0 +1,117 @@
+"""The entry of a rank that elastic starts: it joins the round of all ranks, runs, and decides whether
+the agents of all hosts start another round."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.failures import AgentFolder
+from paceline.cluster.rounds import Membership, join_round
+from paceline.core.errors import EXIT_FAILED, RunError
+from paceline.core.log import configure_logging
+from paceline.core.processes import end_with_launcher
+from paceline.core.stop import StopFlag
+from paceline.launch.worker import STOP_FILE, describe, failed_outcome
+
+logger = logging.getLogger(__name__)
+
+Outcome = dict[str, Any]
+#: What a worker does: (payload, its membership in the round, whether to stop) → outcome.
+Target = Callable[[Any, Membership, StopFlag], Outcome]
+
+_JOIN_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """What the agent sends to its workers. It must be picklable."""
+
+    target: Target
+    payload: Any
+    folder: str
+    is_endpoint: bool
+    node_rank: int | None
+    environment: dict[str, str]
+
+
+def worker_main(task: WorkerTask) -> Outcome:
+    """Entry of a worker. A failure that a restart may mend ends the process, so that the agents of
+    all hosts start a new round; every other outcome is returned, since the agent would retry it."""
+    configure_logging()
+    end_with_launcher()
+    os.setpgid(0, 0)  # a Ctrl-C in the terminal reaches the agent alone, which passes it on once
+    os.environ.update(task.environment)
+    try:
+        outcome = _run(task)
+    except Exception as error:  # a mistake in Paceline, which the agent would retry for ever
+        outcome = _not_joined(AgentFolder(Path(task.folder)), error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if outcome is None:
+        os._exit(EXIT_FAILED)  # at once: the other ranks wait for this one and must see it gone
+    return outcome
+
+
+def _run(task: WorkerTask) -> Outcome | None:
+    """The outcome to return to the agent; None where a new round shall follow."""
+    from torch.distributed import DistError
+
+    agent, folder = multiprocessing.parent_process(), AgentFolder(Path(task.folder))
+    stop = StopFlag()
+    stop.install(sigint=False)
+    try:
+        member = join_round(
+            folder,
+            agent_pid=os.getppid() if agent is None or agent.pid is None else agent.pid,
+            is_endpoint=task.is_endpoint,
+            node_rank=task.node_rank,
+            can_restart=True,
+        )
+    except (RunError, DistError) as error:
+        return _not_joined(folder, error)
+    folder.write_state(not_joined=0)
+    stop.fail = member.fail
+    try:
+        outcome = task.target(task.payload, member, stop)
+        if outcome["status"] == "stopped":
+            # A person stops the run on one host, and all hosts end. Where nobody did, a host joins:
+            # a new round follows.
+            is_asked = any(member.round.gather("stopped", (folder.path / STOP_FILE).exists()))
+        member.round.leave()
+    except (DistError, ConnectionError) as error:
+        # A rank has gone before there was a process group.
+        outcome = {
+            **failed_outcome(describe(error)),
+            "fault": True,
+            "traceback": traceback.format_exc(),
+        }
+    except Exception as error:  # a mistake in Paceline: all ranks end with it in the next round
+        outcome = {**failed_outcome(describe(error)), "traceback": traceback.format_exc()}
+        member.end({**outcome, "is_final": True})
+        return None
+    if (outcome["status"] == "stopped" and not is_asked) or (
+        outcome["status"] == "failed" and not outcome.get("is_final")
+    ):
+        member.end(outcome)
+        return None
+    return outcome
+
+
+def _not_joined(folder: AgentFolder, error: Exception) -> Outcome | None:
+    """The ranks of a round could not reach each other; after several such rounds in a row it is not
+    tried again."""
+    failures = int(folder.read_state().get("not_joined", 0)) + 1
+    folder.write_state(not_joined=failures)
+    text = error.paragraph() if isinstance(error, RunError) else describe(error)
+    if failures < _JOIN_ATTEMPTS:
+        logger.warning("%s. A new round follows (%d of %d)", text, failures, _JOIN_ATTEMPTS)
+        return None
+    return failed_outcome(text)

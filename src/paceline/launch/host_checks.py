@@ -1,0 +1,105 @@
+"""The checks of this host that cost nothing, made at the start of every run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from paceline.config.schema import Config
+from paceline.core.check import Check, broken, doubtful, well
+from paceline.core.files import human_bytes
+from paceline.core.formatting import counted
+from paceline.distributed.devices import cpu_cores
+
+_SHARED = Path("/dev/shm")
+#: Below this loader processes and NCCL run out of it: a container gets 64 MB where nobody asks for
+#: more.
+_SHARED_BYTES = 1 << 30
+#: Ranks, loader processes, their pipes, and the files of a checkpoint.
+_OPEN_FILES = 1024
+
+
+def quick_checks(config: Config, device_type: str, num_ranks: int) -> list[Check]:
+    """Return what is not as it should be on this host, of what can be checked within a millisecond
+    and without torch."""
+    checks = [
+        check_open_files(),
+        check_shared_memory(
+            num_ranks, config.train_args.dataloader_num_workers, device_type != "cpu"
+        ),
+    ]
+    if device_type == "cpu":
+        checks.append(check_threads(num_ranks))
+    if num_ranks > 1:
+        checks.append(check_port())
+    return [check for check in checks if not check.ok]
+
+
+def check_threads(num_ranks: int) -> Check:
+    """Threads and cores: too many threads a rank is the commonest way to make a CPU slow."""
+    cores = cpu_cores()
+    limits = {
+        name: os.environ[name]
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        if os.environ.get(name)
+    }
+    value = f"{counted(cores, 'core')}, " + (
+        ", ".join(f"{name}={count}" for name, count in limits.items()) or "shared by the ranks"
+    )
+    each = max((int(count) for count in limits.values() if count.isdecimal()), default=0)
+    if each * num_ranks > cores:
+        return doubtful(
+            "threads",
+            f"{value}: {counted(num_ranks, 'rank')} × {counted(each, 'thread')} on"
+            f" {counted(cores, 'core')}",
+            f"unset {' and '.join(limits)}, or set OMP_NUM_THREADS={max(1, cores // num_ranks)}",
+        )
+    return well("threads", value)
+
+
+def check_shared_memory(num_ranks: int, loader_workers: int, accelerator: bool) -> Check:
+    """/dev/shm, through which loader processes hand over batches and the GPUs of a host speak."""
+    if not _SHARED.is_dir():
+        return well("shared_memory", "no /dev/shm on this system")
+    total = shutil.disk_usage(_SHARED)
+    value = f"{human_bytes(total.free)} of {human_bytes(total.total)} free"
+    if total.free < _SHARED_BYTES and (loader_workers > 0 or (accelerator and num_ranks > 1)):
+        advice = "start the container with `--shm-size=8g` (or `--ipc=host`)"
+        return doubtful(
+            "shared_memory",
+            value,
+            advice + (", or set `dataloader_num_workers: 0`" if loader_workers else ""),
+        )
+    return well("shared_memory", value)
+
+
+def check_open_files() -> Check:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    value = f"{soft:,} at once" + (f", up to {hard:,} by `ulimit -n`" if hard != soft else "")
+    if 0 <= soft < _OPEN_FILES:
+        return doubtful(
+            "open_files",
+            value,
+            f"type `ulimit -n {min(hard, 4096) if hard > 0 else 4096}` before the run",
+        )
+    return well("open_files", value)
+
+
+def check_port() -> Check:
+    """Ranks of this host can meet: a port of the loopback can be had."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                pass
+    except OSError as error:
+        return broken(
+            "port",
+            f"127.0.0.1: {error.strerror or error}",
+            "bring the loopback interface up: `ip link set lo up`",
+        )
+    return well("port", "a free port answers on 127.0.0.1")
