@@ -25,13 +25,13 @@ def add_arguments(parser: OptionParser) -> None:
 
 def run(args: Namespace) -> int:
     """Train; the report is printed with `--json`."""
-    from paceline.api import Options
     from paceline.api import run as train
+    from paceline.launch.prepare import TrainOptions
     from paceline.config.load import load_config, to_yaml
 
     started_at = _process_start_time()
     loaded = load_config(*config_and_overrides(args))
-    options = Options(args.dry_run, args.debug, args.allow_config_change)
+    options = TrainOptions(args.dry_run, args.debug, args.allow_config_change)
     result = train(loaded, options, started_at)
     if options.dry_run:
         text = json.dumps(result.resolved, indent=2) if args.json else to_yaml(loaded.config)
