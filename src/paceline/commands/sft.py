@@ -26,8 +26,8 @@ def add_arguments(parser: OptionParser) -> None:
 def run(args: Namespace) -> int:
     """Train; the report is printed with `--json`."""
     from paceline.api import run as train
-    from paceline.launch.prepare import TrainOptions
     from paceline.config.load import load_config, to_yaml
+    from paceline.launch.prepare import TrainOptions
 
     started_at = _process_start_time()
     loaded = load_config(*config_and_overrides(args))
