@@ -117,7 +117,8 @@ def _dispatch(tokens: list[str]) -> int:
         tokens = ["--help"]
     if tokens[0] in _LEGACY:
         return _LEGACY[tokens[0]](tokens[1:], 0.0)
-    parser, rest = build_parser(tokens).resolve(tokens)
+    verb = next((token for token in tokens if not token.startswith("-")), "")
+    parser, rest = build_parser([verb]).resolve(tokens)
     if {"-h", "--help"} & set(rest):
         print(parser.format_help(), end="")
         return EXIT_DONE
@@ -159,37 +160,6 @@ def _doctor(tokens: list[str], _: float) -> int:
     return doctor(make_request(path, overrides, values.get("ranks")), flags["json"])
 
 
-def _slurm(tokens: list[str], _: float) -> int:
-    from paceline.cluster.jobs.slurm import VALUES, check_slurm_options, make_request, slurm
-    from paceline.config.overrides import split_cli
-
-    flags, tokens = _take_flags(tokens, "json", "debug", "submit")
-    values, tokens = _take_values(tokens, VALUES)
-    check_slurm_options(tokens)
-    path, overrides = split_cli(tokens)
-    return slurm(make_request(path, overrides, values), flags["submit"], flags["json"])
-
-
-def _kubernetes(tokens: list[str], _: float) -> int:
-    from paceline.cluster.jobs.kubernetes import kubernetes, print_runtime
-    from paceline.cluster.jobs.kubernetes_options import (
-        FLAGS,
-        VALUES,
-        check_kubernetes_options,
-        make_options,
-    )
-    from paceline.config.overrides import split_cli
-    from paceline.planner.upper_bound import at_most
-
-    flags, tokens = _take_flags(tokens, "json", "debug", *FLAGS)
-    values, tokens = _take_values(tokens, VALUES)
-    check_kubernetes_options(tokens)
-    if flags["runtime-manifest"]:
-        return print_runtime(values, flags["coscheduling"], tokens, flags["json"])
-    path, overrides = split_cli(tokens)
-    return kubernetes(make_options(path, overrides, values, flags, at_most), flags["json"])
-
-
 def _ray(tokens: list[str], _: float) -> int:
     from paceline.commands.ray import FLAGS, VALUES, check_ray_options, make_options, train_on_ray
     from paceline.config.overrides import split_cli
@@ -204,8 +174,6 @@ def _ray(tokens: list[str], _: float) -> int:
 _LEGACY: dict[str, Callable[[list[str], float], int]] = {
     "verify": _verify,
     "doctor": _doctor,
-    "slurm": _slurm,
-    "kubernetes": _kubernetes,
     "ray": _ray,
 }
 

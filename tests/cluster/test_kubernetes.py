@@ -453,11 +453,11 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
     [
         (OPTIONS[:4], ["needs `--image`", "--image registry"]),
         (BASE, ["`--nodes 2` needs storage", "--claim", "--endpoint-claim"]),
-        ((*OPTIONS, "--name", "My_run"), ["`--name`", "'My_run'"]),
+        ((*OPTIONS, "--name", "My_run"), ["`--name My_run`"]),
         ((*OPTIONS, "--name", "a" * 45), ["45 characters", "at most 44"]),
-        ((*OPTIONS, "--namespace", "-"), ["`--namespace`"]),
+        ((*OPTIONS, "--namespace", "-"), ["`--namespace -`"]),
         ((*OPTIONS, "--clam", "x"), ["`--clam`", "`--claim`"]),
-        ((*OPTIONS, "--image", "two words"), ["`--image`"]),
+        ((*OPTIONS, "--image", "two words"), ["`--image two words`"]),
         ((*OPTIONS, "--output", "no/folder.yaml"), ["no/folder.yaml"]),
         (
             (*OPTIONS, "parallel.shard=3", "parallel.mode=zero3"),
@@ -472,12 +472,15 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
         ((*OPTIONS, "--ttl", "60"), ["`--ttl`", "--variant jobset"]),
         ((*OPTIONS, "--coscheduling", "--runtime", "x"), ["`--coscheduling` and `--runtime`"]),
         ((*OPTIONS, "--scheduler", "x"), ["`--scheduler`", "--runtime-manifest"]),
-        ((*OPTIONS, "--memory-per-node", "64 GB"), ["`--memory-per-node`", "64Gi"]),
-        ((*OPTIONS, "--shm-size", "0"), ["`--shm-size`"]),
+        ((*OPTIONS, "--memory-per-node", "64 GB"), ["`--memory-per-node 64 GB`", "64Gi"]),
+        ((*OPTIONS, "--shm-size", "0"), ["`--shm-size 0`"]),
         ((*OPTIONS, "--grace-period", "0"), ["`--grace-period 0`", "1 to 86,400"]),
         ((*OPTIONS, "--user", "-1"), ["`--user -1`"]),
         ((*OPTIONS, "--time", "4h"), ["`--time 4h`"]),
-        ((*OPTIONS, "--secret-env", "HF_TOKEN=plain"), ["`--secret-env`", "VARIABLE=SECRET/KEY"]),
+        (
+            (*OPTIONS, "--secret-env", "HF_TOKEN=plain"),
+            ["`--secret-env HF_TOKEN=plain`", "VARIABLE=SECRET/KEY"],
+        ),
         ((*OPTIONS, "--runtime-manifest"), ["`--runtime-manifest`", "`--claim`", "`My_run.yaml`"]),
     ],
 )

@@ -257,7 +257,7 @@ def test_a_file_and_json(here: Path, written: Write) -> None:
     [
         (["--nodes", "2", "--time", "4"], ["needs `--gpus-per-node`", "--gpus-per-node 8"]),
         (["--nodes", "0", *OPTIONS[2:]], ["`--nodes 0`", "Allowed: 1 to"]),
-        (["--nodes", "two", *OPTIONS[2:]], ["two", "int"]),
+        (["--nodes", "two", *OPTIONS[2:]], ["`--nodes two`", "whole number"]),
         ([*OPTIONS[:2], "--gpus-per-node", "-1", *OPTIONS[4:]], ["`--gpus-per-node -1`"]),
         ([*OPTIONS[:4], "--time", "4h"], ["`--time 4h`", "hours:minutes:seconds"]),
         ([*OPTIONS[:4], "--time", "0"], ["`--time 0`"]),
@@ -266,7 +266,7 @@ def test_a_file_and_json(here: Path, written: Write) -> None:
         ([*OPTIONS[:4], "--time", "2"], ["`--signal-lead 120`", "1 to 119"]),
         ([*OPTIONS, "--partiton", "long"], ["`--partiton`", "`--partition`"]),
         ([*OPTIONS, "--gres", "gpu:8"], ["`--gres`", "paceline slurm"]),
-        ([*OPTIONS, "--partition", "a b"], ["`--partition`", "'a b'"]),
+        ([*OPTIONS, "--partition", "a b"], ["`--partition a b`"]),
         ([*OPTIONS, "--partition", "--json"], ["`--partition` has no value"]),
         ([*OPTIONS, "--job-name", "x\n#SBATCH --evil"], ["--job-name"]),
         ([*OPTIONS, "--output", "no/such/folder.sh"], ["no/such/folder.sh"]),

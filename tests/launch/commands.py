@@ -29,7 +29,7 @@ MICRO = (
 
 def parse(*tokens: str) -> argparse.Namespace:
     """The arguments of a command, without running it."""
-    parser, rest = build_parser(tokens).resolve(tokens)
+    parser, rest = build_parser(tokens[:1]).resolve(tokens)
     return parser.parse(rest)
 
 

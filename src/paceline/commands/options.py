@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.files import write_atomic
+from paceline.core.formatting import printable
 
 _CONFIG_USAGE = "[CONFIG.yaml] [key=value ...]"
 _CONFIG_HELP = (
@@ -169,6 +172,61 @@ class ExistingFolder:
 
 
 @dataclass(frozen=True)
+class Pattern:
+    """Text of which the whole matches a regular expression."""
+
+    regex: str
+    allowed: str
+
+    def __call__(self, text: str) -> str:
+        if re.fullmatch(self.regex, text) is None:
+            raise InvalidValue("does not have the required form", allowed=self.allowed)
+        return text
+
+
+class Duration(NamedTuple):
+    """A time limit as it was written, and in seconds."""
+
+    text: str
+    seconds: int
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """A time limit in Slurm's notation."""
+
+    allowed: str = (
+        "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, or with"
+        " :seconds"
+    )
+
+    def __call__(self, text: str) -> Duration:
+        days, dash, rest = text.rpartition("-")
+        parts = rest.split(":")
+        numbers = [*([days] if dash else []), *parts]
+        seconds = 0
+        if len(parts) <= 3 and all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers):
+            fields = [int(part) for part in parts]
+            if dash:
+                hours, minutes, rest_s = [*fields, 0, 0][:3]
+            elif len(fields) == 3:
+                hours, minutes, rest_s = fields
+            else:
+                hours, (minutes, rest_s) = 0, [*fields, 0][:2]
+            # minutes, seconds that follow a larger unit
+            leading = [len(fields) == 3 or bool(dash), len(fields) > 1]
+            if not (leading[0] and minutes >= 60) and not (leading[1] and rest_s >= 60):
+                seconds = ((int(days) if dash else 0) * 24 + hours) * 3600 + minutes * 60 + rest_s
+        if not seconds:
+            raise InvalidValue(
+                "is not a time limit",
+                allowed=self.allowed,
+                fix="write e.g. 4:00:00 for four hours",
+            )
+        return Duration(text, seconds)
+
+
+@dataclass(frozen=True)
 class AnyPath:
     """A path of which the command itself checks the rest."""
 
@@ -264,7 +322,8 @@ class OptionParser(argparse.ArgumentParser):
         return self.commands[name].resolve(rest)
 
     def parse(self, tokens: Sequence[str]) -> argparse.Namespace:
-        """Parse the options of a command. What is left for the config is in ``config_tokens``.
+        """Parse the options of a command. The result has also ``command``, this parser, and
+        ``config_tokens``, what is left for the config.
 
         Raises:
             ConfigError: an option or an argument is unknown, missing or wrong.
@@ -277,9 +336,10 @@ class OptionParser(argparse.ArgumentParser):
             if error.argument_name is None:
                 self.error(error.message)
             name = str(error.argument_name).rpartition("/")[2]
-            reason = "needs a value" if "expected" in error.message else "takes no value"
+            reason = "has no value" if "expected" in error.message else "takes no value"
             raise ConfigError(f"`{name}` {reason}", fix=f"see `{self.prog} --help`") from error
         self._check_unknown(rest)
+        args.command = self
         args.config_tokens = rest
         return args
 
@@ -340,7 +400,7 @@ class _NamedType:
         try:
             return self.reader(text)
         except InvalidValue as error:
-            argument = f"{self.name} {text}".strip()
+            argument = f"{self.name} {printable(text, 200)}".strip()
             raise ConfigError(
                 f"`{argument}` {error.reason}", allowed=error.allowed, fix=error.fix
             ) from error
@@ -379,6 +439,19 @@ def add_config(parser: OptionParser, *, only_known_keys: bool = False) -> None:
     parser.takes_only_known_keys = only_known_keys
 
 
+def add_hosts(parser: OptionParser) -> None:
+    """The size of a job on several hosts."""
+    parser.add_argument(
+        "--nodes", type=WholeNumber(1, 10_000), metavar="N", help="number of hosts; required"
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=WholeNumber(0, 64, "0 (ranks on the CPU) to 64"),
+        metavar="N",
+        help="GPUs of each host; required",
+    )
+
+
 def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
     """The config file, if one is named, and the overrides.
 
@@ -388,6 +461,30 @@ def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[st
     from paceline.config.overrides import split_cli
 
     return split_cli(args.config_tokens)
+
+
+def check_required(args: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError if one of these options is missing."""
+    missing = [f"`--{name}`" for name in names if getattr(args, name.replace("-", "_")) is None]
+    if missing:
+        raise ConfigError(
+            f"`{args.command.prog}` needs {', '.join(missing)}",
+            fix=f"write e.g. `{args.command.example}`",
+        )
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write the file of ``--output``.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"`--output {path}` cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def print_notices(notices: Iterable[tuple[str, str]]) -> None:

@@ -3,17 +3,14 @@ a plain JobSet."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
 from paceline.cluster.jobs import pods
-from paceline.cluster.jobs.hosts import check_output, plain, write
 from paceline.cluster.jobs.jobset import jobset
-from paceline.cluster.jobs.kubeflow import runtime_manifest, train_job
+from paceline.cluster.jobs.kubeflow import train_job
 from paceline.cluster.jobs.kubernetes_options import (
     CACHE_FOLDER,
     COSCHEDULING_RUNTIME_NAME,
@@ -24,52 +21,12 @@ from paceline.cluster.jobs.kubernetes_options import (
     KubernetesOptions,
 )
 from paceline.config.schema import Config
-from paceline.core.errors import EXIT_DONE, ConfigError
 
 
-def kubernetes(options: KubernetesOptions, as_json: bool) -> int:
-    """Write the manifest, or print it. Returns the exit code."""
-    for level, text in [*options.hosts.loaded.notices, *_notices(options)]:
-        print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr)
-    text = yaml.dump_all(
+def manifest_text(options: KubernetesOptions) -> str:
+    """The manifest as YAML."""
+    return yaml.dump_all(
         manifest(options), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120
-    )
-    return _hand_over(text, options.output, as_json)
-
-
-def print_runtime(
-    values: dict[str, Any], coscheduling: bool, others: list[str], as_json: bool
-) -> int:
-    """`--runtime-manifest`: the ClusterTrainingRuntime, which is the same for all configs.
-
-    Raises:
-        ConfigError: an option that belongs to a job.
-    """
-    unknown = [f"`--{name}`" for name in values if name not in ("output", "scheduler")] + [
-        f"`{word}`" for word in others
-    ]
-    if unknown:
-        raise ConfigError(
-            "`--runtime-manifest` is independent of the config and the job, and"
-            f" {', '.join(unknown)} was given with it",
-            allowed="--coscheduling, --scheduler NAME, --output FILE, --json",
-        )
-    if "scheduler" in values:
-        plain(
-            "scheduler",
-            values["scheduler"],
-            r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?",
-            "the name of a scheduler",
-        )
-        if not coscheduling:
-            raise ConfigError(
-                "`--scheduler` sets the scheduler of the coscheduling plugin",
-                fix="add `--coscheduling`",
-            )
-    return _hand_over(
-        runtime_manifest(coscheduling, values.get("scheduler")),
-        check_output(values.get("output")),
-        as_json,
     )
 
 
@@ -81,24 +38,9 @@ def manifest(options: KubernetesOptions) -> list[dict[str, Any]]:
     return [*policy, pods.config_map(options), job]
 
 
-def _hand_over(text: str, output: Path | None, as_json: bool) -> int:
-    if output is not None:
-        write(output, text)
-    if as_json:
-        print(
-            json.dumps(
-                {"manifest": text, "path": None if output is None else str(output)}, indent=2
-            )
-        )
-    elif output is not None:
-        print(f"written: {output}\nstart it with: kubectl apply -f {output}")
-    else:
-        print(text, end="")
-    return EXIT_DONE
-
-
-def _notices(options: KubernetesOptions) -> list[tuple[str, str]]:
-    found = []
+def notices(options: KubernetesOptions) -> list[tuple[str, str]]:
+    """What the user should know about the job, as (level, text)."""
+    notes: list[tuple[str, str]] = []
     if options.variant == "kubeflow" and options.runtime in (
         RUNTIME_NAME,
         COSCHEDULING_RUNTIME_NAME,
@@ -108,27 +50,27 @@ def _notices(options: KubernetesOptions) -> list[tuple[str, str]]:
             f"the TrainJob needs the runtime `{options.runtime}` in the cluster: `paceline"
             f" kubernetes --runtime-manifest{flag}`"
         )
-        found.append(("info", text))
+        notes.append(("info", text))
     elif options.variant == "kubeflow":
         text = (
             "retry policies, user and environment of the pods are those of the runtime"
             f" `{options.runtime}`"
         )
-        found.append(("warning", f"{text}: check its backoffLimit and podFailurePolicy"))
+        notes.append(("warning", f"{text}: check its backoffLimit and podFailurePolicy"))
     if options.variant == "kubeflow" and options.grace_s != RUNTIME_GRACE_S:
         text = (
             f"`terminationGracePeriodSeconds: {options.grace_s}` in a TrainJob needs Kubeflow"
             " Trainer 2.3 or newer"
         )
-        found.append(("info", f"{text}; 2.2 refuses the field"))
+        notes.append(("info", f"{text}; 2.2 refuses the field"))
     if not options.memory_is_limit:
         text = (
             f"each pod requests {options.memory} of memory, an estimate from the config without a"
             " limit"
         )
-        found.append(("info", f"{text}; set request and limit with `--memory-per-node`"))
+        notes.append(("info", f"{text}; set request and limit with `--memory-per-node`"))
     if options.claim is None and options.endpoint_claim is None:
-        found.append(
+        notes.append(
             (
                 "warning",
                 (
@@ -138,7 +80,7 @@ def _notices(options: KubernetesOptions) -> list[tuple[str, str]]:
             )
         )
     if options.queue:
-        found.append(
+        notes.append(
             (
                 "info",
                 (
@@ -152,8 +94,8 @@ def _notices(options: KubernetesOptions) -> list[tuple[str, str]]:
             "no NetworkPolicy: any pod that reaches the rendezvous port can run code in this job's"
             " pods"
         )
-        found.append(("warning", text))
-    return found + _path_notices(options)
+        notes.append(("warning", text))
+    return notes + _path_notices(options)
 
 
 def _path_notices(options: KubernetesOptions) -> list[tuple[str, str]]:
@@ -163,14 +105,14 @@ def _path_notices(options: KubernetesOptions) -> list[tuple[str, str]]:
         *([CACHE_FOLDER] if options.cache_claim else []),
     ]
     config = options.hosts.config
-    found = []
+    notes = []
     outside = [
         path
         for path in _absolute_paths(config)
         if not any(map(PurePosixPath(path).is_relative_to, mounted))
     ]
     if outside:
-        found.append(
+        notes.append(
             (
                 "warning",
                 f"{', '.join(outside)}: outside {', '.join(mounted)}, so it must be in the image",
@@ -178,7 +120,7 @@ def _path_notices(options: KubernetesOptions) -> list[tuple[str, str]]:
         )
     if options.endpoint_claim and options.hosts.nodes > 1:
         text = f"only the first pod mounts `{options.endpoint_claim}`"
-        found.append(
+        notes.append(
             (
                 "info",
                 (
@@ -187,7 +129,7 @@ def _path_notices(options: KubernetesOptions) -> list[tuple[str, str]]:
                 ),
             )
         )
-    return found
+    return notes
 
 
 def _absolute_paths(config: Config) -> list[str]:

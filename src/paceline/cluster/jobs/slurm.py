@@ -4,103 +4,43 @@ command of a node was killed. https://slurm.schedmd.com/sbatch.html"""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from paceline.cluster.jobs.hosts import (
-    COMMON,
-    Hosts,
-    check_options,
-    check_output,
-    for_hosts,
-    needed,
-    plain,
-    time_limit_s,
-    write,
-)
-from paceline.core.errors import EXIT_DONE, EXIT_SIGTERM, ConfigError, RunError
+from paceline.cluster.jobs.hosts import Hosts
+from paceline.core.errors import EXIT_SIGTERM, ConfigError, RunError
 
-#: Passed on to Slurm as they are.
-_PASSED = ("partition", "account", "qos", "constraint", "reservation", "mem")
-#: The options of the verb: how each is read.
-VALUES: dict[str, Callable[[str], Any]] = {
-    **COMMON, "time": str, "job-name": str, "cpus-per-node": int, "signal-lead": int, **dict.fromkeys(_PASSED, str),
-}  # fmt: skip
-_WORD = r"[\w.,:@%+/=&|*()\[\]-]+"
-_LEAD_S = 120
-_MOST_LEAD_S = 65535  # Slurm keeps it in 16 bits
 _SUBMIT_TIMEOUT_S = 120.0
 _REJOIN_S = 60
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the command line says."""
+class SlurmOptions:
+    """A batch job.
+
+    Args:
+        time: in Slurm's notation.
+        signal_lead_s: so long before the end Slurm sends SIGTERM.
+        cpus: per node.
+        sbatch_options: options of sbatch and their values, passed on as they are.
+    """
 
     hosts: Hosts
     time: str
-    lead_s: int
+    signal_lead_s: int
     cpus: int
     name: str
-    passed: tuple[tuple[str, str], ...]
-    output: Path | None
+    sbatch_options: tuple[tuple[str, str], ...] = ()
 
 
-def make_request(path: Path | None, words: list[str], values: dict[str, Any]) -> Request:
-    """Check the words of the command line.
-
-    Raises:
-        ConfigError: an option is missing, unknown or wrong, or the config does not load or does not
-            fit the nodes.
-    """
-    needed(values, "slurm", "nodes", "gpus-per-node", "time")
-    limit_s = time_limit_s(values["time"])
-    lead_s = values.get("signal-lead", _LEAD_S)
-    if not 1 <= lead_s <= _MOST_LEAD_S or lead_s >= limit_s:
-        raise ConfigError(
-            f"`--signal-lead {lead_s}` does not fit `--time {values['time']}`",
-            allowed=(
-                f"1 to {min(limit_s - 1, _MOST_LEAD_S)} seconds before the end, time enough to"
-                " write a checkpoint"
-            ),
-        )
-    name = values.get(
-        "job-name", "paceline" if path is None else re.sub(r"[^\w.+-]+", "-", path.stem)
-    )
-    plain("job-name", name, r"[\w.+-]+", "letters, digits and . _ + -")
-    for one in _PASSED:
-        if one in values:
-            plain(one, values[one], _WORD, "one word, as sbatch takes it")
-    output = check_output(values.get("output"))
-    hosts = for_hosts(path, words, values["nodes"], values["gpus-per-node"])
-    cpus = values.get("cpus-per-node", hosts.min_cpus)
-    if not 1 <= cpus <= 4096:
-        raise ConfigError(f"`--cpus-per-node {cpus}` is out of range", allowed="1 to 4,096")
-    passed = tuple((one, values[one]) for one in _PASSED if one in values)
-    return Request(hosts, values["time"], lead_s, cpus, name, passed, output)
-
-
-def check_slurm_options(tokens: list[str]) -> None:
-    """Raise ConfigError for a word that is no option here, and no key of the config."""
-    check_options(tokens, "slurm", [*VALUES, "submit", "json"])
-
-
-def slurm(request: Request, submit: bool, as_json: bool) -> int:
-    """Write the script, submit it where asked, print. Returns the exit code.
-
-    Raises:
-        ConfigError: there is no sbatch here; nothing is written then.
-        RunError: Slurm refused the job.
-    """
-    if submit and shutil.which("sbatch") is None:
+def check_sbatch() -> None:
+    """Raise ConfigError if sbatch is not here."""
+    if shutil.which("sbatch") is None:
         raise ConfigError(
             "`--submit` needs Slurm's command sbatch, and it is not on this machine's PATH",
             fix=(
@@ -108,52 +48,38 @@ def slurm(request: Request, submit: bool, as_json: bool) -> int:
                 " the script there"
             ),
         )
-    for level, text in request.hosts.loaded.notices:
-        print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr)
-    text = script(request)
-    if request.output is not None:
-        write(request.output, text)
-    job = _submit(text) if submit else None
-    if as_json:
-        path = None if request.output is None else str(request.output)
-        print(json.dumps({"script": text, "path": path, "job_id": job}, indent=2))
-        return EXIT_DONE
-    if request.output is not None:
-        print(f"written: {request.output}")
-    elif not submit:
-        print(text, end="")
-    if job is not None:
-        print(f"submitted: job {job}, its log: {request.name}-{job}.log")
-    return EXIT_DONE
 
 
-def script(request: Request) -> str:
+def script(options: SlurmOptions) -> str:
     """The batch script, as text for bash."""
-    hosts = request.hosts
-    options = [
-        ("job-name", request.name),
+    hosts = options.hosts
+    lines = [
+        ("job-name", options.name),
         ("nodes", hosts.nodes),
         ("ntasks-per-node", 1),
-        ("cpus-per-task", request.cpus),
+        ("cpus-per-task", options.cpus),
         *([("gpus-per-node", hosts.gpus)] if hosts.gpus else []),
-        ("time", request.time),
-        *request.passed,
+        ("time", options.time),
+        *options.sbatch_options,
         ("chdir", Path.cwd()),
         ("output", "%x-%j.log"),
         ("open-mode", "append"),
         ("requeue", None),
-        ("signal", f"TERM@{request.lead_s}"),
+        ("signal", f"TERM@{options.signal_lead_s}"),
     ]
     header = "\n".join(
         f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quoted(value)}"
-        for name, value in options
+        for name, value in lines
     )
-    given = [str(hosts.given.absolute())] if hosts.given is not None else []
-    words = (*hosts.words, *hosts.own, *_own_words(hosts))
+    path = [str(hosts.config_path.absolute())] if hosts.config_path is not None else []
+    overrides = (*hosts.overrides, *hosts.derived_overrides, *_rejoin_overrides(hosts))
     command = " \\\n  ".join(
         map(
             shlex.join,
-            [[sys.executable, "-m", "paceline", "sft", *given], *([word] for word in words)],
+            [
+                [sys.executable, "-m", "paceline", "sft", *path],
+                *([override] for override in overrides),
+            ],
         )
     )
     rendezvous, endpoint = (
@@ -165,7 +91,7 @@ def script(request: Request) -> str:
         header=header,
         rendezvous=rendezvous,
         nodes=hosts.nodes,
-        cpus=request.cpus,
+        cpus=options.cpus,
         gpus=f" --gpus-per-node={hosts.gpus}" if hosts.gpus else "",
         command=command,
         endpoint=endpoint,
@@ -175,7 +101,7 @@ def script(request: Request) -> str:
     )
 
 
-def _own_words(hosts: Hosts) -> list[str]:
+def _rejoin_overrides(hosts: Hosts) -> list[str]:
     """Slurm does not start a lost task again within the job, so the others wait for a short
     interruption at most."""
     chosen = hosts.nodes == 1 or "rejoin_s" in hosts.config.recovery.model_fields_set
@@ -237,7 +163,12 @@ def _quoted(value: object) -> str:
     return f'"{text}"' if re.search(r"\s", text) else text
 
 
-def _submit(text: str) -> int:
+def submit(text: str) -> int:
+    """Submit a batch script. Returns the job's number.
+
+    Raises:
+        RunError: Slurm refused the job.
+    """
     try:
         done = subprocess.run(
             ["sbatch", "--parsable"],
@@ -253,10 +184,10 @@ def _submit(text: str) -> int:
         ) from error
     number = done.stdout.strip().partition(";")[0]
     if done.returncode or not number.isdecimal():
-        said = (done.stderr or done.stdout).strip().replace(
+        message = (done.stderr or done.stdout).strip().replace(
             "\n", "; "
         ) or f"exit code {done.returncode}"
         raise RunError(
-            f"Slurm refused the job: {said}", fix="see `sinfo` for partitions and their limits"
+            f"Slurm refused the job: {message}", fix="see `sinfo` for partitions and their limits"
         )
     return int(number)

@@ -1,0 +1,286 @@
+"""`paceline kubernetes`: write manifests for Kubernetes."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.commands.options import (
+    InvalidValue,
+    OptionParser,
+    OutputFile,
+    Pattern,
+    TimeLimit,
+    WholeNumber,
+    add_config,
+    add_hosts,
+    check_required,
+    config_and_overrides,
+    print_notices,
+    write_output,
+)
+from paceline.core.errors import EXIT_DONE, ConfigError
+
+if TYPE_CHECKING:
+    from paceline.cluster.jobs.hosts import Hosts
+    from paceline.cluster.jobs.kubernetes_options import KubernetesOptions
+
+_VARIANTS = ("kubeflow", "jobset")
+_SUBDOMAIN_REGEX = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"  # RFC 1123
+#: RFC 1035, which the API requires of a TrainJob's name.
+_LABEL = Pattern(
+    r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", "lower-case letters, digits and -, a letter first"
+)
+_SUBDOMAIN = Pattern(_SUBDOMAIN_REGEX, "lower-case letters, digits, - and .")
+_QUANTITY = Pattern(r"[1-9][0-9]*([KMGT]i|[kMGT])?", "a Kubernetes quantity, such as 64Gi")
+_IMAGE = Pattern(r"[\w./:@-]+", "an image, such as registry.example.org/paceline:1.0")
+_SCHEDULER = Pattern(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "the name of a scheduler")
+_SECRET_ENV = Pattern(
+    rf"[A-Za-z_]\w*=({_SUBDOMAIN_REGEX})/([-\w.]+)",
+    "VARIABLE=SECRET/KEY, several with commas, as HF_TOKEN=hub/token",
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which API the manifest is for."""
+
+    allowed: str = " or ".join(_VARIANTS)
+
+    def __call__(self, text: str) -> str:
+        if text not in _VARIANTS:
+            raise InvalidValue("is unknown", allowed=self.allowed)
+        return text
+
+
+@dataclass(frozen=True)
+class JobName:
+    """The name of a job, from which those of its pods follow."""
+
+    allowed: str = _LABEL.allowed
+
+    def __call__(self, text: str) -> str:
+        from paceline.cluster.jobs.kubernetes_options import MAX_NAME_LENGTH
+
+        _LABEL(text)
+        if len(text) > MAX_NAME_LENGTH:
+            raise InvalidValue(f"has {len(text)} characters", allowed=f"at most {MAX_NAME_LENGTH}")
+        return text
+
+
+@dataclass(frozen=True)
+class SecretVariables:
+    """Environment variables from secrets: (variable, secret, key of the secret)."""
+
+    allowed: str = _SECRET_ENV.allowed
+
+    def __call__(self, text: str) -> tuple[tuple[str, str, str], ...]:
+        entries = []
+        for entry in text.split(","):
+            _SECRET_ENV(entry)
+            variable, _, source = entry.partition("=")
+            secret, _, key = source.partition("/")
+            entries.append((variable, secret, key))
+        return tuple(entries)
+
+
+def add_arguments(parser: OptionParser) -> None:
+    add_config(parser, only_known_keys=True)
+    add_hosts(parser)
+    add = parser.add_argument
+    add("--image", type=_IMAGE, metavar="IMAGE", help="image with Paceline; required")
+    add(
+        "--variant",
+        type=Variant(),
+        metavar="NAME",
+        help="TrainJob of Kubeflow Trainer, or JobSet; default: kubeflow",
+    )
+    add("--name", type=JobName(), metavar="NAME", help="default: the name of the config file")
+    add("--namespace", type=_LABEL, metavar="NAME", help="namespace of the objects")
+    add("--runtime", type=_SUBDOMAIN, metavar="NAME", help="runtime of Kubeflow; default: paceline")
+    add("--queue", type=_LABEL, metavar="NAME", help="queue of Kueue")
+    add("--time", type=TimeLimit(), metavar="LIMIT", help="the job ends then, with a checkpoint")
+    add(
+        "--ttl",
+        type=WholeNumber(0, 31_536_000),
+        metavar="SECONDS",
+        help="the job is deleted so long after its end; JobSet only",
+    )
+    add("--claim", type=_SUBDOMAIN, metavar="NAME", help="volume that all pods work in")
+    add(
+        "--endpoint-claim",
+        type=_SUBDOMAIN,
+        metavar="NAME",
+        help="volume that the first pod alone works in; JobSet only",
+    )
+    add("--data-claim", type=_SUBDOMAIN, metavar="NAME", help="volume with data, at /data")
+    add("--cache-claim", type=_SUBDOMAIN, metavar="NAME", help="volume for caches, at /cache")
+    add("--cpus-per-node", type=WholeNumber(1, 4096), metavar="N", help="cores of a pod")
+    add("--memory-per-node", type=_QUANTITY, metavar="SIZE", help="memory of a pod")
+    add("--shm-size", type=_QUANTITY, metavar="SIZE", help="size of /dev/shm")
+    add(
+        "--grace-period",
+        type=WholeNumber(1, 86_400),
+        metavar="SECONDS",
+        help="time for a checkpoint before the pods are killed",
+    )
+    add("--user", type=WholeNumber(0, 65_535), metavar="UID", help="user of the pods")
+    add("--secret-env", type=SecretVariables(), metavar="NAME=...", help="secret variables")
+    add("--image-pull-secret", type=_SUBDOMAIN, metavar="NAME", help="secret of the registry")
+    add("--service-account", type=_SUBDOMAIN, metavar="NAME", help="service account of the pods")
+    add("--scheduler", type=_SCHEDULER, metavar="NAME", help="scheduler, of the runtime")
+    add("--output", type=OutputFile(), metavar="FILE", help="default: standard output")
+    add("--coscheduling", action="store_true", help="start all pods together; Kubeflow only")
+    add("--no-network-policy", action="store_true", help="let other pods reach those of the job")
+    add("--runtime-manifest", action="store_true", help="write the runtime that TrainJobs need")
+    parser.example = (
+        "paceline kubernetes CONFIG.yaml --nodes 2 --gpus-per-node 8"
+        " --image registry.example.org/paceline:1.0 --claim runs"
+    )
+
+
+def run(args: Namespace) -> int:
+    """Write the manifest, or print it."""
+    from paceline.cluster.jobs.kubernetes import manifest_text, notices
+
+    if args.runtime_manifest:
+        text = _runtime_text(args)
+    else:
+        options = make_options(args)
+        print_notices([*options.hosts.loaded.notices, *notices(options)])
+        text = manifest_text(options)
+    if args.output is not None:
+        write_output(args.output, text)
+    if args.json:
+        path = None if args.output is None else str(args.output)
+        print(json.dumps({"manifest": text, "path": path}, indent=2))
+    elif args.output is not None:
+        print(f"written: {args.output}\nstart it with: kubectl apply -f {args.output}")
+    else:
+        print(text, end="")
+    return EXIT_DONE
+
+
+def make_options(args: Namespace) -> KubernetesOptions:
+    """Check the options together, and fit the config to the hosts.
+
+    Raises:
+        ConfigError: an option is missing or excludes another, or the config does not load or does
+            not fit the pods.
+    """
+    from paceline.cluster.jobs import kubernetes_options as defaults
+    from paceline.cluster.jobs.hosts import fit_to_hosts
+    from paceline.planner.upper_bound import at_most
+
+    path, overrides = config_and_overrides(args)
+    check_required(args, "nodes", "gpus-per-node", "image")
+    _check_variant(args)
+    hosts = fit_to_hosts(path, overrides, args.nodes, args.gpus_per_node)
+    config = hosts.config
+    _check_shared_storage(hosts, args)
+    defaults.check_config_size(config)
+    runtime = defaults.COSCHEDULING_RUNTIME_NAME if args.coscheduling else defaults.RUNTIME_NAME
+    memory = args.memory_per_node or defaults.estimate_memory(
+        hosts, at_most(config), counts_shm=args.shm_size is None
+    )
+    grace_s = args.grace_period or defaults.default_grace_s(config)
+    return defaults.KubernetesOptions(
+        hosts=hosts,
+        variant=args.variant or _VARIANTS[0],
+        image=args.image,
+        name=args.name or defaults.name_from(path),
+        namespace=args.namespace,
+        runtime=args.runtime or runtime,
+        queue=args.queue,
+        time_s=None if args.time is None else args.time.seconds,
+        ttl_s=args.ttl,
+        claim=args.claim,
+        endpoint_claim=args.endpoint_claim,
+        data_claim=args.data_claim,
+        cache_claim=args.cache_claim,
+        cpus=args.cpus_per_node or hosts.min_cpus,
+        cpus_is_limit=args.cpus_per_node is not None,
+        memory=memory,
+        memory_is_limit=args.memory_per_node is not None,
+        shm=args.shm_size or defaults.default_shm(hosts),
+        grace_s=grace_s,
+        user=defaults.RUNTIME_USER if args.user is None else args.user,
+        secret_env=args.secret_env or (),
+        image_pull_secret=args.image_pull_secret,
+        service_account=args.service_account,
+        network_policy=not args.no_network_policy,
+    )
+
+
+def _runtime_text(args: Namespace) -> str:
+    """The ClusterTrainingRuntime, which is the same for all configs.
+
+    Raises:
+        ConfigError: an option that belongs to a job.
+    """
+    from paceline.cluster.jobs.kubeflow import runtime_manifest
+
+    excluded = [
+        f"`{name}`"
+        for name, action in args.command.options.items()
+        if action.nargs != 0
+        and name not in ("--output", "--scheduler")
+        and getattr(args, action.dest) is not None
+    ] + [f"`{token}`" for token in args.config_tokens]
+    if excluded:
+        raise ConfigError(
+            "`--runtime-manifest` is independent of the config and the job, and"
+            f" {', '.join(excluded)} was given with it",
+            allowed="--coscheduling, --scheduler NAME, --output FILE, --json",
+        )
+    if args.scheduler is not None and not args.coscheduling:
+        raise ConfigError(
+            "`--scheduler` sets the scheduler of the coscheduling plugin",
+            fix="add `--coscheduling`",
+        )
+    return runtime_manifest(args.coscheduling, args.scheduler)
+
+
+def _check_variant(args: Namespace) -> None:
+    """Raise ConfigError if an option is not supported with the variant or with another option."""
+    if args.variant == "jobset" and (args.runtime or args.coscheduling):
+        name = "--runtime" if args.runtime else "--coscheduling"
+        raise ConfigError(
+            f"`{name}` is not supported with `--variant jobset`: it belongs to a runtime of"
+            " Kubeflow Trainer",
+            fix="leave it out; to start all pods together, use Kueue: `--queue NAME`",
+        )
+    if args.variant != "jobset" and (args.endpoint_claim or args.ttl is not None):
+        name = "--endpoint-claim" if args.endpoint_claim else "--ttl"
+        raise ConfigError(
+            f"`{name}` is not supported with `--variant kubeflow`: a TrainJob cannot set it",
+            fix="leave it out, or give `--variant jobset`",
+        )
+    if args.scheduler is not None:
+        raise ConfigError(
+            "`--scheduler` belongs to the runtime",
+            fix="give it with `--runtime-manifest --coscheduling`",
+        )
+    if args.coscheduling and args.runtime:
+        raise ConfigError(
+            "`--coscheduling` and `--runtime` name two runtimes", fix="give one of them"
+        )
+
+
+def _check_shared_storage(hosts: Hosts, args: Namespace) -> None:
+    if args.claim and args.endpoint_claim:
+        raise ConfigError(
+            "`--claim` and `--endpoint-claim` both mount the working folder", fix="give one of them"
+        )
+    is_remote = "://" in str(hosts.config.checkpoint_dir or "")
+    if hosts.nodes > 1 and not (is_remote or args.claim or args.endpoint_claim):
+        raise ConfigError(
+            f"`--nodes {hosts.nodes}` needs storage for the checkpoints that outlives the pods",
+            fix=(
+                "name a PersistentVolumeClaim that all pods can mount (ReadWriteMany) with `--claim"
+                " NAME`, or with `--variant jobset` one for the first pod alone (ReadWriteOnce)"
+                " with `--endpoint-claim NAME`"
+            ),
+        )

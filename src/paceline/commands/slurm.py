@@ -1,0 +1,130 @@
+"""`paceline slurm`: write a batch script for Slurm."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from paceline.commands.options import (
+    OptionParser,
+    OutputFile,
+    Pattern,
+    TimeLimit,
+    WholeNumber,
+    add_config,
+    add_hosts,
+    check_required,
+    config_and_overrides,
+    print_notices,
+    write_output,
+)
+from paceline.core.errors import EXIT_DONE, ConfigError
+
+if TYPE_CHECKING:
+    from paceline.cluster.jobs.slurm import SlurmOptions
+
+#: Options of sbatch that are passed on as they are.
+_SBATCH_OPTIONS = ("partition", "account", "qos", "constraint", "reservation", "mem")
+_SBATCH_VALUE = Pattern(r"[\w.,:@%+/=&|*()\[\]-]+", "one word, as sbatch takes it")
+_MAX_SIGNAL_LEAD_S = 65535  # Slurm keeps it in 16 bits
+
+
+def add_arguments(parser: OptionParser) -> None:
+    add_config(parser, only_known_keys=True)
+    add_hosts(parser)
+    parser.add_argument(
+        "--time", type=TimeLimit(), metavar="LIMIT", help="time limit of the job; required"
+    )
+    parser.add_argument(
+        "--job-name",
+        type=Pattern(r"[\w.+-]+", "letters, digits and . _ + -"),
+        metavar="NAME",
+        help="default: the name of the config file",
+    )
+    parser.add_argument(
+        "--cpus-per-node",
+        type=WholeNumber(1, 4096),
+        metavar="N",
+        help="default: one for each rank and each of its loader processes",
+    )
+    parser.add_argument(
+        "--signal-lead",
+        type=WholeNumber(),
+        default=120,
+        metavar="SECONDS",
+        help="Slurm sends SIGTERM so long before the end; a checkpoint is written then",
+    )
+    for name in _SBATCH_OPTIONS:
+        parser.add_argument(
+            f"--{name}", type=_SBATCH_VALUE, metavar="VALUE", help=f"sbatch --{name}"
+        )
+    parser.add_argument(
+        "--output", type=OutputFile(), metavar="FILE", help="default: standard output"
+    )
+    parser.add_argument("--submit", action="store_true", help="submit the job with sbatch")
+    parser.example = "paceline slurm CONFIG.yaml --nodes 2 --gpus-per-node 8 --time 4:00:00"
+
+
+def run(args: Namespace) -> int:
+    """Write the script, or print it, and submit it if requested.
+
+    Raises:
+        ConfigError: an option is wrong, or sbatch is not here; nothing was written.
+        RunError: Slurm refused the job.
+    """
+    from paceline.cluster.jobs.slurm import check_sbatch, script, submit
+
+    options = make_options(args)
+    if args.submit:
+        check_sbatch()
+    print_notices(options.hosts.loaded.notices)
+    text = script(options)
+    if args.output is not None:
+        write_output(args.output, text)
+    job_id = submit(text) if args.submit else None
+    if args.json:
+        path = None if args.output is None else str(args.output)
+        print(json.dumps({"script": text, "path": path, "job_id": job_id}, indent=2))
+        return EXIT_DONE
+    if args.output is not None:
+        print(f"written: {args.output}")
+    elif not args.submit:
+        print(text, end="")
+    if job_id is not None:
+        print(f"submitted: job {job_id}, its log: {options.name}-{job_id}.log")
+    return EXIT_DONE
+
+
+def make_options(args: Namespace) -> SlurmOptions:
+    """Check the options together, and fit the config to the hosts.
+
+    Raises:
+        ConfigError: an option is missing, or the config does not load or does not fit the hosts.
+    """
+    from paceline.cluster.jobs.hosts import fit_to_hosts
+    from paceline.cluster.jobs.slurm import SlurmOptions
+
+    path, overrides = config_and_overrides(args)
+    check_required(args, "nodes", "gpus-per-node", "time")
+    limit_s = args.time.seconds
+    max_lead_s = min(limit_s - 1, _MAX_SIGNAL_LEAD_S)
+    if not 1 <= args.signal_lead <= max_lead_s:
+        raise ConfigError(
+            f"`--signal-lead {args.signal_lead}` does not fit `--time {args.time.text}`",
+            allowed=(
+                f"1 to {max_lead_s} seconds before the end, time enough to write a checkpoint"
+            ),
+        )
+    default_name = "paceline" if path is None else re.sub(r"[^\w.+-]+", "-", path.stem)
+    hosts = fit_to_hosts(path, overrides, args.nodes, args.gpus_per_node)
+    values = [(name, getattr(args, name)) for name in _SBATCH_OPTIONS]
+    return SlurmOptions(
+        hosts=hosts,
+        time=args.time.text,
+        signal_lead_s=args.signal_lead,
+        cpus=args.cpus_per_node or hosts.min_cpus,
+        name=args.job_name or default_name,
+        sbatch_options=tuple((name, value) for name, value in values if value is not None),
+    )
