@@ -4,8 +4,8 @@ import time
 
 import torch.distributed as dist
 
+from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.traffic_volume import all_reduce_bytes
 
 
 class Delayed:

@@ -18,10 +18,10 @@ from paceline.distributed.collectives import run as collectives
 from paceline.distributed.collectives.run import all_reduce, broadcast
 from paceline.distributed.collectives.schedules import ALGORITHMS, sent, sent_bytes
 from paceline.distributed.collectives.trace import Trace
+from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.traffic_volume import all_reduce_bytes
 
 SIZES = (0, 1, 2, 7, 64, 1001)
 DTYPES = (

@@ -10,8 +10,8 @@ from training import Plain
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.compression.cost import (
     break_even_ratio,
     communication_cost,

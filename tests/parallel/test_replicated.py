@@ -8,10 +8,10 @@ from states import assemble, copied
 from torch import nn
 
 from paceline.config.schema import Config
+from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import DDPStrategy, SingleDeviceStrategy

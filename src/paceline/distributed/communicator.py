@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.errors import RunError
+from paceline.distributed import torch_compat
 from paceline.distributed.allocator import tune_allocator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
@@ -283,7 +284,9 @@ def init_communicator(
         backend = dist.get_default_backend_for_device(device) if len(device_types) == 1 else "gloo"
         if device.type != "cpu" and backend != "gloo":
             options["device_id"] = device
-            os.environ.setdefault(*_FLIGHT_RECORDER)
+            os.environ.setdefault(
+                torch_compat.flight_recorder_variable(), _FLIGHT_RECORDER_COLLECTIVES
+            )
         dist.init_process_group(
             backend, rank=env.rank, world_size=env.world_size, timeout=timeout, **options
         )
@@ -330,14 +333,7 @@ def _check_adopted(env: RankEnv, device: torch.device) -> None:
 
 #: torch's own record of the last collectives on an accelerator, of which the watchdog writes a copy
 #: where a rank hangs.
-_FLIGHT_RECORDER = (
-    (
-        "TORCH_FR_BUFFER_SIZE"
-        if hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
-        else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-    ),
-    "2000",
-)
+_FLIGHT_RECORDER_COLLECTIVES = "2000"
 
 
 def _newest(name: str, older: str) -> Any:

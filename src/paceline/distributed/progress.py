@@ -9,6 +9,7 @@ so those of FSDP, DeepSpeed and the pipeline schedules are seen as well.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import sys
@@ -208,7 +209,9 @@ class ProgressTracker:
         dtype, numel = (
             (tensor.dtype, tensor.numel()) if isinstance(tensor, torch.Tensor) else (None, None)
         )
-        call = CollectiveCall(number, function, dtype, numel, name, call_site(sys._getframe(1)))
+        call = CollectiveCall(
+            number, function, dtype, numel, name, call_site(inspect.currentframe())
+        )
         self.ring.append(call)
         if self.box is not None:
             self.box.write(call)
@@ -301,15 +304,9 @@ PROGRESS = ProgressTracker()
 COLLECTIVE = "a collective"
 
 
-def mark_waits() -> None:
-    """Wrap ``wait`` of torch's works and futures (once a process)."""
-    if not getattr(dist, "_paceline_waits", False):
-        dist.Work.wait = _marked(dist.Work.wait, COLLECTIVE)  # type: ignore[method-assign]
-        torch._C.Future.wait = _marked(torch._C.Future.wait, "an answer of another rank")  # type: ignore[method-assign]
-        dist._paceline_waits = True  # type: ignore[attr-defined]
-
-
-def _marked(wait: Callable[..., Any], what: str) -> Any:
+def watch_wait(wait: Callable[..., Any], is_work: bool) -> Callable[..., Any]:
+    """Wrap ``wait`` of torch's works (``is_work``) or futures so that the time in it is counted."""
+    what = COLLECTIVE if is_work else "an answer of another rank"
     pulse = PROGRESS
 
     @wraps(wait)

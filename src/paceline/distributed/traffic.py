@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.distributed import progress
-from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
+from paceline.distributed import progress, torch_compat
+from paceline.distributed.collectives.volume import all_reduce_bytes, scatter_bytes
 
 #: Names in the count: collectives, messages between two ranks, copies between the devices of one
 #: process, and what workers fetch from the servers of a parameter server and send them.
@@ -173,23 +173,16 @@ _COUNTERS |= {
 
 def count_collectives() -> Traffic:
     """Wrap the functions of ``torch.distributed`` (once a process). Returns the process's count."""
-    if not getattr(dist, "_paceline_counted", False):
-        for name in _COUNTERS.keys() | progress.ARGUMENTS.keys():
-            if hasattr(dist, name):
-                setattr(
-                    dist,
-                    name,
-                    _watched(getattr(dist, name), name, *_COUNTERS.get(name, (None, None))),
-                )
-        progress.mark_waits()
-        # `isend` cannot be wrapped: P2POp compares it with the function itself.
-        dist._paceline_counted = True  # type: ignore[attr-defined]
+    # `isend` cannot be wrapped: P2POp compares it with the function itself.
+    torch_compat.hook_collectives(
+        _COUNTERS.keys() | progress.ARGUMENTS.keys(), _watched, progress.watch_wait
+    )
     return TRAFFIC
 
 
-def _watched(
-    function: Callable[..., Any], name: str, label: str | None, size_of: _SizeOf | None
-) -> Any:
+def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    label, size_of = _COUNTERS.get(name, (None, None))
+
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         progress.issue_from(name, args, kwargs)

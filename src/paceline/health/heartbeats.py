@@ -19,8 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from paceline.distributed import torch_compat
 from paceline.distributed.call_log import CallLogReader
 from paceline.distributed.progress import COLLECTIVE, PROGRESS, StepTimes, stack_of
 from paceline.distributed.segments import SegmentCounter, Segments
@@ -284,7 +283,7 @@ def state_of(pid: int) -> str | None:
 
 
 def _connect() -> Any:
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: Any = torch_compat.default_store()
     store = store.clone()
     store.set_timeout(timedelta(seconds=_STORE_S))
     return store

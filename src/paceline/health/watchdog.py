@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from paceline.config.schema.recovery import RecoveryConfig
@@ -27,6 +26,7 @@ from paceline.core.events import EventLog
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
+from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS, StepTimes
 from paceline.health.hangs import Hang, RankStatus, find_hangs
@@ -429,9 +429,5 @@ def _busy(one: StepTimes) -> RankBusyTime:
 
 def flight_record() -> bytes | None:
     """What torch's flight recorder holds, as JSON; None where it is off or there is none."""
-    core = torch._C._distributed_c10d
-    dump = getattr(core, "_dump_fr_trace_json", None) or getattr(
-        core, "_dump_nccl_trace_json", None
-    )
-    text = dump() if dump is not None else b""
+    text = torch_compat.dump_flight_recorder()
     return text if b'"profiling_name"' in text else None

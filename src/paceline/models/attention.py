@@ -78,6 +78,11 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> torch
     return ((distance >= 0) & (distance < window)).view(1, 1, length, length)
 
 
+def attention_of(model: Any) -> str | None:
+    """The name of the attention that a transformers model uses; None for other models."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+
+
 def install(model: Any) -> str | None:
     """Switch a transformers model that uses torch's scaled_dot_product_attention to
     :func:`packed_attention`.
@@ -87,7 +92,7 @@ def install(model: Any) -> str | None:
     """
     from transformers import AttentionInterface
 
-    before = getattr(model.config, "_attn_implementation", None)
+    before = attention_of(model)
     if before != "sdpa" or not hasattr(model, "set_attn_implementation"):
         return None
     AttentionInterface.register(NAME, packed_attention)

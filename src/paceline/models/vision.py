@@ -175,7 +175,7 @@ def find_form(config: Config, *, digits: bool) -> tuple[ImageForm, list[tuple[st
 
 
 def _hub_config(config: Config) -> Any:
-    from transformers import AutoConfig, AutoModelForImageClassification
+    from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, AutoConfig
 
     go_offline_if_unreachable(config.model)
     try:
@@ -185,7 +185,7 @@ def _hub_config(config: Config) -> Any:
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_load(config.model, error) from error
     remote = "AutoModelForImageClassification" in (getattr(found, "auto_map", None) or {})
-    if not remote and type(found) not in AutoModelForImageClassification._model_mapping:
+    if not remote and type(found) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         raise _not_an_image_model(config.model, f"model of type {found.model_type}")
     return found
 

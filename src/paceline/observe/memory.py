@@ -16,7 +16,7 @@ from paceline.core.events import EventLog
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import peak_since
 from paceline.parallel.base import Strategy, optimizer_tensors
-from paceline.parallel.deepspeed.state import gradient_tensors
+from paceline.parallel.deepspeed.package import gradient_tensors
 from paceline.parallel.state import local_tensor, storage_bytes
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import torch
 
 from paceline.core.events import EventLog
 from paceline.core.processes import host_name
+from paceline.models.attention import attention_of
 from paceline.models.shape.activations import Activations, dims_of, language_activations
 from paceline.observe.run_info import RunInfo
 
@@ -145,7 +146,7 @@ def _activations(info: RunInfo) -> Activations | None:
         tokens,
         tokens * float(labels.sum() / lengths.sum()),
         mask_bytes=4 if info.strategy.world.device.type == "cpu" else 1,
-        fused_attention=getattr(base.config, "_attn_implementation", "sdpa") != "eager",
+        fused_attention=attention_of(base) != "eager",
         longest=min(tokens, info.config.train_args.max_length),
     )
 

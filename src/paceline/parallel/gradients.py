@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from paceline.models.blocks import BATCH_NORMS
 from paceline.parallel.base import (
     MicroStep,
 )
@@ -73,7 +74,9 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 def changing_buffers(model: nn.Module) -> list[torch.Tensor]:
     """The running statistics of normalisation layers, which each rank would gather from its own
     share."""
-    norms = (nn.modules.batchnorm._NormBase,)
     return [
-        one for module in model.modules() if isinstance(module, norms) for one in module.buffers()
+        one
+        for module in model.modules()
+        if isinstance(module, BATCH_NORMS)
+        for one in module.buffers()
     ]

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from paceline.distributed import torch_compat
+
 #: As torch.amp.GradScaler: where the scale begins, and after how many steps without an overflow it
 #: is doubled.
 INITIAL_SCALE = 2.0**16
@@ -52,4 +54,4 @@ class LossScaler:
         for gradient in gradients:
             by_device.setdefault(gradient.device, []).append(gradient)
         for device, several in by_device.items():
-            torch._foreach_mul_(several, self.scale.reciprocal().to(device))
+            torch_compat.foreach_mul_(several, self.scale.reciprocal().to(device))

@@ -53,6 +53,7 @@ def describe(config: Config) -> Described:
 
 
 def _language(config: Config) -> Described:
+    from paceline.models.attention import attention_of
     from paceline.models.shape.meta import language_model_on_meta
     from paceline.models.shape.outline import outline
 
@@ -66,7 +67,7 @@ def _language(config: Config) -> Described:
         if dims
         else ("this model's activations and operations are not known: they are left out",)
     )
-    fused = getattr(base.config, "_attn_implementation", "sdpa") != "eager"
+    fused = attention_of(base) != "eager"
     return Described(outline(model, config), dims, fused_attention=fused, notes=notes)
 
 
@@ -141,20 +142,23 @@ def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
+    from paceline.distributed import torch_compat
     from paceline.train.precision import checkpoint_activations
 
     if config.train_args.gradient_checkpointing:
         checkpoint_activations(model)
     size = config.train_args.per_device_train_batch_size
     batch = _to_meta(task.collate([dataset[index % len(dataset)] for index in range(size)]))
-    weights = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+    weights = {
+        torch_compat.storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())
+    }
     # the storages themselves: an address is used again once its storage is gone
     kept: dict[int, Any] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage
+        key = torch_compat.storage_id(tensor)
+        if key not in weights:
+            kept[key] = tensor.untyped_storage()
         return tensor
 
     counter = FlopCounterMode(display=False)

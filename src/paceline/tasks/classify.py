@@ -11,6 +11,7 @@ from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.data.counts import DataCounts
 from paceline.models import vision
+from paceline.models.blocks import BATCH_NORMS
 from paceline.tasks.base import Prepared, Task
 
 if TYPE_CHECKING:
@@ -161,10 +162,8 @@ class ClassifyTask(Task):
         return vision.load_image_model(self.config, handle.form, handle.train.classes)
 
     def setup(self, model: nn.Module) -> list[tuple[str, str]]:
-        from torch.nn.modules.batchnorm import _NormBase
-
         norms = sum(
-            isinstance(one, _NormBase) and one.track_running_stats for one in model.modules()
+            isinstance(one, BATCH_NORMS) and one.track_running_stats for one in model.modules()
         )
         if not norms:
             return []

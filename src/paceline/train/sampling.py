@@ -295,7 +295,7 @@ class SampleGenerator:
 def _plain_attention(model: Any) -> Iterator[None]:
     """For the while, without the attention of packed rows: it knows nothing of a cache."""
     base = _base(model)
-    packed = getattr(getattr(base, "config", None), "_attn_implementation", None) == attention.NAME
+    packed = attention.attention_of(base) == attention.NAME
     if packed:
         base.set_attn_implementation("sdpa")  # what `attention.install` takes the place of
     try:

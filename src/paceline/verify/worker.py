@@ -32,6 +32,7 @@ from paceline.data.loader import MicroBatch
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
+from paceline.models.blocks import DROPOUTS
 from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.state import TensorShard
@@ -202,7 +203,7 @@ def turn_off_dropout(model: nn.Module) -> int:
         holders = [vars(module)] + [
             vars(one) for one in (getattr(module, "config", None),) if hasattr(one, "__dict__")
         ]
-        dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        dropout = isinstance(module, DROPOUTS)
         for holder in holders:
             for name, value in list(holder.items()):
                 if (

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from paceline.data.collate import find_tensors
+from paceline.distributed import torch_compat
+from paceline.distributed.torch_compat import TorchDispatchMode
 from paceline.models import attention
 from paceline.models.blocks import find_blocks
 
@@ -84,14 +85,14 @@ class _Recorder(TorchDispatchMode):
         self.owners = {
             name: one
             for name, one in model.named_modules()
-            if id(one) not in inside and one._parameters
+            if id(one) not in inside and any(True for _ in one.parameters(recurse=False))
         }
         self.names: dict[int, dict[int, str]] = {}  # parameter → {module that has it: name}
         for prefix, module in self.owners.items():
-            for leaf, parameter in module._parameters.items():
-                if parameter is not None:
-                    name = f"{prefix}.{leaf}" if prefix else leaf
-                    self.names.setdefault(id(parameter), {})[id(module)] = name
+            for name, parameter in module.named_parameters(
+                prefix, recurse=False, remove_duplicate=False
+            ):
+                self.names.setdefault(id(parameter), {})[id(module)] = name
         self.all_names = {id(one): name for name, one in model.named_parameters()}
         self._active: list[int] = []  # modules outside the blocks that are running
         self._depth = 0
@@ -106,16 +107,16 @@ class _Recorder(TorchDispatchMode):
         return AFTER if len(self.trace.order) == len(self.blocks) else BETWEEN
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in tree_leaves((args, kwargs)):
-            names = self.names.get(id(one)) if isinstance(one, torch.Tensor) else None
+        for tensor in find_tensors((args, kwargs)):
+            names = self.names.get(id(tensor))
             if names is not None:
                 users = [names[module] for module in self._active if module in names]
                 self.trace.phases.setdefault(
                     users[-1] if users else next(iter(names.values())), set()
                 ).add(self._phase)
-        if args and id(args[0]) in self.all_names and func._schema.is_mutable:
+        if args and id(args[0]) in self.all_names and torch_compat.is_mutable_op(func):
             self.trace.written.append(self.all_names[id(args[0])])
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+        if torch_compat.is_item_op(func) and args[0].device.type == "meta":
             # a guess: "nothing is padded or packed"
             return args[0].dtype.is_floating_point or args[0].dtype == torch.bool
         return func(*args, **(kwargs or {}))
@@ -184,7 +185,7 @@ def made_up_inputs(model: nn.Module) -> dict[str, Any] | None:
             "input_ids": torch.zeros((1, 2), dtype=torch.int64, device=first.device)
         }
         # it must be given the samples' lengths
-        if getattr(config, "_attn_implementation", None) == attention.NAME:
+        if attention.attention_of(base) == attention.NAME:
             inputs |= {
                 "position_ids": torch.arange(2, device=first.device).unsqueeze(0),
                 "segment_lengths": (2,),

@@ -98,7 +98,7 @@ def _own_plan(
     prefix = _PEFT_PREFIX if inner is not model else ""
     before = getattr(inner, "base_model_prefix", "")
     before = f"{before}." if before and hasattr(inner, before) else ""
-    own = dict(getattr(inner, "_tp_plan", None) or {})
+    own = dict(getattr(inner, "tp_plan", None) or {})
     if not own and getattr(config, "base_model_tp_plan", None):
         own = {before + key: style for key, style in config.base_model_tp_plan.items()}  # type: ignore[union-attr]
     problem = unsupported(config)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.collectives.schedules import steps
+from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.models.shape.record import TensorShape
 from paceline.parallel.compression.base import BucketShape, Compressor, TensorSlot
 from paceline.parallel.compression.local_adam import LocalAdam

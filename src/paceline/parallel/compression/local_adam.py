@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from paceline.distributed import torch_compat
 from paceline.parallel.compression.base import BucketShape, CompressorState, blocks
 
 SECOND = "exp_avg_sq"
@@ -78,5 +79,5 @@ class DirectionOptimizer(torch.optim.Optimizer):
             if not moved:
                 continue
             if group["weight_decay"]:
-                torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(moved, [one.grad for one in moved], alpha=-group["lr"])
+                torch_compat.foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
+            torch_compat.foreach_add_(moved, [one.grad for one in moved], alpha=-group["lr"])

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 
 from paceline.config.schema.compression import Compression
+from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.seeds import derive_seed
-from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState, TensorSlot
 from paceline.parallel.compression.quantize import CODES, Codec, coded_sum, coded_sum_sends
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from paceline.distributed.collectives.volume import scatter_bytes
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.traffic_volume import scatter_bytes
 
 #: A source of chance for the message of a round.
 Chance = Callable[[int], torch.Generator]

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
+from paceline.distributed import torch_compat
+from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.comm_thread import PendingComm
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
-from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.compression.base import BucketShape, CompressorState, TensorSlot
 from paceline.parallel.compression.checkpoint import PREFIX, dropped
@@ -139,7 +140,7 @@ class CompressedReducer(GradientReducer):
         if max_norm > 0:
             self.buckets.scale(clip_factor(norm, max_norm / math.sqrt(ranks)))
         for parameters, decay in self._decays:
-            torch._foreach_add_(
+            torch_compat.foreach_add_(
                 [one.grad for one in parameters],
                 [one.detach() for one in parameters],
                 alpha=decay / ranks,

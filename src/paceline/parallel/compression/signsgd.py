@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from paceline.distributed.collectives.volume import scatter_bytes
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.traffic_volume import scatter_bytes
 from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState
 
 

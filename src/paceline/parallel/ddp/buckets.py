@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator, wide_dtype
 from paceline.parallel.ddp.layout import BucketLayout, lay_out
 
@@ -116,7 +117,7 @@ class GradientBuckets:
         return [flat.nbytes for flat in self.flats]
 
     def zero(self) -> None:
-        torch._foreach_zero_(self.flats)
+        torch_compat.foreach_zero_(self.flats)
 
     def start_reducing(self) -> None:
         """From here on (the last micro-batch of a step) each bucket is sent off when its last
@@ -199,8 +200,6 @@ def squared_norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.
     # where a norm in float64 costs sixty times one in float32: many short ones, added up in float64
     if device.type == "cpu":
         chunks = [chunk for one in tensors for chunk in one.reshape(-1).split(_NORM_CHUNK)]
-        return (
-            torch.stack(torch._foreach_norm(chunks, 2, dtype=torch.float32)).to(wide).square().sum()
-        )
-    norms = torch._foreach_norm(tensors, 2, dtype=wide)
+        return torch.stack(torch_compat.foreach_norm(chunks, torch.float32)).to(wide).square().sum()
+    norms = torch_compat.foreach_norm(tensors, wide)
     return torch.stack([one.to(device) for one in norms]).square().sum()

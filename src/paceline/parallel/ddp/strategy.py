@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
+from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,

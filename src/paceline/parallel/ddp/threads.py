@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.collate import map_tensors
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.base import (
@@ -230,4 +230,4 @@ def _copy_to(model: nn.Module, device: torch.device, first: torch.device) -> nn.
 
 
 def _moved(tree: Any, device: torch.device) -> Any:
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return map_tensors(tree, lambda tensor: tensor.to(device))

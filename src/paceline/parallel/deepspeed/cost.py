@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from paceline.config.schema import Config
+from paceline.distributed.collectives.volume import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.deepspeed.config import zero_section

@@ -3,7 +3,7 @@
 DeepSpeed is driven through its engine: it owns the partitions, the collectives and the update.
 Paceline keeps what is the same for every strategy: the loss and its global count, the schedule,
 autocast, checkpoints (read from DeepSpeed's partitions, see
-:mod:`paceline.parallel.deepspeed.state`).
+:mod:`paceline.parallel.deepspeed.package`).
 
 The loss comes divided by the global count, so gradients must be *summed* over the ranks, and
 DeepSpeed averages them. The loss is therefore multiplied by the number of ranks first. DeepSpeed
@@ -30,15 +30,18 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
+from paceline.models.blocks import BATCH_NORMS
 from paceline.parallel.base import MicroStep, OptimizerFactory, Strategy, persistent_buffers
 from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.deepspeed.config import check_json, engine_config, stage_of
 from paceline.parallel.deepspeed.cost import deepspeed_cost
-from paceline.parallel.deepspeed.package import check_installed, import_deepspeed, quiet
-from paceline.parallel.deepspeed.state import (
+from paceline.parallel.deepspeed.package import (
     Range,
+    check_installed,
     gradient_tensors,
+    import_deepspeed,
     owners,
+    quiet,
     ranges,
     refresh_weights,
 )
@@ -339,7 +342,7 @@ def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
     norms = [
         one
         for one in model.modules()
-        if isinstance(one, nn.modules.batchnorm._NormBase) and one.running_mean is not None
+        if isinstance(one, BATCH_NORMS) and one.running_mean is not None
     ]
     if low_dtype is not None and norms:
         kind = type(norms[0]).__name__

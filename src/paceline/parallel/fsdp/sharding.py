@@ -22,8 +22,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from paceline.core.errors import ConfigError
+from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
-from paceline.models.blocks import find_blocks
+from paceline.models.blocks import BATCH_NORMS, find_blocks
 from paceline.parallel.base import persistent_buffers
 from paceline.parallel.ddp.buckets import squared_norm_of
 from paceline.parallel.gradients import changing_buffers
@@ -295,7 +296,7 @@ class FSDPSharding:
 
     def scale(self, factor: torch.Tensor) -> None:
         for device, gradients in _by_device(_gradient(piece) for piece in self.pieces).items():
-            torch._foreach_mul_(gradients, factor.to(device))
+            torch_compat.foreach_mul_(gradients, factor.to(device))
 
     # -- what it holds
     # -------------------------------------------------------------------------------------------------------
@@ -362,11 +363,10 @@ def _check_dtypes(model: nn.Module) -> None:
 def _batch_norms(model: nn.Module) -> list[nn.Module]:
     """Batch and instance normalisations with weights: beside float32 running statistics these must
     be float32 too."""
-    norms = (nn.modules.batchnorm._NormBase,)
     return [
         one
         for one in model.modules()
-        if isinstance(one, norms) and any(True for _ in one.parameters(recurse=False))
+        if isinstance(one, BATCH_NORMS) and any(True for _ in one.parameters(recurse=False))
     ]
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.distributed.collectives.volume import all_reduce_bytes, scatter_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.models.shape.record import modules_around
 from paceline.parallel.base import MicroStep, OptimizerFactory, Strategy, optimizer_tensors
 from paceline.parallel.cost import Cost, ModelShape, TensorShape, Workload

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from paceline.config.schema import Config
+from paceline.distributed.collectives.volume import all_reduce_bytes, scatter_bytes
 from paceline.distributed.environment import RankEnv, from_environment
 from paceline.distributed.mesh import ParallelDims
-from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
 from paceline.parallel.local_sgd.sync import fragment, mean_held, mean_traffic, share

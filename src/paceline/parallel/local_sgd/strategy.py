@@ -16,11 +16,11 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
+from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
-from paceline.distributed.traffic_volume import all_reduce_bytes
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,

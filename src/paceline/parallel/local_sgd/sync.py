@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 
 #: Elements that share a scale in int8.
@@ -42,13 +43,13 @@ class FlatParams:
         found = torch.empty(stop - start, dtype=self.dtype, device=self.device)
         pieces = list(self.pieces(start, stop))
         if pieces:
-            torch._foreach_copy_(list(found.split([one.numel() for one in pieces])), pieces)
+            torch_compat.foreach_copy_(list(found.split([one.numel() for one in pieces])), pieces)
         return found
 
     def write(self, start: int, values: torch.Tensor) -> None:
         pieces = list(self.pieces(start, start + values.numel()))
         if pieces:
-            torch._foreach_copy_(pieces, list(values.split([one.numel() for one in pieces])))
+            torch_compat.foreach_copy_(pieces, list(values.split([one.numel() for one in pieces])))
 
 
 class GroupMean:
@@ -221,7 +222,7 @@ def share(start: int, stop: int, num_ranks: int, rank: int) -> tuple[int, int]:
 
 def mean_traffic(size: int, workers: int, dtype: str) -> dict[str, int]:
     """Bytes that one rank sends for :class:`GroupMean` of ``size`` float32 elements, by collective."""
-    from paceline.distributed.traffic_volume import all_reduce_bytes, scatter_bytes
+    from paceline.distributed.collectives.volume import all_reduce_bytes, scatter_bytes
 
     if dtype == "float32" or workers == 1:
         return {"all_reduce": all_reduce_bytes(4 * size, workers)}

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import RunError
+from paceline.data.collate import find_tensors, map_tensors
 from paceline.parallel.pipeline.stages import StagePlan
 
 _UNFIT = (
@@ -90,7 +91,7 @@ class PartitionedModel:
             memo |= {id(one): _meta(one) for one in module.buffers()}  # type: ignore[misc]
             module.forward = partial(self._before, module.forward, copy.deepcopy(module, memo))
         elif not holds_first:  # a parameter of a module that holds the blocks
-            del parent._parameters[leaf]
+            delattr(parent, leaf)
             setattr(parent, leaf, stand_in(module))
 
     def _before(
@@ -99,10 +100,12 @@ class PartitionedModel:
         # used again after the blocks
         if not self._active or self._first == 0 or self._position > 0:
             return original(*args, **kwargs)
-        device = next((one.device for one in _tensors((args, kwargs))), torch.device("cpu"))
+        device = next(
+            (tensor.device for tensor in find_tensors((args, kwargs))), torch.device("cpu")
+        )
         with torch.no_grad():
-            out = ghost(*_map(_meta, args), **_map(_meta, kwargs))
-        return _map(partial(stand_in, device=device), out)
+            out = ghost(*map_tensors(args, _meta), **map_tensors(kwargs, _meta))
+        return map_tensors(out, partial(stand_in, device=device))
 
     def _enter(
         self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -198,16 +201,18 @@ def drop(model: nn.Module, division: StagePlan, mine: list[int]) -> None:
     without memory: some models ask their embedding for its device or type. A buffer's place holds
     None."""
     for module_name, module in model.named_modules():
-        for kind in (module._parameters, module._buffers):
-            for leaf, value in list(kind.items()):
-                name = f"{module_name}.{leaf}" if module_name else leaf
-                if value is None or set(division.stages.get(name, mine)) & set(mine):
-                    continue
-                if kind is module._parameters:
-                    del module._parameters[leaf]
-                    setattr(module, leaf, stand_in(value.detach()))
-                else:
-                    kind[leaf] = None
+        prefix = f"{module_name}." if module_name else ""
+
+        def is_elsewhere(leaf: str, prefix: str = prefix) -> bool:
+            return not set(division.stages.get(prefix + leaf, mine)) & set(mine)
+
+        for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if is_elsewhere(leaf):
+                delattr(module, leaf)
+                setattr(module, leaf, stand_in(parameter.detach()))
+        for leaf, _ in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if is_elsewhere(leaf):
+                setattr(module, leaf, None)
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -219,19 +224,3 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 def _meta(one: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(one, device="meta")
-
-
-def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return type(value)(_map(change, one) for one in value)
-    if isinstance(value, dict):
-        return {key: _map(change, one) for key, one in value.items()}
-    return value
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _map(lambda one: found.append(one) or one, value)  # type: ignore[func-returns-value]
-    return found

@@ -24,6 +24,7 @@ from paceline.parallel.pipeline.check import check_blocks
 from paceline.parallel.pipeline.partition import PartitionedModel, drop, unfit
 from paceline.parallel.pipeline.schedule import DynamicStage, Hidden, legal_schedule, make_schedule
 from paceline.parallel.pipeline.stages import StagePlan, divide, num_chunks, rank_of_stage
+from paceline.parallel.state import local_tensor
 
 _DTYPES = (
     torch.float32,
@@ -123,7 +124,7 @@ class PipelineRunner:
             one = parameters[name]
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
-            gradient = getattr(one.grad, "_local_tensor", one.grad)
+            gradient = local_tensor(one.grad)
             mine = gradient.detach().clone(memory_format=torch.contiguous_format)
             others = {rank: torch.empty_like(mine) for rank in ranks if rank != self.line.rank}
             operations = []

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
+from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.models.tensor_plan.families import family_plan
 from paceline.models.tensor_plan.plan import check_sizes, find_tensor_plan, refuse_sizes
@@ -373,7 +374,7 @@ def _is_here(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 def _parameter(name: str, modules: Mapping[str, nn.Module]) -> Any:
     owner, _, leaf = name.rpartition(".")
-    return modules[owner]._parameters.get(leaf)
+    return dict(modules[owner].named_parameters(recurse=False, remove_duplicate=False)).get(leaf)
 
 
 def _set_features(linear: Any, style: str) -> None:
@@ -394,8 +395,12 @@ class _SharedInput:
         self.forget()
 
     def entered(self, x: torch.Tensor) -> torch.Tensor:
-        if x is not self._given or x._version != self._version or self._found is None:
-            self._given, self._version = x, x._version
+        if (
+            x is not self._given
+            or torch_compat.tensor_version(x) != self._version
+            or self._found is None
+        ):
+            self._given, self._version = x, torch_compat.tensor_version(x)
             self._found = sum_gradient(low_precision(x), self.line)
         return self._found
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.models.blocks import BATCH_NORMS
 from paceline.parallel.cost import ModelShape, TensorShape
 
 #: Optimizers that keep a step count beside each tensor.
@@ -32,11 +33,10 @@ def check_elementwise(config: Config, mode: str) -> None:
 def batch_norm_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
     """Parameters of batch and instance normalisations: beside float32 running statistics they must
     be float32 too."""
-    norms = (nn.modules.batchnorm._NormBase,)
     return frozenset(
         one
         for module in model.modules()
-        if isinstance(module, norms)
+        if isinstance(module, BATCH_NORMS)
         for one in module.parameters(recurse=False)
     )
 

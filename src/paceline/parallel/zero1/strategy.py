@@ -11,10 +11,10 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.distributed.collectives.volume import scatter_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
-from paceline.distributed.traffic_volume import scatter_bytes
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,

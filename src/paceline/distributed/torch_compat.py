@@ -1,0 +1,187 @@
+"""The private names of torch that Paceline needs, each behind a function of its own.
+
+No other module touches private names of torch, but for
+:mod:`paceline.parallel.pipeline.schedule`, whose stage implements the interface of torch's pipeline
+schedules. A name that the installed torch lacks raises a ConfigError that names the supported
+range, or is replaced by a loop over public functions where that gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.core.errors import ConfigError
+
+__all__ = ["TorchDispatchMode"]
+
+SUPPORTED = "torch>=2.11,<2.14"
+_MISSING = object()
+
+
+def _find(owner: Any, path: str, default: Any = _MISSING) -> Any:
+    """Return the attribute at a dotted path below ``owner``.
+
+    Raises:
+        ConfigError: this torch has no such attribute, and there is no ``default``.
+    """
+    found = owner
+    for name in path.split("."):
+        found = getattr(found, name, _MISSING)
+        if found is _MISSING:
+            break
+    if found is not _MISSING:
+        return found
+    if default is not _MISSING:
+        return default
+    raise ConfigError(
+        f"torch {torch.__version__} has no `{getattr(owner, '__name__', owner)}.{path}`, which"
+        " Paceline uses.",
+        allowed=SUPPORTED,
+        fix=f"run `pip install '{SUPPORTED}'`",
+    )
+
+
+# -- hooks around communication
+_is_hooked = False
+
+
+def hook_collectives(
+    functions: Iterable[str],
+    wrap_function: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+    wrap_wait: Callable[[Callable[..., Any], bool], Callable[..., Any]],
+) -> None:
+    """Replace functions of ``torch.distributed``, and ``wait`` of its works and futures, by
+    wrappers. Only the first call in a process has an effect.
+
+    Args:
+        functions: names in ``torch.distributed``; those that this torch lacks are skipped.
+        wrap_function: gets a name and the function, returns its replacement.
+        wrap_wait: gets a method and whether it is that of a work (else of a future), returns its
+            replacement.
+    """
+    global _is_hooked
+    if _is_hooked:
+        return
+    future = _find(torch, "_C.Future")
+    work_wait, future_wait = _find(dist, "Work.wait"), _find(future, "wait")
+    for name in functions:
+        if hasattr(dist, name):
+            setattr(dist, name, wrap_function(name, getattr(dist, name)))
+    dist.Work.wait = wrap_wait(work_wait, True)  # type: ignore[method-assign]
+    future.wait = wrap_wait(future_wait, False)
+    _is_hooked = True
+
+
+# -- the process group
+def default_store() -> dist.Store:
+    """The store by which the ranks of the default process group met, whoever made the group."""
+    return _find(dist, "distributed_c10d._get_default_store")()  # type: ignore[no-any-return]
+
+
+def _find_flight_recorder() -> tuple[str, Callable[[], bytes] | None]:
+    """The environment variable that sizes torch's flight recorder, and the function that writes
+    its contents as JSON."""
+    c10d = _find(torch, "_C._distributed_c10d")
+    dump = _find(c10d, "_dump_fr_trace_json", None)
+    if dump is not None:
+        return "TORCH_FR_BUFFER_SIZE", dump
+    return "TORCH_NCCL_TRACE_BUFFER_SIZE", _find(c10d, "_dump_nccl_trace_json", None)
+
+
+def flight_recorder_variable() -> str:
+    """The environment variable with the number of collectives that torch's flight recorder keeps."""
+    return _find_flight_recorder()[0]
+
+
+def dump_flight_recorder() -> bytes:
+    """What torch's flight recorder holds, as JSON; empty where this torch has none."""
+    dump = _find_flight_recorder()[1]
+    return b"" if dump is None else dump()
+
+
+# -- one kernel for many tensors
+@torch.no_grad()
+def foreach_zero_(tensors: Sequence[torch.Tensor]) -> None:
+    """Set each tensor to zero."""
+    kernel = _find(torch, "_foreach_zero_", None)
+    if kernel is not None:
+        kernel(tensors)
+        return
+    for tensor in tensors:
+        tensor.zero_()
+
+
+@torch.no_grad()
+def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target."""
+    kernel = _find(torch, "_foreach_copy_", None)
+    if kernel is not None:
+        kernel(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+@torch.no_grad()
+def foreach_add_(
+    tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], alpha: float = 1.0
+) -> None:
+    """Add ``alpha`` times its counterpart to each tensor."""
+    kernel = _find(torch, "_foreach_add_", None)
+    if kernel is not None:
+        kernel(tensors, others, alpha=alpha)
+        return
+    for tensor, other in zip(tensors, others, strict=True):
+        tensor.add_(other, alpha=alpha)
+
+
+@torch.no_grad()
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply each tensor by a number, or by a tensor with one element."""
+    kernel = _find(torch, "_foreach_mul_", None)
+    if kernel is not None:
+        kernel(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def foreach_norm(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, computed in ``dtype``."""
+    kernel = _find(torch, "_foreach_norm", None)
+    if kernel is not None:
+        return list(kernel(tensors, 2, dtype=dtype))
+    return [torch.linalg.vector_norm(tensor, 2, dtype=dtype) for tensor in tensors]
+
+
+# -- tensors, operations, optimizers
+def tensor_version(tensor: torch.Tensor) -> int:
+    """A number that grows with each change of the tensor in place."""
+    return _find(tensor, "_version")  # type: ignore[no-any-return]
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that tensors on one storage share, also on the meta device, which has no addresses.
+    It can be used again once the storage is freed."""
+    return _find(tensor.untyped_storage(), "_cdata")  # type: ignore[no-any-return]
+
+
+def is_mutable_op(op: Any) -> bool:
+    """Whether an operation, as ``__torch_dispatch__`` gets it, changes one of its arguments."""
+    return _find(op, "_schema.is_mutable")  # type: ignore[no-any-return]
+
+
+def is_item_op(op: Any) -> bool:
+    """Whether an operation reads a number out of a tensor, as ``Tensor.item`` does."""
+    return op is _find(torch.ops.aten, "_local_scalar_dense.default")
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer leaves a step out where its attribute ``found_inf`` says so, as torch's
+    fused optimizers do for GradScaler."""
+    return bool(_find(optimizer, "_step_supports_amp_scaling", False))
