@@ -20,6 +20,7 @@ from paceline.core.errors import RunError
 from paceline.core.events import Event, EventLog, effective_events
 from paceline.core.formatting import counted
 from paceline.core.processes import host_name
+from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import Strategy
@@ -226,7 +227,7 @@ class AnomalyDetector:
 def skips_on_device(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> bool:
     """Return whether the optimizer can skip a step by a flag on the device of ``grad_norm``:
     torch's fused ones."""
-    can_skip = getattr(optimizer, "_step_supports_amp_scaling", False)
+    can_skip = torch_compat.takes_found_inf(optimizer)
     return bool(can_skip) and all(
         param.device == grad_norm.device
         for group in optimizer.param_groups
