@@ -22,6 +22,7 @@ from paceline.core.errors import (
     ConfigError,
     PacelineError,
 )
+from paceline.core.log import configure_logging
 
 #: Every verb: its name, and what it does.
 VERBS = {
@@ -123,6 +124,7 @@ def _dispatch(tokens: list[str]) -> int:
         print(parser.format_help(), end="")
         return EXIT_DONE
     args = parser.parse(rest)
+    configure_logging(args.log_level, args.quiet)
     args.build_parser = partial(build_parser, VERBS)
     code: int = args.run(args)
     return code

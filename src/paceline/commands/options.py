@@ -4,9 +4,9 @@ overrides."""
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.files import write_atomic
 from paceline.core.formatting import printable
+from paceline.core.log import LEVELS, log_notices
 
 _CONFIG_USAGE = "[CONFIG.yaml] [key=value ...]"
 _CONFIG_HELP = (
@@ -430,6 +431,10 @@ def add_common(parser: OptionParser) -> None:
     """Options of every command."""
     parser.add_argument("--json", action="store_true", help="print the result alone, as JSON")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--quiet", action="store_true", help="print warnings and errors only")
+    parser.add_argument(
+        "--log-level", type=Choice(LEVELS), metavar="LEVEL", help="print messages of this level and above"
+    )
 
 
 def add_config(parser: OptionParser, *, only_known_keys: bool = False) -> None:
@@ -488,6 +493,5 @@ def write_output(path: Path, text: str) -> None:
 
 
 def print_notices(notices: Iterable[tuple[str, str]]) -> None:
-    """Print notices (level, text) to standard error."""
-    for level, text in notices:
-        print(f"{'warning: ' if level == 'warning' else ''}{text}", file=sys.stderr, flush=True)
+    """Print notices (level, text) on standard error."""
+    log_notices(logging.getLogger(__name__), notices)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.core.events import EventLog
 
 #: Values of ``--log-level``.
-LEVELS = ("debug", "info", "warning", "error")
+LEVELS = ("debug", "info", "warning", "error", "critical")
 #: ``extra`` of a record that is no notice.
 CONSOLE_ONLY = {"is_notice": False}
 
