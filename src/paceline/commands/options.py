@@ -433,7 +433,10 @@ def add_common(parser: OptionParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--quiet", action="store_true", help="print warnings and errors only")
     parser.add_argument(
-        "--log-level", type=Choice(LEVELS), metavar="LEVEL", help="print messages of this level and above"
+        "--log-level",
+        type=Choice(LEVELS),
+        metavar="LEVEL",
+        help="print messages of this level and above",
     )
 
 
